@@ -78,4 +78,4 @@ def test_each_rebuilder_applies_or_says_why_not(monkeypatch):
     assert found.left_out == {**BUGGY, "sketches": "the first layer is not sketched"}
     found = rebuild(lambda share, what: None, config_of(data="digits", defence="plain", bias=False), DIGITS, 1)
     assert not found.psnr
-    assert found.left_out[PUBLISHED].startswith("the network does not begin with a Linear with a bias")
+    assert found.left_out[PUBLISHED].startswith("the network does not begin with a Linear that has a bias")

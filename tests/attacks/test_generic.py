@@ -133,7 +133,7 @@ def test_a_record_comes_from_a_dense_first_layer_or_by_a_search_for_an_image(mon
 
 def test_a_search_needs_images_with_classes():
     model = built(lambda: nn.Sequential(nn.Linear(12, 8, bias=False), nn.Linear(8, OUTPUTS)))
-    with pytest.raises(DoesNotApply, match="does not begin with a Linear with a bias, and records are not images"):
+    with pytest.raises(DoesNotApply, match="does not begin with a Linear that has a bias, and records are not images"):
         rebuild_record(observe_plain(model, (12,))[0])
     with pytest.raises(DoesNotApply, match="needs classes"):
         invert_gradient(observe_models([network()], torch.rand(3, 1, 8, 8), torch.rand(3, 1)), "it is convolutional")

@@ -85,7 +85,7 @@ def test_the_round_of_a_difference_can_be_chosen_and_must_have_a_next_one_and_gr
         from_difference(longer)
     with pytest.raises(DoesNotApply, match="it needs a round and the one after it"):
         from_difference(observed, -1)
-    with pytest.raises(BadArgument, match="a str holds no gradients"):
+    with pytest.raises(BadArgument, match="a str contains no known gradients"):
         leaked.from_upload(observed.rounds[0], "letter", observed.loss)
 
 

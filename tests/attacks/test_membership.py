@@ -121,7 +121,7 @@ def test_shadows_that_do_not_fit_are_refused(pool):
         (lambda: Shadows(own.outputs[:1], own.inside[:1], own.targets, own.loss), "inside all shadows"),
         (lambda: Shadows(own.outputs[:3], own.inside, own.targets, own.loss), "4 shadows of 400 records"),
         (lambda: shadow_scores(own.outputs[0], replace(own, inside=own.inside & False), [0], both=True), "no shadow"),
-        (lambda: replace(own, loss=LogCosh()).temperature, "log_cosh gives no probabilities"),
+        (lambda: replace(own, loss=LogCosh()).temperature, "log_cosh gives no class probabilities"),
     ):
         with pytest.raises(BadArgument, match=why):
             call()

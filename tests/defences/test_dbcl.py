@@ -356,8 +356,8 @@ def bilinear():
         (tied, {}, r"dbcl, 0.weight: several layers share this weight(?s:.*)Fix: use DBCL\(skip=\('0',\)\)"),
         (small_first, {}, r"dbcl, 1.weight: it has 1 inputs per unit, fewer than q = 2(?s:.*)Fix: .*skip=\('1',\)"),
         (circular, {}, r"dbcl, 2.weight: a convolution with padding_mode 'circular' has no sketch"),
-        (bilinear, {}, r"dbcl, 0.weight: a Twice has no sketch, only the weights of Linear and Conv2d"),
-        (tied, {"skip": ["5"]}, r"dbcl: skip names '5', and the model has no parameters there"),
+        (bilinear, {}, r"dbcl, 0.weight: a Twice has no sketch; only the weights of Linear and Conv2d"),
+        (tied, {"skip": ["5"]}, r"dbcl: skip names '5', but the model has no parameters there"),
     ],
 )
 def test_models_that_would_not_be_hidden_are_refused(build, options, text):

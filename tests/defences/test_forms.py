@@ -63,5 +63,5 @@ def test_what_a_defence_cannot_take_is_refused_with_a_fix():
     assert set(trained(Words, words, DBCL(skip=("words",)), rounds=1)) == set(built(Words).state_dict())
     plain = trained(Words, words, Plain(), loss="cross_entropy")
     assert worst(trained(Words, words, SPN(0.0, seed=1), loss="cross_entropy"), plain) < 1e-12
-    with pytest.raises(BadArgument, match=r"SPN reads what enters"):
+    with pytest.raises(BadArgument, match=r"SPN reads the input"):
         Federation(built(pixelwise(3)), [(draw(4, 2, 4, 5), draw(4, 4, 5, classes=3))], SPN(), loss="cross_entropy")

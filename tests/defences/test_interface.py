@@ -102,8 +102,8 @@ def test_settings_out_of_range_are_refused(make, name, value):
 def test_states_of_another_defence_are_refused():
     wrong = {"noise": torch.zeros(1)}
     for name in ("ppdl", "spn"):
-        with pytest.raises(errors.BadArgument, match="the state is of another defence"):
+        with pytest.raises(errors.BadArgument, match="the state belongs to another defence"):
             federation("mlp", EVERY[name]()).clients.client.restore(3, wrong)
     for name in ("dbcl", "private"):
-        with pytest.raises(errors.BadArgument, match="the state is of another defence"):
+        with pytest.raises(errors.BadArgument, match="the state belongs to another defence"):
             federation("mlp", EVERY[name]()).defence_server.restore(wrong)

@@ -300,7 +300,7 @@ def test_a_gradient_that_is_not_finite_is_refused_with_the_position_of_its_clien
     with pytest.raises(errors.NonFiniteUpdate, match=r"client 1: .* holds NaN or infinity"):
         run.recover([steps[0], bad, steps[2]])
     assert run.server.accountant.rounds == 0  # nothing was given away
-    with pytest.raises(errors.NonFiniteUpdate, match="client 4: its gradient holds NaN or infinity"):
+    with pytest.raises(errors.NonFiniteUpdate, match="client 4: its gradient contains NaN or infinity"):
         clip_vector(torch.tensor([1.0, math.nan]), 1.0, "client 4")
 
 
@@ -332,7 +332,7 @@ def test_the_search_for_moving_buffers_changes_neither_the_model_nor_the_random_
 def test_single_gradients_empty_rounds_and_privacy_twice_are_refused():
     with pytest.raises(errors.BadArgument, match=r"plain\+dp is already private"):
         Private(Private(Plain(), 1.0, 1.0), 1.0, 1.0)
-    with pytest.raises(errors.BadArgument, match="not single gradients"):
+    with pytest.raises(errors.BadArgument, match="not individual gradients"):
         round_of(private()).recover_each([])
     with pytest.raises(errors.BadArgument, match="a round needs at least one update"):
         round_of(private()).recover([], [])

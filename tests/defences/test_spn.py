@@ -276,8 +276,8 @@ def asking():
     return Network(lambda m, x: m.head(x if x.sum() > 0 else -x), head=nn.Linear(6, CLASSES))
 
 
-LAST = "SPN reads what enters the model's last Linear: it must end the model.*Fix: end the model in"
-BODY = "nothing but the last Linear is trained.*Fix: give the model a hidden layer"
+LAST = "SPN reads the input of the model's last Linear, which must end the model.*Fix: end the model in"
+BODY = "only the last Linear is trained.*Fix: give the model a hidden layer"
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,9 @@ def counted(outputs, targets):
 def test_targets_that_name_no_class_are_refused(outputs, targets, loss, want):
     data = [(torch.ones(2, 6).double(), targets if not targets.is_floating_point() else targets.double())]
     run = federation((lambda: mlp(6, outputs), (6,)), SPN(), data, loss=loss)
-    with pytest.raises(BadArgument, match=rf"(?s)^SPN: client 0's targets name no classes.* want {want}.*Fix: use def"):
+    with pytest.raises(
+        BadArgument, match=rf"(?s)^SPN: client 0's targets are not classes.* expected {want}.*Fix: use def"
+    ):
         run.step()
 
 

@@ -308,7 +308,7 @@ def test_memory_that_no_candidate_has_filled_is_not_sent(monkeypatch):
     message, client = ask_of("veil, cut")
     head = unpacked(message)[0]["values"]["head"]
     client.records = tuple(own[:1] for own in client.records)  # one part of three is as large as the batch
-    with pytest.raises(ModelMismatch, match="what follows it does not keep samples apart"):
+    with pytest.raises(ModelMismatch, match="the layers after it couple samples"):
         client.reply(changed(message, head=head | {"tail": "stacked"}))
 
 
@@ -422,8 +422,8 @@ def test_defences_of_other_packages_are_built_by_the_same_rule():
         "halved with a seed is for tests": {"seed": 1},
         "halved cannot be built with the server's settings: KeyError": {"factor": "third"},
         "halved cannot be built with the server's settings: TypeError": {"factor": [1]},
-        "table of halved is neither a number nor a short text": {"table": {"a": 1}},
-        "factor of halved is neither a number nor a short text": {"factor": "x" * 5000},
+        "table of halved must be a number, a short string": {"table": {"a": 1}},
+        "factor of halved must be a number, a short string": {"factor": "x" * 5000},
     }
     for text, settings in refused.items():
         with pytest.raises(BadArgument, match=text):

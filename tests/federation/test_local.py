@@ -203,7 +203,7 @@ def test_a_loss_of_the_whole_batch_takes_no_weights_of_samples():
     inputs, targets = (own[:4] for own in parts(classes=4)[0])
     for defence in (Plain(), veil()):
         session = Session(defence, net(), inputs, BatchLoss(ranked))
-        with pytest.raises(BadArgument, match="ranked compares samples of a batch with one another"):
+        with pytest.raises(BadArgument, match="ranked compares samples of a batch with each other"):
             session.step(session.broadcast(), Samples(inputs, targets, torch.tensor([0.3, 0.3, 0.2, 0.2]).double()))
 
 

@@ -311,7 +311,10 @@ REFUSED = {
     "an empty batch": (lambda: federation(batch_size=0), "batch_size must be an integer of at least 1, got 0"),
     "nobody": (lambda: federation(participation=0.0), "participation must be above 0"),
     "an unknown defence": (lambda: federation(defence="moat"), "there is no defence 'moat'"),
-    "a class too many": (lambda: federation([(X, Y * 4)]), "classes are from 0 to 4, the model has outputs 0 to 1"),
+    "a class too many": (
+        lambda: federation([(X, Y * 4)]),
+        "classes range from 0 to 4, but the model has outputs 0 to 1",
+    ),
     "a callback by name": (lambda: federation().fit(1, on_round="print"), "on_round is 'print'"),
     "callbacks by name": (lambda: federation().fit(1, on_round=["print"]), "on_round is 'print'"),
     "one-hot integers": (

@@ -119,7 +119,7 @@ def test_integers_for_one_output_need_a_loss_by_name():
     [
         (mlp(6, 4), (torch.zeros(9, 5), ZEROS), {}, r"the clients' records: .* does not accept them .*shape \(5,\)"),
         (mlp(6, 4), (torch.zeros(9, 6).byte(), ZEROS), {}, r"torch.uint8 .*\n.*\.float\(\) for bytes"),
-        (mlp(6, 4), (X, torch.arange(9) % 4 + 1), {}, "client 0: targets: classes are from 1 to 4.*\n.*from 0 to 3"),
+        (mlp(6, 4), (X, torch.arange(9) % 4 + 1), {}, "client 0: targets: classes range from 1 to 4.*\n.*from 0 to 3"),
         (mlp(6, 4), (X, torch.zeros(9, 1).long()), {}, r"(?s)shape is \(9, 1\).*Fix: use targets\[:, 0\]"),
         (mlp(6, 4), (X, torch.zeros(9)), {}, r"(?s)shape is \(9,\).*targets.long.. for classes"),
         (mlp(6, 4), (X, torch.zeros(8, 4)), {}, "9 records in inputs and 8 targets.*\n.*one target per record"),

@@ -33,7 +33,7 @@ SPEED = {True: (), False: pytest.mark.slow}
 def test_every_network_is_exact_in_float64_and_its_shares_add_up_to_one(architecture):
     model = settled(architecture)
     inputs, targets = batch(architecture, model, seed=0)
-    warns = pytest.warns(UserWarning, match="of the parameters' values are sent as they are")
+    warns = pytest.warns(UserWarning, match="of the parameter values are sent as they are")
     with warns if architecture.name in UNCOVERED else contextlib.nullcontext():
         plan = fedveil.analyse(model, inputs)
     assert list(plan.shares) == list(STRENGTHS)
@@ -90,11 +90,11 @@ def inner():
 @pytest.mark.parametrize(
     ("make", "text", "fix"),
     [
-        (lambda: torch.compile(net(), backend="eager"), "made by torch.compile", "model._orig_mod"),
+        (lambda: torch.compile(net(), backend="eager"), "compiled by torch.compile", "model._orig_mod"),
         (compiled_in_place, "compiled in place", "model._compiled_call_impl = None"),
         (lambda: torch.jit.script(net()), "is a ScriptModule", "before torch.jit.script"),
         (lambda: nn.DataParallel(net()), "wrapped in DataParallel", "model.module"),
-        (inner, "layer '0' of the model was made by torch.compile", "model.get_submodule('0')._orig_mod"),
+        (inner, "layer '0' of the model was compiled by torch.compile", "model.get_submodule('0')._orig_mod"),
     ],
     ids=["torch.compile", "compile in place", "script", "DataParallel", "a layer"],
 )

@@ -78,8 +78,8 @@ PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
         (dense(), torch.zeros(1, 7), {}, errors.NotTraceable, r"0 \(Linear\): torch.export cannot .*Fix: check"),
         (packed(), PACKED, {}, errors.NotTraceable, r"line.*cannot record packed sequences.*Fix: pass padded"),
         (causal(), torch.zeros(2, 3, 8), {}, errors.NotTraceable, "line.*values of the mask.*Fix: pass is_causal=True"),
-        (Numpy(3, 2), torch.zeros(2, 3), {}, errors.NotTraceable, "line.*leaves PyTorch for NumPy.*Fix: use torch fun"),
-        (dense(), torch.tensor(1.0), {}, errors.BadArgument, "analyse: .*hold no tensor, or one without a batch"),
+        (Numpy(3, 2), torch.zeros(2, 3), {}, errors.NotTraceable, "line.*calls NumPy.*Fix: use torch fun"),
+        (dense(), torch.tensor(1.0), {}, errors.BadArgument, "analyse: .*contain no tensor, or one without a batch"),
         (TwoInputs(), X, EXPOSED, errors.BadArgument, "missing a required argument: 'other'.*Fix: pass positional"),
         (nn.Sequential(nn.LayerNorm(5), nn.ReLU()), X, {}, errors.HeadNotLinear, f"no Linear and no conv.*{WAY_OUT}"),
         (
@@ -95,7 +95,7 @@ PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
             nn.Sequential(nn.Linear(5, 6), nn.Softmax(1)), X, EXPOSED,
             errors.NothingToVeil, r"a veil would change nothing, because 1 \(Softmax\).*Fix:",
         ),
-        (dense(), X, {"head": "open"}, errors.BadArgument, "analyse: head is 'open', not one of .linear"),
+        (dense(), X, {"head": "open"}, errors.BadArgument, "analyse: head must be .linear. or .exposed., got 'open'"),
         (dense(dtype=torch.float64), X, {}, errors.AnalysisError, "must share one dtype and device, found"),
         (dense().requires_grad_(False), X, {}, errors.AnalysisError, "requires a gradient.*Fix: call req"),
         *[

@@ -38,7 +38,7 @@ def test_a_clients_model_must_match_the_broadcast(model, broadcast):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda x, y: (x[:0], y[:0]), "0 inputs and 0 targets: there must be equally many, at least 1"),
+        (lambda x, y: (x[:0], y[:0]), "got 0 inputs and 0 targets; their numbers must be equal and at least 1"),
         (lambda x, y: (x, y[:5]), "6 inputs and 5 targets"),
         (lambda x, y: (x, torch.zeros(6).long()), r"(?s)shape is \(6,\).* have \(6, 3\).*one_hot\(targets, 3\)"),
         (lambda x, y: (x, torch.zeros(6)), r"(?s)shape is \(6,\).*Fix: use targets of shape .*targets.long\(\) for cl"),

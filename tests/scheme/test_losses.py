@@ -110,7 +110,7 @@ def test_a_loss_travels_with_its_settings_and_a_function_does_not():
 @pytest.mark.parametrize(
     ("name", "settings", "text"),
     [
-        ("log_cosh", {"width": 3}, "log_cosh has no settings 'width'"),
+        ("log_cosh", {"width": 3}, "log_cosh has no setting 'width'"),
         *[("huber", {"delta": bad}, "delta of huber must be a float, finite") for bad in (10**200, "x", None, True)],
         *[
             ("cross_entropy", {"weight": bad}, "weight of cross_entropy must be a list of numbers or None")
@@ -118,7 +118,7 @@ def test_a_loss_travels_with_its_settings_and_a_function_does_not():
         ],
         ("cross_entropy", {"average_positions": 1}, "average_positions of cross_entropy must be a bool"),
         ("torch.nn.CrossEntropyLoss", {"ignore_index": 1.0}, "ignore_index of .* must be a int"),
-        ("torch.nn.MSELoss", {"delta": 1.0}, "torch.nn.MSELoss has no settings 'delta'"),
+        ("torch.nn.MSELoss", {"delta": 1.0}, "torch.nn.MSELoss has no setting 'delta'"),
         ("torch.nn.MSELoss", {"reduction": "median"}, "there is no reduction 'median'"),
         ("torch.nn.MultiMarginLoss", {"p": 3}, "torch.nn.MultiMarginLoss cannot be built"),
         ("torch.nn.Linear", {}, "'torch.nn.Linear' is the server's own function"),
@@ -133,9 +133,13 @@ def test_a_loss_that_a_server_may_not_ask_for_is_refused(name, settings, text):
 @pytest.mark.parametrize(
     ("loss", "targets", "text"),
     [
-        ("cross_entropy", torch.tensor([0, 1, 2, 3, 0, 0]), "classes are from 0 to 3, the model has outputs 0 to 2"),
-        ("cross_entropy", torch.tensor([0, 1, -1, 1, 0, 0]), "classes are from -1 to 1"),
-        (CrossEntropy(weight=(1, 2)), LABELS, "there are 2 class weights, the model has 3 outputs"),
+        (
+            "cross_entropy",
+            torch.tensor([0, 1, 2, 3, 0, 0]),
+            "classes range from 0 to 3, but the model has outputs 0 to 2",
+        ),
+        ("cross_entropy", torch.tensor([0, 1, -1, 1, 0, 0]), "classes range from -1 to 1"),
+        (CrossEntropy(weight=(1, 2)), LABELS, "there are 2 class weights, but the model has 3 outputs"),
         ("binary_cross_entropy", torch.zeros(6, 2), r"shape is \(6, 2\)"),
         (lambda y, t: (y - t).square().mean(), COUNTS, r"(?s)returned shape \(\) .*not one value.*fedveil.BatchLoss"),
         (lambda y, t: (y - t).abs() @ t.T, COUNTS, r"returned shape \(6, 6\) for outputs of shape \(6, 3\)"),
@@ -156,7 +160,7 @@ def test_targets_and_functions_that_do_not_fit_are_refused(loss, targets, text):
         (lambda: CrossEntropy(label_smoothing=1.0), "label_smoothing must be at least 0 and below 1"),
         (lambda: CrossEntropy(weight=(1.0, -1.0)), "class weights must be finite and not negative"),
         (lambda: find_loss(3), "a int is not a loss"),
-        (lambda: find_loss("focal"), "(?s)there is no loss 'focal'.*Fix: use one of .squared_error"),
+        (lambda: find_loss("focal"), "(?s)unknown loss 'focal'.*Fix: use one of .squared_error"),
         (lambda: find_loss(nn.MSELoss), r"(?s)MSELoss is a class.*Fix: pass an instance: MSELoss\(\)"),
         (lambda: Huber(0.0), "delta must be a number above 0"),
     ],

@@ -240,7 +240,9 @@ def test_secrets_are_neither_pickled_nor_copied(model, leak):
 
 
 def test_more_groups_than_outputs_are_refused(model):
-    with pytest.raises(errors.BadArgument, match="Veil: groups must be at most 10, the model's outputs, got 11"):
+    with pytest.raises(
+        errors.BadArgument, match="Veil: groups must be at most 10, the number of the model's outputs, got 11"
+    ):
         keeping(model, groups=11)
 
 
@@ -249,7 +251,7 @@ def test_another_model_or_mode_than_the_one_analysed_is_refused(model):
     with pytest.raises(errors.ModelMismatch, match=r"0.0.weight: the plan expects \(12, 6\).*the model has \(13, 6\)"):
         perturb(built(lambda: nn.Sequential(mlp(6, 10, hidden=13))), plan)
     model[0][1].eval()
-    with pytest.raises(errors.ModelMismatch, match=r"0.1: its mode \(train or eval\) is not the one analysed"):
+    with pytest.raises(errors.ModelMismatch, match=r"0.1: its mode \(train or eval\) differs from the one analysed"):
         perturb(model, plan)
 
 

@@ -254,7 +254,7 @@ BAD = {
     },
     **{
         f"{type(own).__name__} samples {number}": (
-            field(samples=own), errors.IncompleteUpdate, r"the number of its samples is not an integer from 1 to 2\^53",
+            field(samples=own), errors.IncompleteUpdate, r"its number of samples is not an integer from 1 to 2\^53",
         )
         for number, own in enumerate(SAMPLES)
     },

@@ -137,7 +137,9 @@ def test_a_weighted_mean_of_a_shard_needs_a_single_batch(defence):
     loss, data = nn.CrossEntropyLoss(weight=WEIGHT), parts(CLASSES, SIZES[2])
     found = round_gradient(net, loss, data, defence, whole_shard=True)
     assert worst(found, torch_gradient(net, loss, data)) < FLOAT64
-    with pytest.raises(BadArgument, match="divides by the weights of all samples, and this batch is a part of them"):
+    with pytest.raises(
+        BadArgument, match="divides by the weights of all samples, but this batch has only some of them"
+    ):
         round_gradient(net, loss, data, defence, batch_size=4, whole_shard=True)
 
 
@@ -198,7 +200,7 @@ PADDED = torch.where(CLASSES == 2, -100, CLASSES)
         (nn.GaussianNLLLoss(), NUMBERS, "(?s)GaussianNLLLoss needs more than outputs.*Fix: pass a function"),
         (nn.MSELoss(reduction="median"), NUMBERS, "there is no reduction 'median'"),
         (nn.MSELoss(), CLASSES, r"shape is \(15,\), the model's outputs have \(15, 3\)"),
-        (nn.CrossEntropyLoss(), PADDED, "(?s)classes are from -100 to 1.*Fix: use fedveil.BatchLoss"),
+        (nn.CrossEntropyLoss(), PADDED, "(?s)classes range from -100 to 1.*Fix: use fedveil.BatchLoss"),
         (nn.NLLLoss(), CLASSES.double(), r"targets: torch.nn.NLLLoss does not take torch.float64 of shape \(15,\)"),
         (nn.MultiMarginLoss(), CLASSES + 1, "targets: torch.nn.MultiMarginLoss does not take torch.int64"),
         (nn.BCEWithLogitsLoss(weight=torch.ones(15, 1)), YES, "its weight has one number per sample of a batch"),
@@ -222,5 +224,5 @@ def test_classes_of_tokens_on_the_last_axis_are_refused_under_a_veil():
     model = built(lambda: nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 3)))
     inputs, targets = torch.randn(5, 3, 2).double(), torch.randint(0, 3, (5, 3))
     broadcast = perturb(model, planned(model, inputs), nn.CrossEntropyLoss()).broadcast
-    with pytest.raises(BadArgument, match="takes classes on axis 1, and these outputs have them last"):
+    with pytest.raises(BadArgument, match="expects classes on axis 1, but these outputs have them last"):
         fedveil.client_step(model, broadcast, inputs, targets)

@@ -1,7 +1,7 @@
-"""Canonical form: remove unknown factors and permutations, which all veiled versions of a network differ by.
+"""Canonical form: remove the unknown factors and permutations by which veiled versions of a network differ.
 
 Scaling and permuting hidden units does not change what a network computes: a veil moves it to another member of the
-same orbit. A member that is chosen by a rule independent of the starting point is the same for all of them.
+same orbit. A rule that does not depend on the starting point chooses the same member for all of them.
 
 A veil multiplies every element by the factors of at most two units, r_i / r_j. Elements of one *block* have the same
 factors: a row of the first layer with its bias, the k x k kernel between two channels, the columns of the head for one
@@ -47,11 +47,11 @@ class CanonicalForm(NamedTuple):
     """A model in canonical form."""
 
     flat: Tensor  # the values of all tensors, in float64
-    factors: Tensor  # by which each of them was multiplied
+    factors: Tensor  # the factor by which each value was multiplied
 
 
 def _zero_tensors(plan: Plan, flat: Tensor, without: Collection[str]) -> Reals:
-    """Return the values that decide the form, with those of some tensors set to 0."""
+    """Return the values that determine the form, with some tensors set to 0."""
     values: Reals = flat.double().cpu().numpy().copy()
     for entry in plan.layout.entries:
         if entry.name in without:
@@ -75,7 +75,7 @@ def least_factors(plan: Plan, flat: Reals) -> Reals:
     """Return one factor per scale class that minimises the parameters' sum of squares on their orbit.
 
     The sum is convex in t = log r, so the minimum does not depend on the starting point (Stock et al. 2019,
-    "Equi-normalization of neural networks"). Each step moves every class half the way to its own optimum: every element
+    "Equi-normalization of neural networks"). Each step moves every class halfway to its own optimum: every element
     belongs to at most two classes, so by convexity the sum never grows; Anderson acceleration saves nine steps in ten.
     If nothing reads a class, the weights into it are scaled to norm 1.
     """
@@ -94,11 +94,11 @@ def least_factors(plan: Plan, flat: Reals) -> Reals:
     def step(t: Reals) -> Reals:
         into, out = flows(t)
         found = np.zeros_like(t)
-        found[both] = np.log(out[both] / into[both]) / 8  # the optimum is at a quarter; half the way is an eighth
+        found[both] = np.log(out[both] / into[both]) / 8  # the optimum is at a quarter; halfway is an eighth
         found[unread] = -np.log(into[unread]) / 4
         return found
 
-    with warnings.catch_warnings(action="ignore"):  # scipy warns where the last steps are parallel
+    with warnings.catch_warnings(action="ignore"):  # scipy warns if the last steps are parallel
         try:
             found: Reals = anderson(step, start, alpha=1.0, M=DEPTH, f_tol=SETTLED, maxiter=MOST_STEPS)
         except NoConvergence as error:
@@ -117,7 +117,7 @@ def signs(plan: Plan, flat: Reals) -> Reals:
 
 
 def element_factors(plan: Plan, factors: Reals) -> Tensor:
-    """Return each element's factor, from one factor per scale class."""
+    """Return each element's factor, given one factor per scale class."""
     return element_slots(plan).factors(torch.from_numpy(plan.slots.factors(factors)).to(plan.layout.device))
 
 
@@ -165,7 +165,7 @@ def _list_cells(plan: Plan, block: int) -> list[Integers]:
 
 
 def sources(plan: Plan, flat: Tensor, reference: Tensor, without: Collection[str] = ()) -> Tensor:
-    """Return the index from which each element comes if every unit is moved to the most similar unit of `reference`.
+    """Return the index that each element comes from if every unit is moved to the most similar unit of `reference`.
 
     Both are in canonical form. Units that may be permuted are paired by their fingerprints; blocks that are permuted as
     a whole, such as attention heads, by the sums over their units.
@@ -245,6 +245,6 @@ class Blocks:
 
 
 def find_blocks(plan: Plan) -> Blocks:
-    """Return the blocks of a plan's trainable parameters; signs and permutations do not divide them."""
+    """Return the blocks of a plan's trainable parameters; signs and permutations do not affect them."""
     number, powers = block_powers(plan, plan.layout.weights)
     return Blocks(*(torch.from_numpy(part).to(plan.layout.device) for part in (number, powers.toarray())))

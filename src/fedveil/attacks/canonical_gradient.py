@@ -1,30 +1,30 @@
-"""A victim's gradient from two veiled broadcasts, for any network that has a canonical form.
+"""Derive a victim's gradient from two veiled broadcasts, for any network that has a canonical form.
 
-Bring both rounds to canonical form, units in the same order: C = f W and C' = f' W' with unknown factors f and f'. In
-every block both are one number, and a server of plain SGD has W' = W - lr g, where g is the mean
-gradient of all clients. The gradient at the canonical model, which the attacker can compute for records that it tries,
-is g_C = g / f. So in every block, exactly and for a step of any size,
+Bring both rounds to canonical form, with units in the same order: C = f W and C' = f' W', with unknown factors f and
+f'. In every block, each is one number, and with plain SGD at the server, W' = W - lr g, where g is the mean gradient of
+all clients. The gradient at the canonical model, which the attacker can compute for candidate records, is g_C = g / f.
+So in every block, exactly and for a step of any size,
 
     C' = a (C - lr f^2 g_C),                           a = f' / f,
     Q C' = -k (1 - share) Q h,    k = a lr f^2,        g_C = share own + (1 - share) h,
 
 where Q removes a block's part along C and along the attacker's own gradient, and h is the other clients' mean gradient,
-of which all but two of a block's dimensions are left. In a block alone k > 0 is unknown. But log(k / lr) is a sum of
+of which all but two of a block's dimensions are left. Within one block, k > 0 is unknown. But log(k / lr) is a sum of
 one number per unit, and the part of C' along the own gradient, about -k share |own|, measures k with an error of the
-order (1 - share) / share. The attacker fits the numbers of units to all blocks. They only weigh blocks against one
-another: within each block the direction of Q h is exact. Blocks without a factor need no Q; the head's bias is one of
-them, and shows the labels.
+order (1 - share) / share. The attacker fits the units' numbers to all blocks. They only weight blocks against each
+other: within each block, the direction of Q h is exact. Blocks without a factor need no Q; the head's bias is one of
+them, and reveals the labels.
 
 Adam's first step is lr g / (|g| + eps), the learning rate with the sign of g. Every block then has
 
     C' = a (C - lr f s),        s = sign(g) in {-1, 0, 1},
 
-two unknown numbers a and lr f a for all of a block's elements. Least squares, in turns with s, finds them, and their
-logarithms are linear in one number per unit. So the step gives every sign away, and the factors f with it. With
-g = share own + (1 - share) h, the signs bound h from one side: s (share own + (1 - share) h) >= 0. The bounds are close
+with two unknown numbers, a and lr f a, for all of a block's elements. Least squares, alternating with s, finds them,
+and their logarithms are linear in one number per unit. So the step reveals every sign, and the factors f with it. With
+g = share own + (1 - share) h, the signs bound h from one side: s (share own + (1 - share) h) >= 0. The bounds are tight
 where the attacker's own part is small. A search minimises their squared violation, which is 0 at the truth.
 
-The broadcasts show which of the two steps it was.
+The broadcasts reveal which of the two kinds of step it was.
 """
 
 import itertools
@@ -40,8 +40,8 @@ from fedveil.attacks.veil import analyse_architecture, calibrate, candidate_mode
 from fedveil.graph.plan import Entry, Plan, flatten, unflatten
 from fedveil.scheme.messages import Broadcast, PublicHead
 
-LEAST_SGD = 3  # elements of a block that measures k: Q leaves one
-LEAST_ADAM = 4  # elements of a block that measures a and f: two unknown numbers, and more to check them
+LEAST_SGD = 3  # minimum number of elements in a block that measures k: Q leaves one
+LEAST_ADAM = 4  # the same for a and f: two unknown numbers, and more elements to check them
 NOISE = 1e-6  # of a squared cosine that is 1 up to rounding
 CLEAR = 0.05  # misfit below which steps are signs; a normal distribution rounded to three values has 0.2
 TURNS = 30
@@ -81,10 +81,10 @@ class RoundPair:
 
 @dataclass(frozen=True, eq=False)
 class PartialDistance:
-    """1 - cosine of a gradient and the leaked one, over the part that two broadcasts show."""
+    """1 - cosine similarity of a gradient and the leaked one, over the part that two broadcasts reveal."""
 
     blocks: Blocks
-    hidden: tuple[Tensor, ...]  # directions that are not seen, one in each block; orthogonal to one another
+    hidden: tuple[Tensor, ...]  # unobserved directions, one in each block; orthogonal to each other
     known: Tensor
     wanted: Tensor
     entries: tuple[Entry, ...]
@@ -115,11 +115,11 @@ class SignViolation:
 
 
 def from_canonical_difference(observed: Observation, at: int = -2) -> Leak:
-    """Derive the mean gradient of all other clients at the canonical model, as far as two veiled broadcasts show it.
+    """Derive the mean gradient of all other clients at the canonical model, as far as two veiled broadcasts reveal it.
 
     Needs the round `at`, which the attacker answered, and the one after it. The server uses plain SGD, or Adam in its
-    first round. Where heads have candidates for their noise, the pair is taken whose difference is a step of Adam or,
-    if none is, the closest: decoys are drawn again in each round, and the model hardly changes.
+    first round. If heads have candidates for their noise, the pair whose difference is a step of Adam is used or, if
+    there is none, the closest pair: decoys are redrawn in each round, and the model hardly changes.
     """
     batch = observed.own_batch(observed.consecutive(at)[0])
     pairs = canonical_pairs(observed, at)
@@ -135,7 +135,7 @@ def from_canonical_difference(observed: Observation, at: int = -2) -> Leak:
 
 
 def canonical_pairs(observed: Observation, at: int = -2) -> list[RoundPair]:
-    """Bring the round `at` and the one after it to canonical form: one pair for each two candidates of their heads."""
+    """Bring the round `at` and the one after it to canonical form: one pair for every two candidates."""
     first, second = (seen.broadcast for seen in observed.consecutive(at))
     if not isinstance(first, Broadcast) or not isinstance(second, Broadcast):
         raise DoesNotApply("two broadcasts", "these broadcasts are not veiled")
@@ -149,7 +149,7 @@ def canonical_pairs(observed: Observation, at: int = -2) -> list[RoundPair]:
 
 
 def known_elements(plan: Plan, head: PublicHead | None) -> Tensor:
-    """Return for each trainable element whether its noise is known exactly: one of few candidates, or none at all."""
+    """For each trainable element, return whether its noise is known exactly: one of a few candidates, or no noise."""
     names = () if head is None or head.decoys else (head.weight, head.bias if head.noisy_bias else None)
     return torch.cat([torch.full((e.shape.numel(),), e.name not in names) for e in plan.layout.trainable])
 
@@ -171,7 +171,7 @@ def leak_from_directions(observed: Observation, model: nn.Module, pair: RoundPai
 def step_sizes(blocks: Blocks, moved: Tensor, own: Tensor, observed: Observation) -> Tensor:
     """Return the step of each block for a gradient of norm 1, over the learning rate: k / lr, fitted to units.
 
-    It is measured along the attacker's own part. The closer a block's step is to that direction, the more it counts.
+    It is measured along the attacker's own part. The closer a block's step is to that direction, the larger its weight.
     """
     along, size = -blocks.inner(moved, own), blocks.inner(own, own)
     cosines = along.square() / (size * blocks.inner(moved, moved)).clamp_min(TINY)
@@ -221,11 +221,11 @@ def fit_signs(blocks: Blocks, before: Tensor, after: Tensor, lr: float) -> Signe
 
 
 def leak_from_signs(observed: Observation, model: nn.Module, pair: RoundPair, own: Tensor, signs: Tensor) -> Leak:
-    """Derive bounds on the gradient behind a step of Adam, and its mean within them for labels.
+    """Derive bounds on the gradient behind a step of Adam, and its mean within them, which reveals labels.
 
     The mean is that of a normal distribution with mean 0 and the size of the attacker's own records' gradients,
-    truncated at the bound. The head's bias is left out: one number per class is bounded too loosely; rows of weights
-    have many.
+    truncated at the bound. The head's bias is left out: one number per class is bounded too loosely, whereas rows of
+    weights have many numbers.
     """
     share, entries = observed.share, pair.plan.layout.trainable
     known, total = signs * pair.known, torch.zeros_like(own)

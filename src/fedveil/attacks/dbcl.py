@@ -1,4 +1,4 @@
-"""Attackers of DBCL: the sketches of a few rounds determine the weights, and changes of these show a record."""
+"""Attackers of DBCL: the sketches of a few rounds determine the weights, and changes in the weights reveal a record."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,15 +13,16 @@ from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_val
 from fedveil.defences.dbcl import Sketch, SketchedBroadcast, SketchedLayer
 
 STEPS = 500
-SETTLED = 1e-12  # of the squared norm of the right-hand side
-RANK = 1e-10  # of the normal equations: directions that no round shows
-MAX_INPUTS = 1024  # of a first layer whose system is solved densely
+SETTLED = 1e-12  # tolerance, relative to the squared norm of the right-hand side
+RANK = 1e-10  # rank tolerance of the normal equations: directions that no round reveals
+MAX_INPUTS = 1024  # maximum inputs of a first layer whose system is solved densely
 
 
 def solve_sketches(sketches: Sequence[Sketch], seen: Sequence[Tensor]) -> Tensor:
     """Solve W S_t = W~_t over all rounds t: min_W sum_t |W S_t - W~_t|^2, by conjugate gradients.
 
-    Of several solutions (with fewer rounds than about q) it finds the one of least norm, since the search starts at 0.
+    If there are several solutions (with fewer than about q rounds), it finds the one with the least norm, since the
+    search starts at 0.
     """
     residual = torch.stack([sketch.up(small) for sketch, small in zip(sketches, seen, strict=True)]).sum(0)
     weight, direction = torch.zeros_like(residual), residual
@@ -39,7 +40,7 @@ def solve_sketches(sketches: Sequence[Sketch], seen: Sequence[Tensor]) -> Tensor
 
 
 def stack_sketches(observed: Observation) -> Observation:
-    """Fit a model to the sketches of all rounds; all that is not sketched is taken from the last broadcast."""
+    """Fit a model to the sketches of all rounds; tensors that are not sketched are taken from the last broadcast."""
     sent = [seen.broadcast.network for seen in observed.rounds if isinstance(seen.broadcast, SketchedBroadcast)]
     if len(sent) < len(observed.rounds):
         return observed
@@ -64,7 +65,7 @@ class FirstLayer:
 
 
 def observe_first_layer(observed: Observation) -> FirstLayer:
-    """Collect what the broadcasts show of the first layer."""
+    """Collect what the broadcasts reveal about the first layer."""
     path, rate, share = first_linear(observed.architecture), observed.learning_rate, observed.share
     found = [seen.model.get_submodule(path) for seen in observed.rounds]
     layers = [layer for layer in found if isinstance(layer, SketchedLayer)]
@@ -91,8 +92,8 @@ def rebuild_record(observed: Observation) -> Tensor:
 
         W S_t = known_t + r sum_{s < t} delta_s x^T S_s S_s^T S_t        in every round t
 
-    is linear in W and x. One projection for all units removes what any W explains; the rest is a least-squares problem
-    for x alone. One round shows S^T x, a part of the record; several show all of it.
+    is linear in W and x. One projection for all units removes the part that some W explains; the rest is a
+    least-squares problem for x alone. One round reveals S^T x, a part of the record; several reveal all of it.
     """
     layer = observe_first_layer(observed)
     joint = torch.cat(layer.sketches, 1)

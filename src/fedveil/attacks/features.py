@@ -25,7 +25,7 @@ def _weighted_modules(model: nn.Module) -> list[nn.Module]:
 def _run(
     model: nn.Module, inputs: Tensor, modules: Iterable[nn.Module], batch_size: int = BATCH
 ) -> Iterator[tuple[Tensor, list[ModuleCall]]]:
-    """Yield a model's outputs in evaluation mode, and the calls of some of its modules, batch by batch."""
+    """Yield a model's outputs in evaluation mode, and the calls to some of its modules, batch by batch."""
     device = next((p.device for p in model.parameters()), inputs.device)
     for part in torch.split(inputs, batch_size):
         with evaluating(model), record_calls(modules) as calls:
@@ -48,9 +48,9 @@ def _limit_size(values: Tensor, records: int) -> Tensor:
 
 
 def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH) -> tuple[Tensor, ...]:
-    """Return outputs of the last layers, the very last first; fewer if the model has fewer layers.
+    """Return the outputs of the last layers, the last one first; fewer if the model has fewer layers.
 
-    A layer is a module with a weight and the activation, norm and pooling that follow: its output, the paper's y^(l),
+    A layer is a module with a weight and the activation, norm and pooling that follow. Its output, the paper's y^(l),
     is the input of the next such module: (records, features), (records, channels, height, width) with at most 8 x 8
     pixels, or (records, steps, features) with at most 64 steps. Maps that `nn.Flatten` flattens stay maps.
     """
@@ -66,14 +66,14 @@ def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH) 
 
 
 def dense_targets(loss: Loss, targets: Tensor, outputs: Tensor) -> Tensor:
-    """Return targets as the federation compares them with outputs: class indices become one-hot rows."""
+    """Return targets as the federation's loss takes them: class indices become one-hot rows."""
     if targets.is_floating_point() or isinstance(loss, (*USERS, BinaryCrossEntropy)):
         return loss.dense(targets, outputs)
     return one_hot(targets, outputs)
 
 
 def losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the federation's loss of each record, in float64."""
+    """Return the federation's loss for each record, in float64."""
     outputs = outputs.double()
     return loss.values(outputs, dense_targets(loss, targets, outputs))
 
@@ -86,7 +86,7 @@ def labels(targets: Tensor) -> Tensor:
 def head_gradients(loss: Loss, outputs: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return the gradient of each record's loss in the last Linear's weight and bias: (records, outputs, features + 1).
 
-    It is delta (h, 1)^T with the loss's gradient delta in the outputs and the layer's input h: no backward pass.
+    It is delta (h, 1)^T, with the loss's gradient delta in the outputs and the layer's input h: no backward pass.
     """
     delta = loss.gradient(outputs, dense_targets(loss, targets, outputs))
     with_bias = torch.cat([hidden, torch.ones_like(hidden[:, :1])], 1)

@@ -1,8 +1,8 @@
-"""One record from the gradient of a network's first Linear layer, without any search.
+"""Compute a record from the gradient of a network's first Linear layer, without a search.
 
 For one record x the gradient of row i of the first layer is delta_i (x, 1): every row is a multiple of the record, and
-the bias holds the factor. With plain SGD, the difference of two broadcasts shows that gradient. A veil scales and
-permutes the rows differently in each round; but rows scaled to unit length have lost their factor, and those of
+the bias holds the factor. With plain SGD, the difference of two broadcasts reveals that gradient. A veil scales and
+permutes the rows differently in each round. But rows normalised to unit length have lost their factor, and those of
 consecutive rounds are close enough to be paired (`rebuild_veiled_record`).
 """
 
@@ -19,7 +19,7 @@ from fedveil.attacks.observation import DoesNotApply, Observation
 from fedveil.scheme.messages import Broadcast
 
 TINY = 1e-30
-SMOOTH = 1e-3  # ridge for the covariance of few records, over the mean square of a coordinate
+SMOOTH = 1e-3  # ridge for the covariance of few records, relative to the mean square of a coordinate
 SWEEPS = 50  # of alternating least squares
 SURE = 1e6  # weight of the coordinate that is always 1, in deviations
 
@@ -31,7 +31,7 @@ def first_linear(model: nn.Module) -> str:
             return str(path)
         if not module._modules and any(True for _ in module.parameters()):
             break
-    raise DoesNotApply("dense record", "the network does not begin with a Linear with a bias", "use an MLP")
+    raise DoesNotApply("dense record", "the network does not begin with a Linear that has a bias", "use an MLP")
 
 
 def layer_rows(values: Mapping[str, Tensor], path: str) -> Tensor:
@@ -58,9 +58,8 @@ def record_from_agreeing_rows(leak: Leak, path: str) -> Tensor:
     """Find one record in the gradient of several: the one on which two units agree.
 
     Row i of the gradient is sum_k delta_ik (x_k, 1). Divided by its last element it is a mean of the records, with
-    different weights for every unit, unless a single record moves the unit (ReLU is 0 for all others): then it is that
-    record. So rows that agree show a record, and the attacker can tell without knowing it. The two that agree best are
-    taken.
+    different weights for every unit, unless a single record activates the unit (ReLU is 0 for all others): then it is
+    that record. So rows that agree reveal a record, without any knowledge of it. The two that agree best are used.
     """
     gradient = layer_rows(leak.gradients, path)
     size, eps = gradient[:, -1].abs(), torch.finfo(leak.gradients[f"{path}.bias"].dtype).eps
@@ -74,7 +73,7 @@ def record_from_agreeing_rows(leak: Leak, path: str) -> Tensor:
 
 
 def rebuild_from_difference(observed: Observation) -> Tensor:
-    """Rebuild a record as published: take the difference of two broadcasts for a gradient."""
+    """Rebuild a record as published: treat the difference of two broadcasts as a gradient."""
     leak = from_difference(observed)
     path = first_linear(observed.architecture)
     found = record_from_gradient(leak, path)
@@ -94,8 +93,8 @@ def pair_rows(now: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:
 def common_direction(rows: tuple[Tensor, Tensor], own: Tensor) -> Tensor:
     """Return the direction x', orthogonal to the orthonormal rows of `own`, along which all rows moved.
 
-    D_i = -kappa_i (I - N_i N_i^T)(own part + delta_i x). Outside the span of the attacker's own inputs the own part is
-    0, and orthogonal to N_i the rest of D_i, q_i, is a multiple of the rest of x. x' is the direction that fits this
+    D_i = -kappa_i (I - N_i N_i^T)(own part + delta_i x). Outside the span of the attacker's own inputs, the own part is
+    0; orthogonal to N_i, the rest of D_i, q_i, is a multiple of the rest of x. x' is the direction that fits this
     best: the top eigenvector of sum_i |q_i|^2 n_i n_i^T + q_i q_i^T, with the rest n_i of N_i scaled to norm 1.
     """
     away, moved = (part - (part @ own.T) @ own for part in rows)
@@ -134,8 +133,8 @@ def likely_record(known: Tensor, own: Tensor, seen: Tensor) -> Tensor:
 def rebuild_veiled_record(observed: Observation) -> Tensor:
     """Rebuild the record of the only other client of a round from two veiled broadcasts, if the server uses plain SGD.
 
-    Outside the span of the attacker's own inputs the record is found up to rounding; inside, where the attacker's own
-    part of the step hides it, the most likely values are taken, given the attacker's records.
+    Outside the span of the attacker's own inputs, the record is found up to rounding; inside, where the attacker's own
+    part of the step hides it, the most likely values given the attacker's records are used.
     """
     now, later = observed.consecutive()
     if not isinstance(now.broadcast, Broadcast) or not isinstance(later.broadcast, Broadcast):
@@ -163,11 +162,11 @@ def rank_one(rows: Tensor, sent: Tensor) -> Tensor:
 
 
 def rebuild_selected_record(observed: Observation) -> Tensor:
-    """Rebuild one record from the gradients that a client of PPDL selected in several rounds.
+    """Rebuild one record from the gradients that a PPDL client selected in several rounds.
 
-    Each round shows some elements of a matrix of rank one, delta (x, 1)^T, with independent noise; the record is the
-    same in all of them. The rows of all rounds are stacked, and rank one is fitted to the elements that were sent, so
-    that noise averages out, and an element that was not selected in one row, or in one round, comes from another.
+    Each round reveals some elements of a rank-one matrix, delta (x, 1)^T, with independent noise; the record is the
+    same in all of them. The rows of all rounds are stacked, and a rank-one matrix is fitted to the elements that were
+    sent. So noise averages out, and an element that was not selected in one row or round comes from another.
     """
     if len(observed.rounds) < 2:
         raise DoesNotApply("dense record", "it needs two broadcasts or more")

@@ -1,8 +1,8 @@
-"""Attackers that know nothing of a defence, so that they run on every defence, also those of other packages.
+"""Attackers that know nothing about a defence, so they run on every defence, including those of other packages.
 
 Two estimate a model that may be closer to the true one: the mean of the broadcasts removes independent noise, and an
-affine map of the outputs reverses what was done to these. The third rebuilds a record from the difference of two
-broadcasts, as published: exactly from a dense first layer, by search for images.
+affine map of the outputs reverses changes to them. The third rebuilds a record from the difference of two broadcasts,
+as published: exactly from a dense first layer, or with a search for images.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ SEARCH = Search("cosine", steps=200, restarts=1)
 def average_broadcasts(observed: Observation) -> Observation:
     """Average parameters and buffers over all rounds, which removes independent noise.
 
-    The model must hardly move between the rounds; integers, such as a count of batches, are the last round's.
+    The model must hardly change between rounds. Integers, such as a count of batches, are those of the last round.
     """
     states = [dict(seen.model.state_dict()) for seen in observed.rounds]
     if len(states) < 2:
@@ -64,7 +64,7 @@ def calibrate_outputs(observed: Observation) -> Observation:
 def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     """Fit A and b so that A y + b has the least loss, with a small ridge on A in units of the outputs' deviations.
 
-    Least squares for squared error. L-BFGS from 0 for any other loss, convex if the loss is.
+    Uses least squares for squared error, and L-BFGS from 0 for any other loss; the problem is convex if the loss is.
     """
     mean, spread = outputs.mean(0), outputs.std(0, correction=0)
     spread = torch.where(spread > 0, spread, torch.ones_like(spread))
@@ -84,7 +84,7 @@ def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Te
 
 
 def rebuild_record(observed: Observation) -> Tensor:
-    """Rebuild a record as published: take the difference of the last two broadcasts for the gradient of one record."""
+    """Rebuild a record as published: treat the difference of the last two broadcasts as the gradient of one record."""
     try:
         first_linear(observed.architecture)
     except DoesNotApply as reason:

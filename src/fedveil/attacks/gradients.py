@@ -1,12 +1,12 @@
 """Reconstruct inputs from their gradient: DLG, iDLG and Inverting Gradients.
 
 All search for inputs whose gradient is close to the leaked one. DLG (Zhu et al. 2019, arXiv 1906.08935) and iDLG
-(Zhao et al. 2020, arXiv 2001.02610) minimise the squared distance by L-BFGS, which needs smooth activations. Inverting
-Gradients (Geiping et al. 2020, arXiv 2003.14053) minimises
+(Zhao et al. 2020, arXiv 2001.02610) minimise the squared distance with L-BFGS, which needs smooth activations.
+Inverting Gradients (Geiping et al. 2020, arXiv 2003.14053) minimises
 
     1 - <g', g> / (|g'| |g|) + weight TV(x')
 
-by Adam on the signs of the pixels' gradients, within the range of pixels, and works with ReLU.
+with Adam on the signs of the pixels' gradients, within the range of pixels, and works with ReLU.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from fedveil.errors import BadArgument
 METHODS = ("dlg", "idlg", "cosine")
 DECAYS = (3 / 8, 5 / 8, 7 / 8)
 ENOUGH = 1e-6  # squared distance at which L-BFGS stops, as in iDLG
-Progress = Callable[[float], None]  # takes the fraction that is done
+Progress = Callable[[float], None]  # takes the fraction completed
 Box = tuple[Tensor, Tensor]
 Distance = Callable[[Gradients, Mapping[str, Tensor], Mapping[str, Tensor] | None], Tensor]
 
@@ -33,7 +33,7 @@ Distance = Callable[[Gradients, Mapping[str, Tensor], Mapping[str, Tensor] | Non
 class Search:
     """Settings of a search."""
 
-    method: str = "cosine"  # "dlg" also searches for labels, "idlg" and "cosine" are given them
+    method: str = "cosine"  # "dlg" also searches for labels; "idlg" and "cosine" are given labels
     steps: int = 800  # of Adam, or outer steps of L-BFGS, each of up to 20 evaluations
     restarts: int = 2  # from new random inputs; the one with the nearest gradient is kept
     lr: float = 0.1  # of Adam; L-BFGS uses 1
@@ -52,7 +52,7 @@ class Reconstruction:
 
     inputs: Tensor
     labels: Tensor
-    distance: float  # of its gradient from the leaked one, by the method; infinite if the search failed
+    distance: float  # between its gradient and the leaked one, by the method; infinite if the search failed
     distances: tuple[float, ...] = ()  # of every restart
 
 
@@ -73,7 +73,7 @@ def cosine_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mappin
 
 
 def input_distance(leak: Leak, inputs: Tensor, targets: Tensor, method: Distance, *, graph: bool = False) -> Tensor:
-    """Return the distance of the inputs' gradient from the leaked one: by the leak's own rule, or by the method's."""
+    """Return the distance of the inputs' gradient from the leaked one, by the leak's own measure or the method's."""
     found = mean_gradients(leak.model, leak.loss, inputs, targets, graph=graph)
     return leak.compare(found) if leak.compare else method(found, leak.gradients, leak.mask)
 
@@ -89,7 +89,7 @@ def reconstruct(
     box: Box | None = None,
     progress: Progress = lambda share: None,
 ) -> Reconstruction:
-    """Search for inputs whose gradient is close to the leak's, and keep the restart of least distance.
+    """Search for inputs whose gradient is close to the leak's, and keep the restart with the least distance.
 
     `shape` is that of the inputs, records first. Random starts come from `generator`, on the CPU. `labels` are class
     indices; "dlg" finds its own. "cosine" stays within `box`, the smallest and largest value of each channel,
@@ -118,10 +118,10 @@ def reconstruct(
 def search_by_signs(
     leak: Leak, start: Tensor, labels: Tensor, search: Search, box: Box | None, progress: Progress
 ) -> Reconstruction:
-    """Search by Adam on the signs of the pixels' gradients, ten times slower after 3/8, 5/8 and 7/8 of the steps.
+    """Search with Adam on the signs of the pixels' gradients; lr drops tenfold after 3/8, 5/8 and 7/8 of the steps.
 
-    Differs from Inverting Gradients: the total variation's weight grows with the batch, so that a pixel is smoothed the
-    same in a batch of any size; there it is a mean over the batch.
+    Differs from Inverting Gradients: the total variation's weight grows with the batch, so that a pixel is smoothed
+    equally in a batch of any size; there, it is a mean over the batch.
     """
     weight = search.smooth * len(start)
     x = start.clone().requires_grad_()
@@ -145,9 +145,9 @@ def search_by_signs(
 
 
 def search_by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, progress: Progress) -> Reconstruction:
-    """Search by L-BFGS with torch's defaults on the squared distance; floating-point labels are logits to search too.
+    """Search with L-BFGS (torch's defaults) on the squared distance; floating-point labels are logits, also searched.
 
-    Keeps the inputs of least distance, since L-BFGS without a line search may leave them again. Stops when that
+    Keeps the inputs with the least distance, since L-BFGS without a line search may leave them again. Stops when that
     distance is below 1e-6, or no longer changes, or is not finite.
     """
     x, joint = start.clone().requires_grad_(), labels.is_floating_point()

@@ -1,6 +1,6 @@
-"""Generative model inversion, GMI (Zhang et al. 2020, arXiv 1911.07135): images of a class from a model alone.
+"""Generative model inversion, GMI (Zhang et al. 2020, arXiv 1911.07135): find images of a class, given only a model.
 
-The images come from a generator of images like the attacker's public ones, a Wasserstein GAN with gradient penalty.
+The images come from a generator trained on the attacker's public images, a Wasserstein GAN with gradient penalty.
 Networks and settings are those of GMI and its code unless stated otherwise.
 """
 
@@ -39,7 +39,7 @@ class Gan:
 
 
 def widths(size: int, width: int) -> list[int]:
-    """Return the channels from the smallest image to the full one: twice as many where the side is half."""
+    """Return the channels from the smallest hidden image to the largest; halving the side doubles the channels."""
     doublings = (size // SMALLEST).bit_length() - 1
     if size != SMALLEST * 2**doublings or doublings < 1:
         raise BadArgument("generator", f"images have {size} pixels per side", "use 8, 16, 32, 64 or 128")
@@ -77,7 +77,7 @@ def penalty(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tenso
 
 
 def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """Take a step of one network; the other one gets no gradients."""
+    """Take a step with one network's optimizer; the other network gets no gradients."""
     parameters = optimizer.param_groups[0]["params"]
     for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
         parameter.grad = gradient
@@ -87,7 +87,7 @@ def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 def _train_step(
     gan: Gan, optimizers: list[torch.optim.Adam], real: Tensor, random: torch.Generator, *, both: bool
 ) -> float:
-    """Take one step of the critic, and one of the generator if `both`; return the critic's distance."""
+    """Train the critic for one step, and the generator too if `both`; return the critic's distance."""
 
     def codes() -> Tensor:
         return torch.randn(len(real), CODE, generator=random).to(real.device)
@@ -157,7 +157,7 @@ def train_gan(
 
 @dataclass(frozen=True, eq=False)
 class ClassImages:
-    """Pixels in [0, 1], one image for each wanted class, and the attacked model's output for that class."""
+    """One image with pixels in [0, 1] for each wanted class, and the attacked model's output for that class."""
 
     images: Tensor
     scores: Tensor
@@ -173,13 +173,13 @@ def search(
     seed: int = 0,
     progress: Progress = lambda fraction, what: None,
 ) -> ClassImages:
-    """Search for one image of the generator for each wanted class that the model assigns to that class.
+    """For each wanted class, search for an image from the generator that the model assigns to that class.
 
     min_z  (1 / classes) sum_i  -D(G(z_i)) + 100 CE(T(G(z_i)), c_i)
 
-    by Nesterov's momentum 0.9 from z ~ N(0, I); z is clipped to [-1, 1] after each step. Each image keeps the restart
-    with the largest output of T for its class. Outputs of T are taken as logits whatever loss it was trained with:
-    after squared error they lie near 0 and 1, so the cross-entropy never vanishes and the search continues.
+    with Nesterov momentum 0.9 from z ~ N(0, I); z is clipped to [-1, 1] after each step. Each image keeps the restart
+    with the largest output of T for its class. Outputs of T are treated as logits whatever loss it was trained with:
+    after squared error, they lie near 0 and 1, so the cross-entropy never vanishes and the search continues.
 
     Differs from the original: there, the mean is over a batch of one code per class, so a code's step depends on the
     number of classes; here any number of codes is optimised together with that same step. There, the maximum over
@@ -202,7 +202,7 @@ def search(
             identity = F.cross_entropy(model(images), wanted, reduction="sum")
             loss = scale * (IDENTITY * identity - gan.critic(images).sum())
             (slope,) = torch.autograd.grad(loss, z)
-            rate = 0.02 if images.shape[-1] >= 64 else 0.01  # the original's for faces and for digits
+            rate = 0.02 if images.shape[-1] >= 64 else 0.01  # as in the original for faces and for digits
             before, velocity = velocity, MOMENTUM * velocity - rate * slope
             z = (z.detach() - MOMENTUM * before + (1 + MOMENTUM) * velocity).clamp(-BOUND, BOUND)
             progress((restart + step / steps) / restarts, f"codes, restart {restart + 1}/{restarts}")
@@ -228,9 +228,9 @@ def search_pixels(
     seed: int = 0,
     progress: Progress = lambda fraction, what: None,
 ) -> ClassImages:
-    """Search without a generator: for pixels in place of codes, with smoothness in place of public images.
+    """Search without a generator: for pixels instead of codes, with smoothness instead of public images.
 
-    min_x  CE(T(x), c) + TV(x)  by Adam 0.05 from noise around grey; x is clipped to [0, 1] after each step.
+    min_x  CE(T(x), c) + TV(x)  with Adam (lr 0.05) from noise around grey; x is clipped to [0, 1] after each step.
     """
     noise = torch.randn(len(wanted), *shape, generator=source("pixels", seed))
     x = (0.5 + 0.1 * noise).clamp(0, 1).to(wanted.device).requires_grad_()
@@ -246,7 +246,7 @@ def search_pixels(
 
 
 def take_pixels(model: nn.Module, scale: Callable[[Tensor], Tensor]) -> Model:
-    """Turn a model of scaled inputs into a model of pixels, in evaluation mode."""
+    """Turn a model that takes scaled inputs into one that takes pixels, in evaluation mode."""
 
     def predict(pixels: Tensor) -> Tensor:
         with evaluating(model):

@@ -1,8 +1,8 @@
 """Gradients that an attacker obtains, and the labels that they reveal.
 
-A client has the difference of consecutive broadcasts, an eavesdropper a victim's upload. A curious server has updates,
-or under secure aggregation sums of them: the sum of one round is the gradient of one large batch, so that every attack
-on a batch runs on it unchanged, and two sums of the same model whose members differ by one client differ by that
+A client has the difference of consecutive broadcasts; an eavesdropper has a victim's upload. A curious server has
+updates or, with secure aggregation, sums of them. The sum of a round is the gradient of one large batch, so every
+attack on a batch runs on it unchanged. Two sums for the same model whose members differ by one client differ by that
 client's update.
 """
 
@@ -24,18 +24,18 @@ from fedveil.scheme.client import move_head
 from fedveil.scheme.losses import one_hot
 
 Gradients = dict[str, Tensor]
-ULPS = 4  # of a weight: a step and a difference each round twice
+ULPS = 4  # rounding error of a weight: a step and a difference each round twice
 
 
 @dataclass(frozen=True, eq=False)
 class Leak:
-    """A gradient, and the model that it belongs to as far as the attacker knows."""
+    """A gradient and, as far as the attacker knows, the model that it belongs to."""
 
     model: nn.Module  # in the mode in which clients compute gradients
     gradients: Gradients  # of the mean loss of some records, by the model's parameter names
-    loss: Loss  # the clients'
+    loss: Loss  # the loss that clients minimise
     mask: Mapping[str, Tensor] | None = None  # for each name, which elements were received; None if all were
-    compare: Callable[[Gradients], Tensor] | None = None  # the distance of another gradient, in place of a method's own
+    compare: Callable[[Gradients], Tensor] | None = None  # the distance of another gradient, instead of the method's
 
 
 def mean_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
@@ -56,9 +56,9 @@ def from_difference(observed: Observation, at: int = -2) -> Leak:
 
         U = (W_t - W_{t+1}) / lr - share_a g_a,      U / (1 - share_a) = mean of g_k over k != a
 
-    With two clients it is the victim's gradient. It is right if the server uses plain SGD and sends its model. For any
-    other defence it is what the published attack gets: sketches are mapped back to the layer's own inputs, and their
-    difference is sketched again as in the first round, S_t^T S_t = q I.
+    With two clients, it is the victim's gradient. It is correct if the server uses plain SGD and sends its model. For
+    any other defence, it is the result of the published attack: sketches are mapped back to the layer's inputs, and
+    their difference is sketched again as in the first round, S_t^T S_t = q I.
 
     Needs the round `at`, which the attacker answered, and the one after it.
     """
@@ -72,8 +72,8 @@ def from_difference(observed: Observation, at: int = -2) -> Leak:
 def from_masked_difference(observed: Observation, at: int = -2) -> Leak:
     """Derive the gradient from two broadcasts, with a mask of the elements that PPDL's clients sent.
 
-    An element that was not sent is 0 up to the rounding of two weights, which the division by learning rate and share
-    has magnified.
+    An element that was not sent is 0 up to the rounding of two weights, magnified by the division by learning rate and
+    share.
     """
     leak, mask = from_difference(observed, at), {}
     for name, value in leak.gradients.items():
@@ -84,7 +84,7 @@ def from_masked_difference(observed: Observation, at: int = -2) -> Leak:
 
 
 def own_gradients(observed: Observation, seen: Round) -> Gradients:
-    """Return the attacker's own gradient of a round: its upload, or computed again if that holds no plain gradient."""
+    """Return the attacker's own gradient in a round: its upload, or recomputed if that contains no plain gradient."""
     if isinstance(seen.upload, PlainUpdate):
         return dict(seen.upload.gradients)
     return mean_gradients(seen.model, observed.loss, *observed.own_batch(seen))
@@ -122,7 +122,7 @@ def from_upload(seen: Round, upload: object, loss: Loss) -> Leak:
     if isinstance(upload, PlainUpdate):
         return Leak(seen.model, dict(upload.gradients), loss)
     if not isinstance(upload, Update) or not isinstance(seen.broadcast, Broadcast):
-        raise BadArgument("from_upload", f"a {type(upload).__name__} holds no gradients that are known here")
+        raise BadArgument("from_upload", f"a {type(upload).__name__} contains no known gradients")
     with torch.no_grad():
         model, head, number = client_view(seen.model, seen.broadcast, centred=True), seen.broadcast.head, 0
         if head is not None and len(head.candidates):
@@ -152,7 +152,7 @@ class Sum:
 def secure_sum(gradients: Sequence[Mapping[str, Tensor]], records: Sequence[int]) -> Sum:
     """Return the sum of the clients' gradients, each times its number of records, as secure aggregation opens it.
 
-    Values are sent in fixed point (`fedveil.secagg.fixed`), with as many fractional bits as the largest one leaves.
+    Values are sent in fixed point (`fedveil.secagg.fixed`), with the fractional bits that the largest value leaves.
     """
     from fedveil.secagg import fixed  # a default audit does not need it
 
@@ -181,10 +181,10 @@ def batch_labels(leak: Leak, records: int, own: Tensor) -> list[int]:
 
     For a loss with the gradient s(y) - target (cross-entropy, squared error), the bias's gradient for B records is
     mean s(y)_c - n_c / B with n_c records of class c. The attacker estimates the mean with its own records and assigns
-    labels one by one, each to the class with the most left of B (mean s(y)_c - gradient_c). Without a bias, row sums
-    are divided by the mean sum of its own records' features.
+    labels one by one, each to the class with the largest remainder of B (mean s(y)_c - gradient_c). Without a bias, row
+    sums are divided by the mean sum of its own records' features.
 
-    Source: the counting idea of LLG (Wainakh et al. 2022, arXiv 2105.09369), with own records in place of a fit.
+    Source: the counting idea of LLG (Wainakh et al. 2022, arXiv 2105.09369), with own records instead of a fit.
     """
     head, sums, has_bias = _head(leak)
     with torch.no_grad(), record_calls([head]) as calls:

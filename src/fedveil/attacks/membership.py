@@ -15,7 +15,7 @@ from fedveil.scheme.losses import CrossEntropy, Loss, SquaredError
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-PER_RECORD = 64  # least number of shadows with which each record has its own deviation
+PER_RECORD = 64  # minimum number of shadows for which each record has its own deviation
 FALLBACK = 0.3  # RMIA's a if there are too few shadows to choose it
 GRID = tuple(step / 10 for step in range(11))
 
@@ -39,9 +39,9 @@ class Shadows:
     """Models that the attacker trained as the federation did, on records drawn from a pool."""
 
     outputs: Array  # (shadows, pool, classes), as received by a client of each shadow federation
-    inside: Mask  # (shadows, pool): which records each was trained on
+    inside: Mask  # (shadows, pool): the records that each was trained on
     targets: Array  # (pool, classes), one-hot
-    loss: Loss  # with which they were trained
+    loss: Loss  # the loss that they were trained with
 
     def __post_init__(self) -> None:
         shadows, pool = self.inside.shape
@@ -60,13 +60,13 @@ class Shadows:
     def temperature(self) -> float:
         """The divisor that turns outputs into logits.
 
-        1 for cross-entropy. Squared error is -log of a normal density around the outputs; with variance v a class has
-        the posterior softmax(outputs / v), where v is the shadows' mean squared residual on records they did not see.
+        1 for cross-entropy. Squared error is -log of a normal density around the outputs; with variance v, the class
+        posterior is softmax(outputs / v), where v is the shadows' mean squared residual on records they did not see.
         """
         if isinstance(self.loss, CrossEntropy):
             return 1.0
         if not isinstance(self.loss, SquaredError):
-            what = f"{self.loss.name} gives no probabilities of classes"
+            what = f"{self.loss.name} gives no class probabilities"
             raise BadArgument("shadows", what, "use cross_entropy or squared_error, or an attack without shadows")
         return float(np.square(self.outputs - self.targets)[~self.inside].mean())
 
@@ -137,7 +137,7 @@ def rmia(target: Array, shadow: Array, inside: Mask, population: NDArray[np.int6
 
 
 def choose_a(shadow: Array, inside: Mask) -> float:
-    """Choose RMIA's a of 0, 0.1, ... 1 by AUC against the first shadow, using all others except its complement."""
+    """Choose RMIA's a from 0, 0.1, ... 1 by AUC against the first shadow, using all others except its complement."""
     rest = [k for k in range(1, len(shadow)) if (inside[k] == inside[0]).any()]
     usable = ~inside[rest].all(0) if rest else np.zeros(inside.shape[1], bool)
     ins, outs = usable & inside[0], usable & ~inside[0]
@@ -155,8 +155,8 @@ def choose_a(shadow: Array, inside: Mask) -> float:
 def halves(records: int, shadows: int, chance: torch.Generator, size: int | None = None) -> Mask:
     """Choose the records of each shadow: complementary random halves, so that each record is in half of the shadows.
 
-    With a `size`, at most half of the records, both shadows of a pair have that many, and some records are in neither:
-    as good for RMIA, which compares with shadows that do not have a record.
+    With a `size` (at most half of the records), both shadows of a pair have `size` records, and some records are in
+    neither. This is as good for RMIA, which compares with shadows that do not contain a record.
     """
     if shadows < 2 or shadows % 2:
         raise BadArgument("shadows", f"they come in pairs, got {shadows}", "use an even number, at least 2")

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class DoesNotApply(FedveilError):
-    """An attacker has nothing to work with: another kind of broadcast, too few rounds, no classes."""
+    """An attacker cannot be applied: another kind of broadcast, too few rounds, no classes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,9 +23,9 @@ class Round:
     """One round as a client saw it."""
 
     broadcast: object  # as received; its type depends on the defence
-    model: nn.Module  # the broadcast as a model, by the defence's `client_view`
+    model: nn.Module  # the broadcast as a model, from the defence's `client_view`
     rows: Tensor | None = None  # indices of the client's own records in its batch; None before it answers
-    upload: object = None  # the client's own answer; None before it answers, or if its batch was fused with others'
+    upload: object = None  # the client's answer; None before it answers, or if its batch was fused with others
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Observation:
 
 
 def attempt(attacker: Callable[[Observation], T], observed: Observation) -> T | str:
-    """Return the attacker's result, or the reason why there is none: a failing attacker must not end an audit."""
+    """Return the attacker's result, or the reason for its absence: a failing attacker must not end an audit."""
     try:
         return attacker(observed)
     except DoesNotApply as reason:
@@ -67,7 +67,7 @@ def attempt(attacker: Callable[[Observation], T], observed: Observation) -> T | 
 
 
 def copy_with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of a model with these parameters and buffers; others stay as they are."""
+    """Return a copy of a model with these parameters and buffers; all others are unchanged."""
     found = copy.deepcopy(model)
     found.load_state_dict(values, strict=False)
     return found

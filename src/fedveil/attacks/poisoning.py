@@ -1,9 +1,9 @@
-"""Hostile clients: uploads in place of an honest update, to ruin the model.
+"""Hostile clients, which replace their honest update to ruin the model.
 
 The hostile clients of a round work together. They see the uploads of all honest clients, as the literature assumes, and
 never a secret. Recovery from a veil is linear: a multiple of an upload, or a mean of several, is the same multiple or
-mean of the gradients, so that the attacks need not know the noise. Standard deviations are not (see
-`little_is_enough`).
+mean of the gradients, so the attacks need not know the noise. This does not hold for standard deviations
+(see `little_is_enough`).
 
 - A little is enough: Baruch, Baruch, Goldberg, "A Little Is Enough: Circumventing Defenses For Distributed Learning",
   NeurIPS 2019.
@@ -32,7 +32,7 @@ from fedveil.records.shards import generator
 
 Tensors = Mapping[str, Tensor]
 CLAIM = 10**12  # records
-SCALE, BELOW, SMALL = 1e4, 0.9, 0.5  # of honest updates; of the bound; of the honest mean
+SCALE, BELOW, SMALL = 1e4, 0.9, 0.5  # relative to honest updates; to the bound; to the honest mean
 BUFFER = -1000.0
 
 
@@ -44,7 +44,7 @@ class HostileView:
         own: the tensors that it would send if it were honest.
         honest: those of the honest clients.
         hostile: number of hostile clients, itself included.
-        bound: the largest norm that is accepted, as far as it can tell from the limits and the honest uploads.
+        bound: the largest norm that is accepted, estimated from the limits and the honest uploads.
         chance: the source of its random numbers.
     """
 
@@ -70,16 +70,16 @@ def scale(factor: float, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def sign_flip(view: HostileView) -> Tensors:
-    """Return its own honest update with the opposite sign."""
+    """Return the client's honest update with the opposite sign."""
     return scale(-1.0, view.own)
 
 
 def stealthy_deviations(clients: int, hostile: int) -> float:
     """Return the number of standard deviations from the mean that still look honest: the z of Baruch et al.
 
-    s = floor(n / 2) + 1 - f honest clients must lie farther out than the hostile ones, for these to have a majority on
-    their side; z is the normal quantile of (n - s) / n. (Some implementations take (n - f - s) / (n - f), which is
-    smaller, and 0 for one of five.)
+    For the hostile clients to have a majority on their side, s = floor(n / 2) + 1 - f honest clients must lie farther
+    out than they do; z is the normal quantile of (n - s) / n. (Some implementations use (n - f - s) / (n - f), which is
+    smaller, and 0 for one hostile client of five.)
 
     >>> round(stealthy_deviations(50, 24), 2)
     1.75
@@ -103,8 +103,8 @@ def inner_product(view: HostileView, factor: float | None = None) -> Tensors:
 
     Args:
         view: the client's knowledge.
-        factor: the paper's epsilon; by default 2 (n - f) / f, with which the mean of all n clients is the mean of the
-            honest times -(n - f) / n.
+        factor: the paper's epsilon; by default 2 (n - f) / f, which makes the mean of all n clients equal to the honest
+            mean times -(n - f) / n.
     """
     factor = 2 * len(view.honest) / view.hostile if factor is None else factor
     return scale(-factor, view.mean())
@@ -133,12 +133,12 @@ def below_bound(view: HostileView) -> Tensors:
 
 
 def honest_update(view: HostileView) -> Tensors:
-    """Return its own honest update."""
+    """Return the client's honest update."""
     return view.own
 
 
 def break_buffers(buffers: Tensors) -> dict[str, Tensor]:
-    """Return statistics of -1000, and counters at the maximum of their dtype."""
+    """Return running statistics of -1000, and counters at the maximum of their dtype."""
     return {
         name: torch.full_like(own, BUFFER if own.is_floating_point() else torch.iinfo(own.dtype).max)
         for name, own in buffers.items()
@@ -150,10 +150,10 @@ class HostileStrategy:
     """The behaviour of a hostile client.
 
     Attributes:
-        summary: one line about it.
-        craft: makes its gradients (under a veil: passes) from what it knows.
-        buffers: changes its buffers; by default they stay as they are.
-        claim: number of records that it claims; by default its true number.
+        summary: a one-line description.
+        craft: computes its gradients (passes, under a veil) from its view.
+        buffers: changes its buffers; by default, they are unchanged.
+        claim: number of records that it claims; by default, the true number.
     """
 
     summary: str
@@ -177,7 +177,7 @@ ATTACKS: Mapping[str, HostileStrategy] = {
 
 
 def find_tensors(upload: object) -> tuple[str, Tensors]:
-    """Return the field of an upload from which gradients are computed (for a veil its passes), and its tensors."""
+    """Return the field of an upload that gradients are computed from (for a veil, its passes), and its tensors."""
     for name in ("passes", "gradients"):
         tensors = getattr(upload, name, None)
         if dataclasses.is_dataclass(upload) and isinstance(tensors, Mapping):
@@ -195,13 +195,13 @@ def poison(strategy: HostileStrategy, upload: U, view: HostileView) -> U:
 
 
 class HostileEngine(LocalEngine[B, U]):
-    """Clients of which the last ones are hostile.
+    """An engine in which the last clients are hostile.
 
     Args:
         clients: the honest clients (`Federation.clients`).
         strategy: the behaviour of hostile clients.
         hostile: number of hostile clients.
-        limits: of the server, which hostile clients know.
+        limits: the server's limits, which hostile clients know.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class HostileEngine(LocalEngine[B, U]):
         self._norms: list[float] = []  # of honest uploads, round by round
 
     def updates(self, broadcast: B, clients: Sequence[int], number: int) -> list[U]:
-        """Return each client's upload; the hostile ones look at the others' uploads first."""
+        """Return each client's upload; hostile clients see the honest uploads first."""
         uploads = super().updates(broadcast, clients, number)
         pairs = zip(clients, uploads, strict=True)
         others = [find_tensors(upload)[1] for client, upload in pairs if client not in self.hostile]
@@ -231,9 +231,9 @@ class HostileEngine(LocalEngine[B, U]):
         return uploads
 
     def _bound(self, uploads: Sequence[U], others: Sequence[Tensors]) -> float:
-        """Return the largest norm that is accepted; without a bound, the one of the default limits.
+        """Return the largest norm that is accepted; if the limits have no norm factor, it is taken as 1.
 
-        Norms of uploads under a veil say nothing about other rounds, which have other noise.
+        Norms of uploads under a veil reveal nothing about other rounds, which have other noise.
         """
         middle = min((len(uploads) - 1) // 2, len(others) - 1)  # as in `Limits` if hostile updates have larger norms
         self._norms.append(sorted(map(total_norm, others))[middle])

@@ -1,6 +1,6 @@
 """The attackers of each defence.
 
-Those of the built-in defences are listed here. A defence of another package names its own in its record, as
+The attackers of the built-in defences are listed here. A defence from another package names its own in its record, as
 `Record(..., attackers="my_package.attacks:ATTACKERS")`, where `ATTACKERS` is an instance of `Attackers`. A defence that
 names none is attacked by the generic attackers.
 """
@@ -31,17 +31,17 @@ GENERIC: Mapping[str, ModelAttacker] = {
 
 @dataclass(frozen=True)
 class Attackers:
-    """The attackers of one defence. Mappings have one attacker for each label.
+    """The attackers of one defence. Mappings are from labels to attackers.
 
     Attributes:
         models: adaptive attackers, which estimate a better model than the one received.
         rounds: number of broadcasts that these collect.
-        strongest: labels of the strongest of them, for attacks that take long.
-        generic: attackers that estimate a better model and know nothing of the defence.
+        strongest: labels of the strongest of them, for slow attacks.
+        generic: attackers that estimate a better model and know nothing about the defence.
         rebuilders: attackers that rebuild a record from broadcasts.
         rebuild_rounds: number of broadcasts that these collect.
         leaks: attackers that derive a victim's gradient.
-        shadows: name of the defence whose shadow models serve for this one; by default its own.
+        shadows: name of the defence whose shadow models are used for this one; by default, its own.
     """
 
     models: Mapping[str, ModelAttacker] = field(default_factory=dict)
@@ -99,7 +99,7 @@ ATTACKERS: Mapping[str, Attackers] = {
 
 
 def find_attackers(record: Record) -> Attackers:
-    """Return the attackers that a defence's record names, or those of the built-in defence that it is a record of."""
+    """Return the attackers named in a defence's record, or those of the built-in defence with the same target."""
     if record.attackers is None:
         names = {own.target: own.name for own in BUILT_IN}
         return ATTACKERS.get(names.get(record.target, ""), Attackers())
@@ -115,11 +115,11 @@ class Views:
     """The observations that the attackers of a defence work on, by label."""
 
     attackers: dict[str, Observation]  # as published, and with the models that adaptive attackers estimate
-    left_out: dict[str, str]  # the reasons why attackers do not apply, or how they failed
+    left_out: dict[str, str]  # why attackers do not apply, or how they failed
 
 
 def attacker_views(attackers: Attackers, observed: Observation) -> Views:
-    """Let every attacker that estimates a model do so; the observation itself is attacked as published."""
+    """Run every attacker that estimates a model; the observation itself is attacked as published."""
     found, left_out = {PUBLISHED: observed}, dict[str, str]()
     for label, attacker in {**attackers.models, **attackers.generic}.items():
         result = attempt(attacker, observed)

@@ -1,6 +1,6 @@
 """Measures of how well scores separate members from others. Scores are larger for members, here and in every attack.
 
-All intervals are two-sided at `level`. They are for the sampling of the records that were scored, not of the model.
+All intervals are two-sided at `level`. They account for the sampling of the scored records, not for that of the model.
 """
 
 import math
@@ -15,7 +15,7 @@ from scipy.special import betaincinv, ndtri, stdtrit
 from fedveil.errors import BadArgument
 
 Scores = NDArray[np.float64]
-EXPECTED = 10  # false positives needed to estimate a rate
+EXPECTED = 10  # expected false positives needed to estimate a rate
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Estimate:
 
 
 def check_scores(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
-    """Return both as flat float64 arrays; refuse empty ones and NaN."""
+    """Return both as flat float64 arrays; refuse empty arrays and NaN."""
     found = np.asarray(members, np.float64).ravel(), np.asarray(others, np.float64).ravel()
     for name, scores in zip(("members", "others"), found, strict=True):
         if not len(scores):
@@ -42,7 +42,7 @@ def check_scores(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]
 
 
 def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
-    """Return the fraction of hits with the exact interval of Clopper and Pearson (1934)."""
+    """Return the hit rate with the exact interval of Clopper and Pearson (1934)."""
     if not 0 <= hits <= trials or trials < 1:
         raise BadArgument("proportion", f"{hits} hits in {trials} trials")
     tail, misses = (1 - level) / 2, trials - hits
@@ -52,7 +52,7 @@ def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
 
 
 def average(values: Sequence[float], *, level: float = 0.95) -> Estimate:
-    """Return the mean of repeated measurements with Student's interval; for a single one, the interval is a point."""
+    """Return the mean of repeated measurements with Student's interval; for a single measurement, it is a point."""
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
         return Estimate(mean, mean, mean)
@@ -61,7 +61,7 @@ def average(values: Sequence[float], *, level: float = 0.95) -> Estimate:
 
 
 def placements(scores: Scores, against: Scores) -> Scores:
-    """Return for each score the fraction of `against` below it; ties count half."""
+    """For each score, return the fraction of `against` below it; ties count half."""
     order = np.sort(against)
     below, upto = np.searchsorted(order, scores, "left"), np.searchsorted(order, scores, "right")
     return np.asarray((below + upto) / (2 * len(order)))
@@ -94,16 +94,16 @@ def has_enough(others: int, rate: float) -> bool:
 
 
 def threshold_at(others: ArrayLike, rate: float) -> float:
-    """Return the lowest threshold that at most a fraction `rate` of the others exceeds."""
+    """Return the lowest threshold exceeded by at most a fraction `rate` of the others."""
     order = np.sort(np.asarray(others, np.float64).ravel())[::-1]
     allowed = math.floor(rate * len(order) + 1e-9)
     return float(order[allowed]) if allowed < len(order) else -math.inf
 
 
 def tpr_at(members: ArrayLike, others: ArrayLike, rate: float, *, level: float = 0.95) -> Estimate:
-    """Return the fraction of members above the threshold that at most a fraction `rate` of the others exceeds.
+    """Return the fraction of members above the threshold exceeded by at most a fraction `rate` of the others.
 
-    The threshold comes from these others, as usual; the interval (Clopper-Pearson) is for members given the threshold.
+    The threshold comes from these others, as usual; the (Clopper-Pearson) interval is for members, given the threshold.
     """
     ins, outs = check_scores(members, others)
     return proportion(int((ins > threshold_at(outs, rate)).sum()), len(ins), level=level)

@@ -13,7 +13,7 @@ BRIGHTNESS, CONTRAST = 0.01**2, 0.03**2
 
 
 def mse(found: Tensor, true: Tensor) -> list[float]:
-    """Return the mean squared difference of each image."""
+    """Return the mean squared error of each image."""
     values: list[float] = (found.double() - true.double()).square().flatten(1).mean(1).tolist()
     return values
 
@@ -25,15 +25,15 @@ def psnr(found: Tensor, true: Tensor, *, peak: float = 1.0, maximum: float = 120
 
 
 def total_variation(images: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
-    """Return the mean absolute difference of horizontal neighbours plus that of vertical ones, over some dimensions."""
+    """Return the mean absolute difference of horizontal neighbours plus that of vertical ones, over the dims `dim`."""
     return images.diff(dim=-1).abs().mean(dim) + images.diff(dim=-2).abs().mean(dim)
 
 
 def ssim(found: Tensor, true: Tensor) -> list[float]:
     """Return the structural similarity of each image (Wang et al. 2004), averaged over channels and window positions.
 
-    Gaussian windows inside the image, 11 x 11 pixels (7 x 7 for images under 16 pixels), deviation 1.5; constants
-    0.01^2 and 0.03^2.
+    Windows are Gaussian, inside the image, with 11 x 11 pixels (7 x 7 for images under 16 pixels) and deviation 1.5;
+    the constants are 0.01^2 and 0.03^2.
     """
     size = 11 if min(true.shape[-2:]) >= 16 else 7
     a, b = (image.double().flatten(0, 1).unsqueeze(1) for image in (found, true))
@@ -52,7 +52,7 @@ def ssim(found: Tensor, true: Tensor) -> list[float]:
 
 
 def match(found: Tensor, true: Tensor) -> list[int]:
-    """Return the index of the reconstruction of each true image: the assignment of least summed squared difference.
+    """Return the index of the reconstruction of each true image: the assignment with the least total squared error.
 
     A gradient does not reveal the order of a batch; found[match(found, true)] is in the order of `true`.
     """

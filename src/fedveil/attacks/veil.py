@@ -1,15 +1,15 @@
 """Attackers of the veil: each estimates the true model from the broadcasts that a client received.
 
-One fits the noise of the head with the client's own labelled records (`fit_own_labels`). One needs no record
-(`remove_noise`): noise is drawn again in every round, and in canonical form (`attacks.canonical`, with the head left
+One fits the noise of the head with the client's own labelled records (`fit_own_labels`). Another needs no records
+(`remove_noise`): noise is redrawn in every round, and in canonical form (`attacks.canonical`, with the head left
 out) two broadcasts differ by the noise of their heads and by one step of training:
 
     head_t = C_t + sum_g c_tg N_tg,      C_t - C_{t+1} small
 
 N_tg is public: r_a in the rows of group g, times the factors by which the canonical form multiplied the head's columns.
-That leaves a linear least-squares problem with m unknown numbers per round. Weights that training moves little count
-more in it (`fit_noise`), so further broadcasts help. With decoys, c_t is one of a few public candidates, and the
-nearest ones of consecutive rounds give it away (`pick_candidates`). See docs/threat-model.md.
+That leaves a linear least-squares problem with m unknown numbers per round. Weights that training changes little
+count more in it (`fit_noise`), so further broadcasts help. With decoys, c_t is one of a few public candidates, and the
+closest candidates of consecutive rounds reveal it (`pick_candidates`). See docs/threat-model.md.
 """
 
 import copy
@@ -32,8 +32,8 @@ from fedveil.scheme.messages import Broadcast, PublicHead
 from fedveil.scheme.outputs import values
 
 LBFGS_STEPS = 200
-TURNS = 20  # of weights, then noise
-LEAST = 1e-2  # of the mean squared change: no weight counts as if it changed less
+TURNS = 20  # alternations between weights and noise
+LEAST = 1e-2  # lower bound on a weight's squared change, relative to the mean
 
 VeiledHead = tuple[Broadcast, PublicHead]
 
@@ -63,13 +63,13 @@ def remove_offset(observed: Observation) -> Observation:
 
 
 def fit_own_labels(observed: Observation) -> Observation:
-    """Fit the noise of the head with own labels: y = y^ - alpha r has m unknowns that all records of a round share."""
+    """Fit the noise of the head to own labels: y = y^ - alpha r has m unknowns, shared by all records of a round."""
     sent = observed.rounds[-1].broadcast
     return dataclasses.replace(observed, model=calibrate(observed, sent)) if isinstance(sent, Broadcast) else observed
 
 
 def remove_noise(observed: Observation, broadcasts: int = 2) -> Observation:
-    """Remove the noise of the last broadcast that the last few broadcasts give away; needs no data."""
+    """Remove the noise of the last broadcast, as far as the last few broadcasts reveal it; needs no data."""
     rounds = dict[str, VeiledHead]()
     for seen in observed.rounds[-broadcasts:]:
         sent = seen.broadcast
@@ -94,14 +94,14 @@ def group_rows(head: PublicHead) -> Tensor:
 
 
 def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
-    """Return alpha of each record: the growth of the head's outputs when 1 is added to all of its perturbed values."""
+    """Return alpha of each record: how much the head's outputs grow when 1 is added to all its perturbed values."""
     names = {head.weight: 1.0} | ({head.bias: float(head.noisy_bias)} if head.bias else {})
     values = {name: torch.full_like(base.get_parameter(name), value) for name, value in names.items()}
     return predict(copy_with_values(base, values), inputs)[:, :1].double()
 
 
 def minimise(value: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """Minimise a smooth function by L-BFGS from a start."""
+    """Minimise a smooth function with L-BFGS from a starting point."""
     free = start.clone().requires_grad_()
     search = torch.optim.LBFGS([free], max_iter=LBFGS_STEPS, line_search_fn="strong_wolfe")
 
@@ -118,8 +118,8 @@ def minimise(value: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
 def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, loss: Loss) -> Tensor:
     """Fit the m numbers c for which outputs - alpha (c rows) have the least loss.
 
-    `rows` is (m, outputs), see `group_rows`. Squared error: least squares. Any other loss: L-BFGS from c = 0, convex if
-    the loss is.
+    `rows` is (m, outputs), see `group_rows`. Uses least squares for squared error, and L-BFGS from c = 0 for any other
+    loss; the problem is convex if the loss is.
     """
     energy = (rows**2).sum(1) * float((alpha**2).sum())
     if isinstance(loss, SquaredError):
@@ -132,7 +132,7 @@ def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, lo
 
 
 def calibrate(observed: Observation, sent: Broadcast) -> nn.Module:
-    """Return a round's model without the noise of its head, which is fitted with the attacker's own labels."""
+    """Return a round's model without the noise of its head, which is fitted to the attacker's own labels."""
     base, head = base_model(observed.architecture, sent), sent.head
     if head is None:
         return base
@@ -154,7 +154,7 @@ def candidate_models(observed: Observation, sent: Broadcast) -> list[nn.Module]:
 
 
 class Heads(NamedTuple):
-    """The head of one round in canonical form, units in the order of the last round."""
+    """The head of one round in canonical form, with units in the order of the last round."""
 
     values: Tensor  # all of its elements
     noise: Tensor  # (m, elements): what each group's noise adds to them, per unit of size
@@ -189,8 +189,8 @@ def fit_noise(heads: Sequence[Heads]) -> Tensor:
     """Fit the size of each group's noise in each round, (rounds, m), so that the heads without it change least.
 
     Minimises, over consecutive rounds, the squared changes of the head's elements, each divided by its own mean square,
-    which is estimated in turn (iteratively reweighted least squares). A normal prior, the noise no larger than the
-    head, decides where the data do not: if the noise stays the same, only its changes show.
+    which is estimated in turn (iteratively reweighted least squares). A normal prior, with noise no larger than
+    the head, decides where the data do not: if the noise stays the same, only its changes are visible.
     """
     rounds, groups = len(heads), len(heads[0].noise)
     design = torch.zeros(rounds - 1, len(heads[0].values), rounds, groups, dtype=torch.float64)
@@ -212,7 +212,7 @@ def fit_noise(heads: Sequence[Heads]) -> Tensor:
 
 
 def pick_candidates(heads: Sequence[Heads], candidates: Sequence[Tensor]) -> list[int]:
-    """Return the index of each round's true candidate: without it, heads change least between rounds (Viterbi)."""
+    """Return the index of each round's true candidate: without its noise, heads change least (Viterbi)."""
     models = [head.values - offsets @ head.noise for head, offsets in zip(heads, candidates, strict=True)]
     cost, back = torch.zeros(len(models[0]), dtype=torch.float64, device=models[0].device), list[Tensor]()
     for now, later in itertools.pairwise(models):

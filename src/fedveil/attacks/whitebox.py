@@ -1,4 +1,4 @@
-"""The white-box membership attack of Nasr et al. (2019): a network that tells members by a model's hidden outputs."""
+"""The white-box membership attack of Nasr et al. (2019): a network that detects members from hidden outputs."""
 
 import copy
 import itertools
@@ -12,7 +12,7 @@ from fedveil.attacks.scores import balanced_accuracy
 from fedveil.errors import BadArgument
 from fedveil.records.shards import generator
 
-Features = Mapping[str, Tensor]  # by name: one row per record, gradients and sequences in rows, maps in channels
+Features = Mapping[str, Tensor]  # by name, first dim is records; gradients and sequences have rows, maps have channels
 Score = Callable[[Features], Tensor]
 OUT = 64  # outputs of a branch
 WIDE = {"label": 128}  # width of a branch's hidden layer; 100 for all others
@@ -26,13 +26,13 @@ class Epoch:
     """The attack network after an epoch."""
 
     train: float  # accuracy on its training records, half of them members
-    positive: float  # fraction of them that it calls members; 0 or 1 if it gives the same answer for all
+    positive: float  # fraction of them classified as members; 0 or 1 if it gives the same answer for all
     validation: float  # balanced accuracy on the validation records, at the threshold 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedNetwork:
-    """The attack network of the first epoch with the best accuracy on validation records."""
+    """The attack network from the first epoch with the best accuracy on the validation records."""
 
     score: Score  # features -> one score per record, from 0 to 1; larger = member
     held_out: tuple[Tensor, Tensor]  # scores of the validation records, members and others, to choose a threshold
@@ -48,10 +48,10 @@ class TrainedNetwork:
 class MembershipNetwork(nn.Module):
     """One branch per feature, and an encoder of 256, 128, 64 and 1 units over all of them.
 
-    Branches as in the authors' code: layer outputs and loss 100-64, label 128-64, maps by kernels as large as the map,
-    with dropout. Differs from theirs, for attackers that know few records: maps have 100 kernels, 64 and dropout of 0.5
-    in place of one kernel per channel, 1024-512-128-64 and 0.2; the gradient's branch is 100 kernels as wide as its
-    rows, 256-64 in place of 2024-512-256. Sequences have the gradient's branch, their steps as its rows.
+    Branches follow the authors' code: 100-64 for layer outputs and loss, 128-64 for the label, and for maps kernels as
+    large as the map, with dropout. Differences, for attackers that know few records: maps have 100 kernels, 64 units
+    and dropout 0.5 instead of one kernel per channel, 1024-512-128-64 and 0.2; the gradient's branch has 100 kernels as
+    wide as its rows, then 256-64 instead of 2024-512-256. Sequences use the gradient's branch, with steps as rows.
     """
 
     def __init__(self, features: Features, chance: torch.Generator) -> None:
@@ -72,7 +72,7 @@ class MembershipNetwork(nn.Module):
 
 
 def _dense(*widths: int) -> list[nn.Module]:
-    """Return Linear layers of these widths, each with a ReLU."""
+    """Return Linear layers with these widths, each followed by a ReLU."""
     return [module for before, after in itertools.pairwise(widths) for module in (nn.Linear(before, after), nn.ReLU())]
 
 
@@ -94,8 +94,8 @@ def select(features: Features, rows: Tensor | slice) -> dict[str, Tensor]:
 def make_standardiser(known: Features, device: str = "cpu") -> Callable[[Features], dict[str, Tensor]]:
     """Return a function that scales features to mean 0 and deviation 1 over the known records; constants become 0.
 
-    The mean and deviation of maps are over pixels too. A factor on a unit or channel, such as a veil's, has no effect
-    on the result, which has the features that are known.
+    For maps, mean and deviation are taken over pixels too. A factor on a unit or channel, such as a veil's, has no
+    effect on the result, which contains the features in `known`.
     """
     over = {name: (0, 2, 3) if values.dim() == 4 else (0,) for name, values in known.items()}
     means, scales = (
@@ -134,8 +134,8 @@ def train_attack(
 ) -> TrainedNetwork:
     """Train on records whose membership the attacker knows; keep the epoch with the best accuracy on a held-out part.
 
-    Squared error to 1 and 0, Adam, batches half of members and half of others, standardised features. `on_epoch` gets
-    every epoch's network as a score function.
+    Uses squared error to 1 and 0, Adam, batches of half members and half others, and standardised features. `on_epoch`
+    gets every epoch's network as a score function.
 
     Differs from Nasr et al.: the epoch is chosen on records held out from training, not on the test records; lr is
     their code's default, 1e-3, not the paper's 1e-4, which learns less from few records.
@@ -173,7 +173,7 @@ def train_attack(
 def _split(
     members: Features, others: Features, fraction: float, chance: torch.Generator
 ) -> tuple[tuple[Features, Features], Features]:
-    """Take the same number of each kind: hold a fraction out, and join the rest with members first."""
+    """Take the same number of members and others: hold out a fraction of each, and join the rest, members first."""
     sizes = [len(next(iter(part.values()))) for part in (members, others)]
     count = min(sizes)
     held = round(fraction * count)

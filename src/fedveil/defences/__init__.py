@@ -1,4 +1,4 @@
-"""Ways to train together: one interface, one module each. Names are imported when they are first used."""
+"""Defences: one interface, and one module for each. Names are imported when they are first used."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Privacy accounting: the epsilon that rounds of Gaussian noise spend, computed by Google's dp-accounting."""
+"""Privacy accounting: the epsilon spent by rounds of Gaussian noise, computed with Google's dp-accounting."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +23,16 @@ def import_library() -> Epsilon:
 
 @lru_cache(maxsize=1024)
 def epsilon(rounds: int, noise: float, delta: float, *, replace: bool = False) -> float:
-    """Return the epsilon that `rounds` rounds of noise spend, at a delta.
+    """Return the epsilon spent by `rounds` rounds of noise, for a given delta.
 
     A round adds N(0, (noise clip)^2) to a sum that one client can change by `clip`. Rounds of Gaussian noise, each
-    chosen with knowledge of those before, are together as private as one with noise / sqrt(rounds) (Dong, Roth and Su,
-    arXiv 1905.02383: mu-GDP composes), whose exact epsilon the library computes (Balle and Wang, arXiv 1805.06530).
+    chosen with knowledge of the earlier ones, are together as private as one with noise / sqrt(rounds) (Dong, Roth and
+    Su, arXiv 1905.02383: mu-GDP composes), whose exact epsilon the library computes (Balle and Wang, arXiv 1805.06530).
     There is no amplification by sampling: the run's seed, which is public, chooses the clients.
 
     Args:
-        rounds: in which a client took part; for the guarantee of all, the maximum over clients.
-        noise: noise multiplier: standard deviation of the noise on the sum over clip.
+        rounds: number of rounds in which a client took part; for a guarantee to all clients, the maximum over clients.
+        noise: noise multiplier (standard deviation of the noise on the sum / clip).
         delta: above 0 and below 1.
         replace: neighbouring data sets differ in one client's records, not in whether it contributes: the sum changes
             by at most 2 clip.
@@ -57,7 +57,7 @@ class Accountant:
 
     @property
     def rounds(self) -> int:
-        """The maximum number of rounds of a client. A round whose clients are unknown counts for all."""
+        """The maximum number of rounds over clients. A round whose clients are unknown counts for all."""
         return self._all + max(self._by_client.values(), default=0)
 
     def epsilon(self, *, replace: bool = False) -> float:
@@ -65,7 +65,7 @@ class Accountant:
         return epsilon(self.rounds, self.noise, self.delta, replace=replace)
 
     def count(self, clients: Sequence[int | str] | None = None) -> None:
-        """Count a round: for its clients, or for everyone if these are unknown."""
+        """Count a round for its clients, or for everyone if they are unknown."""
         if clients is None:
             self._all += 1
             return

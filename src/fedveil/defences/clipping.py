@@ -1,4 +1,4 @@
-"""Gradients as vectors: clipped to a norm, and split into tensors again."""
+"""Clip a gradient, as one vector, to a norm, and split it into tensors again."""
 
 import math
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from fedveil.errors import NonFiniteUpdate
 def clip_vector(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Tensor, float, bool]:
     """Return a float64 vector with norm at most `clip`, that norm, and whether it was clipped.
 
-    The norm is bounded in exact arithmetic: the slack is the most that rounding can add to the norm of such a vector
-    and to its product with a factor. Scaling by the largest number first keeps squares from overflowing.
+    The bound on the norm holds in exact arithmetic: the slack is the maximum that rounding can add to the norm of such
+    a vector and to its product with a factor. Dividing by the largest magnitude first keeps squares from overflowing.
     """
     largest = float(flat.abs().max()) if len(flat) else 0.0
     if not math.isfinite(largest):
-        raise NonFiniteUpdate(where, "its gradient holds NaN or infinity")
+        raise NonFiniteUpdate(where, "its gradient contains NaN or infinity")
     if not largest:
         return flat, 0.0, False
     unit = flat / largest
@@ -29,6 +29,6 @@ def clip_vector(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Ten
 
 
 def split_vector(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split a vector into tensors with the names, shapes and dtypes of others."""
+    """Split a vector into tensors with the names, shapes and dtypes of `like`."""
     pieces = torch.split(flat, [g.numel() for g in like.values()])
     return {name: piece.view(g.shape).to(g.dtype) for (name, g), piece in zip(like.items(), pieces, strict=True)}

@@ -3,7 +3,7 @@
 A weight W of m units with n inputs each leaves the server as W~ = W S; S, new in every round and the same for all
 clients, adds q of the n inputs, with random signs, into each of s = floor(n / q) buckets. A client forms X~ = X S and
 Z = X~ W~^T + b, and sends Gamma = delta^T X~. The server steps along sum_k |D_k| / |D| Gamma_k S^T: the exact gradient
-of the loss with weights W S S^T, and not an unbiased gradient of the plain loss (docs/defences/dbcl.md).
+of the loss with weights W S S^T, not an unbiased gradient of the plain loss (docs/defences/dbcl.md).
 
 Differs from the original: one gradient per round, not local epochs; clients hold W~, never W; any convolution.
 """
@@ -32,9 +32,9 @@ from fedveil.wire import Packed, Tensors, Values, check_fields
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """S, as a list of its entries that are not 0."""
+    """S, as a list of its nonzero entries."""
 
-    inputs: Tensor  # (q, s): which of the n inputs goes into which bucket; those that are not there are dropped
+    inputs: Tensor  # (q, s): the inputs in each bucket; the others of the n inputs are dropped
     signs: Tensor  # (q, s): 1 or -1 for each
     fan_in: int  # n
 
@@ -66,7 +66,7 @@ class Sketch:
 
 
 class SketchedLayer(nn.Module):
-    """A layer as a client has it: `weight` is W~ = W S, (m, s), `sketch` is S, the bias is as it was."""
+    """A layer as a client sees it: `weight` is W~ = W S, (m, s), `sketch` is S, and the bias is unchanged."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -95,7 +95,7 @@ class SketchedLinear(SketchedLayer):
 
 
 class SketchedConv2d(SketchedLayer):
-    """The same over the patches of an image.
+    """`SketchedLinear` over the patches of an image.
 
     Computed as a convolution with W~ S^T, which clients can compute: (U S) W~^T = U (W~ S^T)^T for the unfolded
     patches U. Sketching U itself takes 2 to 6 times as long (measured, docs/defences/dbcl.md).
@@ -108,7 +108,7 @@ class SketchedConv2d(SketchedLayer):
         self.dilation, self.groups = layer.dilation, layer.groups
 
     def forward(self, x: Tensor) -> Tensor:
-        """Spread the sketched kernel out, and convolve."""
+        """Expand the sketched kernel, and convolve."""
         spread = self.sketch.up(self.weight).reshape(-1, *self.kernel)
         return F.conv2d(x, spread, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
@@ -118,7 +118,7 @@ KINDS = (nn.Linear, nn.Conv2d)  # layers that have a sketch
 
 def sketch_network(model: nn.Module, sketches: Mapping[str, Sketch]) -> nn.Module:
     """Return a copy of a model with a `SketchedLayer` in place of each layer whose weight has a sketch."""
-    memo: dict[int, nn.Module | nn.Parameter] = {}  # deepcopy puts these in place of the originals
+    memo: dict[int, nn.Module | nn.Parameter] = {}  # deepcopy uses these instead of the originals
     for name, sketch in sketches.items():
         layer = model.get_submodule(name.rpartition(".")[0])
         assert isinstance(layer, KINDS)
@@ -131,7 +131,7 @@ def sketch_network(model: nn.Module, sketches: Mapping[str, Sketch]) -> nn.Modul
 class SketchedBroadcast:
     """The broadcast of a round: the model with a `SketchedLayer` for each layer whose weight is sketched."""
 
-    number: int  # of the server's broadcasts so far
+    number: int  # the number of the server's broadcasts so far
     network: nn.Module
     sketched: tuple[str, ...]  # names of the sketched weights
 
@@ -153,15 +153,15 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
     """A new CountSketch of every layer in every round.
 
     It hides the weights of all Linear and Conv2d layers, except the first Conv2d and the last Linear that the model
-    calls. These, biases, norms and buffers are sent unchanged. A weight that has no sketch is refused, unless `skip`
-    names it.
+    calls. These, biases, norms and buffers are sent unchanged. A weight that cannot be sketched is refused, unless
+    `skip` names it.
 
     Args:
-        q: inputs that share a bucket.
+        q: number of inputs that share a bucket.
         skip_first_conv: send the first convolution unchanged.
         skip_last: send the last Linear unchanged.
         skip: paths of further modules or parameters that are sent unchanged.
-        seed: makes sketches repeatable, for tests; otherwise the operating system seeds every broadcast.
+        seed: makes sketches reproducible, for tests; by default, the operating system seeds every broadcast.
     """
 
     name = "dbcl"
@@ -183,7 +183,7 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
 
     @property
     def codec(self) -> "DBCLCodec":
-        """How the sketched network, its sketches and its gradients are encoded."""
+        """The encoding of the sketched network, its sketches and its gradients."""
         return DBCLCodec()
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "DBCLServer":
@@ -223,7 +223,7 @@ class DBCLServer(DefenceServer[SketchedBroadcast, SketchedUpdate]):
         return DBCLRound(broadcast, model)
 
     def state(self) -> State:
-        """Return the number of broadcasts so far, from which, with a seed, the next sketch follows."""
+        """Return the number of broadcasts so far, which, with a seed, determines the next sketch."""
         return {"number": self._number}
 
     def restore(self, state: Mapping[str, StateValue]) -> None:
@@ -235,7 +235,7 @@ SketchedRound = DefenceRound[SketchedBroadcast, SketchedUpdate]
 
 
 class DBCLRound(SketchedRound):
-    """A sketched broadcast, and its sketches."""
+    """A sketched broadcast and its sketches."""
 
     def __init__(self, broadcast: SketchedBroadcast, model: nn.Module) -> None:
         self.broadcast, self._model = broadcast, model
@@ -243,14 +243,14 @@ class DBCLRound(SketchedRound):
     def check_number(self, number: int, position: int = 0) -> None:
         """Refuse an update that answers another broadcast."""
         if number != self.broadcast.number:
-            what = f"it answers broadcast {number}, whose sketch is gone; the last one is {self.broadcast.number}"
+            what = f"it answers broadcast {number}, whose sketch is gone; the current one is {self.broadcast.number}"
             raise StaleUpdate(f"client {position}", what)
 
     def recover(self, updates: Sequence[SketchedUpdate], weights: Sequence[float]) -> Aggregate:
         """Return sum_k |D_k| / |D| Gamma_k S^T for sketched weights, and the weighted mean of everything else.
 
-        Its error is 0: it is the sketched network's gradient up to rounding. How far that is from the plain one, the
-        server cannot know.
+        Its error is 0: it is the sketched network's gradient up to rounding. The server cannot know how far that is
+        from the plain gradient.
         """
         for position, update in enumerate(updates):
             self.check_number(update.number, position)
@@ -273,7 +273,7 @@ class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
         self._plain = plain
 
     def step(self, broadcast: SketchedBroadcast, samples: Samples, client: int = 0) -> SketchedUpdate:
-        """Compute Gamma = delta^T X~ for sketched weights, and plain gradients for others."""
+        """Compute Gamma = delta^T X~ for sketched weights, and plain gradients for all others."""
         found = self._plain.step(broadcast.network, samples, client)
         return SketchedUpdate(found.gradients, found.buffers, broadcast.number)
 
@@ -286,7 +286,7 @@ class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
 
 
 def _choose(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the weights to sketch; refuse those that have no sketch, and a model without any."""
+    """Return the names of the weights to sketch; refuse those that cannot be sketched, and a model without any."""
     named = dict(model.named_parameters(remove_duplicate=False))
     homes = Counter(id(parameter) for parameter in named.values())
 
@@ -295,7 +295,7 @@ def _choose(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) 
 
     for path in skip:
         if not any(is_under(path, name) for name in named):
-            raise BadArgument("dbcl", f"skip names {path!r}, and the model has no parameters there")
+            raise BadArgument("dbcl", f"skip names {path!r}, but the model has no parameters there")
     chosen = []
     for name, parameter in named.items():
         if parameter.dim() < 2 or any(is_under(path, name) for path in (*kept, *skip)):
@@ -316,7 +316,7 @@ def _obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, shared: bool)
     """Return why a parameter of a layer cannot be sketched, or None."""
     if type(layer) not in KINDS or name != "weight":
         known = " and ".join(kind.__name__ for kind in KINDS)
-        return f"a {type(layer).__name__} has no sketch, only the weights of {known} have"
+        return f"a {type(layer).__name__} has no sketch; only the weights of {known} have one"
     if shared:
         return "several layers share this weight, and each would need its own sketch"
     if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
@@ -329,7 +329,7 @@ def check_sketch(name: str, inputs: Tensor, signs: Tensor, fan_in: int) -> None:
     fits = inputs.dim() == 2 and inputs.shape == signs.shape and 0 < inputs.numel() <= fan_in
     fits = fits and inputs.dtype == torch.int32 and signs.dtype == torch.int8
     if not fits or not 0 <= int(inputs.min()) <= int(inputs.max()) < fan_in:
-        raise ModelMismatch(name, f"the broadcast's sketch is not one of {fan_in} inputs")
+        raise ModelMismatch(name, f"the broadcast's sketch is not a valid sketch of {fan_in} inputs")
 
 
 class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
@@ -349,10 +349,10 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
         layers, sketches = dict(model.named_modules()), dict[str, Sketch]()
         for name in found["sketched"]:
             path = name.rpartition(".")[0]
-            layer = layers.pop(path, None)  # none is sketched twice
+            layer = layers.pop(path, None)  # no layer is sketched twice
             inputs, signs = (tensors.get(f"{kind}/{name}") for kind in ("inputs", "signs"))
             if type(layer) not in KINDS or name != f"{path}.weight".lstrip(".") or inputs is None or signs is None:
-                raise ModelMismatch(name[:80], "the broadcast has a sketch for it, the model no layer that takes one")
+                raise ModelMismatch(name[:80], "the broadcast has a sketch for it, but the model has no such layer")
             weight = model.get_parameter(name).detach()
             check_sketch(name, inputs, signs, weight[0].numel())
             sketches[name] = Sketch(inputs.long(), signs.double(), weight[0].numel()).to(weight)

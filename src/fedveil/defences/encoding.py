@@ -1,4 +1,4 @@
-"""Models, gradients and buffers in the form in which they are sent."""
+"""Encode and decode models, gradients and buffers for sending."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -28,12 +28,12 @@ def template(model: nn.Module) -> Tensors:
 
 
 def pack_gradients(gradients: Mapping[str, Tensor], buffers: Tensors) -> Tensors:
-    """Return gradients and buffers, by the names under which they are sent."""
+    """Return gradients and buffers by the names under which they are sent."""
     return add_prefix("gradient", gradients) | add_prefix("buffer", buffers)
 
 
 def unpack_gradients(like: Tensors, tensors: Tensors, position: int) -> tuple[Tensors, Tensors]:
-    """Return gradients and buffers of the client at a position; refuse any unlike those given, or not finite."""
+    """Return the gradients and buffers of the client at a position; refuse any that do not match, or are not finite."""
     client, device = f"client {position}", next(iter(like.values())).device
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     check_tensors(client, "tensor", tensors, {name: (t.shape, t.dtype) for name, t in like.items()}, device)
@@ -50,7 +50,7 @@ def pack_model(model: nn.Module) -> Packed:
 
 
 def unpack_model(model: nn.Module, values: Values, tensors: Tensors) -> nn.Module:
-    """Return a copy of a client's model with the values of a broadcast; refuse those of another model."""
+    """Return a copy of a client's model with the values of a broadcast; refuse a broadcast for another model."""
     found = check_fields("broadcast", values, {"trainable": list[str], "training": list[str]})
     trainable, training = set(found["trainable"]), set(found["training"])
     parameters, buffers = strip_prefix("parameter", tensors), strip_prefix("buffer", tensors)

@@ -1,4 +1,4 @@
-"""The interface of a defence: settings, what the server does in a round, what a client does."""
+"""The interface of a defence: its settings, the server's part of a round, and the client's part."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,11 @@ U = TypeVar("U")  # an update
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """A batch of one client."""
+    """A client's batch."""
 
-    inputs: Inputs  # what the model's forward takes (`fedveil.graph.inputs`)
+    inputs: Inputs  # the arguments of the model's forward (`fedveil.graph.inputs`)
     targets: Tensor
-    weights: Tensor | None = None  # of each sample in the loss, in place of 1 / samples
+    weights: Tensor | None = None  # the weight of each sample in the loss, by default 1 / samples
 
 
 class DefenceRound(ABC, Generic[B, U]):
@@ -46,11 +46,11 @@ class DefenceRound(ABC, Generic[B, U]):
         """Return the gradient of the round; weights are |D_k|."""
 
     def recover_each(self, updates: Sequence[U]) -> list[Aggregate | UpdateRefused]:
-        """Return the gradient of each update separately, or why it is refused."""
+        """Return the gradient from each update separately, or the error if it is refused."""
         return recover_each(lambda update: self.recover([update], [1.0]), updates)
 
     def combine(self, results: Sequence[Aggregate]) -> Aggregate | None:
-        """Combine results of `recover_each`; None leaves it to the server's aggregation rule."""
+        """Combine results of `recover_each`; return None to leave this to the server's aggregation rule."""
         return None
 
     def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
@@ -61,13 +61,13 @@ class DefenceRound(ABC, Generic[B, U]):
         """Drop the secret: the round is over, however it ended.
 
         Args:
-            reuse: nobody holds the broadcast any more, and its memory may be used for the next one.
+            reuse: the broadcast is no longer in use, and its memory may be reused for the next one.
         """
         return
 
 
 class Ranges(ABC, Generic[U]):
-    """The ranges of numbers that secure aggregation needs: a part of the round of a linear defence."""
+    """The value ranges that secure aggregation needs; part of a linear defence's round."""
 
     @abstractmethod
     def expect(self, update: U, last: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
@@ -75,15 +75,15 @@ class Ranges(ABC, Generic[U]):
 
     @abstractmethod
     def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """Bound each row of an update to this round's broadcast, by the name under which it is sent."""
+        """Bound each row of an update that answers this round's broadcast, by the name under which it is sent."""
 
     @abstractmethod
     def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
-        """Bound the norm of the gradient error that an error in every number of each row can cause."""
+        """Bound the norm of the gradient error caused by rounding every element of each row."""
 
 
 class DefenceServer(ABC, Generic[B, U]):
-    """The server's state of a run."""
+    """The server's state for a run."""
 
     accountant: "Accountant | None" = None  # of a differentially private defence
     plan: Plan | None = None  # of a veil: which part of the model is perturbed
@@ -91,10 +91,10 @@ class DefenceServer(ABC, Generic[B, U]):
 
     @abstractmethod
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> DefenceRound[B, U]:
-        """Make the broadcast of an attempt; `members` are the clients that will answer, if that is known."""
+        """Create the broadcast for an attempt; `members` are the clients that will answer, if known."""
 
     def state(self) -> State:
-        """Return what is needed to resume the run, never a secret."""
+        """Return the state needed to resume the run, without secrets."""
         return {}
 
     def restore(self, state: Mapping[str, StateValue]) -> None:
@@ -114,7 +114,7 @@ class DefenceClient(ABC, Generic[B, U]):
         """Add the update of the same client's next batch; return the broadcast to continue with, and the sum."""
 
     def upload(self, update: U, client: int = 0) -> U:
-        """Return what leaves the client, from what it computed in this round; by default all of it."""
+        """Return the update to send, given the one computed in this round; by default, the same."""
         return update
 
     def state(self, client: int) -> State:
@@ -127,7 +127,7 @@ class DefenceClient(ABC, Generic[B, U]):
 
 
 class Codec(ABC, Generic[B, U]):
-    """How a defence's messages are sent: as plain values and tensors, which `fedveil.wire` serialises."""
+    """The encoding of a defence's messages as plain values and tensors, which `fedveil.wire` serialises."""
 
     @abstractmethod
     def encode_broadcast(self, broadcast: B) -> Packed:
@@ -135,7 +135,7 @@ class Codec(ABC, Generic[B, U]):
 
     @abstractmethod
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> B:
-        """Client: decode a broadcast; refuse one for another model than the client's own."""
+        """Client: decode a broadcast; refuse one for a model other than the client's."""
 
     @abstractmethod
     def encode_update(self, update: U) -> Packed:
@@ -149,20 +149,20 @@ class Codec(ABC, Generic[B, U]):
 
     @abstractmethod
     def template(self, own: DefenceRound[B, U], model: nn.Module) -> Packed:
-        """Server: return an encoded update of this round, whose numbers have no meaning."""
+        """Server: return an encoded update for this round, with arbitrary values."""
 
 
 class Defence(ABC, Generic[B, U]):
-    """A way to train together: its settings and traits. Derive yours from this class or from `Plain`."""
+    """A defence: its settings and traits. Derive yours from this class or from `Plain`."""
 
-    name: str  # as it is printed
+    name: str  # as printed
     fusable: bool = True  # batches of several clients may go through one `step` as if they were one client's
-    linear: bool = False  # the weighted mean of updates may stand for all of them; its rounds have `Ranges`
+    linear: bool = False  # the weighted mean of updates may replace them; rounds implement `Ranges`
     durable: bool = False  # a round must be on disk before the next broadcast, for privacy accounting
-    repeatable: bool = False  # secrets follow from a seed; a server and clients on a network refuse that
-    dp_clip: float | None = None  # maximum norm of a client's gradient, of a differentially private defence
+    repeatable: bool = False  # secrets follow from a seed; servers and clients on a network refuse this
+    dp_clip: float | None = None  # maximum norm of a client's gradient, in a differentially private defence
     clippable: bool = False  # clients compute the gradient itself, and can clip it
-    largest_factor: float = 1.0  # that an update's numbers are multiplied by
+    largest_factor: float = 1.0  # maximum factor on an update's values
     remote_settings: ClassVar[tuple[str, ...]] = ()  # attributes, also arguments, that a server may set on clients
 
     @property
@@ -172,7 +172,7 @@ class Defence(ABC, Generic[B, U]):
 
     @property
     def codec(self) -> Codec[B, U] | None:
-        """How messages are sent; None if they cannot be."""
+        """The encoding of messages; None if they cannot be sent."""
         return None
 
     @abstractmethod
@@ -181,7 +181,7 @@ class Defence(ABC, Generic[B, U]):
 
     @abstractmethod
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
-        """Prepare clients for a run; `model` gives the architecture."""
+        """Prepare clients for a run; `model` defines the architecture."""
 
     @abstractmethod
     def client_view(self, model: nn.Module, broadcast: B) -> nn.Module:

@@ -21,7 +21,7 @@ from fedveil.wire import Packed, Tensors, Values, strip_prefix
 
 @dataclass(frozen=True, eq=False)
 class PlainUpdate:
-    """Gradients and buffers, as they are."""
+    """Unchanged gradients and buffers."""
 
     gradients: Tensors
     buffers: Tensors
@@ -35,8 +35,8 @@ class Plain(Defence[nn.Module, PlainUpdate]):
     """Weighted mean of plain gradients.
 
     Args:
-        rounding: a seed makes it a rounding baseline (docs/maths.md, 'What "equal" means'): every gradient tensor gets
-            noise of one unit in the last place, to show what floating point alone does to a run.
+        rounding: a seed that makes it a rounding baseline (docs/maths.md, 'What "equal" means'): every gradient tensor
+            gets noise of one unit in the last place, to show the effect of floating point alone on a run.
     """
 
     linear = True
@@ -53,7 +53,7 @@ class Plain(Defence[nn.Module, PlainUpdate]):
 
     @property
     def codec(self) -> Codec[nn.Module, PlainUpdate]:
-        """How the model, gradients and buffers are encoded."""
+        """The encoding of the model, gradients and buffers."""
         return PlainCodec()
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceServer[nn.Module, PlainUpdate]:
@@ -101,13 +101,13 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
         return bound_magnitudes(encoding.pack_gradients(expected, dict(self.broadcast.named_buffers())))
 
     def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
-        """Bound the gradient error: every number has that of its row once."""
+        """Bound the gradient error: every element has the error of its row, once."""
         sizes = {name: math.sqrt(p.numel()) for name, p in self.broadcast.named_parameters()}
         return math.hypot(*(own * sizes[name] for name, (own,) in strip_prefix("gradient", rows).items()))
 
 
 class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
-    """Broadcasts the model itself: in one process nothing needs to be copied."""
+    """Broadcasts the model itself: within one process, nothing needs to be copied."""
 
     def __init__(
         self, model: nn.Module, rounding: int | None = None, round_type: type[PlainRound] = PlainRound
@@ -123,7 +123,7 @@ class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
 
 
 def average(updates: Sequence[PlainUpdate], weights: Sequence[float], figures: Mapping[str, float]) -> Aggregate:
-    """Return the weighted mean of gradients and buffers; a client whose update is not finite is named."""
+    """Return the weighted mean of gradients and buffers; an error names a client whose update is not finite."""
     shares = [weight / sum(weights) for weight in weights]
     gradients = _average([update.gradients for update in updates], shares)
     buffers = _average([update.buffers for update in updates], shares)
@@ -135,7 +135,7 @@ def average(updates: Sequence[PlainUpdate], weights: Sequence[float], figures: M
 
 
 def _average(clients: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Tensors:
-    """Return the weighted mean by name; of counters the largest."""
+    """Return the weighted mean by name; for counters, the maximum."""
     if len(clients) == 1:
         return dict(clients[0])
     mean = {}
@@ -164,7 +164,7 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
         return PlainUpdate(compute_gradients(broadcast, [outputs], [delta]), buffers)
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
-        """Sum gradients; statistics continue from where the last batch left them."""
+        """Sum gradients; running statistics continue from the last batch."""
         return accumulate(broadcast, total, update)
 
 
@@ -209,7 +209,7 @@ class PlainCodec(Codec[nn.Module, PlainUpdate]):
     def decode_update(
         self, own: AnyPlainRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> PlainUpdate:
-        """Decode gradients and buffers of the model's names, shapes and dtypes."""
+        """Decode gradients and buffers; they must have the model's names, shapes and dtypes."""
         return PlainUpdate(*encoding.unpack_gradients(self.template(own, model)[1], tensors, position))
 
     def template(self, own: AnyPlainRound, model: nn.Module) -> Packed:

@@ -26,20 +26,20 @@ from fedveil.scheme.messages import LARGEST
 from fedveil.wire import Packed, Tensors, Values, add_prefix
 
 MEDIAN_ROUNDS = 100
-KEY = 16  # bytes: a torch.Generator would use 32 bits of a seed, few enough to try them all
+KEY = 16  # bytes: a torch.Generator would use 32 bits of a seed, few enough for exhaustive search
 SETTINGS = {"sel": {"fraction": 0.1}, "noise": {"sigma": 1e-2}, "both": {"fraction": 0.1, "sigma": 1e-2}}
 
 
 @dataclass(repr=False, eq=False)
 class _PPDLState:
-    """A client's private state: the key of its noise, its draws so far, the norms of its first gradients."""
+    """A client's private state: its noise key, the number of draws so far, and the norms of its first gradients."""
 
     key: bytes
     draws: int = 0
     norms: list[float] = field(default_factory=list)
 
     def normal(self, count: int) -> Tensor:
-        """Draw standard normal numbers: every draw is a separate stream of Philox, with a key of 128 bits."""
+        """Draw standard normal numbers; every draw is a separate Philox stream with a 128-bit key."""
         self.draws += 1
         stream = np.random.Philox(key=int.from_bytes(self.key, "little"), counter=self.draws << 192)
         return torch.from_numpy(np.random.Generator(stream).standard_normal(count))
@@ -47,19 +47,19 @@ class _PPDLState:
 
 @dataclass(frozen=True)
 class Measurement:
-    """How an upload changed a gradient; it stays in this process."""
+    """Measurements of how an upload changed a gradient; they stay in this process."""
 
     size: float
     change: float
     noise: float  # its standard deviation
-    rms: float  # root mean square of the numbers that it was added to
+    rms: float  # root mean square of the values that it was added to
     clipped: bool | None  # None if no gradient is clipped
     numbers: int | None  # bytes of the selected numbers, and of their indices or bitmap; None if all are sent
 
 
 @dataclass(frozen=True, eq=False)
 class PPDLUpdate(PlainUpdate):
-    """A clipped, thinned and noisy gradient; no message contains the measurement."""
+    """A clipped, sparsified and noisy gradient; no message contains the measurement."""
 
     measurement: Measurement | None = field(default=None, repr=False)
 
@@ -68,28 +68,28 @@ class PPDLUpdate(PlainUpdate):
 
 
 class PPDL(Plain):
-    """Weighted mean of gradients that clients have clipped, thinned and added noise to, in this order.
+    """Weighted mean of gradients that clients have clipped, sparsified and added noise to, in this order.
 
         1. clip      g <- g min(1, bound / |g|), |g| over the whole gradient
-        2. select    all but the max(1, round(fraction n)) largest of |g_1| ... |g_n| become 0; of equal ones the first
-                     stay, in the order of the model's parameters
+        2. select    all but the max(1, round(fraction n)) largest of |g_1| ... |g_n| become 0; ties go to the first, in
+                     the order of the model's parameters
         3. noise     g_j <- g_j + N(0, sigma^2) where g_j was selected
 
     A step whose argument is at its neutral value (clip None, fraction 1, sigma 0) leaves gradients unchanged to the
     last bit. Buffers are sent unchanged. A gradient with NaN or infinity is not clipped: the server refuses it.
 
-    With clip "median", a client's bound is the median of its own norms in the first 100 rounds in which it took part;
-    until then, of those so far, this round's included. Norms of 0 do not count. No message is needed.
+    With clip "median", a client's bound is the median of its norms in the first 100 rounds in which it took part;
+    until then, of its norms so far, including this round's. Norms of 0 do not count. No message is needed.
 
-    A round's `error` is sum_k w_k |upload_k - g_k| / sum_k w_k |g_k|, and its figures are "noise_over_rms", sigma over
-    the root mean square of the numbers it is added to, and "clipped", the share of clients that were. No message
-    contains them: they are known only where server and clients share this object. Elsewhere error is 0.
+    A round's `error` is sum_k w_k |upload_k - g_k| / sum_k w_k |g_k|. Its figures are "noise_over_rms" (sigma over the
+    root mean square of the values it is added to) and "clipped" (the fraction of clients that were clipped). No message
+    contains them: they are known only where server and clients share this object. Elsewhere, error is 0.
 
     Args:
-        fraction: of a gradient's numbers that a client uploads.
-        sigma: standard deviation of the noise. It gives no differential privacy that is worth its name.
+        fraction: fraction of a gradient's elements that a client uploads.
+        sigma: standard deviation of the noise. It gives no meaningful differential privacy.
         clip: maximum norm of a client's gradient, "median", or None.
-        seed: makes the noise repeatable, for tests. Otherwise it comes from the operating system.
+        seed: makes the noise reproducible, for tests. By default, it comes from the operating system.
     """
 
     name = "ppdl"
@@ -103,7 +103,7 @@ class PPDL(Plain):
         self.sigma = check_range("PPDL", "sigma", sigma, 0.0, LARGEST, "use sigma=0 to add no noise")
         if clip not in (None, "median") and not (is_number(clip) and 0 < clip <= LARGEST):
             what = f"clip must be a norm above 0, 'median' or None, got {clip!r}"
-            raise BadArgument("PPDL", what, "use clip=None to leave gradients as they are")
+            raise BadArgument("PPDL", what, "use clip=None to leave gradients unclipped")
         if seed is not None and type(seed) is not int:
             raise BadArgument("PPDL", f"seed must be an int or None, got {seed!r}", "leave it out except in tests")
         self.clip = clip if isinstance(clip, str | None) else float(clip)
@@ -115,7 +115,7 @@ class PPDL(Plain):
     ) -> "PPDL":
         """Return one of three settings: "sel" selects, "noise" clips at the median and adds noise, "both" does both.
 
-        `fraction` is 0.1 by default, and not for "noise"; `sigma` is 1e-2, and not for "sel".
+        `fraction` is 0.1 by default and not allowed for "noise"; `sigma` is 1e-2 by default and not allowed for "sel".
         """
         values = dict(SETTINGS[check_choice("PPDL.from_setting", "setting", setting, SETTINGS)])
         for name, value in (("fraction", fraction), ("sigma", sigma)):
@@ -131,7 +131,7 @@ class PPDL(Plain):
 
     @property
     def codec(self) -> "PPDLCodec":
-        """How the model, selected numbers and buffers are encoded."""
+        """The encoding of the model, selected elements and buffers."""
         return PPDLCodec(self.fraction)
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PlainServer:
@@ -152,7 +152,7 @@ class PPDLClient(PlainClient):
         self._states: dict[int, _PPDLState] = {}
 
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
-        """Clip and thin the client's gradient of this round and add noise; what is not selected is 0."""
+        """Clip and sparsify the client's gradient for this round and add noise; entries not selected are zero."""
         fraction, sigma = self._settings.fraction, self._settings.sigma
         if fraction == 1 and self._settings.clip is None and not sigma:
             return update
@@ -190,7 +190,7 @@ class PPDLClient(PlainClient):
         return statistics.median(norms) if norms else math.inf
 
     def state(self, client: int) -> State:
-        """Return the state of its source of noise, and its first norms; nothing for a client that used neither."""
+        """Return the client's noise source and first norms; nothing for a client that has used neither."""
         if client not in self._states:
             return {}
         own = self._states[client]
@@ -232,7 +232,7 @@ def _norm(flat: Tensor) -> float:
 
 
 def _select_largest(flat: Tensor, count: int) -> Tensor:
-    """Mark the `count` largest sizes; of equal ones the first. NaN is larger than all, so it is never lost."""
+    """Mark the `count` largest magnitudes, the first of equal ones. NaN counts as the largest, so it is never lost."""
     sizes = flat.abs().nan_to_num(nan=math.inf, posinf=math.inf)
     least = sizes.topk(count, sorted=False).values.min()
     found = sizes > least
@@ -242,13 +242,13 @@ def _select_largest(flat: Tensor, count: int) -> Tensor:
 
 
 class PPDLCodec(PlainCodec):
-    """As plain, but of a thinned gradient only the selected numbers and their indices are sent."""
+    """Like `PlainCodec`, but only the selected elements of a sparsified gradient and their indices are sent."""
 
     def __init__(self, fraction: float) -> None:
         self._fraction = fraction
 
     def encode_update(self, update: PlainUpdate) -> Packed:
-        """Encode selected numbers, with indices or a bitmap, whichever is shorter."""
+        """Encode the selected elements with their indices or a bitmap, whichever is shorter."""
         if self._fraction == 1:
             return super().encode_update(update)
         flat = torch.cat([g.reshape(-1) for g in update.gradients.values()]).cpu()
@@ -270,7 +270,7 @@ class PPDLCodec(PlainCodec):
 
 
 def _spread(tensors: Tensors, like: Tensors) -> Tensors:
-    """Return tensors with these names and shapes, with the selected numbers at their indices and 0 elsewhere."""
+    """Return tensors with these names and shapes, with the selected elements at their indices and 0 elsewhere."""
     count = sum(tensor.numel() for tensor in like.values())
     numbers, indices = tensors.get("selected"), tensors.get("indices")
     if numbers is None or indices is None or numbers.dim() != 1 or indices.dim() != 1:
@@ -279,7 +279,7 @@ def _spread(tensors: Tensors, like: Tensors) -> Tensors:
         indices = torch.from_numpy(np.flatnonzero(np.unpackbits(indices.numpy())[:count]))
     fits = indices.dtype in (torch.int32, torch.int64) and len(indices) == len(numbers)
     if not fits or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < count):
-        raise BadArgument("update", f"{len(numbers)} numbers selected from {count} do not have these indices")
+        raise BadArgument("update", f"invalid indices for {len(numbers)} elements selected from {count}")
     flat = torch.zeros(count, dtype=numbers.dtype)
     flat[indices.long()] = numbers
     return split_vector(flat, {name: own.to(numbers) for name, own in like.items()})

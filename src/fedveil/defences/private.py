@@ -17,7 +17,7 @@ from fedveil.scheme import Aggregate, Entropy, Loss
 from fedveil.scheme.outputs import compute_outputs
 from fedveil.wire import Tensors
 
-LEAST, MOST = 1e-30, 1e30  # of clip: squares and products stay far inside float64
+LEAST, MOST = 1e-30, 1e30  # bounds on clip: squares and products stay far inside float64
 
 
 class Private(Defence[B, U]):
@@ -29,26 +29,26 @@ class Private(Defence[B, U]):
 
     Every client has weight 1 / K, not |D_k| / |D|, which would reveal how much data it has.
 
-    Guarantees: |c_k| <= clip, also after rounding (test_no_contribution_is_longer_than_clip). So the accountant's
+    Guarantees: |c_k| <= clip, even after rounding (test_no_contribution_is_longer_than_clip). So the accountant's
       epsilon bounds how much anyone who sees the models after the rounds, even all other clients together, learns
-      about a client's data. docs/defences/privacy.md has the terms.
-    Not guaranteed: anything against the server, which sees g_k and, without noise, "dp_clipped" and "error".
+      about a client's data. docs/defences/privacy.md defines the terms.
+    Not guaranteed: any protection from the server, which sees g_k and, without noise, "dp_clipped" and "error".
 
     A model whose buffers depend on the data (BatchNorm in training mode) is refused: noise does not protect them. The
     server's buffers do not change.
 
-    A round's `error` is the mean of the inner defence's over clients, weighted by |c_k|; noise does not count as error.
-    Its figures are the means of the inner defence's, "dp_clipped", the fraction of clients that were clipped, and
-    "epsilon", spent so far.
+    A round's `error` is the inner defence's, averaged over clients with weights |c_k|; noise does not count as error.
+    Its figures are the means of the inner defence's figures, "dp_clipped" (the fraction of clients that were clipped)
+    and "epsilon" (spent so far).
 
     Args:
         inner: any other defence.
         clip: maximum norm of a client's contribution.
-        noise: noise multiplier (standard deviation of the noise on the sum / clip). With 0 gradients are clipped, and
+        noise: noise multiplier (standard deviation of the noise on the sum / clip). With 0, gradients are clipped, but
             nothing is guaranteed.
-        delta: for which epsilon is computed; far below 1 / clients.
-        entropy: `Entropy.for_tests(seed)` for repeatable tests, in which nothing is private; otherwise noise comes from
-            the operating system.
+        delta: the delta for which epsilon is computed; choose it far below 1 / clients.
+        entropy: `Entropy.for_tests(seed)` for reproducible tests, in which nothing is private; by default, noise comes
+            from the operating system.
     """
 
     durable = True
@@ -68,13 +68,13 @@ class Private(Defence[B, U]):
         self.inner, self.delta = inner, float(delta)
         self.dp_clip, self.name = self.clip, f"{inner.name}+dp"
         self.entropy = entropy or Entropy()
-        self.accountant = Accountant(self.noise, self.delta)  # of all runs with this object
+        self.accountant = Accountant(self.noise, self.delta)  # shared by all runs with this object
         self.repeatable = self.entropy.for_tests_only or inner.repeatable
         self.clippable, self.largest_factor = inner.clippable, inner.largest_factor
 
     @property
     def base(self) -> Defence[B, U]:
-        """The inner defence, whose messages clients get and send."""
+        """The inner defence, whose messages clients receive and send."""
         return self.inner
 
     @property
@@ -86,8 +86,8 @@ class Private(Defence[B, U]):
         """Prepare the inner server; refuse a model whose buffers reveal clients' data."""
         moving = find_moving_buffers(model, example)
         if moving:
-            what = f"buffer {moving[0]} depends on the clients' data, and is neither clipped nor protected by noise"
-            fix = "use GroupNorm or LayerNorm in place of BatchNorm (--norm none for a ResNet), or model.eval()"
+            what = f"buffer {moving[0]} depends on the clients' data, but is neither clipped nor protected by noise"
+            fix = "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet), or model.eval()"
             raise BadArgument("Private", what, fix)
         return PrivateServer(self, self.inner.server(model, example, loss))
 
@@ -101,7 +101,7 @@ class Private(Defence[B, U]):
 
 
 class PrivateServer(DefenceServer[B, U]):
-    """The inner server, and an accountant."""
+    """The inner server with an accountant."""
 
     accountant: Accountant
 
@@ -111,20 +111,20 @@ class PrivateServer(DefenceServer[B, U]):
 
     @property
     def draws(self) -> int:  # type: ignore[override]
-        """How often the inner server drew noise to keep."""
+        """The number of times the inner server drew noise to keep."""
         return self.inner.draws
 
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "PrivateRound[B, U]":
-        """Make the inner server's broadcast."""
+        """Create the inner server's broadcast."""
         return PrivateRound(self.settings, self.accountant, self.inner.start_round(model, members), members)
 
     def state(self) -> State:
-        """Return the inner server's state, the settings, and the rounds that were spent with them."""
+        """Return the inner server's state, the settings, and the rounds spent with these settings."""
         settings = {"clip": self.settings.clip, "noise": self.settings.noise}
         return {"inner": self.inner.state(), **settings, **self.accountant.state()}
 
     def restore(self, state: Mapping[str, StateValue]) -> None:
-        """Continue counting; refuse rounds that were spent with other settings."""
+        """Continue counting; refuse a state whose rounds had other settings."""
         for name, own in (("clip", self.settings.clip), ("noise", self.settings.noise)):
             spent = read_state("Private", state, name, float)
             if spent != own:
@@ -148,7 +148,7 @@ class PrivateRound(DefenceRound[B, U]):
         self._settings, self._accountant, self._members = settings, accountant, members
 
     def recover(self, updates: Sequence[U], weights: Sequence[float]) -> Aggregate:
-        """Clip each client's gradient, add them up with noise, divide by their number; `weights` are ignored."""
+        """Clip each client's gradient, sum them, add noise and divide by their number; `weights` are ignored."""
         found = []
         for one in self.inner.recover_each(updates):
             if isinstance(one, UpdateRefused):
@@ -162,11 +162,11 @@ class PrivateRound(DefenceRound[B, U]):
         return self.inner
 
     def recover_each(self, updates: Sequence[U]) -> list[Aggregate | UpdateRefused]:
-        """Refuse, because single gradients would be neither clipped nor noisy."""
-        raise BadArgument("Private", "it recovers sums with noise, not single gradients", "call it on `base`")
+        """Refuse: individual gradients would be neither clipped nor noisy."""
+        raise BadArgument("Private", "it recovers noisy sums, not individual gradients", "call it on `base`")
 
     def combine(self, results: Sequence[Aggregate]) -> Aggregate:
-        """Clip, add up with noise, and divide by the number of clients."""
+        """Clip, sum, add noise, and divide by the number of clients."""
         if not results:
             raise BadArgument("Private", "a round needs at least one update")
         like, clip = results[0].gradients, self._settings.clip
@@ -180,7 +180,7 @@ class PrivateRound(DefenceRound[B, U]):
         return Aggregate(gradients, {}, wrong / size if size else 0.0, figures | self._spent())
 
     def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
-        """Add noise to the mean of gradients that clients have clipped themselves, under secure aggregation."""
+        """Add noise to the mean of gradients that clients clipped themselves, for secure aggregation."""
         total = clients * torch.cat([gradient.reshape(-1).double() for gradient in mean.gradients.values()])
         gradients = self._add_noise(total, clients, mean.gradients)
         return Aggregate(gradients, {}, mean.error, {**mean.figures, **self._spent()}, mean.notes)
@@ -195,8 +195,8 @@ class PrivateRound(DefenceRound[B, U]):
     def _add_noise(self, total: Tensor, clients: int, like: Mapping[str, Tensor]) -> Tensors:
         """Return a sum of gradients with noise, divided by the number of clients.
 
-        The round counts for its members if all of them are in the sum, else for everyone; and before the noise is
-        drawn, in case that is interrupted.
+        The round counts for its members if all of them are in the sum, otherwise for everyone. It is counted before the
+        noise is drawn, in case drawing is interrupted.
         """
         known, settings = self._members is not None and len(self._members) == clients, self._settings
         self._accountant.count(self._members if known else None)
@@ -207,7 +207,7 @@ class PrivateRound(DefenceRound[B, U]):
 
 
 def find_moving_buffers(model: nn.Module, example: Inputs) -> list[str]:
-    """Return the names of buffers that a forward pass changes; the model's own are not changed."""
+    """Return the names of the buffers that a forward pass changes; the model's own buffers are not changed."""
     before, own = dict(model.named_buffers()), copy_buffers(model)
     if not own:
         return []

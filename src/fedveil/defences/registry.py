@@ -1,7 +1,7 @@
-"""All defences, one record each: its class and its settings.
+"""All defences, with one record for each: its class and its settings.
 
 Nothing is imported before it is used. Another package registers its defences as entry points in the group
-"fedveil.defences", or they are named as `package.module:Name`.
+"fedveil.defences"; or name them as `package.module:Name`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 GROUP = "fedveil.defences"
 EXAMPLE = "my_package.defences:Mine"
 ASK = "ask"
-LONGEST_SETTING = 2**12  # characters of a setting that a server sends
+LONGEST_SETTING = 2**12  # characters in a setting that a server sends
 NOTHING: Mapping[str, object] = {}
 
 
@@ -31,11 +31,11 @@ NOTHING: Mapping[str, object] = {}
 class Record:
     """A defence as the rest of the library knows it. Code is named as `package.module:name`."""
 
-    name: str  # by which it is found
+    name: str  # the name to look it up by
     summary: str  # one line of help
-    target: str  # its class, or a function that makes one
+    target: str  # its class, or a function that returns an instance
     settings: Mapping[str, str] = field(default_factory=dict)  # key of a configuration -> argument of the target
-    attackers: str | None = None  # its attackers, if another package has them: a `fedveil.attacks.registry.Attackers`
+    attackers: str | None = None  # a `fedveil.attacks.registry.Attackers`, if another package defines it
 
 
 _VEIL = {n: n for n in ("groups", "additive", "multiplicative", "permute", "min_coverage", "decoys", "keep_noise")}
@@ -49,7 +49,7 @@ BUILT_IN = (
     Record("dbcl", "clients train on a random sketch of the weights", f"{_HERE}.dbcl:DBCL", {"sketch": "q"}),
     Record("spn", "a private head at every client (our re-implementation)", f"{_HERE}.spn:SPN", _SPN),
 )
-_KNOWN = {record.name: record for record in BUILT_IN}  # and those of other packages, once they were found
+_KNOWN = {record.name: record for record in BUILT_IN}  # and those of other packages, once found
 
 
 def names() -> list[str]:
@@ -70,15 +70,15 @@ def find(name: str) -> Record:
     elif callable(found):
         record = Record(name, (inspect.getdoc(found) or name).partition("\n")[0], spec)
     else:
-        raise BadArgument(spec, f"is {type(found).__name__}: neither a record nor a class nor a function", EXAMPLE)
+        raise BadArgument(spec, f"is {type(found).__name__}, not a record, a class or a function", EXAMPLE)
     _KNOWN[name] = record
     return record
 
 
 def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, object] = NOTHING) -> "AnyDefence":
-    """Build a defence with those of a configuration's values that it has a setting for, unless they are None.
+    """Build a defence with the configuration values that it has settings for, except those that are None.
 
-    `more` are further arguments of its class, by their own names.
+    `more` are further arguments of its class, by name.
     """
     from fedveil.defences.interface import Defence
 
@@ -92,7 +92,7 @@ def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, 
             inspect.signature(make).bind(**arguments)
     except TypeError as error:
         fix = f"use {record.target}({', '.join(inspect.signature(make).parameters)})"
-        raise BadArgument(name, f"its settings do not fit: {error}", fix) from error
+        raise BadArgument(name, f"its settings do not match: {error}", fix) from error
     if missing := sorted(getattr(make, "__abstractmethods__", ())):
         raise BadArgument(name, f"{record.target} lacks {', '.join(missing)}")
     defence = make(**arguments)
@@ -103,7 +103,7 @@ def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, 
 
 
 def add_privacy(defence: "AnyDefence", clip: float, noise: float, delta: float) -> "AnyDefence":
-    """Return a defence with differential privacy for clients on top."""
+    """Add differential privacy for clients to a defence."""
     from fedveil.defences.private import Private
 
     return Private(defence, clip, noise, delta=delta)
@@ -112,13 +112,13 @@ def add_privacy(defence: "AnyDefence", clip: float, noise: float, delta: float) 
 def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
     """Client: build the defence that a server asks for.
 
-    Servers choose among the defences that are installed here, and may set what a defence lists in `remote_settings`,
-    with plain values. The client decides everything else: seeds and sources of noise, files, code. A defence whose
-    secrets follow from a seed is refused.
+    Servers choose among the defences that are installed here, and may set only what a defence lists in
+    `remote_settings`, to plain values. The client decides everything else: seeds and sources of noise, files, code. A
+    defence whose secrets follow from a seed is refused.
     """
     check_choice(ASK, "defence", name, names())  # never imports what a server names
     kind = _find_class(name, find(name).target)
-    own = vars(kind)  # not inherited: each class has to allow servers to ask for it, and list what they may set
+    own = vars(kind)  # not inherited: each class must allow servers to ask for it, and list what they may set
     if not {"codec", "remote_settings"} & own.keys():
         raise BadArgument(ASK, f"servers may not ask for {name}", "define codec or remote_settings in its class")
     allowed = own.get("remote_settings", ())
@@ -127,7 +127,7 @@ def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
             known = ", ".join(allowed) or "nothing"
             raise BadArgument(ASK, f"a server cannot set {key[:40]!a} of {name}", f"send no settings except: {known}")
         if not _is_plain(value):
-            raise BadArgument(ASK, f"{key} of {name} is neither a number nor a short text nor a short list of these")
+            raise BadArgument(ASK, f"{key} of {name} must be a number, a short string or a short list of these")
     try:
         defence = kind(**settings)
     except FedveilError:
@@ -182,7 +182,7 @@ def _find_class(name: str, target: str) -> "type[AnyDefence]":
 
 
 def find_codec(defence: "AnyDefence") -> "AnyCodec":
-    """Return the codec of a defence; one without cannot be used over a network or under secure aggregation."""
+    """Return the codec of a defence; a defence without one cannot be used over a network or with secure aggregation."""
     codec = defence.base.codec
     if codec is None:
         fix = f"give it a codec (fedveil.defences.Codec); {', '.join(names())} have one"

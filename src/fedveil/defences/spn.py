@@ -22,8 +22,8 @@ from fedveil.scheme.losses import sample_weights
 from fedveil.scheme.messages import LARGEST
 from fedveil.scheme.outputs import compute_outputs
 
-MOST_BITS = 2**10  # of a code: a client draws and stores one number per bit and feature
-SLACK = 1e-3  # of the sum of a row of probabilities; far from 0 and 2, which the sums of other rows may be
+MOST_BITS = 2**10  # maximum length of a code: a client draws and stores one number per bit and feature
+SLACK = 1e-3  # tolerance on the sum of a row of probabilities, far from the sums 0 and 2 that other rows may have
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class PrivateHead:
 
 @dataclass(frozen=True)
 class Split:
-    """Where the public network divides into body and classifier: the path, inputs and outputs of its last Linear."""
+    """The split of the public network into body and classifier: the path, inputs and outputs of its last Linear."""
 
     path: str
     features: int
@@ -49,7 +49,7 @@ class Split:
 
     @property
     def classes(self) -> int:
-        """The number of codes that a client needs; one output stands for two classes."""
+        """The number of codes that a client needs; one output means two classes."""
         return max(2, self.outputs)
 
 
@@ -61,24 +61,25 @@ class SPNUpdate(PlainUpdate):
 
 
 class SPN(Plain):
-    """Features of the shared network that a private head at every client polarizes; our re-implementation.
+    """A private head at every client polarizes the features of the shared network; our re-implementation.
 
-    With h what enters the model's last Linear and u the model's outputs, client k minimises
+    With h the input of the model's last Linear and u the model's outputs, client k minimises
 
         loss(u, y) + weight * mean_i sum_j max(0, margin - v_ij T_k[y_i, j]),    v = P_k h.
 
-    It sends the gradient with respect to the public network and never sends P_k, which takes a step of SGD in each
-    round, or the fixed codes T_k. The last Linear's own gradient is that of the loss alone. `client_view` is the public
-    network, which is all that predictions need. docs/defences/spn.md has sources, cost and weaknesses.
+    It sends the gradient with respect to the public network. It never sends P_k, which takes an SGD step in each round,
+    or the fixed codes T_k. The last Linear's gradient is that of the loss alone. `client_view` is the public network,
+    which is all that predictions need. docs/defences/spn.md has sources, cost and weaknesses.
 
     A target is a class index, a row of probabilities (its largest entry is the class), or, for one output, 0 or 1.
 
     Args:
-        weight: alpha_2 of the private loss; alpha_1, of the loss, is 1. With 0 the run is the plain run.
-        bits: outputs of the private head, at most 1024.
-        margin: m.
+        weight: alpha_2, the weight of the private loss; alpha_1, that of the loss, is 1. With 0, the run is plain.
+        bits: number of outputs of the private head, at most 1024.
+        margin: the margin m.
         lr: learning rate of the private heads; pass the server's. Default: that of `Federation`'s default optimizer.
-        seed: for tests: whoever knows it knows every client's secrets. By default they come from the operating system.
+        seed: for tests only: whoever knows it knows every client's secrets. By default, secrets come from the operating
+            system.
     """
 
     name = "SPN (our re-implementation)"
@@ -98,12 +99,12 @@ class SPN(Plain):
         self.bits, self.seed, self.repeatable = bits, seed, seed is not None
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PlainServer:
-        """Prepare the server for a run; refuse a model that does not divide into body and classifier."""
+        """Prepare the server for a run; refuse a model that cannot be split into body and classifier."""
         find_split(model, example)
         return PlainServer(model)
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "SPNClient":
-        """Find where the model divides into body and classifier."""
+        """Find the split of the model into body and classifier, and prepare clients."""
         return SPNClient(self, find_split(model, example), model, loss)
 
 
@@ -148,7 +149,7 @@ class SPNClient(PlainClient):
         return super().accumulate(broadcast, total, update)
 
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
-        """Let the client's head take its step, and return the rest."""
+        """Update the client's head, and return the rest."""
         assert isinstance(update, SPNUpdate)
         private = self._find_head(client, update.step)
         self._heads[client] = PrivateHead(private.head - self._settings.lr * update.step, private.codes)
@@ -171,8 +172,8 @@ class SPNClient(PlainClient):
 
 def find_split(model: nn.Module, example: Inputs) -> Split:
     """Find the last Linear: the layer that would get additive noise under a veil."""
-    what = "SPN reads what enters the model's last Linear: it must end the model and be used once"
-    fix = "end the model in nn.Linear, put what follows it into the loss, and let torch.export record it"
+    what = "SPN reads the input of the model's last Linear, which must end the model and be used once"
+    fix = "end the model in nn.Linear, move what follows it into the loss, and let torch.export record it"
     try:
         head, _ = find_head(model, export(model, example), example)
     except AnalysisError as error:
@@ -182,7 +183,7 @@ def find_split(model: nn.Module, example: Inputs) -> Split:
         raise BadArgument(head.path or type(model).__name__, what, fix)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained - {head.weight, head.bias}:
-        what = "nothing but the last Linear is trained, and SPN leaves its gradient as it is"
+        what = "only the last Linear is trained, and SPN does not change its gradient"
         fix = "give the model a hidden layer that is trained"
         raise BadArgument(head.path or type(model).__name__, what, fix)
     return Split(head.path, model.get_parameter(head.weight).shape[1], head.outputs)
@@ -199,12 +200,12 @@ def find_classes(targets: Tensor, rows: int, outputs: int, client: int) -> Tenso
     if indices and ((numbers >= 0) & (numbers < outputs)).all():
         return numbers[:, 0].long()
     want = "0 or 1" if outputs == 1 else f"class indices from 0 to {outputs - 1}, or rows of probabilities"
-    what = f"client {client}'s targets name no classes, and classes choose the codes: want {want}"
+    what = f"client {client}'s targets are not classes, which SPN needs to choose codes: expected {want}"
     raise BadArgument("SPN", what, 'use defence "plain" or "veil" for other targets')
 
 
 def draw_head(split: Split, bits: int, entropy: Entropy) -> PrivateHead:
-    """Draw P ~ N(0, 1 / features) and uniform signs T, from a random 64-bit word each."""
+    """Draw P ~ N(0, 1 / features) and uniform signs T, each element from a random 64-bit word."""
     normal = torch.from_numpy(entropy.normal(bits * split.features))
     head = normal.reshape(bits, split.features) / math.sqrt(split.features)
     signs = 1.0 - 2.0 * (entropy.words(split.classes * bits) & np.uint64(1))

@@ -1,4 +1,4 @@
-"""The state of a defence between rounds, as a checkpoint holds it."""
+"""The state of a defence between rounds, as stored in a checkpoint."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -13,8 +13,8 @@ V = TypeVar("V")
 
 
 def read_state(where: str, state: Mapping[str, StateValue], name: str, kind: type[V]) -> V:
-    """Return a value of a state; refuse a state without it, which another defence wrote."""
+    """Return a value from a state; refuse a state that lacks it, because another defence wrote it."""
     value = state.get(name)
     if not isinstance(value, kind):
-        raise BadArgument(where, "the state is of another defence", "resume with the defence that wrote it")
+        raise BadArgument(where, "the state belongs to another defence", "resume with the defence that wrote it")
     return value

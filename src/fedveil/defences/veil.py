@@ -36,15 +36,15 @@ class Veil(Defence[Broadcast, Update]):
     Args:
         groups: the paper's m, at most 64: clients compute groups + 2 gradients, and refuse more.
         additive: size of the noise on the head.
-        multiplicative: bound of the factors on hidden units.
+        multiplicative: bound on the factors of hidden units.
         permute: also permute units secretly.
         head: "exposed" for models without a layer that can take additive noise; clients then read true predictions.
-        min_coverage: refuse a model if a smaller fraction of its parameters' values can be perturbed.
+        min_coverage: refuse a model if less than this fraction of its parameter values can be perturbed.
         public: names of parameters whose values clients know; see `analyse`.
-        decoys: number of false offsets of the head beside the true one, at most 64; see `NoiseSettings`.
+        decoys: number of false head offsets sent with the true one, at most 64; see `NoiseSettings`.
         keep_noise: draw factors, permutation, direction and partition once, and keep them in memory for all rounds;
             another model, a restored state or another process gets new ones (docs/defences/veil.md).
-        entropy: `Entropy.for_tests(seed)` for repeatable tests.
+        entropy: `Entropy.for_tests(seed)` for reproducible tests.
 
     >>> import torch, fedveil
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -84,7 +84,7 @@ class Veil(Defence[Broadcast, Update]):
 
     @property
     def codec(self) -> "VeilCodec":
-        """How `Broadcast` and `Update` are encoded."""
+        """The encoding of `Broadcast` and `Update`."""
         return VeilCodec()
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "VeilServer":
@@ -102,14 +102,14 @@ class Veil(Defence[Broadcast, Update]):
 
 
 class VeilServer(DefenceServer[Broadcast, Update]):
-    """New noise for each broadcast."""
+    """Draws new noise for each broadcast."""
 
     def __init__(self, session: VeilSession) -> None:
         self.session, self.plan = session, session.plan
 
     @property
     def draws(self) -> int:  # type: ignore[override]
-        """How often noise to keep was drawn."""
+        """The number of times noise to keep was drawn."""
         return self.session.draws
 
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "VeilRound":
@@ -117,7 +117,7 @@ class VeilServer(DefenceServer[Broadcast, Update]):
         return VeilRound(self.session.perturb(model))
 
     def state(self) -> State:
-        """Return how often noise to keep was drawn, which clients see anyway; never the noise."""
+        """Return the number of times noise to keep was drawn, which clients see anyway; never the noise."""
         return {"draws": self.draws} if self.session.settings.keep_noise else {}
 
     def restore(self, state: Mapping[str, StateValue]) -> None:
@@ -145,7 +145,7 @@ class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
         return expect_passes(self.perturbation.recovery, update, last)
 
     def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """Bound passes by the last ones under the new noise, and buffers by their perturbed values."""
+        """Bound passes by the last ones with the new noise, and buffers by their perturbed values."""
         passes = bound_passes(self.perturbation.recovery, expected)
         buffers = bound_magnitudes(add_prefix("buffer", self.broadcast.buffers))
         return {f"passes/{name}": own for name, own in passes.items()} | buffers
@@ -166,7 +166,7 @@ class VeilClient(DefenceClient[Broadcast, Update]):
         return client_step(self._model, broadcast, samples.inputs, samples.targets, samples.weights)
 
     def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:
-        """Sum passes; perturbed statistics continue from where the last batch left them."""
+        """Sum passes; perturbed running statistics continue from the last batch."""
         if update.buffers:
             rows = broadcast.head is not None and broadcast.head.tail == "repeated"
             broadcast = dataclasses.replace(broadcast, buffers=update.buffers, continued=rows)
@@ -205,6 +205,6 @@ class VeilCodec(Codec[Broadcast, Update]):
         return update
 
     def template(self, own: DefenceRound[Broadcast, Update], model: nn.Module) -> Packed:
-        """Return an `Update` of this round, as for one record."""
+        """Return an `Update` for this round, as if for one record."""
         assert isinstance(own, VeilRound)
         return own.perturbation.template().pack()

@@ -1,4 +1,4 @@
-"""From nn.Module to axes that share noise, with the symmetry each allows. No randomness, no I/O."""
+"""Analyse an nn.Module: find the axes that share noise and the symmetry that each allows. No randomness, no I/O."""
 
 from fedveil.graph.analyse import analyse
 from fedveil.graph.coverage import as_dict

@@ -1,4 +1,4 @@
-"""The analysis of a model, and the models that it refuses."""
+"""Analyse a model, and refuse models that cannot be veiled."""
 
 import warnings
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from fedveil.graph.inputs import Inputs
 from fedveil.graph.plan import Plan
 from fedveil.graph.walk import Walk
 
-MAX_BARE = 0.1  # fraction of the parameters' values that may be sent as they are without a warning
+MAX_BARE = 0.1  # warn if more than this fraction of the parameter values would be sent as they are
 
 
 def analyse(
@@ -28,25 +28,25 @@ def analyse(
 ) -> Plan:
     """Find out which layers of a model can be perturbed, and how.
 
-    The model is neither run nor changed: torch.export records the operations of a forward pass for its shapes, dtypes
-    and modes (train or eval), and the plan holds for these. Operations without a rule let no noise through, and the
-    plan names them.
+    The model is neither run nor changed: torch.export records the operations of a forward pass for the given shapes,
+    dtypes and modes (train or eval), and the plan holds for these. Operations without a rule let no noise through; the
+    plan lists them.
 
     Args:
         model: any network that torch.export can record.
-        example_inputs: one tensor, a tuple with one per argument of forward, or a dict of keyword arguments; the first
-            dimension of each counts samples.
-        head: "linear" adds noise to the last Linear or convolution that can take it; other operations may follow it.
-            "exposed" adds none: **clients then read the true predictions**, only hidden layers are perturbed.
-        min_coverage: refuse a model if less than this fraction of the parameters' values can be perturbed.
+        example_inputs: a tensor, a tuple with one tensor per argument of forward, or a dict of keyword arguments; the
+            first dimension of each tensor is the batch.
+        head: "linear" adds noise to the last Linear or convolution that can take it; other operations may follow.
+            "exposed" adds none: **clients then read the true predictions**, and only hidden layers are perturbed.
+        min_coverage: refuse a model if less than this fraction of its parameter values can be perturbed.
         public: names, or prefixes of names, of parameters whose values clients know, such as a published backbone;
-            `plan.known` then counts the values that they reveal.
+            `plan.known` then measures how much they reveal.
 
     Returns:
-        The plan. `print(plan)` shows axes, symmetries and pinned operations; `plan.shares` tells the coverage.
+        The plan. `print(plan)` shows axes, symmetries and pinned operations; `plan.shares` gives the coverage.
 
     Raises:
-        NotTraceable: torch.export cannot follow forward.
+        NotTraceable: torch.export cannot trace forward.
         HeadNotLinear: no Linear or convolution can take additive noise, and `head` is not "exposed".
         NothingToVeil: every axis is pinned.
         TooLittleCovered: less than `min_coverage` can be perturbed.
@@ -54,7 +54,7 @@ def analyse(
             or device, or are not float32 or float64.
 
     Warns:
-        UserWarning: more than a tenth of the parameters' values would be sent as they are.
+        UserWarning: more than a tenth of the parameter values would be sent as they are.
 
     >>> import torch, fedveil
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -62,14 +62,15 @@ def analyse(
     <Plan of Sequential: coverage 100.0%, head 2, 8 symmetric units>
     """
     if head not in ("linear", "exposed"):
-        raise BadArgument("analyse", f'head is {head!r}, not one of "linear", "exposed"')
+        raise BadArgument("analyse", f'head must be "linear" or "exposed", got {head!r}')
     if not 0 <= min_coverage <= 1:
         raise BadArgument("analyse", f"min_coverage must be from 0 to 1, got {min_coverage}")
     refuse_wrapped("analyse", model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-6):
-            what = f"it is {tensor.dtype}: a veil would lose more digits than plain training does"
-            raise AnalysisError(name, what, "call model.float(); float32 and float64 are as exact as plain training")
+            what = f"it is {tensor.dtype}: a veil would lose more precision than plain training"
+            fix = "call model.float(); in float32 and float64, a veil is as exact as plain training"
+            raise AnalysisError(name, what, fix)
     graph = export(model, example_inputs)
     layer, node = (None, None) if head == "exposed" else find_head(model, graph, example_inputs)
     walk = Walk(graph, node)
@@ -83,31 +84,32 @@ def analyse(
         fix = 'put a ReLU, BatchNorm or pooling between two layers with weights, or use head="linear"'
         raise NothingToVeil(plan.model_name, f"a veil would change nothing, because {reasons}", fix)
     if plan.coverage < min_coverage:
-        found = f"the coverage is {plan.coverage:.1%}, less than min_coverage, {min_coverage:.1%}"
+        found = f"the coverage is {plan.coverage:.1%}, less than min_coverage ({min_coverage:.1%})"
         fix = "lower min_coverage, or change the layers that print(analyse(model, inputs)) lists as pinned"
         raise TooLittleCovered(plan.model_name, f"{found}: {reasons}", fix)
     if (bare := plan.shares["bare"]) > MAX_BARE:
-        what = f"{plan.model_name}: {bare:.1%} of the parameters' values are sent as they are, because {reasons}."
-        warnings.warn(f"{what} print(plan) shows all; min_coverage= refuses such a model.", UserWarning, stacklevel=2)
+        what = f"{plan.model_name}: {bare:.1%} of the parameter values are sent as they are, because {reasons}."
+        hint = "print(plan) lists all reasons; pass min_coverage to refuse such a model."
+        warnings.warn(f"{what} {hint}", UserWarning, stacklevel=2)
     return plan
 
 
 def refuse_wrapped(where: str, model: nn.Module) -> None:
-    """Refuse a model that is, or holds, a compiled, scripted or parallel module; the fix names what to pass instead."""
+    """Refuse a model that is or contains a compiled, scripted or parallel module; the fix says what to pass instead."""
     for path, module in model.named_modules():
         name = f"model.get_submodule({path!r})" if path else "model"
         kinds = [kind for kind in type(module).__mro__ if kind.__name__ == "OptimizedModule"]
         if any(kind.__module__.startswith("torch._dynamo") for kind in kinds):
-            what = "was made by torch.compile, and compiled code cannot be perturbed"
+            what = "was compiled by torch.compile, and compiled code cannot be perturbed"
             fix = f"pass the module before torch.compile: {name}._orig_mod"
         elif getattr(module, "_compiled_call_impl", None) is not None:
             what = "was compiled in place by its compile(), and compiled code cannot be perturbed"
-            fix = f"make the model without calling its compile(), or set {name}._compiled_call_impl = None"
+            fix = f"build the model without calling its compile(), or set {name}._compiled_call_impl = None"
         elif isinstance(module, torch.jit.ScriptModule):
-            what = "is a ScriptModule, whose operations cannot be followed"
-            fix = "pass the module before torch.jit.script or trace"
+            what = "is a ScriptModule, whose operations cannot be traced"
+            fix = "pass the original module, before torch.jit.script or torch.jit.trace"
         elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            what = f"is wrapped in {type(module).__name__}, which divides a batch among devices"
+            what = f"is wrapped in {type(module).__name__}, which splits a batch across devices"
             fix = f"pass {name}.module, on one device"
         else:
             continue

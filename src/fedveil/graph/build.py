@@ -14,7 +14,7 @@ from fedveil.graph.solve import Orders, Scales, components, ranks, solve_orders,
 from fedveil.graph.units import Dims, Symmetry, compress, factor_along, varying_dims
 from fedveil.graph.walk import Walk
 
-POOLED = 2**15  # elements of the largest tensor that goes into the pool
+POOLED = 2**15  # maximum number of elements of a tensor in the pool
 
 
 def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collection[str] = ()) -> Plan:
@@ -118,11 +118,11 @@ class _SlotBuilder:
 
 
 def _build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:
-    """Group scale units into axes: axes that share a class are one."""
+    """Group scale units into axes; axes that share a class are merged."""
     classes = scales.classes
     births = [(where, classes[units.numpy()]) for where, units in ledger.births]
     pairs = [(np.full_like(own, number), len(births) + own) for number, (_, own) in enumerate(births)]
-    found = components(len(births) + len(scales.symmetries), pairs)  # of births, then of classes: the first birth
+    found = components(len(births) + len(scales.symmetries), pairs)  # for each birth, then each class: the first birth
     limits: dict[int, dict[Reason, None]] = {}
     for limit in ledger.limits:
         for first in np.unique(found[len(births) + classes[limit.members.numpy()]]):
@@ -138,14 +138,14 @@ def _build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:
 
 
 def _find_known_names(parameters: Mapping[str, Tensor], layout: Layout, public: Collection[str]) -> tuple[str, ...]:
-    """Return the parameters that hold one number throughout, then those that are declared public."""
+    """Return the names of constant parameters, then of those declared public."""
     names = [entry.name for entry in layout.trainable + layout.frozen]
     declared = [name for name in names if any(name == p or name.startswith(p.rstrip(".") + ".") for p in public)]
     return tuple(dict.fromkeys([*[name for name in names if _is_constant(parameters[name])], *sorted(declared)]))
 
 
 def _is_constant(value: Tensor) -> bool:
-    """Return whether all of several elements are equal and not 0, as in new norms and new layer scales."""
+    """Return whether a tensor has several elements, all equal and nonzero, as in new norms and layer scales."""
     flat = value.detach().reshape(-1)
     one = flat[:1]
     return flat.numel() > 1 and bool(one != 0) and bool((flat[:64] == one).all()) and bool((flat == one).all())

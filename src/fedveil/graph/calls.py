@@ -34,8 +34,8 @@ class Activation:
 class StateTensor:
     """A parameter or buffer of the model, or a view of one; `whole` is the full tensor.
 
-    Unless an operation handles it specially, it counts as an activation: a parameter has one unit per element, and a
-    buffer has none.
+    Unless an operation handles it specially, it is treated as an activation: a parameter has one unit per element, and
+    a buffer has none.
     """
 
     value: Tensor
@@ -48,7 +48,7 @@ class StateTensor:
 
     @property
     def units(self) -> Units:
-        """The noise on it as an activation."""
+        """The noise on it when treated as an activation."""
         if not self.is_parameter:
             return Units()
         known, shape = self.ledger.element_units, self.whole.shape
@@ -87,9 +87,9 @@ def as_tensor(argument: object) -> Traced:
 
 
 def as_state(argument: object) -> StateTensor:
-    """Return an argument that must be a parameter or buffer of the model itself."""
+    """Return an argument that must be a parameter or buffer of the model."""
     if not isinstance(argument, StateTensor):
-        raise NoRule("its weight is computed, not a parameter itself")
+        raise NoRule("its weight is computed, not a parameter")
     return argument
 
 
@@ -98,14 +98,14 @@ class Call:
     """An operation with its operands.
 
     Attributes:
-        name: of the ATen operation, without overload and in-place underscore.
+        name: the ATen operation, without overload or in-place underscore.
         where: the operation's location in the model, for messages.
-        arguments: by their names in the operation's schema; tensors as `Activation` or `StateTensor`.
+        arguments: its arguments by their names in its schema; tensors are `Activation` or `StateTensor`.
         output: its result, as fake tensors.
         run: the operation itself, as a function of its arguments.
-        ledger: where rules record their results.
+        ledger: where rules record constraints.
         is_head: whether it takes additive noise, so that no units begin at its output.
-        operands: its tensors.
+        operands: its tensor arguments.
     """
 
     name: str
@@ -136,12 +136,12 @@ class Call:
         return None if self.get(name) is None else as_state(self[name])
 
     def sequence(self, *names: str) -> list[object]:
-        """Return an argument as a list; a single value is a list of one."""
+        """Return an argument as a list; a single value becomes a list of one."""
         found = self.get(*names)
         return list(found) if isinstance(found, list | tuple) else [found]
 
     def integers(self, *names: str) -> list[int]:
-        """Return an argument of integers; empty if it is None."""
+        """Return an argument as a list of integers; empty if it is None."""
         return [n for n in self.sequence(*names) if isinstance(n, int)]
 
     @property
@@ -165,12 +165,12 @@ class Call:
         return self.run(factor, **{name: value for name, value in self.arguments.items() if value is not self.x})
 
     def dim(self, rank: int | None = None) -> int:
-        """Return the argument `dim`, counted from 0 in a tensor with `rank` dims; by default in the first tensor."""
+        """Return the argument `dim`, not negative, for a tensor with `rank` dims; by default, the first tensor."""
         (found,) = self.integers("dim")
         return found % max(1, self.x.value.dim() if rank is None else rank)
 
     def pack(self, units: Units) -> Outcome:
-        """Give the units to the first of one or several outputs; the others carry no noise."""
+        """Assign the units to the first output; any other outputs carry no noise."""
         return units if isinstance(self.output, Tensor) else [units]
 
     def broadcast(self, operand: Traced) -> Units:
@@ -183,7 +183,7 @@ class Call:
         return frozenset(d + ahead for d in distinct_dims(operand.value))
 
     def limit(self, factors: Sequence[Tensor], symmetry: Symmetry, why: str | None = None) -> None:
-        """Record that this operation commutes only with factors of `symmetry`."""
+        """Record that this operation commutes only with the factors in `symmetry`."""
         self.ledger.limit(factors, symmetry, self.where, why)
 
     def drop_scale(self, units: Units, why: str | None = None) -> Units:

@@ -1,7 +1,7 @@
-"""How much of a model a plan perturbs, and how much of that known values reveal: in figures and in words.
+"""Measure and describe how much of a model a plan perturbs, and how much of that known values reveal.
 
-A new BatchNorm's weight is known to be 1 everywhere, so its perturbed value is the product of its factors. Once all but
-one of them are known, so is the last, here and wherever else it is used.
+The weight of a new BatchNorm is known to be all ones, so each perturbed value is the product of its factors. Once all
+but one of them are known, so is the last, here and wherever else it is used.
 """
 
 import math
@@ -28,10 +28,10 @@ class KnownValues:
     """Values that clients know, and how much they reveal.
 
     Attributes:
-        names: the parameters with known values: those that hold one number throughout, and those declared public.
-        share: fraction of the parameters' values that known ones reveal: the sizes of all their factors (or, where only
-            signs are secret, the signs) follow from known values. Positions, and signs of factors that have a size,
-            stay secret; a public tensor of distinct values reveals positions too.
+        names: the parameters with known values: constant ones, and those declared public.
+        share: fraction of the parameter values whose factors follow from known values: the magnitudes of all their
+            factors, or the signs where only signs are secret. Positions, and the signs of factors that have a
+            magnitude, stay secret; a public tensor of distinct values reveals positions too.
     """
 
     names: tuple[str, ...]
@@ -39,7 +39,7 @@ class KnownValues:
 
 
 def _count_free(part: "TensorPart", scale: Mask, order: Mask | None = None) -> int:
-    """Count the elements of a part on which none of the chosen slots act; independent dims multiply."""
+    """Count the elements of a part on which none of the chosen slots act; counts of independent dims multiply."""
     factors = [own.select(torch.from_numpy(~scale)) for own in part.scale]
     factors += [] if order is None else [own.select(torch.from_numpy(~order)) for own in part.order]
     groups: list[tuple[Dims, torch.Tensor]] = []
@@ -61,7 +61,7 @@ def _hidden_parts(plan: "Plan") -> list["TensorPart"]:
 
 
 def measure_shares(plan: "Plan") -> MappingProxyType[str, float]:
-    """Return the fractions of the parameters' values by the strongest perturbation of each."""
+    """Return the fraction of parameter values for each kind of perturbation; each value counts under its strongest."""
     symmetries = plan.symmetries[plan.slots.unit]
     sized, acts, moves = (symmetries & Symmetry.POSITIVE) > 0, symmetries > 0, plan.slots.order > 0
     counts = np.zeros(len(KINDS), np.int64)
@@ -76,7 +76,7 @@ def measure_shares(plan: "Plan") -> MappingProxyType[str, float]:
 
 
 def measure_known_values(plan: "Plan") -> KnownValues:
-    """Measure how much values that clients know beforehand reveal."""
+    """Measure how much is revealed by values that clients know beforehand."""
     known = [part for name in plan.known_names for part in plan.pieces[name]]
     units = plan.slots.unit
     sized, signed = ((plan.symmetries[units] & kind) > 0 for kind in (Symmetry.POSITIVE, Symmetry.SIGN))
@@ -85,14 +85,14 @@ def measure_known_values(plan: "Plan") -> KnownValues:
         for secret, kind in ((sized, Symmetry.POSITIVE), (signed, Symmetry.SIGN))
     )
     count = 0
-    for part in _hidden_parts(plan) if known else ():  # with factors of some size, or only signs, all of them revealed
+    for part in _hidden_parts(plan) if known else ():  # all magnitudes revealed, or all signs if alone
         count += _count_free(part, open_size) - _count_free(part, sized)
         count += _count_free(part, sized | open_sign) - _count_free(part, sized | signed)
     return KnownValues(plan.known_names, count / max(1, plan.layout.parameters))
 
 
 def _find_revealed_classes(plan: "Plan", known: Sequence["TensorPart"], kind: Symmetry) -> list[int]:
-    """Return the scale classes whose size (or sign) follows from known values: all others in a product are known."""
+    """Return the scale classes whose magnitude (or sign) follows from known values: the last unknown in a product."""
     secret = (plan.symmetries & kind) > 0
     products = [product for part in known for product in _find_products(plan, part, secret)]
     found: set[int] = set()
@@ -111,11 +111,11 @@ def _find_products(plan: "Plan", part: "TensorPart", secret: Mask) -> set[frozen
     return {frozenset(int(c) for c in row if secret[c]) for row in table}
 
 
-# In words.
+# Descriptions.
 
 
 def as_dict(plan: "Plan") -> dict[str, object]:
-    """Return the plan in plain values, as `fedveil inspect --json` prints it."""
+    """Return the plan as a dict of plain values, as printed by `fedveil inspect --json`."""
     layout, head = plan.layout, plan.head
     return {
         "model": plan.model_name,
@@ -138,19 +138,19 @@ def as_dict(plan: "Plan") -> dict[str, object]:
 
 
 def shares_in_words(plan: "Plan") -> str:
-    """Return the shares in one line."""
+    """Describe the shares in one line."""
     words = ("scaled or with additive noise", "changed in sign", "only moved", "bare")
     return ", ".join(f"{share:.1%} {what}" for share, what in zip(plan.shares.values(), words, strict=True))
 
 
 def known_in_words(plan: "Plan") -> str | None:
-    """Say in one sentence how much known values reveal; None if nothing."""
+    """Describe in one sentence how much known values reveal; None if nothing."""
     if not plan.known.share:
         return None
     names = ", ".join(plan.known.names[:3]) + (", ..." if len(plan.known.names) > 3 else "")
     return (
         f"The factors (or signs) of {plan.known.share:.1%} of the values follow from values that clients know "
-        f"({names}): only their positions, and signs where factors have any, stay secret."
+        f"({names}): only their positions, and the signs of factors, stay secret."
     )
 
 
@@ -159,7 +159,7 @@ def _abbreviate(names: Sequence[str], more: str = "") -> str:
 
 
 def _describe_head(plan: "Plan") -> str:
-    """Say which layer takes additive noise, and how clients run the layers that follow."""
+    """Describe which layer takes additive noise, and how clients run the layers after it."""
     head = plan.head
     if head is None:
         return "HEAD EXPOSED: no additive noise, clients read the true predictions"
@@ -171,7 +171,7 @@ def _describe_head(plan: "Plan") -> str:
 
 
 def describe(plan: "Plan") -> str:
-    """Return the plan as a table of axes, their factors and limits, then the pinned operations with reasons."""
+    """Describe the plan: a table of axes with their factors and limits, then the pinned operations with reasons."""
     first = f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {shares_in_words(plan)}"
     lines = [line for line in (first, _describe_head(plan), known_in_words(plan)) if line] + [""]
     rows = [("channels from", "units", "factors", "limited by")]

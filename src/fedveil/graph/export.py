@@ -1,4 +1,4 @@
-"""A model's operations by torch.export: a few hundred calls of ATen functions, whatever its modules are."""
+"""Record a model's operations with torch.export: a few hundred calls to ATen functions, whatever its modules are."""
 
 import copy
 import linecache
@@ -19,7 +19,7 @@ from fedveil.errors import AnalysisError, BadArgument, NotTraceable
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
 from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
 
-SAMPLES = 2  # of the example; one sample is a special case to torch.export, and too few for BatchNorm
+SAMPLES = 2  # in the example; one is a special case for torch.export, and too few for BatchNorm
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class ModelGraph:
     """The graph of a model, and the meaning of its placeholders.
 
     Attributes:
-        graph: of ATen operations; each node's `meta["val"]` has its shapes.
+        graph: its ATen operations; each node's `meta["val"]` holds its shapes.
         parameters: placeholder name -> the parameter's first name.
         buffers: placeholder name -> the buffer's first name.
         outputs: the nodes that the model returns.
-        single: whether it returns exactly one tensor.
+        single: whether the model returns exactly one tensor.
     """
 
     graph: fx.Graph
@@ -51,17 +51,17 @@ def copy_model(model: nn.Module) -> nn.Module:
         memo[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
-        if getattr(module, "momentum", 0) is None:  # a running mean that counts batches would read their number
+        if getattr(module, "momentum", 0) is None:  # a cumulative average would read the number of batches
             module.momentum = 0.1  # type: ignore[assignment]
     return twin
 
 
 def check_example(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Return zeros in the form of the example, with `SAMPLES` samples, on the model's device and in its dtype."""
+    """Return zeros in the structure of the example, with `SAMPLES` samples, on the model's device and in its dtype."""
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     found = tensors(inputs)
     if not found or any(tensor.dim() == 0 for tensor in found):
-        what = f"example_inputs of type {type(inputs).__name__} hold no tensor, or one without a batch dimension"
+        what = f"example_inputs of type {type(inputs).__name__} contain no tensor, or one without a batch dimension"
         raise BadArgument("analyse", what, "pass inputs as the model takes them: analyse(model, inputs[:2])")
 
     def zeros(tensor: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
     """Record the operations of a forward pass; only shapes, dtypes and modes matter."""
     twin, first = copy_model(model), dict[int, str]()
     state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    names = {name: first.setdefault(id(tensor), name) for name, tensor in state}  # tied tensors have several
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in state}  # tied tensors have several names
     args, kwargs = arguments(check_example(model, inputs))
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
@@ -117,7 +117,7 @@ ROUNDING = "it rounds veiled activations differently from plain ones"
 
 
 def _needs_functions(graph: fx.Graph) -> bool:
-    """Return whether the graph writes into tensors in a way that rules cannot follow; integers only count batches."""
+    """Return whether the graph writes into floating-point tensors in a way that rules cannot follow."""
     writes = [node for node in graph.nodes if node.op == "call_function" and is_in_place(node)]
     values = [node.meta.get("val") for node in writes if operation_name(node) not in IN_PLACE]
     return any(not isinstance(value, Tensor) or value.is_floating_point() for value in values)
@@ -131,7 +131,7 @@ LIBRARY = re.compile(r"[/\\]torch[/\\]|[/\\]fedveil[/\\]|[/\\]inspect.py$|<froze
 
 
 def _find_failure(model: nn.Module, twin: nn.Module, error: Exception) -> str:
-    """Return the module and the line of the user's code at which an export failed."""
+    """Return the module and the line of the user's code at which the export failed."""
     names = {id(module): name for name, module in twin.named_modules()}
     where, line = type(model).__name__, ""
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -152,22 +152,22 @@ def _explain(model: nn.Module, twin: nn.Module, error: Exception) -> AnalysisErr
     kind = type(error).__name__
     held = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
     if any(isinstance(value, PackedSequence) for value in held):
-        fix = "pass padded batches without packing them, and mask the outputs after each sequence's end"
+        fix = "pass padded batches without packing them, and mask the outputs beyond the end of each sequence"
         return NotTraceable(where, "torch.export cannot record packed sequences", fix)
     if "_detect_is_causal_mask" in "".join(traceback.format_tb(error.__traceback__)):
         what = "PyTorch reads the values of the mask to find out whether it is causal"
         return NotTraceable(where, what, "pass is_causal=True (tgt_is_causal=True) or False with the mask")
     if "DataDependent" in kind or "Guard" in kind or "data-dependent" in text.lower():
         what = "its forward reads the values of a tensor, which differ from client to client"
-        fix = "replace `if`, loops, .item(), float() and int() on tensors by torch.where, masks or torch.clamp"
+        fix = "replace `if`, loops, .item(), float() and int() on tensors with torch.where, masks or torch.clamp"
         return NotTraceable(where, what, fix)
     if isinstance(error, TypeError) and ("forward()" in text or ("argument" in text and "missing" in text)):
         fix = "pass positional arguments as a tuple, (first, second), and keyword arguments as a dict, {'name': tensor}"
-        return BadArgument("analyse", f"example_inputs do not fit forward: {first}", fix)
+        return BadArgument("analyse", f"example_inputs do not match the arguments of forward: {first}", fix)
     if "numpy" in text.lower():
-        return NotTraceable(where, "its forward leaves PyTorch for NumPy", "use torch functions in place of numpy's")
+        return NotTraceable(where, "its forward calls NumPy", "use torch functions instead of NumPy's")
     if "pytree" in text.lower():
-        what = "its forward takes or returns an object that is neither tensor, tuple, list nor dict"
+        what = "its forward takes or returns an object that is not a tensor, tuple, list or dict"
         return NotTraceable(where, what, LOGITS)
-    fix = "check that example_inputs have the shapes and dtypes that the model takes, and that forward runs on them"
+    fix = "check that example_inputs have the shapes and dtypes that the model expects, and that forward runs on them"
     return NotTraceable(where, f"torch.export cannot record its forward: {first.rstrip('.')}", fix)

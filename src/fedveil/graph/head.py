@@ -1,4 +1,4 @@
-"""The layer of a model that takes additive noise: the final one, or the last one that can."""
+"""The layer of a model that takes additive noise: the final layer, or the last one that can."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -24,16 +24,16 @@ class Head:
     """The layer that takes additive noise.
 
     Attributes:
-        path: of the module whose forward calls it.
+        path: the module whose forward calls it.
         weight: name of its weight.
         bias: name of its bias, if it has one.
-        outputs: their number.
-        dim: the dim of the weight that counts outputs: 0, or 1 for a transposed convolution.
-        axis: the dim of the perturbed outputs that counts outputs: -1 for a Linear, 1 for a convolution.
-        tail: the operations that follow it. "alike": only operations that are linear and equal for every output.
+        outputs: the number of its outputs.
+        dim: the output dim of the weight: 0, or 1 for a transposed convolution.
+        axis: the output dim of the perturbed outputs: -1 for a Linear, 1 for a convolution.
+        tail: the operations after it. "alike": only operations that are linear and the same for every output.
             "reshaped": only reshapes, which clients need not run. Otherwise clients apply each candidate for the noise
-            to the layer's output: "stacked" along the batch, if nothing that follows couples samples; else forward is
-            "repeated".
+            to the layer's output: "stacked" along the batch if no later operation couples samples; if one does,
+            forward is "repeated".
     """
 
     path: str
@@ -46,12 +46,12 @@ class Head:
 
     @property
     def within(self) -> bool:
-        """Whether more than a rearrangement of its outputs follows."""
+        """Whether clients must run the operations after it on each candidate for the noise."""
         return self.tail in WITHIN
 
 
 def find_head(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head, fx.Node | None]:
-    """Find the Linear or convolution at the end, with its node; else the last one that can take noise, and None."""
+    """Find the Linear or convolution at the end, and its node; otherwise the last one that can take noise, and None."""
     if not graph.single:
         raise AnalysisError(type(model).__name__, "the model returns more than one tensor, or a dict", LOGITS)
     found = _find_head_at_end(model, graph, inputs)
@@ -77,7 +77,7 @@ class _UnsuitableLayer(Exception):
 
 
 def _find_head_at_end(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head, fx.Node] | None:
-    """Find the Linear or convolution that only operations linear and equal for every output follow."""
+    """Find the Linear or convolution followed only by operations that are linear and the same for every output."""
     node, tail = graph.outputs[0], []
     while node.op == "call_function" and operation_name(node) in operations.EQUAL:
         tail.append(operation_name(node))
@@ -100,7 +100,7 @@ def _find_head_at_end(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tu
 
 
 def _find_layers(graph: ModelGraph) -> list[fx.Node]:
-    """Return Linears and convolutions from last to first; those that every path to the output contains come first."""
+    """Return Linears and convolutions from last to first; those on every path to the output come first."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function" and operation_name(n) in operations.LAYERS][::-1]
     state = {*graph.parameters, *graph.buffers}
     inputs = {n for n in graph.graph.nodes if n.op == "placeholder" and n.name not in state}
@@ -109,7 +109,7 @@ def _find_layers(graph: ModelGraph) -> list[fx.Node]:
 
 
 def _reaches(node: fx.Node, goals: set[fx.Node], around: fx.Node | None) -> bool:
-    """Return whether a node depends on one of the goals by a path that avoids `around`."""
+    """Return whether a node depends on one of the goals through a path that avoids `around`."""
     seen, waiting = {node}, [node]
     while waiting:
         here = waiting.pop()
@@ -130,7 +130,7 @@ def _describe_layer(graph: ModelGraph, node: fx.Node) -> tuple[Head, int]:
             continue
         known = graph.parameters.get(argument.name) if isinstance(argument, fx.Node) else None
         if known is None:
-            raise _UnsuitableLayer("its weight or bias is computed, not a parameter itself")
+            raise _UnsuitableLayer("its weight or bias is computed, not a parameter")
         same = [n for n in graph.graph.nodes if n.op == "placeholder" and graph.parameters.get(n.name) == known]
         users = [user for n in same for user in n.users]
         if any(operation_name(u) != name or named_arguments(u)[key] not in same for u in users):
@@ -171,10 +171,10 @@ def _class_axis(model: nn.Module, head: Head, inputs: Inputs) -> int | None:
 
 
 def _run(model: nn.Module, head: Head, inputs: Inputs, more: int, copies: int = 0) -> tuple[list[int], int] | None:
-    """Run the model on fake tensors, with `more` outputs of the head; return its output's shape and the head's calls.
+    """Run the model on fake tensors, with `more` extra head outputs; return the output's shape and the head's calls.
 
-    With `copies`, the outputs are removed again, and the rest is repeated that many times along the batch. None if the
-    model does not run: code after the head depends on the number of outputs or samples.
+    With `copies`, the extra outputs are removed again, and the others are repeated that many times along the batch.
+    Return None if the model does not run: code after the head depends on the number of outputs or samples.
     """
     twin = copy_model(model)
     values: dict[str, Tensor] = {}
@@ -202,8 +202,8 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, more: int, copies: int = 
 def keeps_samples_apart(graph: ModelGraph, node: fx.Node) -> bool:
     """Return whether no operation after a node couples the samples of a batch (the first dim).
 
-    Unknown operations count as coupling. So does a tensor that depends on the inputs by another path than the node,
-    because it has the original batch size.
+    Unknown operations count as coupling. So does a tensor that depends on the inputs through a path that bypasses
+    the node, because it has the original batch size.
     """
     following = {node}
     for step in graph.graph.nodes:

@@ -1,8 +1,8 @@
-"""Inputs of a model's forward, and the calls of its layers.
+"""Inputs to a model's forward, and calls to its layers.
 
-Inputs are one tensor, a tuple of arguments, or a dict of keyword arguments. Tuples and dicts may be nested and hold
-integers or floats; the first dimension of every tensor counts samples. A dict is passed as keyword arguments,
-``model(**inputs)``; for a forward that takes a dict as its first argument, use a tuple of one:
+Inputs are a tensor, a tuple of arguments, or a dict of keyword arguments. Tuples and dicts may be nested and contain
+integers or floats; the first dimension of every tensor is the batch. A dict is passed as keyword arguments,
+``model(**inputs)``; for a forward that takes a dict as its first argument, pass a one-element tuple:
 ``({"ids": ids, "mask": mask},)``.
 """
 
@@ -22,7 +22,7 @@ Inputs = Tensor | Sequence[Any] | Named
 
 
 def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments of forward."""
+    """Return the positional and keyword arguments for forward."""
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):
@@ -54,7 +54,7 @@ def count(inputs: Inputs) -> int:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """A module's call in a forward pass: the first tensor that enters it, and its output."""
+    """A call to a module in a forward pass: the first tensor passed to it, and its output."""
 
     module: nn.Module
     entered: Tensor
@@ -63,7 +63,7 @@ class ModuleCall:
 
 @contextmanager
 def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Record the calls of these modules in forward passes, in the order in which they begin."""
+    """Record calls to these modules in forward passes, in the order in which they begin."""
     calls: list[ModuleCall] = []
 
     def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -82,7 +82,7 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
 
 
 class AtLayer(TorchFunctionMode):
-    """Changes the output of the Linear or convolution with this weight, wherever forward calls it.
+    """A mode that changes the output of the Linear or convolution with this weight, wherever forward calls it.
 
     Attributes:
         calls: how often forward called it.

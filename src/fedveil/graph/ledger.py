@@ -5,7 +5,7 @@ units that are permuted together. `solve.py` solves them after the walk over the
 
 A permutation acts on order units. It moves the k-th element of unit u to the k-th element of unit v in every tensor at
 once, which is a symmetry of the network if every operation treats u and v alike. A `Mark` records how an operation uses
-units; a `Block` that some of them (the features of a head, the channels of a group) move only as a whole.
+units; a `Block` records that some of them (the features of a head, the channels of a group) move only as a whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class Limit(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """How an operation uses order units: units stay exchangeable if their values, in order of position, are equal."""
+    """The use of order units by an operation: units stay exchangeable if their values, by position, are equal."""
 
     order: Tensor
     values: Callable[[Rank], Tensor]
@@ -80,7 +80,7 @@ class Ledger:
     Attributes:
         scales, orders: the numbers of units so far; unit 0 does nothing.
         scale_pairs, order_pairs: units that are equal.
-        births: the tensors of the model at which new scale units begin, with these units.
+        births: the tensors of the model at which new scale units begin, each with its units.
         limits, marks, blocks: the other constraints.
         regions: the noise on each tensor of the model.
         element_units: the units of parameters that are used element by element.
@@ -118,7 +118,7 @@ class Ledger:
     # Scale.
 
     def limit(self, factors: Sequence[Tensor], symmetry: Symmetry, where: str, why: str | None = None) -> None:
-        """Allow only factors of `symmetry`."""
+        """Allow only the factors in `symmetry`."""
         if symmetry == Symmetry.EVERYTHING:
             return
         for factor in factors:
@@ -127,7 +127,7 @@ class Ledger:
             self.limits.append(Limit(members[members > 0], symmetry, where, reason))
 
     def unite_scale(self, a: Tensor, b: Tensor, where: str, why: str) -> None:
-        """Make factors equal element by element; an element without a factor in one has none in the other."""
+        """Make factors equal element by element; an element without a factor in one gets none in the other."""
         if a is b:
             return
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
@@ -141,14 +141,14 @@ class Ledger:
     def merge_scale(self, factor: Tensor, dims: Dims, where: str) -> Tensor:
         """Make a factor constant along `dims`, because an operation sums over them."""
         first = first_along(factor, dims)
-        self.unite_scale(factor, first, where, "it adds up elements of which some carry no factor")
+        self.unite_scale(factor, first, where, "it sums elements, some of which carry no factor")
         return first
 
     def agree_scale(self, a: Sequence[Tensor], b: Sequence[Tensor], where: str, why: str) -> tuple[Tensor, ...]:
         """Make two products of factors equal and return the common product.
 
-        Factors of only one side are paired with one another, or limited to 1; products of many factors may have more
-        solutions than this finds.
+        Factors on only one side are paired with each other or limited to 1; for products of many factors, there may be
+        more solutions than this finds.
         """
         left = [x for x in a if not any(x is y for y in b)]
         right = [y for y in b if not any(y is x for x in a)]
@@ -169,7 +169,7 @@ class Ledger:
     # Order.
 
     def count(self, order: Tensor) -> None:
-        """Forbid swaps of units that occur here in different numbers."""
+        """Forbid swaps of units that do not occur here equally often."""
         self.marks.append(Mark(order, lambda _: torch.zeros_like(order)))
 
     def fix(self, *factors: Tensor) -> None:
@@ -197,12 +197,12 @@ class Ledger:
         return first
 
     def move(self, units: Units, operation: Callable[[Tensor], Tensor]) -> Units:
-        """Apply an operation that only moves the elements of one tensor to its factors."""
+        """Apply to a tensor's factors an operation that only moves its elements."""
         order = tuple(self.move_order(lambda factors: operation(factors[0]), [factor]) for factor in units.order)
         return Units(tuple(map(operation, units.scale)), order, units.zero)
 
     def move_order(self, operation: Callable[[Sequence[Tensor]], Tensor], factors: Sequence[Tensor]) -> Tensor:
-        """Apply an operation that only moves the elements of several tensors to an order factor of each."""
+        """Apply to one order factor from each of several tensors an operation that only moves their elements."""
         after = operation(factors)
         if len(factors) == 1 and torch.equal(after.flatten(), factors[0].flatten()):
             return after
@@ -216,7 +216,7 @@ class Ledger:
         return after
 
     def fold(self, factors: Sequence[Tensor], dims: Dims) -> list[Tensor]:
-        """Return order factors after a sum over `dims`, as far as they remain."""
+        """Return the order factors that remain after a sum over `dims`."""
         return [folded for factor in factors if (folded := self._fold(factor, dims)) is not None]
 
     def _fold(self, factor: Tensor, dims: Dims) -> Tensor | None:
@@ -239,10 +239,10 @@ class Ledger:
     def agree_order(
         self, a: Sequence[Tensor], distinct_a: Dims, b: Sequence[Tensor], distinct_b: Dims
     ) -> tuple[Tensor, ...]:
-        """Give two tensors of an element-wise operation the same order and return that of the result.
+        """Give both operands of an element-wise operation the same order and return the order of the result.
 
-        `distinct` are the dims along which a tensor's elements may differ; along the others it is broadcast, and moving
-        the other tensor does not change it.
+        `distinct_a` and `distinct_b` are the dims along which the elements of `a` and `b` may differ. Along all other
+        dims, a tensor is broadcast, and permuting the other one does not change it.
         """
         left = [(factor, self._fold(factor, dims - distinct_b)) for factor in a if (dims := varying_dims(factor))]
         right = [(factor, self._fold(factor, dims - distinct_a)) for factor in b if (dims := varying_dims(factor))]
@@ -262,17 +262,17 @@ class Ledger:
             self.unite_order(seen, view)
             if factor is seen and other is view:
                 result.append(min(factor, other, key=Tensor.numel))
-            else:  # the one with the inner positions
+            else:  # keep the one with the inner positions
                 result.append(other if factor is seen else factor)
         self.fix(*[factor for factor, _ in waiting])
         return tuple(result)
 
-    # The model's own tensors.
+    # The model's tensors.
 
     def attach(self, name: str, form: Tensor, offset: int, units: Units) -> None:
-        """Record the noise on a part of the tensor `name`, of the shape and strides of `form`.
+        """Record the noise on a part of the tensor `name`, with the shape and strides of `form`.
 
-        A part that is used twice has the same noise in both uses, also if one of them is transposed.
+        A part that is used twice has the same noise in both uses, even if one of them is transposed.
         """
         dims = sorted(range(form.dim()), key=lambda d: (-form.stride()[d], d))
         view = StridedView(tuple(form.shape[d] for d in dims), tuple(form.stride()[d] for d in dims), offset)
@@ -287,10 +287,10 @@ class Ledger:
                 return
         overlapping = [old for other, old in known if view.overlaps(other)]
         for old in [*overlapping, units] if overlapping else []:
-            self.pin(old, name, "parts of it that overlap are used in different ways")
+            self.pin(old, name, "overlapping parts of it are used in different ways")
         known.append(Region(view, units))
 
     def pin(self, units: Units, where: str, why: str) -> None:
-        """Allow no noise."""
+        """Allow no noise on these units."""
         self.limit(units.scale, Symmetry.NOTHING, where, why)
         self.fix(*units.order)

@@ -1,6 +1,6 @@
-"""ATen operations in an exported graph: their names by kind, arguments and locations.
+"""ATen operations in an exported graph: their names by kind, their arguments and their locations.
 
-Names have no overload and no in-place underscore.
+Names omit the overload and the in-place underscore.
 """
 
 from torch import fx
@@ -33,13 +33,13 @@ OTHER = {
     "trunc", "nan_to_num", "sinc",
 }  # fmt: skip
 
-# Operations after a head that are linear, and equal for every output; the first only rearrange elements.
+# Operations that may follow a head: linear, and the same for every output. The first only rearrange elements.
 SAME_ELEMENTS = RESHAPES | {"squeeze", "unsqueeze", "contiguous", "clone", "alias"}
 EQUAL = SAME_ELEMENTS | UPSAMPLINGS | AVERAGE_POOLS | {
     "permute", "transpose", "movedim", "t", "mean", "sum", "slice", "narrow",
 }  # fmt: skip
 
-# Operations that do not couple the samples of a batch: always, in evaluation mode, or along other dims than the first.
+# Operations that do not couple the samples of a batch: always, in evaluation mode, or along dims other than the first.
 ELEMENTWISE = POSITIVE | ODD | EVEN | OTHER | {
     "hardtanh", "neg", "pow", "add", "sub", "mul", "div", "clone", "contiguous", "alias", "_to_copy", "to", "type_as",
 }  # fmt: skip
@@ -60,12 +60,12 @@ IN_PLACE = {"add", "sub", "neg", "hardtanh", "detach", "dropout", "feature_dropo
 
 
 def count_spatial_dims(name: str) -> int:
-    """Return how many dims an operation such as conv2d or upsample_bilinear2d works on."""
+    """Return the number of spatial dims of an operation such as conv2d or upsample_bilinear2d."""
     return next(n for n in SPATIAL_DIMS if f"{n}d" in name)
 
 
 def operation_name(node: fx.Node) -> str:
-    """Return the name of a call without namespace, overload and in-place underscore: "linear"."""
+    """Return the name of a call without namespace, overload or in-place underscore, such as "linear"."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None:
         return str(getattr(node.target, "__name__", node.target))
@@ -87,7 +87,7 @@ def named_arguments(node: fx.Node) -> dict[str, Argument]:
 
 
 def innermost_module(node: fx.Node) -> tuple[str, str]:
-    """Return path and class name of the innermost module whose forward contains a node."""
+    """Return the path and class name of the innermost module whose forward contains a node."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return "", ""
@@ -96,7 +96,7 @@ def innermost_module(node: fx.Node) -> tuple[str, str]:
 
 
 def describe_location(node: fx.Node) -> str:
-    """Name an operation in messages: the module's path and, if it is one of PyTorch's, its class."""
+    """Name an operation in messages: by its module's path and, if the module is one of PyTorch's, its class."""
     path, kind = innermost_module(node)
     what = kind.rpartition(".")[2] if kind.startswith("torch.nn.modules") else operation_name(node).rstrip("_")
     return f"{path} ({what})" if path else what

@@ -1,11 +1,11 @@
 """The result of an analysis: which values of a model share which noise, in a form that is fast to apply.
 
-Each factor of each tensor becomes a few *slots*, one per position along it. A scale slot has the class of one secret
-number and its exponent, an order slot the positions of one class of units in this tensor. A secret is then two short
+Each factor of each tensor becomes a few *slots*, one per position along it. A scale slot holds the class of one secret
+number and its exponent; an order slot, the positions of one class of units in this tensor. A secret is then two short
 vectors, one number per scale slot and one distance per order slot, whatever the size of the model.
 
-Small tensors are pooled in one flat vector, which is perturbed by one product and one gather; a large one is multiplied
-by broadcasting and gathered dim by dim.
+Small tensors are pooled in one flat vector, which is perturbed by one product and one gather; large tensors are
+multiplied by broadcasting and gathered dim by dim.
 """
 
 import hashlib
@@ -107,12 +107,12 @@ class Layout:
 
     @cached_property
     def parameters(self) -> int:
-        """The length of its trainable and frozen part."""
+        """The length of its trainable and frozen parts."""
         return sum(entry.shape.numel() for entry in self.trainable + self.frozen)
 
     @cached_property
     def name(self) -> str:
-        """A short name for the architecture, equal for equal names, shapes and dtype of the tensors that are sent."""
+        """A short name for the architecture, determined by the names, shapes and dtype of the tensors that are sent."""
         text = repr((sorted((entry.name, tuple(entry.shape)) for entry in self.entries), str(self.dtype)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -124,7 +124,7 @@ def flatten(tensors: Mapping[str, Tensor], entries: tuple[Entry, ...]) -> Tensor
 
 
 def unflatten(flat: Tensor, entries: tuple[Entry, ...]) -> dict[str, Tensor]:
-    """Invert `flatten`, by views."""
+    """Invert `flatten`, returning views."""
     pieces = _unflatten_dense_tensors(flat, [entry.like for entry in entries])  # type: ignore[no-untyped-call]
     return {entry.name: piece for entry, piece in zip(entries, pieces, strict=True)}
 
@@ -137,7 +137,7 @@ class SlotRange:
     shape: tuple[int, ...]
 
     def select(self, values: Tensor) -> Tensor:
-        """Return their values, of those of all slots, in the factor's shape."""
+        """Select their values from those of all slots, in the factor's shape."""
         return values[self.first : self.first + torch.Size(self.shape).numel()].reshape(self.shape)
 
 
@@ -157,7 +157,7 @@ class TensorPart:
         return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
 
     def part(self, flat: Tensor) -> Tensor:
-        """Return this part of a tensor's flat elements, which may have leading dims."""
+        """Return this part of a flattened tensor, which may have leading dims."""
         ahead = flat.dim() - 1
         return flat.as_strided(
             (*flat.shape[:ahead], *self.shape),
@@ -173,12 +173,12 @@ class Slots:
     Attributes:
         classes: the number of scale classes.
         unit: scale class of each scale slot; 0 is pinned.
-        power: +1 or -1, its exponent.
+        power: its exponent, +1 or -1.
         order: order class of each order slot; 0 does not move.
-        origin: index in `table` of the same occurrence of the first class of its kind, in this tensor.
+        origin: index in `table` of the same occurrence of the first class of its kind in this tensor.
         repeat: how often each class of the kind occurs there.
-        place: its index in the tensor's flat elements, along the slot's dims.
-        table: indices of each tensor, sorted by kind, class and occurrence.
+        place: its index in the flattened tensor, along the slot's dims.
+        table: indices into each tensor, sorted by kind, class and occurrence.
     """
 
     classes: int
@@ -191,11 +191,11 @@ class Slots:
     table: Integers
 
     def factors(self, scale: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the factor of each scale slot, from one number per scale class; for one secret, or one per row."""
+        """Return the factor of each scale slot, given one number per scale class, for one secret or one per row."""
         return np.concatenate([scale, 1 / scale], -1)[..., self.unit + self.classes * (self.power < 0)]
 
     def shifts(self, member: Integers) -> Integers:
-        """Return the distance from which each order slot gets its content, from each class's new number in its kind."""
+        """Return the distance to the source of each order slot, given each class's new index in its kind."""
         found: Integers = self.table[self.origin + member[..., self.order] * self.repeat] - self.place
         return found
 
@@ -206,8 +206,8 @@ class Pool:
 
     Attributes:
         entries: the tensors, with their positions in the pool.
-        scale: for each element its scale slots, one row per factor.
-        order: its order slots.
+        scale: the scale slots of each element, one row per factor.
+        order: the order slots of each element, likewise.
         arange: 0, 1, 2, ... along the vector.
     """
 
@@ -263,16 +263,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class Moves:
-    """Order classes that may be swapped, in the form in which new positions are drawn.
+    """Order classes that may be swapped, in the form used to draw new positions.
 
     Attributes:
-        classes: those that move, sorted by cell.
-        cells: the cell of each.
-        starts: where in the list each one's cell begins.
-        blocks: the block of each; 0 if it has none.
-        sizes: the size of its cell.
+        classes: the classes that move, sorted by cell.
+        cells: the cell of each class.
+        starts: the index in `classes` at which each class's cell begins.
+        blocks: the block of each class; 0 if it has none.
+        sizes: the size of each class's cell.
         families: the family of each block; block 0 is left out.
-        first: where each block's family begins, if blocks are sorted by family.
+        first: the index at which each block's family begins when blocks are sorted by family.
     """
 
     classes: Integers
@@ -286,10 +286,10 @@ class Moves:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """Which layers of a model can be perturbed, and how. `print(plan)` shows it; `shares` tells the coverage.
+    """Which layers of a model can be perturbed, and how. `print(plan)` shows it; `shares` gives the coverage.
 
     Attributes:
-        model_name: class of the model.
+        model_name: class name of the model.
         axes: the hidden axes with the factors that each allows.
         head: the layer that takes additive noise; None if exposed.
         layout: the tensors that are sent.
@@ -318,10 +318,10 @@ class Plan:
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
-        """Fractions of the parameters' values by the strongest perturbation of each; they add up to 1.
+        """Fraction of parameter values for each kind of perturbation; each value counts under its strongest.
 
         "scaled": multiplied by secret factors, or with additive noise; "signed": multiplied by secret signs; "moved":
-        only permuted; "bare": sent as they are.
+        only permuted; "bare": sent as they are. The fractions add up to 1.
         """
         return coverage.measure_shares(self)
 
@@ -332,12 +332,12 @@ class Plan:
 
     @property
     def coverage(self) -> float:
-        """The fraction of the parameters' values that a veil can change, 0 to 1."""
+        """The fraction of parameter values that a veil can change, from 0 to 1."""
         return 1.0 - self.shares["bare"]
 
     @property
     def cells(self) -> Integers:
-        """For each order class, its cell; classes of a cell may be swapped, those of cell 0 stay."""
+        """For each order class, its cell; classes of a cell may be swapped, those of cell 0 do not move."""
         return self.orders.cells
 
     @cached_property
@@ -354,7 +354,7 @@ class Plan:
 
     @cached_property
     def moves(self) -> Moves:
-        """Order classes that move."""
+        """The order classes that move."""
         orders = self.orders
         moving = np.flatnonzero(orders.kinds)
         classes = moving[np.argsort(orders.cells[moving], kind="stable")]
@@ -388,5 +388,5 @@ def check_model(plan: Plan, model: nn.Module) -> ModelState:
                 raise ModelMismatch(entry.name, f"the plan expects {wanted}, the model has {found}", fix)
     if state.modes != plan.modes:
         path = next((a[0] for a, b in zip(plan.modes, state.modes, strict=False) if a != b), plan.model_name)
-        raise ModelMismatch(path or plan.model_name, "its mode (train or eval) is not the one analysed", fix)
+        raise ModelMismatch(path or plan.model_name, "its mode (train or eval) differs from the one analysed", fix)
     return state

@@ -1,6 +1,6 @@
 """Solve the rules' constraints: which units share a factor, which may be swapped, which move in blocks.
 
-For inverse units (5 = -7), each unit has two nodes, itself and its inverse: a unit in the same component as its own
+To handle inverse units (5 = -7), each unit has two nodes, itself and its inverse. A unit in the same component as its
 inverse can only be +1 or -1.
 """
 
@@ -23,14 +23,14 @@ Hashes = NDArray[np.uint64]
 
 
 def lowest(labels: Integers, values: Integers) -> Integers:
-    """Return for each position the smallest value among the positions that have its label."""
+    """For each position, return the smallest value among the positions with the same label."""
     found: Integers = np.full(int(labels.max()) + 1, np.iinfo(np.int64).max)
     np.minimum.at(found, labels, values)
     return found[labels]
 
 
 def components(count: int, pairs: Sequence[tuple[Integers, Integers]]) -> Integers:
-    """Return the smallest member of each node's component."""
+    """Return the smallest node in each node's connected component."""
     if not pairs:
         return np.arange(count)
     left, right = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
@@ -45,11 +45,11 @@ def renumber(labels: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class Scales:
-    """Scale units in classes.
+    """Scale units, grouped into classes.
 
     Attributes:
-        classes: of each unit; class 0 is unit 0, which does nothing.
-        powers: +1 if the unit is its class's number, -1 if it is the inverse.
+        classes: the class of each unit; class 0 is unit 0, which does nothing.
+        powers: for each unit, +1 if it equals its class's number, -1 if it is the inverse.
         symmetries: for each class, the numbers that it may take.
     """
 
@@ -83,18 +83,18 @@ def solve_scales(ledger: Ledger) -> Scales:
 
 @dataclass(frozen=True)
 class Orders:
-    """Order units in classes, classes in cells, cells in kinds.
+    """Order units grouped into classes, classes into cells, and cells into kinds.
 
     Any permutation within a cell is allowed. Classes that move in blocks (the features of a head) are in cells of one
     kind, which are permuted together with the rest of their block.
 
     Attributes:
-        classes: of each unit; class 0 does not move.
-        cells: of each class; cell 0 does not move.
-        kinds: of each class; 0 if it does not move. All classes of a kind occur alike in every tensor.
-        members: each class's number in its kind: its block's number times the cell's size, plus its number in the cell.
-        blocks: of each class; 0 if it has none.
-        families: of each block; blocks of a family may be swapped. 0 for block 0.
+        classes: the class of each unit; class 0 does not move.
+        cells: the cell of each class; cell 0 does not move.
+        kinds: the kind of each class; 0 if it does not move. All classes of a kind occur alike in every tensor.
+        members: each class's index in its kind: its block's index times the cell's size, plus its index in the cell.
+        blocks: the block of each class; 0 if it has none.
+        families: the family of each block; blocks of a family may be swapped. 0 for block 0.
     """
 
     classes: Integers
@@ -107,7 +107,7 @@ class Orders:
 
 def mix_hashes(*parts: Hashes | Integers | int) -> Hashes:
     """Return a 64-bit hash of numbers (splitmix64), element by element."""
-    state = np.zeros(1, np.uint64)  # an array: numpy warns of scalars that overflow
+    state = np.zeros(1, np.uint64)  # an array: numpy warns when scalars overflow
     for part in parts:
         state = state + np.asarray(part).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -117,18 +117,18 @@ def mix_hashes(*parts: Hashes | Integers | int) -> Hashes:
 
 
 def ranks(labels: Integers) -> Integers:
-    """Return for each position how many earlier positions have the same label."""
+    """For each position, return the number of earlier positions with the same label."""
     by_label = np.argsort(labels, kind="stable")
     ordered, found = labels[by_label], np.empty_like(by_label)
     found[by_label] = np.arange(labels.size) - np.searchsorted(ordered, ordered)
     return found
 
 
-_Use = tuple[Integers, Integers]  # of a tensor in which order classes occur: the class and a value of each element
+_Use = tuple[Integers, Integers]  # in a tensor where order classes occur: the class and a value of each element
 
 
 def _hash_uses(found: Hashes, uses: Iterable[_Use], first: int) -> Hashes:
-    """Add uses, numbered from `first`, to a hash of each class; classes that are used alike have the same."""
+    """Mix uses, numbered from `first`, into the hash of each class; classes that are used alike have equal hashes."""
     found = found.copy()
     for number, (labels, values) in enumerate(uses, first):
         present, inverse = np.unique(labels, return_inverse=True)
@@ -139,7 +139,7 @@ def _hash_uses(found: Hashes, uses: Iterable[_Use], first: int) -> Hashes:
 
 
 def _find_uses(ledger: Ledger, classes: Integers) -> Iterator[_Use]:
-    """Yield the uses by all marks and regions."""
+    """Yield the uses in all marks and regions."""
     known: dict[int, Tensor] = {}
 
     def rank(order: Tensor) -> Tensor:
@@ -163,8 +163,8 @@ def solve_orders(ledger: Ledger) -> Orders:
     uses = list(_find_uses(ledger, classes))
     blocks = [(classes[b.children.numpy()], classes[b.parents.numpy()]) for b in ledger.blocks]
     pairs = [(children.ravel(), np.repeat(parents, children.shape[1])) for children, parents in blocks]
-    component = components(count, pairs)  # classes that share blocks, named by the smallest
-    position = ranks(component)  # of a class in its component, by number
+    component = components(count, pairs)  # classes that share blocks, identified by the smallest
+    position = ranks(component)  # index of each class in its component
     by_row: list[_Use] = []  # uses that tell the rows of a block apart
     by_kind: list[_Use] = []  # uses that do not
     for children, parents in blocks:
@@ -194,12 +194,12 @@ def _find_families(component: Integers, position: Integers, uses: Hashes, cells:
 
 
 def _number_kinds(classes: Integers, cells: Integers, blocks: Integers, families: Integers) -> Orders:
-    """Number kinds and their classes; a class without a partner to be swapped with does not move."""
+    """Number kinds and their classes; a class that cannot be swapped with any other does not move."""
     inner = lowest(cells, ranks(blocks))  # the position in its block of the first class of its cell
     kinds = renumber(mix_hashes(families[blocks], np.where(blocks > 0, inner, -1 - cells)).view(np.int64)) + 1
     kinds[0] = 0
     kinds = renumber(np.where(np.bincount(kinds)[kinds] < 2, 0, kinds))
-    number = np.concatenate([[0], ranks(families[1:])])  # of a block within its family
+    number = np.concatenate([[0], ranks(families[1:])])  # index of each block in its family
     members = number[blocks] * np.bincount(cells)[cells] + ranks(cells)
     moving = kinds > 0
     return Orders(classes, np.where(moving, cells, 0), kinds, np.where(moving, members, 0), blocks, families)

@@ -1,12 +1,12 @@
 """The noise on each element of a tensor, described along its dims.
 
 A tensor carries *scale* (its elements are multiplied by secret factors) and *order* (its elements are permuted). Each
-is a tuple of *factors*: integer tensors with as many dims as the tensor itself, of size 1 along every dim along which
-they are constant. The channels of an (N, C, H, W) activation are one factor of shape (1, C, 1, 1).
+is a tuple of *factors*: integer tensors with the same number of dims as the tensor, and of size 1 along every dim in
+which they are constant. The channels of an (N, C, H, W) activation are one factor of shape (1, C, 1, 1).
 
 An element of a scale factor names a scale unit: 5 multiplies by that unit's secret number, -5 divides by it, 0 does
-nothing; an element's scale is the product over all factors. An element of an order factor names an order unit; 0 does
-not move.
+nothing; an element's scale is the product over all factors. An element of an order factor names an order unit; unit
+0 does not move.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Dims = frozenset[int]
 
 
 class Symmetry(IntFlag):
-    """The factors that an operation commutes with; ``a & b`` is what both let through.
+    """The factors that an operation commutes with; ``a & b`` are those that both let through.
 
     NOTHING allows only 1, SIGN {+1, -1}, POSITIVE every positive number, EVERYTHING every number except 0.
     """
@@ -37,7 +37,7 @@ class Symmetry(IntFlag):
 
 
 class Units(NamedTuple):
-    """The noise on a tensor; a tensor of zeros (`zero`) may carry any."""
+    """The noise on a tensor; a tensor of zeros (`zero`) may carry any noise."""
 
     scale: tuple[Tensor, ...] = ()
     order: tuple[Tensor, ...] = ()
@@ -59,7 +59,7 @@ def distinct_dims(value: Tensor) -> Dims:
 
 
 def split_first_dim(value: Tensor, parts: int) -> Tensor:
-    """Return a meta tensor with the form of value.unflatten(0, (parts, -1)), which is slow on fake tensors."""
+    """Return a meta tensor laid out as value.unflatten(0, (parts, -1)), which is slow on fake tensors."""
     size = value.shape[0] // parts
     strides = (size * value.stride(0), *value.stride())
     return torch.empty_strided((parts, size, *value.shape[1:]), strides, device="meta")
@@ -67,7 +67,7 @@ def split_first_dim(value: Tensor, parts: int) -> Tensor:
 
 def compress(factor: Tensor) -> Tensor:
     """Reduce a factor to size 1 along every dim along which it is constant."""
-    for dim in sorted(varying_dims(factor), key=factor.stride().__getitem__):  # expanded dims first, at no cost
+    for dim in sorted(varying_dims(factor), key=factor.stride().__getitem__):  # expanded dims first: they cost nothing
         first = factor.narrow(dim, 0, 1)
         if factor.stride()[dim] == 0 or bool((factor == first).all()):
             factor = first
@@ -85,12 +85,12 @@ def align(factor: Tensor, rank: int) -> Tensor:
 
 
 def reshape_factor(factor: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
-    """Return the factor of a tensor of shape `old` after it was reshaped to `new`."""
+    """Return the factor of a tensor after it is reshaped from `old` to `new`."""
     return compress(factor.expand(old).reshape(new))
 
 
 def first_along(factor: Tensor, dims: Dims) -> Tensor:
-    """Return a factor's first element along each of `dims`; the factor itself if it varies along none."""
+    """Return a factor's first element along each of `dims`; the factor itself if it varies along none of them."""
     for dim in dims & varying_dims(factor):
         factor = factor.narrow(dim, 0, 1)
     return factor

@@ -1,4 +1,4 @@
-"""Walk an exported model's operations and apply the rule of each."""
+"""Walk through an exported model's operations and apply the rule for each."""
 
 import itertools
 import operator
@@ -18,15 +18,15 @@ from fedveil.graph.units import Units, varying_dims
 
 @dataclass
 class Walk:
-    """The values of a graph's nodes, as far as they were visited.
+    """The values of the graph nodes visited so far.
 
     Attributes:
-        graph: of the model.
+        graph: the model's graph.
         head: the node that takes additive noise.
-        ledger: holds the constraints that rules recorded.
+        ledger: the constraints recorded by rules.
         used: names of parameters that forward reads.
         values: the value of each node.
-        storages: the parameter or buffer that owns each memory.
+        storages: the parameter or buffer that owns each storage.
     """
 
     graph: ModelGraph
@@ -84,7 +84,7 @@ class Walk:
         return result
 
     def _find_views(self, call: Call) -> StateTensor | list[StateTensor] | None:
-        """Return the output if it is one or several views of a parameter or buffer, else None."""
+        """Return the output if it consists of views of parameters or buffers, else None."""
         if not call.operands or not isinstance(call.x, StateTensor):
             return None
         leaves = [leaf for leaf in pytree.tree_leaves(call.output) if isinstance(leaf, Tensor)]
@@ -113,7 +113,7 @@ class Walk:
         return found[0] if isinstance(call.output, Tensor) else found
 
     def _tidy(self, units: Units) -> Units:
-        """Drop factors that do nothing; of order factors that share a dim, as after a reshape, only the first moves."""
+        """Drop factors that do nothing; if order factors share a dim, as after a reshape, only the first moves."""
         scale, rest = (tuple(factor for factor in kind if bool(factor.any())) for kind in units[:2])
         order: tuple[Tensor, ...] = ()
         while rest:

@@ -1,7 +1,7 @@
 """A client's part (paper, Sec. 4.2): one forward pass and a few backward passes, for any network.
 
-A client turns (y, alpha) into cotangents and uploads one gradient per cotangent; the server sums these *passes* with
-secret coefficients::
+A client turns (y, alpha) into cotangents and uploads one gradient per cotangent; the server sums these *passes*,
+weighted by secret coefficients::
 
     G = R o sum_k coefficient_k(secret) pass_k
 
@@ -11,9 +11,9 @@ public direction, I_s the s-th group of outputs, d the head's secret offset from
 Squared error has the paper's m + 2 terms. Any other loss has one pass per public *candidate* t: the gradient for d = t.
 One of the candidates is d and the others are decoys, so one coefficient is 1 and all others are 0 (docs/losses.md).
 
-For a stack of Linear and ReLU, all cotangents go back together: one product per layer gives the gradients for all of
-them, one more the cotangents of its input. For small networks this saves most of the cost, which is calls. The result
-is autograd's up to rounding (tests/scheme/test_client.py).
+For a stack of Linear and ReLU layers, all cotangents are propagated together: one product per layer gives the gradients
+for all of them, and another the cotangents of its input. This saves most of the cost of small networks, which is call
+overhead. The result equals autograd's up to rounding (tests/scheme/test_client.py).
 """
 
 import copy
@@ -34,14 +34,14 @@ from fedveil.scheme.messages import SAME_CODE, Broadcast, PublicHead, Update, ch
 from fedveil.scheme.outputs import head_axis, slope
 from fedveil.wire import Tensors
 
-NOT_CALLED = "forward did not call the layer that has additive noise"
+NOT_CALLED = "forward did not call the layer with additive noise"
 
 
 def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False) -> nn.Module:
     """Return the model as a client receives it: a copy of `model` with the broadcast's values.
 
-    The head is base + offset, as in the paper. With `centred` it is the base, without the public offset, which any
-    client can compute and which predicts far better (docs/maths.md, "What a veil hides").
+    The head is base + offset, as in the paper. With `centred`, it is the base alone, without the public offset: any
+    client can compute it, and it predicts far better (docs/maths.md, "What a veil hides").
     """
     view = copy.deepcopy(model)
     view.load_state_dict(dict(broadcast.parameters) | dict(broadcast.buffers), strict=False)
@@ -53,7 +53,7 @@ def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False
 
 
 def move_head(model: nn.Module, head: PublicHead, noise: Tensor) -> None:
-    """Add one number per output to all weights of a model's head, and to its bias, in place."""
+    """Add one number per output to all weights of a model's head, and to a noisy bias, in place."""
     weight = model.get_parameter(head.weight)
     with torch.no_grad():
         weight.add_(factor_along(noise, head.dim, weight.dim()))
@@ -62,7 +62,7 @@ def move_head(model: nn.Module, head: PublicHead, noise: Tensor) -> None:
 
 
 def _check_outputs(head: PublicHead, outputs: Tensor) -> None:
-    """Refuse outputs of the head, with alpha, that are not where the broadcast says."""
+    """Refuse head outputs (with alpha) whose shape does not match the broadcast."""
     wanted = len(head.direction) + 1
     if outputs.dim() <= max(head.axis, 0) or outputs.shape[head.axis] != wanted:
         what = f"its outputs are {tuple(outputs.shape)}, and the broadcast has {wanted - 1} of them on axis {head.axis}"
@@ -83,35 +83,35 @@ def _add_alpha(head: PublicHead, values: Tensors) -> Tensors:
 def client_step(
     model: nn.Module, broadcast: Broadcast, inputs: Inputs, targets: Tensor, weights: Tensor | None = None
 ) -> Update:
-    """Compute what a client uploads for a batch.
+    """Compute a client's update for a batch.
 
     Paper, Sec. 4.2: the perturbed gradient, sigma~_1 ... sigma~_m and beta, each averaged over the samples; for a loss
-    other than squared error the gradient for each of the broadcast's candidates. Every one is a gradient of (y, alpha)
-    with a pair of cotangents, so no per-sample Jacobian is formed.
+    other than squared error, the gradient for each of the broadcast's candidates. Each is a gradient of (y, alpha) for
+    a pair of cotangents, so no per-sample Jacobian is formed.
 
     Args:
-        model: gives the architecture; its values are neither used nor changed.
-        broadcast: what the server sent.
+        model: the architecture; its values are neither used nor changed.
+        broadcast: the server's message.
         inputs: a batch as forward takes it: a tensor, a tuple of arguments or a dict of keyword arguments; on the
             model's device.
-        targets: in the shape of the model's outputs, or class indices, depending on the loss.
-        weights: of the samples, by default 1 / samples. With weights |D_k| / (|D| samples_k), one step for the batches
-            of several clients gives the weighted sum of their updates.
+        targets: targets in the shape of the model's outputs, or class indices, depending on the loss.
+        weights: the weight of each sample, by default 1 / samples. With weights |D_k| / (|D| samples_k), one step on
+            the batches of several clients gives the weighted sum of their updates.
 
     Raises:
         ModelMismatch: the model's tensors or modes differ from the server's.
         BadArgument: an empty batch, or targets of the wrong shape.
     """
     if torch.is_inference_mode_enabled():
-        raise BadArgument("client_step", "torch.inference_mode() allows no gradients", "call it outside that mode")
+        raise BadArgument("client_step", "torch.inference_mode() does not allow gradients", "call it outside that mode")
     for device in {tensor.device.type for tensor in broadcast.parameters.values()}:
         if torch.is_autocast_enabled(device):
-            what = f"torch.autocast is on for {device}: a veiled gradient would lose more digits than a plain one"
+            what = f"torch.autocast is on for {device}: a veiled gradient would lose more precision than a plain one"
             raise BadArgument("client_step", what, "call it outside torch.autocast")
     inside = check_broadcast(model, broadcast)
     samples = inputs.shape[0] if isinstance(inputs, Tensor) else count(inputs)
     if not samples or samples != targets.shape[0]:
-        what = f"{samples} inputs and {targets.shape[0]} targets: there must be equally many, at least 1"
+        what = f"got {samples} inputs and {targets.shape[0]} targets; their numbers must be equal and at least 1"
         raise BadArgument("client_step", what)
     head, loss = broadcast.head, broadcast.loss
     values = _add_alpha(head, broadcast.parameters) if head else broadcast.parameters
@@ -134,14 +134,14 @@ def client_step(
 
 
 def _needs_tail(head: PublicHead, loss: Loss) -> bool:
-    """Return whether what follows the head runs for each candidate, because the loss needs the model's own outputs."""
+    """Return whether the layers after the head run for each candidate, because the loss needs the model's outputs."""
     may_reshape = head.tail == "reshaped" or len(head.direction) == 1  # one output may be squeezed
     return head.within or (may_reshape and isinstance(loss, USERS + OF_CLASSES))
 
 
 @dataclass(eq=False, repr=False)
 class _BatchRun:
-    """A batch, and the model to run it through by its own code and autograd."""
+    """A batch and the model that processes it, with the model's own forward and autograd."""
 
     model: nn.Module
     inside: ModelState
@@ -155,7 +155,7 @@ class _BatchRun:
         self.values = {name: value.detach() for name, value in self.values.items()}
         self.leaves = {name: self.values[name].requires_grad_() for name in self.broadcast.trainable}
         unsent = {name: own.shape for name, own in self.inside.parameters.items() if name not in self.values}
-        if unsent:  # forward does not read them; if it did, it must not find the client's own values
+        if unsent:  # forward does not read them; if it did, it must not see the client's own values
             zero = next(iter(self.values.values())).new_zeros(())
             self.values |= {name: zero.expand(shape) for name, shape in unsent.items()}
 
@@ -174,7 +174,7 @@ class _BatchRun:
         return found, buffers
 
     def compute_candidates(self, head: PublicHead) -> tuple[Tensors, Tensors]:
-        """Apply each candidate to the head's output, and run what follows forward and back."""
+        """Apply each candidate to the head's output, and run the layers after it forward and backward."""
         count, device = len(head.candidates), head.direction.device
         found = self._allocate(count)
         if head.tail == "stacked":
@@ -182,7 +182,7 @@ class _BatchRun:
             with self._fill_model(buffers):
                 outputs = self._run_candidates(head, range(count))
                 if len(outputs) != count * len(self.targets):  # parts without an output would be sent as they are
-                    raise ModelMismatch(head.path[:80], "what follows it does not keep samples apart", SAME_CODE)
+                    raise ModelMismatch(head.path[:80], "the layers after it couple samples", SAME_CODE)
                 for number, part in enumerate(outputs.chunk(count)):
                     self._run_back(found, number, part, self._cotangent(part), last=number == count - 1)
             return found, buffers
@@ -200,14 +200,14 @@ class _BatchRun:
         return found, buffers
 
     def _copy_buffers(self, number: int = 0) -> Tensors:
-        """Copy the buffers; for a candidate, as its last batch left them."""
+        """Copy the buffers; if continued, those that the candidate's last batch left."""
         sent = self.broadcast.buffers
         sent = select_row(sent, number) if self.broadcast.continued else sent
         return {name: value.clone() for name, value in sent.items()}
 
     @contextmanager
     def _fill_model(self, buffers: Tensors) -> Iterator[None]:
-        """Put the broadcast's values into the model, as torch.func.functional_call does with a second walk over it."""
+        """Put the broadcast's values into the model, like torch.func.functional_call but without a second traversal."""
         values = self.values | buffers
         homes = [(home, name, value) for key, value in values.items() for home, name in self.inside.homes[key]]
         own = [home[name] for home, name, _ in homes]
@@ -236,7 +236,7 @@ class _BatchRun:
                 stack[number].copy_(gradient)
 
     def _run_to_head(self, head: PublicHead) -> Tensor:
-        """Return the head's outputs with alpha; what follows only reshapes them, and is not run."""
+        """Return the head's outputs with alpha; the layers after it, which only reshape them, are not run."""
         seen: list[Tensor] = []
 
         def capture(output: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class _BatchRun:
         return seen[0]
 
     def _run_candidates(self, head: PublicHead, numbers: Sequence[int]) -> Tensor:
-        """Return the model's outputs for some candidates, each as if it were the true offset, along the batch."""
+        """Return the model's outputs for some candidates, as if each were the true offset, stacked along the batch."""
 
         def correct(output: Tensor) -> Tensor:
             _check_outputs(head, output)
@@ -278,13 +278,13 @@ class _HeadReached(Exception):
 def cotangents(
     loss: Loss, head: PublicHead | None, outputs: Tensor, targets: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the cotangent of the outputs, (y, alpha) with a head, per pass; `weights` replace 1 / samples."""
+    """Return one cotangent of the outputs per pass, of (y, alpha) if there is a head; `weights` replace 1 / samples."""
     outputs = outputs.detach()
     if head is None:
         return (slope(loss, outputs, targets) * sample_weights(outputs, weights, loss)).unsqueeze(0)
     axis = head.axis
     if axis != 1 and outputs.dim() > 2 and isinstance(loss, CrossEntropy) and loss.average_positions:
-        what = "torch.nn.CrossEntropyLoss takes classes on axis 1, and these outputs have them last"
+        what = "torch.nn.CrossEntropyLoss expects classes on axis 1, but these outputs have them last"
         fix = 'use loss="cross_entropy", a sum over positions, or let forward return outputs.movedim(-1, 1)'
         raise BadArgument("loss", what, fix)
     if axis != -1:
@@ -319,14 +319,14 @@ def _candidate_passes(loss: Loss, head: PublicHead, outputs: Tensor, targets: Te
     """Return cotangents for (y, alpha) of the gradient at each candidate t: (delta, -(t o r_a) . delta).
 
     delta is the derivative of the loss at y - alpha (t o r_a). Classes are on the last axis of outputs; a user's
-    function gets them where the model returns them.
+    function gets them on the axis where the model returns them.
     """
     noise = head.noise(outputs)
     y, alpha = torch.split_with_sizes(outputs, [noise.shape[1], 1], -1)
     targets = loss.dense(targets, y)
     rows = noise.view(len(noise), *[1] * (outputs.dim() - 1), -1)
     at = torch.addcmul(y, rows, alpha, value=-1)
-    if isinstance(loss, USERS):  # may couple samples, or depend on their number
+    if isinstance(loss, USERS):  # these may couple samples, or depend on their number
         own = [loss.gradient(one.movedim(-1, head.axis), targets).movedim(head.axis, -1) for one in at]
         delta = torch.stack(own)
     else:
@@ -364,7 +364,7 @@ def forward(links: Sequence[str | None], values: Tensors, inputs: Tensor) -> lis
 def backward(
     links: Sequence[str | None], values: Tensors, seen: Sequence[Tensor], cotangents: Tensor, wanted: Collection[str]
 ) -> Tensors:
-    """Return gradients of the `wanted` parameters, one row per row of cotangents of the last output."""
+    """Return gradients of the `wanted` parameters, one row for each row of cotangents of the last output."""
     back = cotangents
     passes, samples, _ = back.shape
     found: Tensors = {}

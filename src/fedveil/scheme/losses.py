@@ -1,10 +1,10 @@
 """Losses: one value per sample, and its derivative with respect to the model's outputs.
 
-The last axis of the outputs is that of classes or target numbers. Values at further positions of a sample are summed;
-the caller averages over samples. A loss of torch and a user's function get outputs as the model returns them.
+The last axis of the outputs holds classes or target values. Values at several positions of a sample are summed; the
+caller averages over samples. A torch loss or a user's function gets outputs as the model returns them.
 
-Derivatives of named losses are written out: by autograd a client's step would take 25 to 35 % longer for batches of 32,
-and 7 to 10 % for batches of 512 (perceptron with three hidden layers of 50).
+Derivatives of named losses are written out: with autograd, a client's step would take 25 to 35 % longer for batches of
+32, and 7 to 10 % for batches of 512 (perceptron with three hidden layers of 50).
 """
 
 import math
@@ -20,7 +20,7 @@ from fedveil.errors import BadArgument
 from fedveil.wire import Values
 
 Function = Callable[[Tensor, Tensor], Tensor]
-IGNORED = -100  # torch's default for classes that do not count
+IGNORED = -100  # torch's default ignore_index
 
 
 class Loss(ABC):
@@ -33,7 +33,7 @@ class Loss(ABC):
 
     @property
     def couples(self) -> bool:
-        """Whether a sample's value depends on the others of its batch, or on their number."""
+        """Whether a sample's value depends on the other samples in its batch, or on their number."""
         return False
 
     def settings(self) -> Values:
@@ -41,11 +41,11 @@ class Loss(ABC):
         return {}
 
     def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """Return targets as this loss compares them with `outputs`; dense ones are not changed."""
+        """Return targets in the form in which this loss compares them with `outputs`; dense targets are not changed."""
         return targets
 
     def weigh_part(self, weights: Tensor) -> Tensor:
-        """Return the weights of a batch that is a part of the samples that a coupling loss is for."""
+        """Return the weights for a batch that is only part of the samples of a coupling loss."""
         return weights
 
     @abstractmethod
@@ -56,12 +56,12 @@ class Loss(ABC):
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the derivative of the sum of values with respect to the outputs, for dense targets.
 
-        Outputs of a named loss may have more leading dims, with the same targets.
+        For a named loss, outputs may have extra leading dims, with the same targets.
         """
 
 
 def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return targets in the outputs' shape and dtype; (n,) and (n, 1) mean the same."""
+    """Return targets in the outputs' shape and dtype; (n,) and (n, 1) are equivalent."""
     if targets.shape == outputs.shape and targets.dtype == outputs.dtype:
         return targets
     samples, wanted = outputs.shape[0], tuple(outputs.shape)
@@ -86,26 +86,26 @@ def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
 
 
 def check_classes(targets: Tensor, classes: int) -> None:
-    """Refuse class indices without an output of the model."""
+    """Refuse class indices that have no output of the model."""
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= classes:
-        what = f"classes are from {low} to {high}, the model has outputs 0 to {classes - 1}"
+        what = f"classes range from {low} to {high}, but the model has outputs 0 to {classes - 1}"
         fix = f"use class indices from 0 to {classes - 1}, or a model with more outputs"
         if low == IGNORED:
-            fix = "use fedveil.BatchLoss(torch.nn.CrossEntropyLoss()), which leaves them out"
+            fix = f"use fedveil.BatchLoss(torch.nn.CrossEntropyLoss()), which ignores {IGNORED}"
         raise BadArgument("targets", what, fix)
 
 
 def sample_weights(outputs: Tensor, weights: Tensor | None, loss: Loss | None = None) -> Tensor | float:
     """Return the weight of each sample in a loss, by default 1 / samples, broadcastable to outputs.
 
-    Equal weights other than 1 / samples mean that the batch is a part of the samples that the loss is for.
+    Equal weights other than 1 / samples mean that the batch is only part of the samples of the loss.
     """
     if weights is None:
         return 1 / outputs.shape[0]
     if loss is not None and loss.couples:
         if bool((weights != weights[0]).any()):
-            what = f"{loss.name} compares samples of a batch with one another, and these are samples of several clients"
+            what = f"{loss.name} compares samples of a batch with each other, but these are samples of several clients"
             raise BadArgument("weights", what, "call client_step for each client: their batches cannot be fused")
         weights = loss.weigh_part(weights)
     return weights.to(outputs).reshape(-1, *[1] * (outputs.dim() - 1))
@@ -113,9 +113,9 @@ def sample_weights(outputs: Tensor, weights: Tensor | None, loss: Loss | None = 
 
 @dataclass(frozen=True)
 class NamedLoss(Loss):
-    """A loss that is sent by its name: a sum over outputs, by default each compared with its own target number.
+    """A loss that is sent by name: a sum over outputs, each compared with its own target by default.
 
-    Its settings are the fields of a dataclass; most have none.
+    Its settings are its dataclass fields; most losses have none.
     """
 
     def settings(self) -> Values:
@@ -148,7 +148,7 @@ class SquaredError(NamedLoss):
 
 
 class BinaryCrossEntropy(NamedLoss):
-    """Cross-entropy of independent yes/no outputs, given as logits; targets from 0 to 1."""
+    """Cross-entropy of independent binary outputs, given as logits; targets are from 0 to 1."""
 
     name = "binary_cross_entropy"
 
@@ -220,7 +220,7 @@ class Huber(NamedLoss):
 
 
 class ClassLoss(NamedLoss):
-    """A loss that compares classes with one another."""
+    """A loss that compares classes with each other."""
 
     def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
         """Return class indices as one-hot rows."""
@@ -242,7 +242,7 @@ class Hinge(ClassLoss):
         return self._margins(y, target).relu()
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return 1 for each other class inside the margin, and minus their number for the target."""
+        """Return 1 for each other class within the margin, and minus the number of these for the target."""
         inside = (self._margins(outputs, targets) > 0).to(outputs.dtype)
         return inside - targets * inside.sum(-1, keepdim=True)
 
@@ -253,9 +253,9 @@ class CrossEntropy(ClassLoss):
 
     Args:
         weight: one factor per class; the mean is over the number of samples, not over their weights.
-        label_smoothing: share of every target that is spread over all classes.
+        label_smoothing: fraction of every target that is spread over all classes.
         average_positions: average over the positions of a sample, with classes on axis 1, as torch.nn.CrossEntropyLoss
-            does; by default they are summed.
+            does; by default, positions are summed.
     """
 
     weight: tuple[float, ...] | None = None
@@ -279,7 +279,7 @@ class CrossEntropy(ClassLoss):
             target = target * (1 - self.label_smoothing) + self.label_smoothing / classes
         if self.weight is not None:
             if len(self.weight) != classes:
-                what = f"there are {len(self.weight)} class weights, the model has {classes} outputs"
+                what = f"there are {len(self.weight)} class weights, but the model has {classes} outputs"
                 raise BadArgument("CrossEntropy", what)
             target = target * torch.tensor(self.weight, dtype=target.dtype, device=target.device)
         positions = target.shape[1:-1].numel() if self.average_positions else 1
@@ -295,7 +295,7 @@ class CrossEntropy(ClassLoss):
 
 
 class AutogradLoss(Loss):
-    """A loss that autograd differentiates; it gets outputs and targets as they are."""
+    """A loss differentiated by autograd; it gets outputs and targets unchanged."""
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Differentiate the sum of values."""
@@ -330,7 +330,7 @@ class Custom(AutogradLoss):
             what = f"it returned {_describe(found)} for outputs of {_describe(outputs)}, not one value per sample"
             fix = "return a tensor of shape (samples,), with reduction='none' and a sum over other dims"
             if isinstance(found, Tensor) and not found.dim():
-                fix += "; or, if it compares samples with one another, use fedveil.BatchLoss(function)"
+                fix += "; or, if it compares samples with each other, use fedveil.BatchLoss(function)"
             raise BadArgument(f"loss {self.name}", what, fix)
         return found.flatten(1).sum(1) if found.dim() > 1 else found
 
@@ -338,14 +338,14 @@ class Custom(AutogradLoss):
 class BatchLoss(Custom):
     """A user's function (outputs, targets) -> one number for the whole batch, such as a contrastive or ranking loss.
 
-    Each client's loss couples the samples of its own batch. So a veil equals plain federated training, not training on
-    all clients' batches together, and batches are never fused.
+    Each client's loss couples the samples of its own batch. So a veil is equivalent to plain federated training, not to
+    training on all clients' batches together, and batches are never fused.
     """
 
     couples = True
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the batch's value, repeated per sample: their mean is the loss."""
+        """Return the batch's value, repeated for each sample, so that the mean is the loss."""
         found = self.function(outputs, targets)
         if not isinstance(found, Tensor) or found.dim():
             what = f"it returned {_describe(found)}, not one number for the batch"
@@ -362,7 +362,7 @@ def couples_samples(loss: Loss) -> bool:
     return loss.couples
 
 
-USERS = (AutogradLoss,)  # losses that get targets as they are
+USERS = (AutogradLoss,)  # losses that get targets unchanged
 OF_CLASSES = (ClassLoss,)
 LOSSES: dict[str, type[NamedLoss]] = {
     kind.name: kind
@@ -371,11 +371,11 @@ LOSSES: dict[str, type[NamedLoss]] = {
 
 
 def find_loss(loss: "str | Loss | Function") -> Loss:
-    """Return the loss of that name, a loss unchanged, a module of torch or a user's function as a loss."""
+    """Return a loss given by name, as a loss (unchanged), as a torch module or as a user's function."""
     if isinstance(loss, str):
         if loss not in LOSSES:
             known = ", ".join(f'"{name}"' for name in LOSSES)
-            raise BadArgument("loss", f"there is no loss {loss!r}", f"use one of {known}, or a function")
+            raise BadArgument("loss", f"unknown loss {loss!r}", f"use one of {known}, or a function")
         return LOSSES[loss]()
     if isinstance(loss, Loss):
         return loss
@@ -384,6 +384,6 @@ def find_loss(loss: "str | Loss | Function") -> Loss:
     if not callable(loss):
         fix = "pass a name, a loss module of torch or a function (outputs, targets)"
         raise BadArgument("loss", f"a {type(loss).__name__} is not a loss", fix)
-    from fedveil.scheme.torch_losses import read_module  # which derives from the classes above
+    from fedveil.scheme.torch_losses import read_module  # imported here because it derives from the classes above
 
     return read_module(loss) or Custom(loss)

@@ -18,33 +18,33 @@ from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_los
 from fedveil.scheme.torch_losses import TorchLoss, build_module, is_module
 from fedveil.wire import Packed, Tensors, Values, add_prefix, check_fields, strip_prefix
 
-MOST_GROUPS = MOST_DECOYS = 64  # that clients accept
-MOST_PASSES = MOST_GROUPS + 2  # gradients that a client computes of a batch, and sends
+MOST_GROUPS = MOST_DECOYS = 64  # maximum that clients accept
+MOST_PASSES = MOST_GROUPS + 2  # gradients that a client computes for a batch and sends
 MOST_AXES, MOST_CLASSES = 8, 2**18  # of a model's outputs
-LARGEST = 1e100  # of a setting that is a number: products with it stay inside float64
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that torch computes in
+LARGEST = 1e100  # maximum of a numeric setting: products with it stay inside float64
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that torch computes in
 SAME_CODE = "build the client's model with the code that built the server's"
 
 
 @dataclass(frozen=True, eq=False)
 class PublicHead:
-    """The head's public part: the model as the paper sends it has weight base + (offset o direction) 1^T.
+    """The public part of the head: the model as the paper sends it has the weight base + (offset o direction) 1^T.
 
     Attributes:
         path: the head's module.
         weight, bias: names of its weight, and of its bias if it has one.
-        noisy_bias: whether the bias has the same noise, as the weight of an input that is always 1. One that is close
-            to zero does not: it would show the noise.
+        noisy_bias: whether the bias has the same noise, as the weight of an input that is always 1. A bias close to
+            zero has none: it would reveal the noise.
         direction: r_a, one number per output.
         partition: the group of each output.
         offset: the size of the noise, one number per group; the paper's gamma is this plus the anchor's secret share.
-        candidates: offsets for which clients compute gradients, one row each; one of them is true, the others decoys.
-            There are none for squared error, which has its own terms.
-        dim, axis: which dim counts outputs, of the weight and of what takes the noise.
-        tail: what follows the head, see `fedveil.graph.head.Head`.
+        candidates: offsets for which clients compute gradients, one per row: the true one and decoys. None for squared
+            error, which has its own terms.
+        dim, axis: the output dim of the weight, and of the outputs that have the noise.
+        tail: the operations after the head, see `fedveil.graph.head.Head`.
 
     Raises:
-        BadArgument: more than `MOST_GROUPS` groups, or candidates for more than as many decoys.
+        BadArgument: more than `MOST_GROUPS` groups or `MOST_DECOYS` decoys.
     """
 
     path: str
@@ -76,7 +76,7 @@ class PublicHead:
 
     @property
     def within(self) -> bool:
-        """Whether what follows the head is more than a rearrangement of its outputs."""
+        """Whether clients must run the operations after the head on each candidate for the noise."""
         return self.tail in WITHIN
 
     def noise(self, like: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ _HEAD = {each.name: each.type for each in fields(PublicHead) if each.type is not
 
 
 def _split_tensors(where: str, values: Values, tensors: Mapping[str, Tensor], *prefixes: str) -> list[Tensors]:
-    """Return the tensors with each prefix, without it; refuse others, and whatever is not a dict by name."""
+    """Return the tensors with each prefix, which is removed; refuse other tensors, and anything but dicts by name."""
     for what, given in (("values", values), ("tensors", tensors)):
         if not isinstance(given, Mapping) or not all(type(name) is str for name in given):
             raise BadArgument(where, f"{what} are {type(given).__name__}, not a dict by name")
@@ -103,22 +103,22 @@ def _split_tensors(where: str, values: Values, tensors: Mapping[str, Tensor], *p
 
 
 def known_loss(where: str, loss: str, loss_settings: Values, own: Loss | None) -> Loss:
-    """Return the loss that the server named; a user's own function is not sent, and has to be given."""
+    """Return the loss that the server named; a user's own function is not sent, and must be passed as `own`."""
     if own is not None and own.name != loss:
-        raise BadArgument(where, f"the server's loss is {loss!r}, the one given {own.name!r}")
+        raise BadArgument(where, f"the server's loss is {loss!r}, but the client's is {own.name!r}")
     if own is None and loss not in LOSSES and not is_module(loss):
         raise BadArgument(where, f"the loss {loss!r} is the server's own function", f"call {where}(..., loss=function)")
     return own or _build_loss(loss, loss_settings)
 
 
 def _build_loss(name: str, settings: Values) -> Loss:
-    """Build a loss with settings of the types of its defaults; in place of None, a setting may be a list of numbers."""
+    """Build a loss; settings must have the types of its defaults, or be a list of numbers where the default is None."""
     usual = LOSSES[name]() if name in LOSSES else build_module(name, {})
     known, found = usual.settings(), dict[str, bool | int | float | str | tuple[float, ...] | None]()
     for key, value in settings.items():
         if key not in known:
             fix = f"use {', '.join(known)}" if known else "send none"
-            raise BadArgument("loss", f"{name} has no settings {str(key)[:40]!a}", fix)
+            raise BadArgument("loss", f"{name} has no setting {str(key)[:40]!a}", fix)
         listed, single = known[key] is None and isinstance(value, list | tuple), isinstance(known[key], float)
         numbers = value if listed else [value] if single else []
         fits = listed or single or type(value) is type(known[key])
@@ -135,15 +135,15 @@ def _build_loss(name: str, settings: Values) -> Loss:
 
 
 def match_model(own: ModelState, parameters: Tensors, buffers: Tensors, *, complete: bool) -> None:
-    """Refuse tensors that are not those of the client's model, by name, shape or dtype, and missing buffers.
+    """Refuse tensors that do not match the client's model in name, shape or dtype, and missing buffers.
 
-    Floating tensors may all be in one other dtype that torch computes in: clients compute in the dtype that was sent.
+    Floating-point tensors may all have one other dtype that torch computes in: clients use the dtype that was sent.
 
     Args:
         own: the client's model.
-        parameters: that arrived.
-        buffers: that arrived.
-        complete: whether every parameter must be among them.
+        parameters: the parameters received.
+        buffers: the buffers received.
+        complete: whether every parameter must have been received.
     """
     alike = _match_shapes(parameters, own.parameters, complete=complete)
     if _match_shapes(buffers, own.buffers, complete=True) and alike:
@@ -158,7 +158,7 @@ def match_model(own: ModelState, parameters: Tensors, buffers: Tensors, *, compl
 
 
 def _match_shapes(sent: Mapping[str, Tensor], own: Mapping[str, Tensor], *, complete: bool) -> bool:
-    """Refuse tensors of other names or shapes; return whether all dtypes are the same."""
+    """Refuse tensors with other names or shapes; return whether all dtypes are the same."""
     alike = True
     for name, value in sent.items():
         tensor = own.get(name)
@@ -174,7 +174,7 @@ def _match_shapes(sent: Mapping[str, Tensor], own: Mapping[str, Tensor], *, comp
 
 
 def check_trainable(trainable: Collection[str], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse names of parameters to train that were not sent, have no gradient or occur twice; and an empty list."""
+    """Refuse parameters to train that were not sent, have no gradient or are listed twice, and an empty list."""
     differentiable = {name for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
     strange = [name for name in trainable if name not in differentiable]
     if strange or not trainable or len(set(trainable)) < len(trainable):
@@ -183,24 +183,24 @@ def check_trainable(trainable: Collection[str], parameters: Mapping[str, Tensor]
 
 
 def select_row(buffers: Tensors, row: int) -> Tensors:
-    """Return one row of each floating-point buffer that has one per candidate; counters have none."""
+    """Return one row of each floating-point buffer, which has a row per candidate; counters have no rows."""
     return {name: value[row] if value.is_floating_point() else value for name, value in buffers.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """Everything that the server sends in a round.
+    """The server's complete message in a round.
 
     Attributes:
         round, model: names of the round and of the architecture, for the update to quote.
-        loss: what clients minimise.
-        parameters: the perturbed parameters; the head without its public offset (anchored).
+        loss: the loss that clients minimise.
+        parameters: the perturbed parameters; the head is anchored, without its public offset.
         buffers: the perturbed buffers, and counters.
         trainable: names of the parameters whose gradients are wanted.
         training: paths of the modules that must be in training mode; all others in evaluation mode.
         head: None if the head is exposed.
-        continued: whether buffers have one more dim in front, a row per candidate: where a client left them after its
-            last batch under this broadcast.
+        continued: whether buffers have one more leading dim, with a row per candidate: their values after the client's
+            last batch for this broadcast.
     """
 
     round: str
@@ -228,7 +228,7 @@ class Broadcast:
     def unpack(
         cls, values: Values, tensors: Mapping[str, Tensor], loss: "Loss | Function | str | None" = None
     ) -> "Broadcast":
-        """Invert `pack`; a user's own loss is not sent and has to be given."""
+        """Invert `pack`; a user's own loss is not sent and must be passed."""
         where = "Broadcast.unpack"
         parameters, buffers, public = _split_tensors(where, values, tensors, "parameter", "buffer", "head")
         found = check_fields(where, values, _BROADCAST)
@@ -255,7 +255,7 @@ def _read_head(where: str, values: Values, public: Tensors, parameters: Tensors)
     direction, partition, offset, candidates = (public[name] for name in _HEAD_TENSORS)
     weight, bias, dim = parameters.get(named["weight"]), parameters.get(named["bias"] or ""), named["dim"]
     if weight is None or (bias is None) != (named["bias"] is None):
-        raise ModelMismatch("head", "the broadcast has no parameters of the names of its weight and bias", SAME_CODE)
+        raise ModelMismatch("head", "the broadcast has no parameters with the names of its weight and bias", SAME_CODE)
     if weight.dim() < 2 or dim not in (0, 1) or not (named["axis"] == -1 or 0 < named["axis"] < MOST_AXES):
         raise ModelMismatch("head", f"a weight of {weight.dim()} dims has no outputs at {dim}", SAME_CODE)
     outputs, groups = weight.shape[dim], offset.numel()
@@ -270,20 +270,20 @@ def _read_head(where: str, values: Values, public: Tensors, parameters: Tensors)
         if not fits:
             raise ModelMismatch("head", f"its {name} is not one of {outputs} outputs in {groups} groups", SAME_CODE)
     if not 0 <= int(partition.min()) <= int(partition.max()) < groups:
-        raise ModelMismatch("head", f"its partition has other groups than 0 to {groups - 1}", SAME_CODE)
+        raise ModelMismatch("head", f"its partition has groups outside 0 to {groups - 1}", SAME_CODE)
     return PublicHead(**(named | public))
 
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """A client's answer.
+    """A client's reply.
 
     Attributes:
-        round, model: the broadcast's.
-        samples: how many samples the passes are averages over.
-        passes: gradients by name, with one more axis in front: the passes G^, sigma~_1 ... sigma~_m, beta, or one for
+        round, model: copied from the broadcast.
+        samples: the number of samples that the passes are averaged over.
+        passes: gradients by name, with one more leading axis: the passes G^, sigma~_1 ... sigma~_m, beta, or one for
             each of the broadcast's candidates.
-        buffers: the client's buffers after its forward pass, still perturbed; with a row per candidate where the
+        buffers: the client's buffers after its forward pass, still perturbed; with a row per candidate if the
             operations after the head ran once for each.
     """
 

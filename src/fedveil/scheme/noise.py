@@ -1,11 +1,11 @@
-"""The one-time noise of a round and the source of its random numbers (paper, Sec. 4.1, "Random noises selection").
+"""The one-time noise for a round and the source of its random numbers (paper, Sec. 4.1, "Random noises selection").
 
 Anchoring splits the head's noise into a large public offset and a small secret one, d (docs/maths.md, "Anchoring").
 
 Decoys are plausible false offsets (docs/losses.md, "How decoys are drawn"). A client can subtract each candidate from
-the head that it received, and knows what heads look like: small, with no common direction of their columns. So it has
+the head that it received, and knows what heads look like: small, with no direction common to their columns. So it has
 three estimates of the true offset, weighted means of the columns' votes, each with some error. A decoy is the offset
-that would follow from the errors of the same head with its rows and columns shuffled.
+that would follow from the errors of the same head with shuffled rows and columns.
 """
 
 import math
@@ -26,16 +26,16 @@ from fedveil.scheme.losses import Loss, SquaredError
 from fedveil.scheme.messages import MOST_DECOYS, MOST_GROUPS
 
 SMALLEST_SIZE, LARGEST_SIZE = 1e-30, 1e30  # of the offset
-DEFAULT_DECOYS = 2  # as many passes as squared error with one group
-CHEAPEST = ", which hides as much on average as more groups and costs least"
+DEFAULT_DECOYS = 2  # gives the same number of passes as squared error with one group
+CHEAPEST = ", which on average hides as much as more groups and costs least"
 LARGEST_FACTOR = 1e6  # beyond it, products of a few factors overflow float32
 MAX_STEPS = 16  # of the anchor
-QUANTILE = 0.1  # of the columns, by size, for their weights
-SETTLED = 0.01  # of the square of a small column
+QUANTILE = 0.1  # of the columns, by size, which sets their weights
+SETTLED = 0.01  # square of the last step at convergence, relative to that of a small column
 TINY = np.finfo(np.float64).tiny
-SHUFFLES = MOST_DECOYS  # of a head, in a fit
+SHUFFLES = MOST_DECOYS  # number of shuffled heads in a fit
 GRID = -28  # the last binary digit of a candidate, relative to the spread of the columns' votes
-RIDGE = 0.01  # of the regression's sum of squares, for estimates that nearly agree
+RIDGE = 0.01  # regularisation per shuffled head, for estimates that nearly agree
 
 Reals = NDArray[np.float64]
 
@@ -49,7 +49,7 @@ class Entropy:
 
     @classmethod
     def for_tests(cls, seed: int) -> "Entropy":
-        """Return a repeatable source, which keeps no secrets: servers and clients on a network refuse it."""
+        """Return a reproducible source, which is not secret: servers and clients on a network refuse it."""
         source = cls()
         source._bytes = np.random.Generator(np.random.PCG64(seed)).bytes
         source.for_tests_only = True
@@ -64,7 +64,7 @@ class Entropy:
         return self._bytes(16).hex()
 
     def log_uniform(self, count: int, width: Reals, signed: NDArray[np.uint64]) -> Reals:
-        """Draw `count` rows of exp(u), u uniform in [-width, width), from 53 bits; of random sign where `signed`."""
+        """Draw `count` rows of exp(u), u uniform in [-width, width), from 53 bits; with random signs where `signed`."""
         words = self.words(count * len(width)).reshape(count, -1)
         size: Reals = np.exp((words >> np.uint64(11)) * (width * 2**-52) - width)
         return size * (1.0 - 2.0 * (words & signed))
@@ -74,14 +74,14 @@ class Entropy:
         return np.frombuffer(self._bytes(4 * count), dtype=np.uint32)
 
     def fractions(self, count: int) -> Reals:
-        """Draw numbers that are uniform in [-1/2, 1/2), from 16 bits each."""
+        """Draw uniform numbers in [-1/2, 1/2), from 16 bits each."""
         words = np.frombuffer(self._bytes(2 * count), dtype=np.uint16).astype(np.float64)
         return words * 2.0**-16 - 0.5
 
     def normal(self, count: int) -> Reals:
         """Draw standard normal numbers, each from 52 bits of a separate random word.
 
-        A torch.Generator would derive all of them from one seed of 32 bits.
+        A torch.Generator would derive all of them from one 32-bit seed.
         """
         uniform = ((self.words(count) >> np.uint64(12)) + 0.5) * 2.0**-52  # never 0 or 1
         found: Reals = torch.special.ndtri(torch.from_numpy(uniform)).numpy()
@@ -95,11 +95,10 @@ class NoiseSettings:
     Attributes:
         groups: the paper's m, from 1 to the number of outputs and at most 64. Clients compute groups + 2 gradients.
         additive: size of the additive noise. The gradient is recovered with the same precision for any size.
-        multiplicative: bound x of the factors, which are log-uniform in [1/x, x].
+        multiplicative: bound x on the factors, which are log-uniform in [1/x, x].
         permute: also permute units secretly.
-        decoys: number of false offsets of the head that are sent with the true one, at most 64; clients compute one
-            gradient for each. Default 2, and none for squared error if nothing follows the head: its m + 2 terms
-            need none.
+        decoys: number of false head offsets sent with the true one, at most 64; clients compute one gradient for each.
+            Default 2, or none for squared error if nothing follows the head: its m + 2 terms need none.
         keep_noise: draw factors, permutation, direction and partition once and keep them in memory for all rounds
             (docs/defences/veil.md says what that reveals).
 
@@ -119,14 +118,14 @@ class NoiseSettings:
         check_range("Veil", "additive", self.additive, SMALLEST_SIZE, LARGEST_SIZE)
         check_range("Veil", "multiplicative", self.multiplicative, 1.0, LARGEST_FACTOR)
         if self.decoys is not None:
-            fix = f"use decoys={DEFAULT_DECOYS}: clients compute a gradient for each decoy and one more"
+            fix = f"use decoys={DEFAULT_DECOYS}: clients compute one gradient per decoy and one more"
             _check_count("decoys", self.decoys, MOST_DECOYS, fix)
 
     def check_groups(self, plan: Plan) -> None:
         """Refuse more groups than the model has outputs."""
         outputs = plan.head.outputs if plan.head else 1
         if self.groups > outputs:
-            what = f"groups must be at most {outputs}, the model's outputs, got {self.groups}"
+            what = f"groups must be at most {outputs}, the number of the model's outputs, got {self.groups}"
             raise BadArgument("Veil", what, f"use groups=1{CHEAPEST}")
 
     def count_decoys(self, plan: Plan, loss: Loss) -> int:
@@ -148,7 +147,7 @@ class UnitNoise:
 
     Attributes:
         scale: r, one number per scale class.
-        members: the new number of each order class within its kind.
+        members: the new index of each order class within its kind.
         factors: the factor of each scale slot of the plan.
         shifts: the shift of each order slot of the plan.
         others: log-uniform numbers from which the head's noise is made.
@@ -182,8 +181,8 @@ class HeadNoise:
 def draw_units(plan: Plan, settings: NoiseSettings, count: int, entropy: Entropy) -> list[UnitNoise]:
     """Draw factors and permutations for `count` rounds.
 
-    r is log-uniform in [1/x, x] with x = settings.multiplicative, the head's numbers in [1/2, 2]; both have a random
-    sign, r as far as its symmetry allows.
+    r is log-uniform in [1/x, x] with x = settings.multiplicative, the head's numbers in [1/2, 2]. Both have random
+    signs; r only where its symmetry allows.
     """
     width, signed = plan.freedoms
     numbers_for_head = settings.groups + plan.head.outputs if plan.head else 0
@@ -196,7 +195,7 @@ def draw_units(plan: Plan, settings: NoiseSettings, count: int, entropy: Entropy
 
 
 def _draw_members(plan: Plan, count: int, entropy: Entropy | None) -> Integers:
-    """Draw new numbers of the order classes within their kinds, one row per round; without entropy nothing moves."""
+    """Draw new indices of the order classes within their kinds, one row per round; without entropy, nothing moves."""
     moves = plan.moves
     members = np.zeros((count, len(plan.cells)), dtype=np.int64)
     inside = _shuffle(moves.cells, moves.starts, count, entropy)
@@ -207,7 +206,7 @@ def _draw_members(plan: Plan, count: int, entropy: Entropy | None) -> Integers:
 
 
 def _shuffle(groups: Integers, starts: Integers, count: int, entropy: Entropy | None) -> Integers:
-    """Draw a new number within its group for each member; `starts` has the start of its group in sorted order."""
+    """Draw a new index within its group for each member; `starts` is where its group starts in sorted order."""
     keys = groups.astype(np.uint64) << np.uint64(40)
     random = entropy.words(count * len(groups)) if entropy else np.zeros(count * len(groups), np.uint64)
     order = np.argsort(keys + (random.reshape(count, -1) >> np.uint64(24)), axis=1, kind="stable")
@@ -240,10 +239,10 @@ def _draw_partition(outputs: int, groups: int, entropy: Entropy) -> Integers:
 
 
 def _balance(sizes: Reals, partition: Integers, groups: int, entropy: Entropy) -> Reals:
-    """Give sizes random signs so that they sum to 0 in every group of two or more.
+    """Give sizes random signs and rescale them so that they sum to 0 in every group of two or more.
 
-    The noise then does not change the head's column sums. Training often makes these small, so a client could estimate
-    the noise from them.
+    The noise then does not change the head's column sums. Training often makes these small, so a client could
+    otherwise estimate the noise from them.
     """
     keys = (partition.astype(np.uint64) << np.uint64(40)) + (entropy.words(len(sizes)) >> np.uint64(24))
     up = np.empty(len(sizes), np.int64)
@@ -258,9 +257,9 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
     """Return A(head): m numbers that follow anything added to the head along r_a.
 
     A(head + (g o r_a) 1^T) = A(head) + g, for any g with one number per group. Each column votes for g: the multiple of
-    r_a, within each group, that fits it best. A starts as the median vote and becomes their weighted mean, repeated
-    until it converges. A column's weight is 1 / (its square + that of the column at the lowest tenth) once A is
-    subtracted: columns made small by a large factor decide, because alpha is large through them.
+    r_a, within each group, that fits it best. A starts as the median vote and becomes the weighted mean of the votes,
+    repeatedly until it converges. A column's weight is 1 / (its square + that of the column at the lowest tenth) once
+    A is subtracted: columns made small by a large factor dominate, because they make alpha large.
 
     Differs from the paper, which sends the sum of head and noise. benchmarks/anchor.py measures the remaining noise.
     """
@@ -281,7 +280,7 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
 
 
 def column_weights(squares: Reals) -> tuple[Reals, Reals]:
-    """Return each column's weight, from their squares along the last axis, and the square of a small column."""
+    """Return the columns' weights, given their squares along the last axis, and the square of a small column."""
     columns = squares.shape[-1]
     tenth = min(max(1, int(QUANTILE * columns)), columns - 1)
     small: Reals = np.partition(squares, tenth, axis=-1)[..., tenth : tenth + 1]
@@ -290,7 +289,7 @@ def column_weights(squares: Reals) -> tuple[Reals, Reals]:
 
 @dataclass(frozen=True, repr=False)
 class Fit:
-    """A regression over shuffled heads, used for several broadcasts: shuffling is slow, and the result changes slowly.
+    """A regression over shuffled heads, reused for several broadcasts: shuffling is slow, and results change slowly.
 
     Attributes:
         slope: predicts the first estimate's error from the differences between the estimates.
@@ -304,18 +303,18 @@ class Fit:
 def draw_candidates(
     fits: list[Fit], head: Reals, factors: Reals, rows: Reals, offset: Reals, decoys: int, bias: bool, entropy: Entropy
 ) -> Reals:
-    """Return the offset, rounded, followed by `decoys` others, one per row.
+    """Return the rounded offset, followed by `decoys` false ones, one per row.
 
     All are rounded to the same grid: otherwise the offset's last digits, or its position on the line through the
     others, would reveal it.
 
     Args:
-        fits: fits that may be used again; one is taken, and returned if it can be used once more.
-        head: V, the head with its factors, a bias as its last column.
-        factors: of its columns.
-        rows: r_a at the outputs of each group, one row per group, else 0.
-        offset: d, which may be any number close to the head's anchor.
-        decoys: their number.
+        fits: fits that may be reused; one is taken, and put back if the result is finite.
+        head: V, the head with its factors; a bias is its last column.
+        factors: the factors of its columns.
+        rows: one row per group: r_a at the group's outputs, 0 elsewhere.
+        offset: d, which may be any value close to the head's anchor.
+        decoys: the number of decoys.
         bias: whether the last column is a bias, which is not shuffled.
         entropy: source of random numbers.
     """
@@ -341,7 +340,7 @@ def draw_candidates(
 def _fit_shuffled_heads(head: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
     """Regress the first estimate's error on the differences (ridge), over heads with shuffled rows and columns.
 
-    Residuals are leave-one-out: with a head in its own fit, its residual would be too small.
+    Residuals are leave-one-out: if a head were part of its own fit, its residual would be too small.
     """
     columns = head.shape[1]
     order = _draw_orders(columns, columns - bias, entropy)
@@ -357,9 +356,9 @@ def _fit_shuffled_heads(head: Reals, factors: Reals, along: Reals, bias: bool, e
 
 
 def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Reals, Reals]:
-    """Return three weighted means of columns' votes: by the anchor's weights, by the head's scale, by equal ones.
+    """Compare three means of the columns' votes: with the anchor's weights, the head's scale and equal weights.
 
-    That is, for each head, the first (for the true head its error) and its distances from the others, in units of its
+    Return, for each head, the first (for the true head, its error) and its differences from the others, in units of its
     standard error; and that unit.
     """
     weights = column_weights(squares + TINY)[0]
@@ -372,7 +371,7 @@ def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Rea
 
 
 def _draw_direction(rows: Reals, entropy: Entropy) -> Reals:
-    """Draw the direction of R^m along which candidates differ: a random one that keeps the head's column sums.
+    """Draw the direction in R^m along which candidates differ: a random one that preserves the head's column sums.
 
     Decoys that differ in all m numbers would have to be plausible in all of them; along one direction, m > 1 reveals no
     more than m = 1.

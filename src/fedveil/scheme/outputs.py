@@ -14,17 +14,17 @@ from fedveil.scheme.losses import OF_CLASSES, USERS, CrossEntropy, Loss, one_hot
 
 
 def compute_outputs(model: nn.Module, inputs: Inputs, buffers: dict[str, Tensor] | None = None) -> Tensor:
-    """Return the model's outputs; with `buffers` in place of its own, which the pass updates."""
+    """Return the model's outputs; with `buffers`, use and update these instead of its own."""
     args, kwargs = arguments(inputs)
     outputs = torch.func.functional_call(model, buffers, args, kwargs) if buffers else model(*args, **kwargs)
     if not isinstance(outputs, Tensor):
         what = f"its forward returns {type(outputs).__name__}, not one tensor"
-        raise BadArgument(type(model).__name__, what, "let forward return the outputs that the loss compares")
+        raise BadArgument(type(model).__name__, what, "let forward return only the outputs that the loss takes")
     return outputs
 
 
 def head_axis(model: nn.Module) -> int | None:
-    """Return the class axis of the model's last layer: 1 for a convolution, -1 for a Linear; None without either."""
+    """Return the class axis of the model's last layer: 1 for a convolution, -1 for a Linear; None if it has neither."""
     for module in reversed(list(model.modules())):
         if isinstance(module, _ConvNd | nn.Linear):
             return 1 if isinstance(module, _ConvNd) else -1
@@ -32,10 +32,10 @@ def head_axis(model: nn.Module) -> int | None:
 
 
 def class_axis(outputs: Tensor, targets: Tensor, axis: int | None = None) -> int:
-    """Return the axis of the outputs that counts classes, 1 or -1.
+    """Return the class axis of the outputs, 1 or -1.
 
-    Class indices have the outputs' shape without that axis. If both axes fit, as for outputs (n, c, c), or neither,
-    because targets are dense, `axis` decides; by default it is the last.
+    Class indices have the outputs' shape without that axis. If both axes fit, as for outputs (n, c, c), or neither
+    does, because targets are dense, `axis` decides; the default is the last.
     """
     if outputs.dim() < 3:
         return -1
@@ -64,7 +64,7 @@ def spread(targets: Tensor, outputs: Tensor, axis: int | None = None) -> Tensor:
 
 
 def _classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> tuple[Tensor, Tensor, int]:
-    """Return outputs with classes last and dense targets, if the loss compares classes; and the axis that was moved."""
+    """Return outputs, with classes last if the loss compares classes; dense targets; and the axis that was moved."""
     if isinstance(loss, OF_CLASSES):
         torchs = isinstance(loss, CrossEntropy) and loss.average_positions and outputs.dim() > 2
         place = 1 if torchs else class_axis(outputs, targets, axis)

@@ -1,6 +1,6 @@
 """Perturb a model (paper, Sec. 4.1, "Parameter perturbation"); the secrets of a run and of one broadcast.
 
-For the fixed-point numbers of secure aggregation, the last functions predict the ranges of the next round's passes.
+The last functions predict the ranges of the next round's passes, for the fixed-point numbers of secure aggregation.
 """
 
 import math
@@ -35,12 +35,12 @@ from fedveil.scheme.result import Aggregate, recover_each
 from fedveil.scheme.transform import BufferPool, Transform
 from fedveil.wire import Tensors
 
-SLOTS_AHEAD = 2**15  # of noise drawn ahead
-MOST_AHEAD = 16  # rounds
+SLOTS_AHEAD = 2**15  # slots for which noise is drawn ahead
+MOST_AHEAD = 16  # rounds for which noise is drawn ahead
 
 
 class MemoryOnly:
-    """Base of secrets, which never leave the server's memory: they cannot be pickled or copied, and print nothing."""
+    """Base class of secrets, which never leave the server's memory: they cannot be pickled, copied or printed."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         what = "cannot be pickled or copied: it never leaves the server's memory"
@@ -56,7 +56,7 @@ class Perturbation(MemoryOnly):
     """A perturbed model and the secret that recovers the gradient from clients' updates, for one attempt of a round.
 
     Attributes:
-        broadcast: everything that the server sends.
+        broadcast: the complete message to clients.
     """
 
     def __init__(self, broadcast: Broadcast, recovery: Recovery, pool: BufferPool) -> None:
@@ -73,34 +73,34 @@ class Perturbation(MemoryOnly):
         return self._recovery
 
     def check(self, update: Update, position: int = 0) -> None:
-        """Refuse an update that does not answer this broadcast or is not finite, as that of client `position`."""
+        """Refuse an update that does not answer this broadcast or is not finite; errors name client `position`."""
         check_updates(self.recovery, [update], position)
         refuse_non_finite(f"client {position}", update)
 
     def recover(self, updates: Sequence[Update], weights: Sequence[float] | None = None) -> Aggregate:
         """Recover the weighted mean of the gradients that clients would have sent for the true model.
 
-        May be called repeatedly until `release`. See `fedveil.scheme.recover.recover`.
+        May be called repeatedly before `release`. See `fedveil.scheme.recover.recover`.
 
         Args:
             updates: one per client.
-            weights: |D_k| of each client; by default the number of samples of each update.
+            weights: |D_k| of each client; by default, the number of samples in each update.
         """
         return recover(self.recovery, updates, weights)
 
     def recover_each(self, updates: Sequence[Update]) -> list[Aggregate | UpdateRefused]:
-        """Recover each client's gradient separately; in place of those that are refused, return the reason."""
+        """Recover each client's gradient separately; for an update that is refused, return the error instead."""
         return recover_each(lambda update: recover(self.recovery, [update], [1.0]), updates)
 
     def template(self) -> Update:
-        """Return an update of this round on the meta device: names, shapes and dtypes without values."""
+        """Return an update for this round on the meta device: names, shapes and dtypes without values."""
         return blank_update(self.recovery)
 
     def release(self, *, reuse: bool = False) -> None:
         """Drop the secret; may be called repeatedly.
 
         Args:
-            reuse: overwrite the broadcast's large tensors with the next one. Only if nobody holds them any more.
+            reuse: overwrite the broadcast's large tensors with the next one. Only safe if they are no longer in use.
         """
         if reuse and self._recovery is not None and self._recovery.memory is not None:
             self._pool.give(self._recovery.memory)
@@ -109,7 +109,7 @@ class Perturbation(MemoryOnly):
 
 @dataclass
 class _Reserve:
-    """The content of a session; each noise and each fit is taken from it once."""
+    """The contents of a session; each noise and each fit is taken from it once."""
 
     process: int = field(default_factory=os.getpid)
     ahead: list[UnitNoise] = field(default_factory=list, repr=False)
@@ -119,15 +119,15 @@ class _Reserve:
 
 
 class VeilSession(MemoryOnly):
-    """The server's secret state of a run. Each call of `perturb` draws new noise.
+    """The server's secret state for a run. Each call to `perturb` draws new noise.
 
-    It may be called from several threads. In a forked process it starts empty, so that no two processes share noise.
+    It may be used from several threads. In a forked process it starts empty, so that no two processes share noise.
 
     Args:
         plan: the result of `fedveil.analyse`.
-        loss: what clients minimise: a name, a loss, a loss module of torch or a function (outputs, targets).
+        loss: the loss that clients minimise: a name, a loss, a torch loss module or a function (outputs, targets).
         settings: how much noise to draw.
-        entropy: `Entropy.for_tests(seed)` for repeatable tests; by default the operating system's.
+        entropy: `Entropy.for_tests(seed)` for reproducible tests; by default, the operating system's.
     """
 
     def __init__(
@@ -137,17 +137,17 @@ class VeilSession(MemoryOnly):
         self.plan, self.loss, self.settings = plan, find_loss(loss), settings
         self._decoys = settings.count_decoys(plan, self.loss)
         self._entropy, self._content = entropy or Entropy(), _Reserve()
-        self.draws = 0  # of noise that is kept, which clients can see anyway
+        self.draws = 0  # draws of noise that is kept; clients can see their number anyway
 
     @property
     def _reserve(self) -> _Reserve:
-        """The session's content, empty in a process that was forked since it was filled."""
+        """The session's contents; empty in a process that was forked after they were filled."""
         if self._content.process != os.getpid():
             self.forget()
         return self._content
 
     def forget(self) -> None:
-        """Drop noise that was drawn ahead or kept."""
+        """Discard noise that was drawn ahead or kept."""
         self._content = _Reserve()
 
     def perturb(self, model: nn.Module) -> Perturbation:
@@ -156,8 +156,8 @@ class VeilSession(MemoryOnly):
         Paper, Eq. (7)-(9): W^(l) = R(l) o W(l) with R(l)_ij = r(l)_i / r(l-1)_j, for every parameter and buffer; and
         W^(L) = R(L) o W(L) + R_a with R_a_ij = gamma_i r_a_i for the head.
 
-        Differs from the paper: the head is sent as a base and a public offset, which have the same information, so that
-        no precision is lost to the size of gamma; the head's bias gets noise too.
+        Differs from the paper: the head is sent as a base and a public offset, which hold the same information, so that
+        a large gamma costs no precision; the head's bias gets noise too.
         """
         plan, layout, reserve = self.plan, self.plan.layout, self._reserve
         units, head = self._draw(reserve)
@@ -165,7 +165,7 @@ class VeilSession(MemoryOnly):
         inside = check_model(plan, model)
         tensors = inside.parameters | inside.buffers
         public, coefficients = None, [1.0]
-        # a model that diverged overflows here; the clients' updates will show it
+        # a model that diverged may overflow here; the clients' updates will show it
         with torch.no_grad(), np.errstate(all="ignore"):
             transform = Transform.from_noise(plan, units)
             values, memory = transform.apply(tensors, reserve.pool)
@@ -233,7 +233,7 @@ class VeilSession(MemoryOnly):
         return units, head
 
     def _next_units(self, reserve: _Reserve) -> UnitNoise:
-        """Return noise that was never used before. For small models some is drawn ahead, which costs little more."""
+        """Return unused noise. For small models, noise for several rounds is drawn at once, which costs little more."""
         if self._entropy.for_tests_only:
             return draw_units(self.plan, self.settings, 1, self._entropy)[0]
         try:
@@ -252,10 +252,10 @@ def _squared_error_coefficients(offset: Reals, direction: Reals, partition: NDAr
 
 
 def _is_bias_small(V: Reals) -> bool:
-    """Return whether a bias, the last column, would reveal the noise rather than be hidden by it.
+    """Return whether a bias (the last column) would reveal the noise rather than be hidden by it.
 
     A bias of zeros plus noise is the noise. A column estimates the noise as well as all others together if it is
-    smaller than they are by the root of their number.
+    smaller than they are by the square root of their number.
     """
     squares = (V * V).sum(0)
     columns = len(squares) - 1
@@ -263,10 +263,10 @@ def _is_bias_small(V: Reals) -> bool:
 
 
 def _blur(base: Reals, V: Reals, dtype: torch.dtype, entropy: Entropy) -> Reals:
-    """Add a random part of V's last digit to each number of the base.
+    """Add a random fraction of V's last digit to each element of the base.
 
-    V is rounded to a grid. Otherwise, where base has finer digits than V, base - (d o r_a) 1^T would lie on that grid
-    for the true d only.
+    V is rounded to a grid. Without this, where the base has finer digits than V, base - (d o r_a) 1^T would lie on that
+    grid only for the true d.
     """
     digit = np.spacing(np.abs(V).astype(np.float32)) if dtype == torch.float32 else np.spacing(np.abs(V))
     return base + digit * entropy.fractions(V.size).reshape(V.shape)
@@ -306,9 +306,9 @@ def expect_passes(secret: Recovery, update: Update, last: Mapping[str, Tensor] |
 def bound_passes(secret: Recovery, passes: Mapping[str, Tensor]) -> dict[str, list[float]]:
     """Bound the elements of each pass under a round's noise, by name, from a prediction of `expect_passes`.
 
-    How much a pass changes from round to round depends on which unit has which factor: the larger factors may be, the
-    more headroom passes get, and terms that follow the sum of the head's inputs get more than others. With decoys the
-    true pass is a different one in every round: then every row gets the bound of the largest.
+    How much a pass changes from round to round depends on which unit has which factor. The larger the factors may be,
+    the more headroom passes get; terms that depend on the sum of the head's inputs get more than others. With decoys,
+    the true pass has a different index in every round, so every row gets the largest bound.
     """
     factors, head, found = _find_factors(secret), _input_scale(secret), {}
     headroom = secret.multiplicative**0.25
@@ -337,7 +337,7 @@ def _input_scale(secret: Recovery) -> float:
 
 
 def bound_rounding(secret: Recovery, rounding: Mapping[str, Sequence[float]]) -> float:
-    """Bound the norm of the gradient error that an error in each element of each pass can cause."""
+    """Bound the norm of the gradient error caused by rounding each element of each pass."""
     coefficients = [float(bool(c)) if secret.decoys else abs(c) for c in secret.coefficients]
     total = 0.0
     for name, factors in _find_factors(secret).items():

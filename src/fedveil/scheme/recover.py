@@ -20,7 +20,7 @@ from fedveil.wire import Tensors
 LARGEST = sys.float_info.max
 MOST_SAMPLES = 2**53  # counted exactly in float64
 DROP = "drop this client from the round; lower the learning rate if all clients are affected"
-FADING = 0.5  # of what a row was, per round
+FADING = 0.5  # minimum size of a row, as a fraction of its last size
 TensorForm = tuple[torch.Size, torch.dtype]
 
 
@@ -29,14 +29,14 @@ class Recovery:
     """The secret that recovers the gradient from updates that answer one broadcast.
 
     Attributes:
-        plan: of the model.
-        round: the broadcast's name.
+        plan: the model's plan.
+        round: the name of the broadcast.
         transform: the factors and the permutation.
-        coefficients: of the clients' passes; 0 for decoys.
-        decoys: whether passes are for the true offset and decoys, one each.
+        coefficients: the coefficients of the clients' passes; 0 for decoys.
+        decoys: whether there is one pass each for the true offset and for every decoy.
         counters: shapes and dtypes of integer buffers, by name.
-        multiplicative: bound of the factors.
-        memory: of the broadcast's large tensors.
+        multiplicative: the bound on the factors.
+        memory: the memory of the broadcast's large tensors.
     """
 
     plan: Plan
@@ -54,7 +54,7 @@ class Recovery:
         return self.plan.head is not None and self.plan.head.tail == "repeated"
 
     def find_forms(self) -> tuple[dict[str, TensorForm], dict[str, TensorForm]]:
-        """Return shapes and dtypes of the passes and of the buffers of an update."""
+        """Return the shapes and dtypes of an update's passes and buffers."""
         layout, passes = self.plan.layout, (len(self.coefficients),)
         rows = passes if self.has_rows else ()
         return (
@@ -64,7 +64,7 @@ class Recovery:
 
 
 def blank_update(secret: Recovery) -> Update:
-    """Return an update of this round on the meta device, as for one record."""
+    """Return an update for this round on the meta device, as if for one record."""
     passes, buffers = (
         {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forms.items()}
         for forms in secret.find_forms()
@@ -73,7 +73,7 @@ def blank_update(secret: Recovery) -> Update:
 
 
 def check_updates(secret: Recovery, updates: Sequence[Update], first: int = 0) -> None:
-    """Refuse updates that cannot belong to this round; name the client, counted from `first`."""
+    """Refuse updates that cannot belong to this round; errors name the client by its index, counted from `first`."""
     layout, (passes, buffers) = secret.plan.layout, secret.find_forms()
     for position, update in enumerate(updates, first):
         client = f"client {position}"
@@ -84,22 +84,22 @@ def check_updates(secret: Recovery, updates: Sequence[Update], first: int = 0) -
             raise ForeignUpdate(client, f"its update is for model {_shorten(update.model)}, not {layout.name}", fix)
         if type(update.round) is not str or update.round != secret.round:
             what = f"its update is for round {_shorten(update.round)}, not {secret.round[:8]}"
-            raise StaleUpdate(client, what, "aggregate only answers to this round's broadcast")
+            raise StaleUpdate(client, what, "aggregate only replies to this round's broadcast")
         if type(update.samples) is not int or not 1 <= update.samples <= MOST_SAMPLES:
-            raise IncompleteUpdate(client, "the number of its samples is not an integer from 1 to 2^53")
+            raise IncompleteUpdate(client, "its number of samples is not an integer from 1 to 2^53")
         check_tensors(client, "pass", update.passes, passes, layout.device)
         check_tensors(client, "buffer", update.buffers, buffers, layout.device)
 
 
 def _shorten(text: str) -> str:
-    """Return the beginning of a client's text, without characters that a terminal obeys."""
+    """Return the beginning of a client's text, without control characters."""
     return ascii(text[:16])[1:-1] if isinstance(text, str) else type(text).__name__
 
 
 def check_tensors(
     client: str, kind: str, found: Mapping[str, Tensor], wanted: Mapping[str, TensorForm], device: torch.device
 ) -> None:
-    """Refuse a client's tensors that are missing, misshapen or not asked for, without a look at their values."""
+    """Refuse a client's tensors that are missing, misshapen or unexpected, without reading their values."""
     if not isinstance(found, dict):
         raise MisshapenUpdate(client, f"each {kind} must be in a dict, got {type(found).__name__}")
     for name, (shape, dtype) in wanted.items():
@@ -121,20 +121,20 @@ def check_tensors(
 
 
 def refuse_non_finite(client: str, update: Update) -> None:
-    """Refuse an update that holds NaN or infinity."""
+    """Refuse an update that contains NaN or infinity."""
     check_finite(client, "pass", update.passes)
     check_finite(client, "buffer", update.buffers)
 
 
 def check_finite(client: str, kind: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a client's tensors that hold NaN or infinity."""
+    """Refuse a client's tensors if they contain NaN or infinity."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise NonFiniteUpdate(client, f"{kind} {name} holds NaN or infinity", DROP)
 
 
 def are_moderate(tensors: Iterable[Tensor]) -> bool:
-    """Return whether no number is NaN, infinite, or so large that its square or its product with a factor overflows."""
+    """Return whether no element is NaN, infinite, or so large that its square or product with a factor overflows."""
     floats = [tensor for tensor in tensors if tensor.is_floating_point()]
     if not floats:
         return True
@@ -149,9 +149,9 @@ def select_floats(tensors: Mapping[str, object]) -> dict[str, Tensor]:
 
 
 def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first of some floating-point tensors that holds NaN or infinity; None if all are finite.
+    """Return the name of the first floating-point tensor that contains NaN or infinity; None if all are finite.
 
-    One norm per tensor is enough, unless the squares of finite numbers overflow: a few microseconds in every round.
+    One norm per tensor is enough, unless the squares of finite numbers overflow. It takes a few microseconds per round.
     """
     if not tensors:
         return None
@@ -168,7 +168,7 @@ def bound_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
 
 
 def smooth(now: Tensor, last: Tensor | None) -> Tensor:
-    """Enlarge each row until its largest number is at least half of the last: sums of a round may cancel by chance."""
+    """Scale each row up until its maximum is at least half of the last one: sums in a round may cancel by chance."""
     if last is None:
         return now
     sizes, before = now.abs().flatten(1).amax(1), FADING * last.abs().flatten(1).amax(1)
@@ -187,17 +187,17 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
     squared error have one pass per candidate: the result is the one for d.
 
     Args:
-        secret: of the round.
+        secret: the secret of the round.
         updates: one per client.
-        weights: |D_k| of each client; by default the number of samples of each update.
+        weights: |D_k| of each client; by default, the number of samples in each update.
 
     Guarantees: equal to plain autograd up to rounding (tests/scheme/test_exactness.py); updates are not changed; if any
-      update is refused, nothing is recovered. Whatever stands in place of an update is refused or gives a finite
-      result (tests/scheme/test_recover.py).
+      update is refused, nothing is recovered. Any object passed as an update is refused or gives a finite result
+      (tests/scheme/test_recover.py).
 
     Raises:
-        BadArgument: weights that cannot be used.
-        UpdateRefused: an update of another round or model, incomplete, misshapen or not finite; the message says which.
+        BadArgument: unusable weights.
+        UpdateRefused: an update for another round or model, incomplete, misshapen or not finite; the message says why.
     """
     if not isinstance(updates, list | tuple):
         what = f"updates must be a list, got {type(updates).__name__}"
@@ -205,9 +205,9 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
     check_updates(secret, updates)
     shares = _client_shares(updates, weights)
     used = [number for number, coefficient in enumerate(secret.coefficients) if coefficient]
-    passes = range(used[0], used[-1] + 1)  # all, or the one for the true offset among decoys
+    passes = range(used[0], used[-1] + 1)  # all of them, or only the one for the true offset if there are decoys
     gradients, sums = _sum_passes(secret, updates, shares, passes)
-    # the passes for decoys too, so that a refusal does not reveal the true offset
+    # also check the passes for decoys, so that a refusal does not reveal the true offset
     checked = [(*(update.passes.values() if secret.decoys else ()), *update.buffers.values()) for update in updates]
     if not sums.finite or not all(map(are_moderate, checked)):
         _refuse_overflow(secret, updates, shares)
@@ -216,7 +216,7 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
 
 
 def _count_bytes(secret: Recovery) -> dict[str, float]:
-    """Return the bytes of a broadcast and of an update, without names and shapes."""
+    """Return the sizes of a broadcast and of an update in bytes, without names and shapes."""
     plan, layout, passes = secret.plan, secret.plan.layout, len(secret.coefficients)
     item = layout.dtype.itemsize
     buffers = item * (layout.total - layout.parameters) + 8 * len(layout.counters)
@@ -229,7 +229,7 @@ def _count_bytes(secret: Recovery) -> dict[str, float]:
 def _sum_passes(
     secret: Recovery, updates: Sequence[Update], shares: Sequence[float], passes: range
 ) -> tuple[Tensors, "_PassSums"]:
-    """Return the gradients that some of the passes give, and the sizes of their terms."""
+    """Return the gradients recovered from some of the passes, and the norms of their terms."""
     layout, transform = secret.plan.layout, secret.transform
     coefficients = [1.0] * len(passes) if secret.decoys else secret.coefficients[passes.start : passes.stop]
     sums = _PassSums(coefficients, layout)
@@ -242,7 +242,7 @@ def _sum_passes(
 
 
 def _average(group: Group, updates: Sequence[Update], shares: Sequence[float], passes: range) -> Tensor:
-    """Return sum_k w_k times some of client k's passes of some tensors, one row per pass."""
+    """Return sum_k w_k times client k's passes, for a group of tensors and a range of passes, one row per pass."""
     total: Tensor | None = None
     for update, share in zip(updates, shares, strict=True):
         own = [update.passes[entry.name][passes.start : passes.stop] for entry in group.entries]
@@ -257,7 +257,7 @@ def _average(group: Group, updates: Sequence[Update], shares: Sequence[float], p
 
 
 def _recover_buffers(secret: Recovery, updates: Sequence[Update], shares: Sequence[float], row: int) -> Tensors:
-    """Recover buffers; of those with one row per candidate, one row."""
+    """Recover the buffers; for buffers with one row per candidate, only the given row."""
     layout, transform = secret.plan.layout, secret.transform
     clients = [select_row(update.buffers, row) if secret.has_rows else update.buffers for update in updates]
     out: Tensors = {name: torch.stack([own[name] for own in clients]).amax(0) for name in layout.counters}
@@ -272,7 +272,7 @@ def _recover_buffers(secret: Recovery, updates: Sequence[Update], shares: Sequen
 
 
 class _PassSums:
-    """Sums passes with their coefficients, tensor by tensor, and adds up the sizes of both."""
+    """Sums passes with their coefficients, tensor by tensor, and accumulates the norms of passes and sums."""
 
     def __init__(self, coefficients: Sequence[float], layout: Layout) -> None:
         self._weights = torch.tensor(coefficients, dtype=layout.dtype, device=layout.device)
@@ -291,7 +291,7 @@ class _PassSums:
         return combined
 
     def error(self) -> float:
-        """Return the estimated relative error: rounding of the passes over the size of their sum.
+        """Return the estimated relative error: the rounding error of the passes divided by the norm of their sum.
 
         Only passes that cancel to 300 digits would give more, and then no digit of the sum is known anyway.
         """
@@ -303,7 +303,7 @@ class _PassSums:
 
 
 def _norm(values: Tensor) -> float:
-    """Return the Euclidean norm; finite if all numbers are, even where their squares overflow."""
+    """Return the Euclidean norm; finite if all elements are, even if their squares overflow."""
     size = float(torch.linalg.vector_norm(values))
     if math.isfinite(size):
         return size
@@ -314,9 +314,9 @@ def _norm(values: Tensor) -> float:
 
 
 def _refuse_overflow(secret: Recovery, updates: Sequence[Update], shares: Sequence[float]) -> None:
-    """Refuse updates that are not finite, or overflow once the noise is removed; those for decoys as the true one.
+    """Refuse updates that are not finite, or overflow once the noise is removed; passes for decoys count too.
 
-    The error names the client that alone overflows, or else the one with the largest numbers.
+    The error names a client that overflows alone, or else the one with the largest numbers.
     """
     for position, update in enumerate(updates):
         refuse_non_finite(f"client {position}", update)
@@ -331,7 +331,7 @@ def _refuse_overflow(secret: Recovery, updates: Sequence[Update], shares: Sequen
 
 
 def _is_finite(secret: Recovery, updates: Sequence[Update], shares: Sequence[float]) -> bool:
-    """Return whether each pass for a candidate, or all terms together, and each row of buffers give finite numbers."""
+    """Return whether each pass for a candidate (or all terms together) and each row of buffers give finite results."""
     count = len(secret.coefficients)
     parts = [range(number, number + 1) for number in range(count)] if secret.decoys else [range(count)]
     rows = [_recover_buffers(secret, updates, shares, row) for row in range(count if secret.has_rows else 1)]
@@ -344,15 +344,15 @@ def _client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -
     given = [update.samples for update in updates] if weights is None else weights
     try:
         count = len(given)
-        numbers = np.asarray(given if count == len(updates) else [])  # none is read if there are too many
+        numbers = np.asarray(given if count == len(updates) else [])  # if there are too many, none is read
     except Exception as error:  # garbage may raise anything
         raise BadArgument("recover", f"weights cannot be used: {type(error).__name__}", "pass numbers") from error
     if count != len(updates) or not count:
-        what = f"{len(updates)} updates and {count} weights: there must be one weight per update, at least one"
+        what = f"got {len(updates)} updates and {count} weights; there must be one weight per update, and at least one"
         raise BadArgument("recover", what)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
         raise BadArgument("recover", "weights must be a list of numbers")
     sizes = [float(size) for size in numbers.tolist()]
     if not all(size >= 0 for size in sizes) or not 0 < sum(sizes) < math.inf:
-        raise BadArgument("recover", "weights must be finite, as their sum, not negative, and not all 0")
+        raise BadArgument("recover", "weights must be nonnegative and not all 0, with a finite sum")
     return [size / sum(sizes) for size in sizes]

@@ -17,11 +17,12 @@ class Aggregate:
     """The result of a round, for every defence.
 
     Attributes:
-        gradients: by parameter name, for the server's optimizer.
-        buffers: by name, to replace the model's: floating-point ones averaged over clients, counters the largest.
+        gradients: gradients by parameter name, for the server's optimizer.
+        buffers: new values of the model's buffers, by name: floating-point buffers are averaged over clients, counters
+            are the maximum.
         error: estimated relative error that the defence itself adds to the gradient; 0 if it adds none.
-        figures: further figures for the round's record; those named "bytes_..." are per client.
-        notes: for the round's record, too: faults, clients whose weight was capped, why there is no gradient.
+        figures: further numbers for the round's record; those named "bytes_..." are per client.
+        notes: text for the round's record: faults, clients whose weight was capped, why there is no gradient.
     """
 
     gradients: Mapping[str, Tensor]
@@ -32,7 +33,7 @@ class Aggregate:
 
 
 def recover_each(recover_one: Callable[[T], Aggregate], updates: Sequence[T]) -> list[Aggregate | UpdateRefused]:
-    """Recover each update separately; in place of one that is refused, return the error that names its client."""
+    """Recover each update separately; for an update that is refused, return the error that names its client instead."""
     found: list[Aggregate | UpdateRefused] = []
     for position, update in enumerate(updates):
         try:

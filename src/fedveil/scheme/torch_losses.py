@@ -1,4 +1,4 @@
-"""Loss modules of torch, which mean what they say: a client minimises the module's value for its batch."""
+"""Loss modules of torch, taken literally: a client minimises the module's value for its batch."""
 
 import copy
 import inspect
@@ -14,7 +14,7 @@ from fedveil.errors import BadArgument
 from fedveil.scheme.losses import IGNORED, AutogradLoss, CrossEntropy, Loss, match_targets
 from fedveil.wire import Values
 
-PREFIX = "torch.nn."  # of their names in messages
+PREFIX = "torch.nn."  # of the modules' names in messages
 OF_INDICES = ("CrossEntropyLoss", "MultiLabelMarginLoss", "MultiMarginLoss", "NLLLoss")
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
 OBSOLETE = ("size_average", "reduce")  # arguments of torch's modules
@@ -24,7 +24,7 @@ OBSOLETE = ("size_average", "reduce")  # arguments of torch's modules
 class TorchLoss(AutogradLoss):
     """A loss module of torch, and the same module without a reduction.
 
-    A client minimises the module's value for its batch, or for all its records if it takes them in one round.
+    A client minimises the module's value for its batch, or for all its records if it uses all of them in one round.
     """
 
     module: nn.Module
@@ -38,7 +38,7 @@ class TorchLoss(AutogradLoss):
 
     @property
     def couples(self) -> bool:
-        """Whether it is a sum, or a mean over class indices, which divides by the weights of those not ignored."""
+        """Whether it is a sum, or a mean over class indices, which divides by the total weight of those not ignored."""
         return self.reduction == "sum" or (self.reduction == "mean" and hasattr(self.module, "ignore_index"))
 
     def settings(self) -> Values:
@@ -48,16 +48,16 @@ class TorchLoss(AutogradLoss):
         return {name: own.tolist() if isinstance(own, Tensor) else own for name, own in options.items()}
 
     def weigh_part(self, weights: Tensor) -> Tensor:
-        """Weigh batches so that their sum is the sum over all; refuse parts of a mean whose divisor is not known."""
+        """Weight batches so that they add up to the sum over all; refuse part of a mean whose divisor is unknown."""
         alone = torch.full_like(weights, 1 / len(weights))
         if self.reduction != "sum" and not torch.equal(weights, alone):
-            what = "its mean divides by the weights of all samples, and this batch is a part of them"
-            fix = "choose a batch_size that holds all records of a client, or a loss that averages over samples"
+            what = "its mean divides by the weights of all samples, but this batch has only some of them"
+            fix = "choose a batch_size that covers all records of a client, or a loss that averages over samples"
             raise BadArgument(f"loss {self.name}", what, f"{fix}, such as fedveil.CrossEntropy(weight=...)")
         return alone
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return numbers whose mean is the module's value: those of the samples, or the batch's for each of them."""
+        """Return numbers whose mean is the module's value: one per sample, or the batch's value repeated for each."""
         if type(self.module).__name__ not in OF_INDICES:
             targets = match_targets(outputs, targets)
         if self.couples:
@@ -72,7 +72,7 @@ class TorchLoss(AutogradLoss):
         buffers = {name: own.to(outputs) for name, own in module.named_buffers()}
         try:
             found: Tensor = torch.func.functional_call(module, buffers, (outputs, targets))
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # whose text may hold a target
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # its text may contain a target
             forms = [f"{own.dtype} of shape {tuple(own.shape)}" for own in (targets, outputs)]
             what = f"{self.name} does not take {forms[0]} for outputs {forms[1]}, or not their values"
             raise BadArgument("targets", what, "read torch's own error, which is the cause of this one") from error
@@ -80,9 +80,9 @@ class TorchLoss(AutogradLoss):
 
 
 def read_module(loss: object) -> Loss | None:
-    """Return the loss that a module of torch is; None for anything else.
+    """Return a loss module of torch as a loss; None for anything else.
 
-    Cross-entropy without weights is the one of this library.
+    Cross-entropy without weights becomes this library's own.
     """
     if not isinstance(loss, nn.Module) or type(loss).__module__ != torch_loss.__name__:
         return None
@@ -104,7 +104,7 @@ def _wrap(module: nn.Module) -> TorchLoss:
 
 
 def is_module(name: str) -> bool:
-    """Return whether a name is that of a loss module of torch."""
+    """Return whether a name is the name of a loss module of torch."""
     return name.startswith(PREFIX) and name.removeprefix(PREFIX) in torch_loss.__all__
 
 

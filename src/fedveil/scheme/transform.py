@@ -1,6 +1,6 @@
 """The factors and the permutation of one round, applied to a model's tensors and removed from gradients and buffers.
 
-The pool of small tensors takes one product and one gather; a large tensor is gathered dim by dim and multiplied by
+The pool of small tensors needs one product and one gather; a large tensor is gathered dim by dim and multiplied by
 broadcasting, so that no vector of the model's size is needed.
 """
 
@@ -20,27 +20,27 @@ BLOCK = 2**18  # elements processed at a time
 
 
 class Group(NamedTuple):
-    """Tensors that are processed as one vector: all of some that are pooled, or a single large one."""
+    """Tensors that are processed as one vector: several pooled ones, or a single large one."""
 
     entries: tuple[Entry, ...]
     pooled: bool
 
 
 class BufferPool:
-    """Memory for large tensors, reused from round to round: new pages take longer to get than to write."""
+    """Memory for large tensors, reused from round to round: allocating new pages takes longer than writing to them."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype, torch.device, bool], list[Tensor]] = {}
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device, *, scratch: bool = False) -> Tensor:
-        """Return a vector with arbitrary values that nobody else uses; scratch never becomes part of a broadcast."""
+        """Return an uninitialised vector that is not in use; scratch memory never becomes part of a broadcast."""
         try:
             return self._free[size, dtype, device, scratch].pop()  # atomic, so that no other thread uses it
         except (KeyError, IndexError):
             return _allocate(size, dtype, device)
 
     def give(self, memory: Tensor, *, scratch: bool = False) -> None:
-        """Take back memory that nobody uses any more."""
+        """Take back memory that is no longer in use."""
         self._free.setdefault((memory.numel(), memory.dtype, memory.device, scratch), []).append(memory)
 
 
@@ -57,10 +57,10 @@ class Transform:
     """The factors and the permutation of one round.
 
     Attributes:
-        plan: of the model.
-        factors, sources: R along the pool, and where its content comes from: it becomes factors o flat[sources].
+        plan: the model's plan.
+        factors, sources: R along the pool, and the index that each element comes from: factors o flat[sources].
         scale: the factor of each scale slot.
-        shift: the distance from which each order slot gets its content.
+        shift: the distance to the source of each order slot.
     """
 
     plan: Plan
@@ -115,7 +115,7 @@ class Transform:
     def _apply_rows(
         self, piece: TensorPart, indices: list[tuple[int, Tensor]], source: Tensor, target: Tensor, scratch: Tensor
     ) -> None:
-        """Process some rows at a time, so that they stay in the processor's cache."""
+        """Process a few rows at a time, so that they stay in the processor's cache."""
         (first, index), *others = indices
         size, inner = len(index), torch.Size(piece.shape[first + 1 :]).numel()
         end = piece.offset + size * inner
@@ -183,9 +183,9 @@ class Transform:
         return {first.name: result.view(first.shape)}
 
     def _multiply(self, piece: TensorPart, part: Tensor, cut: int = -1, start: int = 0) -> None:
-        """Multiply in place; by whole rows if a middle dim changes, several times faster than broadcasting.
+        """Multiply in place; by whole rows if a middle dim varies, which is several times faster than broadcasting.
 
-        `part` may begin at `start` along the dim `cut` of the piece, and have more leading dims.
+        `part` may begin at `start` along the dim `cut` of the piece, and may have extra leading dims.
         """
         ahead = part.dim() - len(piece.shape)
         for spread in piece.scale:
@@ -214,7 +214,7 @@ class Transform:
         return part
 
     def _find_indices(self, piece: TensorPart) -> list[tuple[int, Tensor]] | None:
-        """Return the source of each index for each dim that moves separately; None if dims move jointly."""
+        """Return the source of each index, for each dim that is permuted separately; None if dims move jointly."""
         found = []
         for spread in piece.order:
             dims = [d for d, size in enumerate(spread.shape) if size > 1]
@@ -226,7 +226,7 @@ class Transform:
         return sorted(found, key=lambda pair: pair[0])
 
     def _find_sources(self, piece: TensorPart, elements: int) -> Tensor:
-        """Return the index from which each element of a piece comes, in a tensor with this number of elements."""
+        """Return the index that each element of a piece comes from, in a tensor with this number of elements."""
         index = piece.part(torch.arange(elements, device=self.shift.device))
         for spread in piece.order:
             index = index + spread.select(self.shift)
@@ -234,7 +234,7 @@ class Transform:
 
 
 def _select(part: Tensor, dim: int, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Select indices along a dim, as rows of a matrix, or as its columns by torch.gather."""
+    """Select indices along a dim: as rows of a matrix, or as its columns with torch.gather."""
     ahead, inner = part.shape[:dim].numel(), part.shape[dim + 1 :].numel()
     rows = part.reshape(len(index) if ahead == 1 else ahead, -1)
     target = None if out is None else out.view(rows.shape)

@@ -1,4 +1,4 @@
-"""Functions, sums, products and choices, element by element: they commute with some factors and every permutation."""
+"""Element-wise functions, sums, products and selections: they commute with some factors and with every permutation."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ MAX_FACTORS = 4  # of a product; further ones are limited to 1
 def _apply(call: Call, symmetry: Symmetry) -> Units:
     """Return the units of the only operand, limited to `symmetry`."""
     if len(call.operands) != 1:
-        raise NoRule("it has an argument that is a tensor")
+        raise NoRule("it has a second argument that is a tensor")
     call.limit(call.x.units.scale, symmetry)
     return call.x.units if symmetry else Units((), call.x.units.order)
 
@@ -36,7 +36,7 @@ rule(*LINEAR)(lambda call: call.pack(call.x.units))
 
 @rule("to", "_to_copy")
 def convert(call: Call) -> Outcome:
-    """Convert to another dtype or device; not to fewer digits, which would round scaled values differently."""
+    """Convert to another dtype or device, but not to lower precision, which would round scaled values differently."""
     before, after = call.x.value.dtype, call.value.dtype
     if not before.is_floating_point:
         return call.x.units
@@ -48,7 +48,7 @@ def convert(call: Call) -> Outcome:
 
 
 def apply_even(call: Call) -> Units:
-    """Apply an even function: it commutes with signs, and its output carries none."""
+    """Apply an even function: its input may carry signs, its output carries none."""
     call.limit(call.x.units.scale, Symmetry.SIGN)
     return Units((), call.x.units.order)
 
@@ -73,7 +73,7 @@ def _(call: Call) -> Outcome:
 
 @rule("prelu", "_prelu_kernel")
 def prelu(call: Call) -> Outcome:
-    """Let positive factors through; its own weight takes no factor and moves with the channels."""
+    """Let positive factors through; the weight cannot be scaled and is permuted with the channels."""
     units, weight = call.x.units, as_state(call["weight"])
     call.limit(units.scale, Symmetry.POSITIVE)
     if weight.value.numel() == 1:
@@ -89,13 +89,13 @@ def prelu(call: Call) -> Outcome:
 
 
 def agree_order(call: Call, a: Traced, b: Traced) -> tuple[Tensor, ...]:
-    """Give two operands the same order and return that of the result."""
+    """Give two operands the same order and return the order of the result."""
     left, right = call.broadcast(a), call.broadcast(b)
     return call.ledger.agree_order(left.order, call.distinct_dims(a), right.order, call.distinct_dims(b))
 
 
 def add_tensors(call: Call, a: Traced, b: Traced) -> Units:
-    """Return the units of a sum: both terms share their noise; zeros may have any."""
+    """Return the units of a sum: both terms share their noise; zeros may carry any noise."""
     if a.zero or b.zero:
         return call.broadcast(b if a.zero else a)
     left, right = call.broadcast(a), call.broadcast(b)
@@ -106,7 +106,7 @@ def add_tensors(call: Call, a: Traced, b: Traced) -> Units:
 
 
 def _combine(call: Call, a: object, b: object, why: str) -> Units:
-    """Return the units of a sum of two tensors, or of a tensor and a number; only 0 commutes with factors."""
+    """Return the units of a sum of two tensors, or of a tensor and a number; only adding 0 commutes with factors."""
     if isinstance(a, Traced) and isinstance(b, Traced):
         return add_tensors(call, a, b)
     x, constant = (a, b) if isinstance(a, Traced) else (b, a)
@@ -120,7 +120,7 @@ rule("add", "sub", "rsub", "subtract", "__radd__")(
 
 
 def multiply_tensors(call: Call, a: Traced, b: Traced, inverse: bool = False) -> Units:
-    """Multiply the factors of both; a parameter's come last, because they are dropped first."""
+    """Multiply the factors of both operands; those of a parameter come last, because the last are dropped first."""
     if a.zero or (b.zero and not inverse):
         return Units(zero=True)
     left, right = call.broadcast(a), call.broadcast(b)
@@ -169,7 +169,7 @@ def _(call: Call) -> Outcome:
 
 @rule("maximum", "minimum")
 def maximum(call: Call) -> Outcome:
-    """Let both tensors share their noise, which must be positive."""
+    """Make both tensors share their factors, which must be positive."""
     units = add_tensors(call, call.tensor("self"), call.tensor("other"))
     call.limit(units.scale, Symmetry.POSITIVE)
     return units

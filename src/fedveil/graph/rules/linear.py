@@ -1,8 +1,8 @@
 """Sums of products: Linear, convolutions, Embedding, matrix products, attention.
 
 Dims are named by labels, as in torch.einsum. `project` is a product with a weight of the model: new units begin at its
-output, those of its input are divided out by the weight. `contract` is a product of two activations: what is summed
-over must carry inverse factors.
+output, and the weight divides out those of its input. `contract` is a product of two activations, which must carry
+inverse factors along the dims that are summed over.
 """
 
 from collections.abc import Collection, Sequence
@@ -50,7 +50,7 @@ class Weight:
 
 
 def project(call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight | None, out: Labels) -> Units:
-    """Multiply by a weight; labels that neither weight nor output has are mixed. A head starts no units."""
+    """Multiply by a weight; dims that neither weight nor output has are mixed. No units begin at a head."""
     ledger, sizes = call.ledger, weight.view.shape
     space = list(dict.fromkeys([*weight.labels, *labels, *out]))
     own, inputs, outputs = (find_dims(space, names) for names in (weight.labels, labels, out))
@@ -64,8 +64,8 @@ def project(call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight |
         else:
             columns.append(-ledger.merge_scale(factor, inputs - own, call.where))
     staying: list[Tensor] = []  # orders that bypass the weight
-    moving: list[Tensor] = []  # orders that it follows
-    parents: list[Tensor] = []  # of those, along shared dims
+    moving: list[Tensor] = []  # orders that the weight follows
+    parents: list[Tensor] = []  # of moving orders, along shared dims
     for factor in x.order:
         dims = varying_dims(factor)
         if dims and dims <= outer:
@@ -95,7 +95,7 @@ def project(call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight |
 
 
 def _put_below(call: Call, order: Tensor, inner: Dims, parents: Sequence[Tensor]) -> None:
-    """Let outputs of a group move only with the group's inputs."""
+    """Let the outputs of a group move only with the group's inputs."""
     if varying_dims(order) - inner:
         (own,) = call.ledger.fold([order], inner)
         for parent in parents:
@@ -213,27 +213,27 @@ def _multiply(call: Call, a: Traced, left: Labels, b: Traced, right: Labels, out
 
 @rule("einsum")
 def einsum(call: Call) -> Outcome:
-    """Multiply two tensors by an equation without an ellipsis or a repeated letter."""
+    """Multiply two tensors according to an equation without an ellipsis or a repeated letter."""
     equation, operands = str(call["equation"]).replace(" ", ""), call.sequence("tensors")
     inputs, _, out = equation.partition("->")
     terms = inputs.split(",")
     plain = "->" in equation and "." not in equation and all(len(set(term)) == len(term) for term in [*terms, out])
     if len(operands) != 2 or not plain:
-        raise NoRule("it is an einsum with an ellipsis, a repeated letter, or other than two tensors")
+        raise NoRule("it is an einsum with an ellipsis, a repeated letter, or not exactly two tensors")
     left, right = (list(term) for term in terms)
     if any(label not in out and label not in other for own, other in ((left, right), (right, left)) for label in own):
-        raise NoRule("it is an einsum that sums over a letter of one tensor only")
+        raise NoRule("it is an einsum that sums over a letter of only one tensor")
     return _multiply(call, as_tensor(operands[0]), left, as_tensor(operands[1]), right, list(out))
 
 
 @rule("embedding", "embedding_bag", "_embedding_bag")
 def embedding(call: Call) -> Outcome:
-    """Look up rows, or sum or average them: any factor and any order of the columns; maxima: positive factors."""
+    """Look up rows, or sum or average them: columns take any factor and any order. Maxima need positive factors."""
     if call["sparse"]:
         raise NoRule("its gradient is sparse")
     samples = call.get("per_sample_weights")
     if isinstance(samples, Traced) and any(samples.units[:2]):
-        raise NoRule("the weights of its samples are computed")
+        raise NoRule("its per_sample_weights are computed")
     weight = as_state(call["weight"])
     size = weight.value.shape[1]
     units = Units((call.ledger.fresh_scale((1, size), weight.name),), (call.ledger.fresh_order((1, size)),))
@@ -254,7 +254,7 @@ def _repeat_heads(operand: Traced, times: int) -> Traced:
 
 @rule("scaled_dot_product_attention")
 def attention(call: Call) -> Outcome:
-    """Compose softmax(q k^T + mask) v of the rules of its parts: queries and keys carry inverse factors."""
+    """Compose softmax(q k^T + mask) v from the rules for its parts: queries and keys carry inverse factors."""
     q, k, v = (call.tensor(name) for name in ("query", "key", "value"))
     times = q.value.shape[-3] // k.value.shape[-3] if call["enable_gqa"] else 1
     k, v = _repeat_heads(k, times), _repeat_heads(v, times)

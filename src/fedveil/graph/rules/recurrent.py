@@ -1,7 +1,7 @@
-"""LSTM, GRU and RNN: a unit takes a sign and a position, with the rows of all its gates.
+"""LSTM, GRU and RNN: each unit may change sign and position, together with the rows of all its gates.
 
-The gates' sigmoids let no factor through, but their inputs carry none: only the rows of the gate that makes the new
-state (an odd function) change sign with it, and so do all columns that read it.
+The gates' sigmoids let no factor through, but their inputs carry none: only the rows of the gate that computes the new
+state (an odd function) change sign with the state, and so do all columns that read it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from fedveil.graph.units import Symmetry, Units, align, split_first_dim
 
 
 class Cell(NamedTuple):
-    """A recurrent cell: how many gates, which of them makes the state, and what the state lets through."""
+    """A recurrent cell: the number of gates, the gate that computes the state, and the factors that pass."""
 
     gates: int
     state: int
@@ -51,11 +51,11 @@ def _attach(weight: StateTensor, cell: Cell, rows: Units, columns: Units | None)
 def _step(
     call: Call, cell: Cell, own: Parameters, inputs: Units, states: Sequence[Units | None]
 ) -> tuple[Units, Units]:
-    """Return the units of h and of c; `states` are those of the first state, None for zeros."""
+    """Return the units of h and of c; `states` are the units of the initial state, None for zeros."""
     ledger = call.ledger
     size = own.w_ih.value.shape[0] // cell.gates
     sign, order = ledger.fresh_scale([size], own.w_hh.name), ledger.fresh_order([size])
-    call.limit([sign], cell.symmetry, "a recurrent state lets only these through")
+    call.limit([sign], cell.symmetry, "a recurrent state lets only these factors through")
     c = Units((sign,), (order,))
     h = c
     if own.w_hr is not None:
@@ -68,7 +68,7 @@ def _step(
     rows = Units((gates,), (order.expand(cell.gates, -1),))  # all rows of a unit move, those of the state change sign
     for state, first in zip((h, c), states, strict=False):
         if first is not None:
-            why = "its first state carries other factors, or none"
+            why = "its initial state carries other factors, or none"
             ledger.agree_scale(state.scale, first.scale, call.where, why)
             ledger.agree_order(state.order, frozenset({0}), first.order, frozenset({0}))
     _attach(own.w_ih, cell, rows, inputs)

@@ -58,7 +58,7 @@ def softmax(call: Call) -> Outcome:
 
 @rule("glu")
 def glu(call: Call) -> Outcome:
-    """Multiply one half by the sigmoid of the other, which takes no factor and moves with the first."""
+    """Multiply the first half by the sigmoid of the second, which cannot be scaled and is permuted with the first."""
     dim, size = call.dim(), call.value.shape[call.dim()]
     value, gate = (narrow(call, dim, start, size) for start in (0, size))
     return multiply_tensors(call, Activation(call.value, value), Activation(call.value, call.drop_scale(gate)))
@@ -82,7 +82,7 @@ def _apply_affine(call: Call, inputs: Units) -> Units:
 
 @rule("batch_norm", "instance_norm", "_native_batch_norm_legit_functional")
 def batch_norm(call: Call) -> Outcome:
-    """Normalise channels: batch statistics absorb signs exactly (factors only up to eps), stored ones everything."""
+    """Normalise channels: because of eps, batch statistics absorb only signs exactly; running statistics absorb all."""
     inputs = call.channels(call.x.units, 1, call.x.value.dim())
     if call.get("training", "use_input_stats", "train"):
         call.limit(inputs.scale, Symmetry.SIGN, "batch statistics let only signs through, because of eps")
@@ -95,7 +95,7 @@ def batch_norm(call: Call) -> Outcome:
 
 @rule("group_norm")
 def group_norm(call: Call) -> Outcome:
-    """Normalise groups of channels: no factor passes; channels of a group are permuted, and so are groups."""
+    """Normalise groups of channels: no factor passes; channels within a group may be permuted, and so may groups."""
     inputs = call.channels(call.x.units, 1, call.x.value.dim())
     inputs = call.drop_scale(inputs, "statistics over several channels let no factor through")
     groups = [factor.reshape(*call.integers("num_groups"), -1) for factor in inputs.order]
@@ -105,7 +105,7 @@ def group_norm(call: Call) -> Outcome:
 
 @rule("layer_norm", "rms_norm")
 def normalise_last_dims(call: Call) -> Outcome:
-    """Normalise over the last dims, which commutes with permutations; a weight there moves with what it multiplies."""
+    """Normalise over the last dims, which commutes with permutations; a weight is permuted with the features."""
     symmetry, why = Symmetry.NOTHING, "statistics over several features let no factor through"
     if call.name == "rms_norm":
         symmetry, why = Symmetry.SIGN, "a mean square over several features lets only signs through"
@@ -131,7 +131,7 @@ def normalise_last_dims(call: Call) -> Outcome:
 
 
 def _merge_orders(call: Call, orders: Sequence[Tensor], inside: Dims) -> tuple[tuple[Tensor, ...], ...]:
-    """Return the order after a norm over the dims `inside`, and that of its weight."""
+    """Return the order after a norm over the dims `inside`, and the order of its weight."""
     result, own = [], []
     for factor in orders:
         if varying_dims(factor) & inside:
@@ -143,24 +143,24 @@ def _merge_orders(call: Call, orders: Sequence[Tensor], inside: Dims) -> tuple[t
 
 @dataclass(eq=False)
 class NormedWeight(StateTensor):
-    """The weight of weight_norm, g v / |v| by rows.
+    """A weight under weight_norm: g v / |v|, row by row.
 
-    Factors of its rows go to g; columns only change sign, because the norms of rows must not change; rows and columns
-    of v move, and g moves with the rows.
+    Factors of its rows go to g. Its columns only change sign, because the norms of the rows must not change. Rows and
+    columns of v are permuted, and g with the rows.
     """
 
     norm: StateTensor | None = None
 
     @property
     def units(self) -> Units:
-        """No noise, as an activation."""
+        """No noise when treated as an activation."""
         for tensor in (self, self.norm):
             if tensor is not None:
                 StateTensor.leave_bare(tensor, tensor.name, "it is normalised and then not used as a weight")
         return Units()
 
     def attach(self, units: Units, view: Tensor | None = None) -> None:
-        """Record the noise on v and g, from that of the weight."""
+        """Record the noise on v and g, given that on the weight."""
         assert self.norm is not None
         shape = (self.value if view is None else view).shape
         rows = _row_dims(shape, self.value.shape[0])
@@ -174,7 +174,7 @@ class NormedWeight(StateTensor):
 
 
 def _row_dims(shape: Sequence[int], count: int) -> Dims:
-    """Return the leading dims that count rows, of a weight that may be in groups."""
+    """Return the leading dims of a weight, possibly in groups, that index its rows."""
     return frozenset(dim for dim in range(len(shape)) if math.prod(shape[: dim + 1]) <= count)
 
 

@@ -13,12 +13,12 @@ from fedveil.graph.units import Dims, Symmetry, Units, compress, factor_along, r
 
 
 def _move_along(call: Call, dim: int, operation: Callable[[Tensor], Tensor]) -> Units:
-    """Apply an operation along one dim, which leaves factors alone that are constant along it."""
+    """Apply an operation along one dim; factors that are constant along it do not change."""
     return call.ledger.move(call.x.units, lambda factor: operation(factor) if factor.shape[dim] > 1 else factor)
 
 
 def narrow(call: Call, dim: int, start: int, size: int) -> Units:
-    """Return the units of a piece along a dim."""
+    """Return the units of a slice along a dim."""
     return _move_along(call, dim, lambda factor: factor.narrow(dim, start, size))
 
 
@@ -79,7 +79,7 @@ def _(call: Call) -> Outcome:
 
 @rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle", "im2col", "unfold")
 def replay(call: Call) -> Outcome:
-    """Apply the operation itself to the factors in full size, as float64, which every operation supports."""
+    """Apply the operation itself to the factors, expanded to full size as float64, which every operation supports."""
     if call.name == "im2col" and any(call.integers("padding")):
         raise NoRule("it pads with zeros in between")
 
@@ -92,8 +92,8 @@ def replay(call: Call) -> Outcome:
 def _concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Units:
     """Concatenate tensors along `dim`.
 
-    If no tensor's noise varies along `dim`, all share one noise, such as tokens put in front of others. Otherwise each
-    keeps its own; zeros get new units.
+    If no tensor's noise varies along `dim`, all share the same noise, such as tokens prepended to a sequence. Otherwise
+    each keeps its own noise; zeros get new units.
     """
     ledger = call.ledger
     if all(operand.zero for operand in operands):
@@ -112,7 +112,7 @@ def _concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Units:
 
 
 def _join_factors(call: Call, operands: Sequence[Traced], dim: int, *, is_order: bool) -> tuple[Tensor, ...]:
-    """Join one scale or order factor of each operand to one that varies along `dim`."""
+    """Join one scale or order factor of each operand into one that varies along `dim`."""
     ledger = call.ledger
     lists = [operand.units.order if is_order else operand.units.scale for operand in operands]
     common = [f for f in lists[0] if f.shape[dim] == 1 and all(any(f is g for g in other) for other in lists[1:])]
@@ -124,7 +124,7 @@ def _join_factors(call: Call, operands: Sequence[Traced], dim: int, *, is_order:
         if is_order:
             ledger.fix(*factors[1:])
         else:
-            call.limit(factors[1:], Symmetry.NOTHING, "it concatenates tensors of which one is a product")
+            call.limit(factors[1:], Symmetry.NOTHING, "it concatenates tensors, one of which is a product")
         size = [shape[d] if operand.zero and d == dim else 1 for d in range(call.rank)]
         if factors:
             first = factors[0]
@@ -158,13 +158,13 @@ def stack(call: Call) -> Outcome:
 
 
 def mix_neighbours(call: Call, units: Units, dims: Dims) -> Units:
-    """Return the units after an operation that mixes neighbours along `dims`: one factor and no permutation there."""
+    """Return the units after mixing neighbours along `dims`, which allows one factor and no permutation there."""
     return Units(call.merge_scale(units.scale, dims), call.ledger.fix_along(units.order, dims))
 
 
 @rule("pad", "constant_pad_nd")
 def pad(call: Call) -> Outcome:
-    """Pad with zeros, which may have any noise, or with another constant, which has none."""
+    """Pad with zeros, which may carry any noise, or with another constant, which carries none."""
     amounts, mode = call.integers("pad"), str(call.get("mode") or "constant")
     units, last = call.x.units, call.x.value.dim() - 1
     ends = {last - n: (amounts[2 * n], amounts[2 * n + 1]) for n in range(len(amounts) // 2)}
@@ -173,10 +173,10 @@ def pad(call: Call) -> Outcome:
         return mix_neighbours(call, call.drop_scale(units, "it pads with a constant that is not 0"), frozenset(ends))
 
     def widen(factor: Tensor, fresh: Callable[[Sequence[int]], Tensor]) -> Callable[[Tensor], Tensor]:
-        index = torch.arange(factor.numel()).reshape(factor.shape)  # of the element that each one comes from
+        index = torch.arange(factor.numel()).reshape(factor.shape)  # the source of each element
         for dim in [dim for dim in ends if factor.shape[dim] > 1]:
             row = torch.arange(1, factor.shape[dim] + 1, dtype=torch.float64).reshape(1, 1, -1)
-            source = F.pad(row, ends[dim], mode=mode).long().flatten() - 1  # -1 for zeros that are added
+            source = F.pad(row, ends[dim], mode=mode).long().flatten() - 1  # -1 for added zeros
             index = index.index_select(dim, source.clamp(min=0))
             index = index.masked_fill(factor_along(source < 0, dim, factor.dim()), -1)
         new = fresh([int((index < 0).sum())]) if (index < 0).any() else index.new_empty(0)
@@ -191,7 +191,7 @@ def pad(call: Call) -> Outcome:
 
 @rule("index_select", "index")
 def index(call: Call) -> Outcome:
-    """Select elements along a dim by a tensor: all of them share their noise, since any may be chosen."""
+    """Select elements along a dim by an index tensor; all of them share their noise, since any may be selected."""
     if call.name == "index_select":
         return _share(call, frozenset({call.dim()}))
     indices = {dim: as_tensor(found) for dim, found in enumerate(call.sequence("indices")) if found is not None}
@@ -203,7 +203,7 @@ def index(call: Call) -> Outcome:
 
 
 def _share(call: Call, dims: Dims) -> Units:
-    """Return the units, made equal along all of `dims`."""
+    """Return the units, made equal along `dims`."""
     order = []
     for factor in call.x.units.order:
         if varying_dims(factor) and varying_dims(factor) <= dims:
