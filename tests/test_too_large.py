@@ -14,8 +14,8 @@ INSPECT = ["inspect", "fedveil.models:lenet", "--input"]
     [
         ([*IMAGES, "2000000"], "10 images of 2000000 x 2000000 pixels need 111,758.7 GiB of memory, more than"),
         ([*IMAGES, str(10**30)], "pixels need more memory than this machine has"),
-        (["train", "--hidden", str(10**13)], "the values of this mlp need 2,384,185.8 GiB of memory"),
-        (["train", "--hidden", str(10**30)], "the values of this mlp need more memory than this machine has"),
+        (["train", "--hidden", str(10**13)], "the parameters of this mlp need 2,384,185.8 GiB of memory"),
+        (["train", "--hidden", str(10**30)], "the parameters of this mlp need more memory than this machine has"),
         ([*INSPECT, "3,2000000,2000000"], "of 3,2000000,2000000 need 89,407.0 GiB"),
         ([*INSPECT, "9" * 30], "need more memory than this machine has"),
     ],

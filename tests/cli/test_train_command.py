@@ -46,7 +46,7 @@ def test_data_sets_are_listed_with_their_state_and_downloaded_where_they_can(cap
     assert lines["digits"].split()[1] == "embedded"
     assert lines["bank"].split()[1] == "missing"
     assert main(["data", "get", "lesion", "--to", str(tmp_path)]) == 2
-    assert "'lesion' cannot be downloaded by a program" in capsys.readouterr().err
+    assert "'lesion' cannot be downloaded automatically" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -68,9 +68,9 @@ TABLE = [*FLAGS, "--ignore", "id", "label", "--categorical", "zip", "--missing",
 @pytest.mark.parametrize(
     ("words", "metric", "outputs", "note"),
     [
-        ([], "mse", 1, "a regression, as the target 'price' holds numbers"),
+        ([], "mse", 1, "regression, because the target 'price' has numbers"),
         (["--target", "stars", "--task", "classification"], "accuracy", 5, "filled in"),
-        (["--target", "label", "--ignore", "id"], "accuracy", 2, "two classes, as the target 'label' holds only"),
+        (["--target", "label", "--ignore", "id"], "accuracy", 2, "two classes, because the target 'label' has only"),
     ],
 )
 def test_a_column_is_trained_as_classes_or_as_numbers_with_a_note(words, metric, outputs, note, houses, capsys):
@@ -130,16 +130,19 @@ test_share = 0.25
         (FLAGS[:4], ["it needs the column to predict", "with one of id, size in m2, zip, region, label, stars, price"]),
         (FLAGS, ["houses.csv, line 9, column 'size in m2': 'NA' means missing", "3 in 1 column", "--missing drop"]),
         ([*TABLE, "--loss", "cross_entropy"], ["'price' of 'houses' is a regression", "--loss sq", "--task class"]),
-        ([*TABLE, "--loss", "hinge"], ["hinge compares classes", "--loss squared_error"]),
+        ([*TABLE, "--loss", "hinge"], ["hinge is for classes", "--loss squared_error"]),
         ([*TABLE, "--loss", "binary_cross_entropy"], ["targets from 0 to 1", "--loss squared_error"]),
         ([*TABLE, "--loss", "poisson"], ["takes counts, not standardised", "--loss squared_error"]),
         ([*TABLE, "--label-smoothing", "0.1"], ["is a regression", "leave --label-smoothing out"]),
         ([*TABLE, "--target", "region", "--loss", "binary_cross_entropy"], ["has one class", "--loss cross_entropy"]),
-        (["--data", f"{HERE}:masks"], ["gave Sequential, not data"]),
+        (["--data", f"{HERE}:masks"], ["returned Sequential, not data"]),
         (["--data", f"{HERE}:part"], ["it is a dict, not records with their targets"]),
         (["--data", f"{HERE}:pairs"], ["mlp takes one floating-point tensor"]),
-        (["--data", f"{HERE}:apart"], ["gave tuple of 4, not data", "return (train, test), each (inputs, targets)"]),
-        (["--data", f"{HERE}:floats"], ["all of them 0 or 1: classes or quantities?\n", "int64", "--loss squ"]),
+        (
+            ["--data", f"{HERE}:apart"],
+            ["returned tuple of 4, not data", "return (train, test), each (inputs, targets)"],
+        ),
+        (["--data", f"{HERE}:floats"], ["could be classes or quantities", "int64", "--loss squ"]),
     ],
 )
 def test_a_mistake_in_the_data_is_reported_with_its_fix_before_a_folder_is_made(words, texts, houses, capsys):
@@ -225,7 +228,7 @@ def test_a_class_at_each_pixel_is_trained_and_counted(tmp_path, capsys):
 def test_an_attack_on_records_of_several_tensors_says_that_it_takes_one(tmp_path, capsys):
     words = ["attack", "membership", "--data", f"{HERE}:pairs", "--model", f"{HERE}:Both", "--clients", "2"]
     assert main([*words, "--defence", "plain", "--epochs", "1", "--out", str(tmp_path / "a")]) == 2
-    assert "this takes records of one tensor only" in capsys.readouterr().err
+    assert "this takes only records of one tensor" in capsys.readouterr().err
 
 
 def test_what_the_page_on_inputs_shows_runs(tmp_path, monkeypatch, capsys):
@@ -288,7 +291,7 @@ def test_a_signal_saves_the_round_and_prints_the_command_that_resumes(
     assert signal.getsignal(signal.SIGTERM) == before
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fedveil: ")]
     command = shlex.join(["fedveil", "train", "--resume", "--out", str(folder)])
-    assert line == f"fedveil: stopped; round 5 is saved, and this resumes after it: {command}"
+    assert line == f"fedveil: stopped; round 5 is saved; resume after it with: {command}"
     assert checkpoint.load(folder / "checkpoint.pt")["round"] == 5
     assert main(shlex.split(command)[1:]) == 0
     assert rounds_in(folder) == list(range(1, 4 * PER_EPOCH + 1))
@@ -297,7 +300,7 @@ def test_a_signal_saves_the_round_and_prints_the_command_that_resumes(
 def test_the_command_that_resumes_trusts_code_that_the_user_has_named(tmp_path, monkeypatch, capsys, harmless):
     words = ["--data", f"{HERE}:pairs", "--model", f"{HERE}:Both", *LONGER, "--out", str(tmp_path)]
     assert stop(monkeypatch, words, 2, signal.SIGTERM) == 143
-    command = capsys.readouterr().err.rpartition("this resumes after it: ")[2]
+    command = capsys.readouterr().err.rpartition("resume after it with: ")[2]
     assert main(shlex.split(command)[1:]) == 0
     assert command.strip().endswith("--trust-code")
 
@@ -311,7 +314,7 @@ def test_a_run_that_is_stopped_before_its_first_round_or_by_a_full_disk_says_so(
 
     monkeypatch.setattr(fedveil.runs.folder, "train", interrupt)
     assert main(["train"]) == 130
-    assert capsys.readouterr().err.strip() == "fedveil: stopped; no round was complete; run the same command again"
+    assert capsys.readouterr().err.strip() == "fedveil: stopped; no round was completed; run the same command again"
     monkeypatch.setattr(fedveil.runs.folder, "train", full)
     assert main(["train"]) == 2
     assert "runs/x: cannot be used: No space left on device.\n  Fix: choose another" in capsys.readouterr().err
@@ -329,7 +332,7 @@ def test_resume_takes_the_configuration_of_the_folder_and_compares_the_flags_tha
     for words, texts in {
         ("--hidden", "5"): ("the run here has hidden = 4, not 5", "leave out --hidden"),
         ("--epochs", "2"): ("the run here has 3 epochs, more than 2", "--epochs 3 or more"),
-        ("--out", str(tmp_path / "nothing")): ("there is no run to continue",),
+        ("--out", str(tmp_path / "nothing")): ("there is no run to resume",),
     }.items():
         assert main(["train", *out, *words]) == 2
         error = capsys.readouterr().err

@@ -60,7 +60,7 @@ GOOD = [bank_row(number) for number in range(5)]
         (bank_text(GOOD).encode()[:-3], ["line 6: not CSV", "unclosed quote"]),
         (bank_text(GOOD).replace(";", ",").encode(), ["line 1: not CSV", "a delimiter that is not ';'"]),
         (bank_text(GOOD).replace('"job"', '"work"').encode(), ["line 1: no column job; found age", "delimiter"]),
-        (bank_text(GOOD).replace("housemaid", "h\0").encode(), ["line 5: it holds a NUL character"]),
+        (bank_text(GOOD).replace("housemaid", "h\0").encode(), ["line 5: it contains a NUL byte"]),
     ],
 )
 def test_damage_is_named_by_file_and_line(content, texts, tmp_path):

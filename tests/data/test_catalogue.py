@@ -75,12 +75,14 @@ def test_the_catalogue_says_what_is_there(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_path_that_cannot_be_opened_is_named(name, tmp_path):
-    with refused(tmp_path / TOO_LONG, "cannot be read: File name too long", "Fix: use readable files and folders"):
+    with refused(
+        tmp_path / TOO_LONG, "cannot be read: File name too long", "Fix: use files and folders that can be read"
+    ):
         load(name, path=tmp_path / TOO_LONG)
     for target in ("gone", "link"):  # a link to nothing, and to itself
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to(tmp_path / target)
-        with refused(tmp_path / "link", "it is a link to a file that is not there", "Fix: "):
+        with refused(tmp_path / "link", "it is a broken link", "Fix: "):
             load(name, path=tmp_path / "link")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):

@@ -93,8 +93,8 @@ def dump(value, protocol=2):
         (None, ["it is missing or empty"]),
         (b"", ["it is missing or empty"]),
         (cifar_batch([1, 2])[:-500], ["not a CIFAR file"]),
-        (dump({"data": np.zeros((2, 3072)), "labels": [1, 2]}), ["it has another array than one of bytes"]),
-        (dump({"data": np.zeros((2, 3072), "u1", "F"), "labels": [1, 2]}), ["another array than one of bytes"]),
+        (dump({"data": np.zeros((2, 3072)), "labels": [1, 2]}), ["it contains an array that is not of bytes"]),
+        (dump({"data": np.zeros((2, 3072), "u1", "F"), "labels": [1, 2]}), ["an array that is not of bytes"]),
         (dump({"data": np.zeros((2, 9), np.uint8), "labels": [0, 1]}), ["it has no images of 3072 bytes"]),
         (cifar_batch([1, 2], "fine_labels"), ["0 labels for 2 images"]),
         (cifar_batch([1, 10, 2]), ["row 1: label 10 is not one of 10 classes"]),
@@ -103,7 +103,7 @@ def dump(value, protocol=2):
 def test_damage_is_named_by_archive_member_and_row(content, texts, tmp_path):
     files = cifar10_batches() | {"data_batch_3": content}
     path = write_tar(tmp_path / "cifar-10-python.tar.gz", {name: own for name, own in files.items() if own is not None})
-    with refused(path, "member data_batch_3", *texts, "fetch the archive again"):
+    with refused(path, "member data_batch_3", *texts, "download the archive again"):
         load("cifar10", path=path)
 
 
@@ -111,7 +111,7 @@ def test_a_damaged_archive_is_named(tmp_path):
     path = write_tar(tmp_path / "cifar-10-python.tar.gz", cifar10_batches())
     for content in (path.read_bytes()[:-5000], b"", b"x" * 99):
         path.write_bytes(content)
-        with refused(path, "not a readable tar archive", "fetch it again"):
+        with refused(path, "not a readable tar archive", "download it again"):
             load("cifar10", path=path)
 
 
@@ -170,7 +170,7 @@ def test_a_file_that_is_or_claims_to_be_large_is_not_read(tmp_path, monkeypatch)
     monkeypatch.setattr(cifar, "MOST_UNPACKED", 10**6)
     path, home = tmp_path / "cifar-10-python.tar", write_folder(tmp_path / "batches", cifar10_batches())
     os.truncate(home / "data_batch_2", 8 * GIGABYTE)  # a sparse file
-    with refused("member data_batch_2: cannot be read: it has more than"):
+    with refused("member data_batch_2: cannot be read: it is larger than"):
         load("cifar10", path=home)
     for kind in (tarfile.REGTYPE, tarfile.XHDTYPE):  # a file of 8 GB, and a header of 8 GB
         member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
@@ -184,7 +184,7 @@ def test_a_file_that_is_or_claims_to_be_large_is_not_read(tmp_path, monkeypatch)
             assert tracemalloc.get_traced_memory()[1] < 10**8
             tracemalloc.stop()
     write_tar(tmp_path / "bomb.tar.gz", {"large": bytes(2 * 10**6)} | cifar10_batches())
-    with refused("not a readable tar archive: it has more than 1000000 bytes"):
+    with refused("not a readable tar archive: it is larger than 1000000 bytes"):
         load("cifar10", path=tmp_path / "bomb.tar.gz")
 
 

@@ -27,7 +27,7 @@ def test_words_are_classes_and_numbers_a_regression_whose_scale_is_kept(tmp_path
     assert (found.classes, set(found.columns), found.target_scale) == (("a", "b"), {"size", "colour"}, None)
     assert abs(found.train.inputs[:, 0].mean()) < 1e-6
     assert np.array_equal(found.columns["colour"] == "red", found.train.inputs[:, 2].bool().numpy())
-    assert found.notes[0] == "a classification, as the target 'kind' holds 2 different words such as 'a'"
+    assert found.notes[0] == "classification, because the target 'kind' has 2 distinct words, such as 'a'"
     assert "colour (2 values)" in found.notes[2]
     found = load("csv", path=path, target="size", test_share=0.5, ignore=["kind"])
     assert (found.classes, found.train.inputs.shape, found.train.targets.shape) == ((), (10, 2), (10, 1))
@@ -37,18 +37,18 @@ def test_words_are_classes_and_numbers_a_regression_whose_scale_is_kept(tmp_path
     torch.testing.assert_close(torch.tensor(mean), found.original_units(found.train.targets).mean())
     torch.testing.assert_close(torch.tensor(deviation), found.original_units(found.train.targets).std(correction=0))
     first, *_, last = found.notes
-    assert first == "a regression, as the target 'size' holds numbers; --task classification if they are classes"
-    assert f"an mse of 1 is a squared error of {deviation**2:.4g} in its own units" in last
+    assert first == "regression, because the target 'size' has numbers; use --task classification if they are classes"
+    assert f"an mse of 1 is a squared error of {deviation**2:.4g} in the original units" in last
 
 
 @pytest.mark.parametrize(
     ("values", "classes", "note"),
     [
-        (("2", "10", "3", "4", "5"), (), "numbers, which are only 5 different integers; --task classification if they"),
-        (("0", "1"), ("0", "1"), 'holds only 0 and 1; --task regression (in Python task="regression") if they are'),
-        (("-1", "1"), ("-1", "1"), "two classes, as the target 'y' holds only -1 and 1"),
-        (("0.0", "1.0"), ("0.0", "1.0"), "two classes, as the target 'y' holds only 0 and 1"),
-        (("0.5", "1"), (), "a regression, as the target 'y' holds numbers;"),
+        (("2", "10", "3", "4", "5"), (), "numbers, but only 5 distinct integers; use --task classification if they"),
+        (("0", "1"), ("0", "1"), 'has only 0 and 1; use --task regression (in Python task="regression") if they are'),
+        (("-1", "1"), ("-1", "1"), "two classes, because the target 'y' has only -1 and 1"),
+        (("0.0", "1.0"), ("0.0", "1.0"), "two classes, because the target 'y' has only 0 and 1"),
+        (("0.5", "1"), (), "regression, because the target 'y' has numbers;"),
         (("0", "1", "1.0", "00"), ("0", "1"), "two classes"),  # spellings of one number are one class
     ],
 )
@@ -135,7 +135,7 @@ def test_missing_cells_are_refused_with_their_number_and_the_choices(tmp_path):
     with refused(
         "mine.csv, line 3, column 'age': 'NA' means missing. 5 of 15 records have missing cells: "
         "5 in 3 columns (age: 2, colour: 2, y: 1)",
-        "use --missing drop to leave these records out, or --missing impute to fill the cells in",
+        "use --missing drop to leave these records out, or --missing impute to fill in the cells",
     ) as caught:
         load("csv", path=write_rows(tmp_path, *GAPS), target="y")
     assert "--categorical" not in str(caught.value)  # numbers do not become categories for the sake of NA
@@ -173,7 +173,7 @@ def test_missing_cells_are_imputed_on_request_from_the_training_part_and_targets
         assert all(float(cell) == median for cell in cells if not cell.isdecimal())
         assert found.notes[1] == "left out without a target: 1 of 15 records"
         assert f"age: 2 with the median {median:.4g}, colour: 2 with the category 'missing'" in found.notes[3]
-        assert found.notes[4] == "taken as categories: colour (4 values)"  # red, None, unknown and missing
+        assert found.notes[4] == "treated as categories: colour (4 values)"  # red, None, unknown and missing
         assert found.train.inputs.shape[1] == 1 + 4
         assert found.train.inputs.isfinite().all()
 
@@ -183,14 +183,14 @@ def test_missing_cells_are_imputed_on_request_from_the_training_part_and_targets
     [
         ({"target": None}, ["load('csv'): it needs the column to predict", "target=) with one of size, colour, kind"]),
         ({"target": "kin"}, ["mine.csv: there is no column 'kin'", "use 'kind'"]),
-        ({"ignore": ["size", "colour"]}, ["no column is left for the inputs"]),
+        ({"ignore": ["size", "colour"]}, ["no columns are left as inputs"]),
         ({"ignore": ["kind"]}, ["'kind' is both the target and in ignore"]),
-        ({"test_share": 0.001}, ["20 records leave a part empty"]),
+        ({"test_share": 0.001}, ["20 records are too few to divide"]),
         ({"delimiter": ";;"}, ["delimiter is ';;'", 'or "tab"']),
-        ({"delimiter": ";"}, ["line 1: with ';' between fields there is only one column, 'size,colour,kind'", "--del"]),
+        ({"delimiter": ";"}, ["line 1: with the delimiter ';' there is only one column, 'size,colour,kind'", "--del"]),
         ({"decimal": ",", "delimiter": ","}, ["',' is both the decimal mark and the delimiter", "--delimiter ';'"]),
         ({"task": "regression"}, ["line 2, column 'kind': 'b' is not a number", "--task classification"]),
-        ({"task": "regression", "categorical": "kind"}, ["needs numbers, and the target 'kind' is in categorical"]),
+        ({"task": "regression", "categorical": "kind"}, ["needs numbers, but the target 'kind' is in categorical"]),
     ],
 )
 def test_options_that_do_not_fit_the_file_are_refused(options, texts, tmp_path):
@@ -210,7 +210,7 @@ NINE = [f"{n},{n % 2}" for n in range(9)]
         ([*NINE, "-,1"], {}, ["line 11, column 'x': '-' is not a number", "empty it if", "--categorical x"]),
         ([*NINE, "1,-"], {}, ["line 11, column 'y': '-' is not a number", "--task classification"]),
         ([*NINE, "1_0,1"], {}, ["line 11, column 'x': '1_0' is not a number"]),
-        ([f"id{n},{n % 2}" for n in range(1001)], {}, ["column 'x': 1,001 different values", "--ignore x", "dates"]),
+        ([f"id{n},{n % 2}" for n in range(1001)], {}, ["column 'x': 1,001 distinct values", "--ignore x", "dates"]),
         ([f"{n},id{n}" for n in range(1001)], {}, ["column 'y': 1,001", "too many for classes", "--task reg"]),
         ([f"{n},1" for n in range(9)], {}, ["column 'y': every record has the value '1'"]),
         ([*NINE, "1e308,1"], {}, ["line 11, column 'x'", "'1e308' is too large to be standardised"]),
@@ -239,14 +239,17 @@ def test_what_is_loaded_is_finite_or_refused_wherever_a_large_number_is(tmp_path
     ("content", "texts"),
     [
         (b"", ["the file is empty", "a CSV file with a header"]),
-        (b"a,y\n", ["there is a header and no row"]),
-        (b"y\n1\n2\n", ["line 1: with ',' between fields there is only one column, 'y'", "at least one other"]),
+        (b"a,y\n", ["there is a header but no rows"]),
+        (b"y\n1\n2\n", ["line 1: with the delimiter ',' there is only one column, 'y'", "at least one other"]),
         (b"a y\n1 2\n", ["only one column, 'a y'", """--delimiter ' ' (in Python delimiter=" ")"""]),
         *((start + b"rest", ["it is not CSV, but", "save it as CSV in UTF-8"]) for start in csv_file._OTHER_FILES),
         ("größe,y\n1,2\n".encode("latin1"), ["line 1: it is not UTF-8 text", "iconv -f latin1"]),
-        (b"5.1,3.5,setosa\n4.9,3.0,setosa\n", ["line 1: the header should hold the names", "(5.1, 3.5)"]),
-        (b"5.1,5.1,setosa\n4.9,3.0,setosa\n", ["line 1: columns are named twice: 5.1", "give each column a name"]),
-        (b"a,y\n1,2\n3\n", ["line 3: 1 fields, the header has 2", "if it is not ','"]),
+        (b"5.1,3.5,setosa\n4.9,3.0,setosa\n", ["line 1: the header should contain the names", "(5.1, 3.5)"]),
+        (
+            b"5.1,5.1,setosa\n4.9,3.0,setosa\n",
+            ["line 1: several columns have the same name: 5.1", "give each column its own name"],
+        ),
+        (b"a,y\n1,2\n3\n", ["line 3: 1 fields, but the header has 2", "if it is not ','"]),
     ],
 )
 def test_files_that_are_not_tables_are_refused_by_their_kind(content, texts, tmp_path):
@@ -264,6 +267,6 @@ def test_identifiers_and_a_category_per_record_are_pointed_out(tmp_path):
     rows = (f"{k},2026-01-{k:02} {k}h,{k % 7},{k % 2}" for k in range(100))
     path = write_rows(tmp_path, "id,day,size,kind", *rows)
     notes = load("csv", path=path, target="kind").notes
-    assert any("nearly a category per record in 'day'" in note and "--ignore dates" in note for note in notes)
-    assert any("'id' counts the rows" in note and "--ignore id" in note for note in notes)
-    assert not any("counts the rows" in note for note in load("csv", path=path, target="kind", ignore="id").notes)
+    assert any("'day': nearly one category per record" in note and "--ignore for dates" in note for note in notes)
+    assert any("'id' numbers the rows" in note and "--ignore id" in note for note in notes)
+    assert not any("numbers the rows" in note for note in load("csv", path=path, target="kind", ignore="id").notes)

@@ -49,7 +49,7 @@ def test_targets_may_be_numbers_classes_or_a_class_at_each_position():
     assert (data.train.targets.shape, data.classes, data.outputs) == ((4, 2, 3), ("0", "1", "2", "3"), 4)
     data = read(((IDS, torch.ones(4, 3, dtype=torch.float64)), LABELS), classes=["no", "yes"])
     assert repr(data) == "Data('mine', train=4, test=4, inputs[0] (3,), inputs[1] (3,), 2 classes)"
-    with refused("mine.train: classes are named, but targets are not integers"):
+    with refused("mine.train: classes are given, but targets are not integers"):
         read((IDS, torch.rand(4)), classes=["a"])
 
 
@@ -62,7 +62,7 @@ def test_records_stay_together_when_some_are_taken():
     kept = keep_labels(read(({"ids": IDS, "age": IDS[:, 0].float()}, LABELS)), [1])
     assert (kept.train.inputs["ids"].tolist(), kept.train.inputs["age"].tolist()) == ([[3, 4, 5], [6, 7, 8]], [3, 6])
     assert torch.equal(DataPart(IDS, LABELS).tensor, IDS)
-    with refused("records are a dict of tensors, and this takes records of one tensor only"):
+    with refused("each record is a dict of tensors, but this takes only records of one tensor"):
         _ = part.tensor
 
 
@@ -73,7 +73,7 @@ def test_records_stay_together_when_some_are_taken():
         ([((IDS[0], torch.tensor([torch.nan])), 0)], [", record 0: inputs[1] hold NaN"]),
         ([(Image.new("L", (2, 2)), 1)], [", record 0: inputs cannot", "it is PIL.Image", "transforms.ToTensor()"]),
         ([], [": there are no records"]),
-        ([(torch.zeros(2), -1)], [": a target is -1"]),
+        ([(torch.zeros(2), -1)], [": targets range from -1"]),
         ((IDS, HUGE), [", record 0: targets hold a number that is infinite in torch.float32"]),
         ((HUGE, LABELS), [", record 0: inputs hold a number that is infinite in torch.float32"]),
         ((IDS.to("meta"), LABELS), [": inputs are a sparse, nested or meta tensor"]),
@@ -99,7 +99,7 @@ def test_columns_of_frames_are_features_and_targets_are_one_class_or_several_num
 def test_floating_targets_that_look_like_classes_are_a_regression_with_a_note():
     found = read((FRAME, LABELS.double().numpy()))
     assert (found.classes, found.outputs) == ((), 1)
-    assert "2 different integer values: taken as a regression" in found.notes[0]
+    assert "2 distinct integer values, treated as a regression" in found.notes[0]
     for targets in (LABELS, torch.tensor([0.5, 1, 2, 3]), torch.arange(8.0).reshape(4, 2)):
         assert read((FRAME, targets)).notes == ()
 
@@ -141,7 +141,7 @@ INPUTS, TARGETS = torch.zeros(3, 2), torch.zeros(3, 1)
         ({"age": INPUTS.double()}, TARGETS, {}, "x.train: inputs['age'] are torch.float64"),
         (INPUTS, TARGETS[:2], {}, "x.train: there are 3 records in inputs and 2 targets"),
         (INPUTS, TARGETS, {"classes": ("a",)}, "use torch.int64 targets of shape (records,)"),
-        (INPUTS, torch.tensor([0, 1, 5]), {"classes": ("a", "b")}, "a target is 0 or 5, there are 2"),
+        (INPUTS, torch.tensor([0, 1, 5]), {"classes": ("a", "b")}, "targets range from 0 to 5, but there are 2"),
         (INPUTS, TARGETS, {"columns": {"c": np.zeros(2)}}, "x.columns['c']: 2 values for 3"),
     ],
 )

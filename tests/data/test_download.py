@@ -77,12 +77,12 @@ def test_a_download_lands_in_its_folder_once_and_reports_progress(server, tmp_pa
 
 def test_another_file_of_that_name_is_not_touched(server, tmp_path):
     path = write_folder(tmp_path, {f"cifar10/{TAR}": b"mine"}) / "cifar10" / TAR
-    with refused(path, "there is another file of this name", "move it away"):
+    with refused(path, "a different file with this name exists", "move it away"):
         get("cifar10", tmp_path)
     assert path.read_bytes() == b"mine"
     path.unlink()
     path.mkdir()
-    with refused(path, "there is another file of this name", "move it away"):
+    with refused(path, "a different file with this name exists", "move it away"):
         get("cifar10", tmp_path)
 
 
@@ -137,7 +137,7 @@ def test_the_bank_is_taken_out_of_its_zips_and_loads(server, tmp_path, monkeypat
     [
         (b"no zip", "the download failed (File is not a zip file)"),
         (nested(BANK + b"?"), "is not the expected file"),
-        (nested(bytes(10**7), zipfile.ZIP_DEFLATED), "the download failed (it has more than 1000000 bytes)"),
+        (nested(bytes(10**7), zipfile.ZIP_DEFLATED), "the download failed (it is larger than 1000000 bytes)"),
     ],
     ids=["no zip", "another file", "a bomb"],
 )
@@ -153,7 +153,7 @@ def test_a_wrong_zip_is_not_kept(served, text, server, tmp_path, monkeypatch):
     [
         ("digit", ["get: there is no data set 'digit'", "use 'digits'"]),
         ("images", ["'images' needs no download"]),
-        ("lesion", ["'lesion' cannot be downloaded by a program", "https://doi.org", "HAM10000_metadata.csv into"]),
+        ("lesion", ["'lesion' cannot be downloaded automatically", "https://doi.org", "HAM10000_metadata.csv into"]),
     ],
 )
 def test_what_cannot_be_downloaded_is_refused(name, texts, tmp_path):

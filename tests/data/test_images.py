@@ -64,7 +64,7 @@ def test_subsets_keep_the_shares_of_classes_and_grow(tmp_path):
     assert sorted(large.train.targets.bincount().tolist()) == [10, 11]
     assert small.test.targets.bincount().tolist() == [1, 1]
     assert load("images", path=home, size=8, train_size=1).train.targets.tolist() == [0]
-    with refused("load of 'pets': train_size is 41, there are 40 records"):
+    with refused("load of 'pets': train_size is 41 of 40 records"):
         load("images", path=home, size=8, train_size=41)
 
 
@@ -120,9 +120,9 @@ def test_a_cache_that_cannot_be_written_does_no_harm_and_none_is_written_in_part
     [
         ({"train/cat/9.png": b"not an image"}, ["member train/cat/9.png: not a readable image", "Fix: replace it"]),
         ({"train/cat/9.png": b""}, ["member train/cat/9.png: the file is empty"]),
-        ({"train/9.png": picture((1, 2, 3))}, ["member train/9.png: an image must lie in the folder of its class"]),
+        ({"train/9.png": picture((1, 2, 3))}, ["member train/9.png: an image must be in the folder of its class"]),
         ({"test/fish/9.png": picture((1, 2, 3))}, ["test/ has unknown classes: fish", "cat, dog"]),
-        ({"train/cat/0.png": bytes(10**6)}, ["member train/cat/0.png: cannot be read: it has more than 100000 bytes"]),
+        ({"train/cat/0.png": bytes(10**6)}, ["member train/cat/0.png: cannot be read: it is larger than 100000 bytes"]),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -178,7 +178,7 @@ def test_a_note_says_what_is_left_out(tmp_path):
     assert load("images", path=home, size=8).notes[1].startswith("left out 2 files, such as cat/a.txt: ")
 
 
-ANY_FORM = "use <class>/<image> with two classes or more, or train/<class>/<image> and test/<class>/<image>"
+ANY_FORM = "use <class>/<image> with at least two classes, or train/<class>/<image> and test/<class>/<image>"
 
 
 @pytest.mark.parametrize(
@@ -186,12 +186,12 @@ ANY_FORM = "use <class>/<image> with two classes or more, or train/<class>/<imag
     [
         ({f"test/{name}": own for name, own in pets().items()}, {}, ["there are no images in train/", "train/<cl"]),
         ({"README.md": b"", "cat/a.txt": b""}, {}, ["there are no images in it (.jpg, .jpeg, .png", ANY_FORM]),
-        ({"a.png": picture((1, 1, 1))}, {}, ["member a.png: an image must lie in the folder of its class", ANY_FORM]),
-        (pets(dogs=0), {}, ["all images lie in one folder, cat, and so are of one class", ANY_FORM]),
-        (pets() | pets(top="more/"), {}, ["member more/cat/0.png: folders of classes must be side by side, and cat"]),
+        ({"a.png": picture((1, 1, 1))}, {}, ["member a.png: an image must be in the folder of its class", ANY_FORM]),
+        (pets(dogs=0), {}, ["all images are in one folder, cat, and so belong to one class", ANY_FORM]),
+        (pets() | pets(top="more/"), {}, ["member more/cat/0.png: class folders must have the same parent, but cat"]),
         (pets() | {"train/0.png": picture((1, 1, 1))}, {}, ["member train/0.png", "if train or test is a class here"]),
-        (pets(1, 1), {}, ["2 classes of one image each leave none to test on"]),
-        (class_folders(), {"test_share": 0.2}, ["it is divided into train/ and test/ already"]),
+        (pets(1, 1), {}, ["2 classes with one image each leave none to test on"]),
+        (class_folders(), {"test_share": 0.2}, ["it is already divided into train/ and test/"]),
     ],
 )
 def test_folders_of_no_known_form_are_refused(files, options, texts, tmp_path):
@@ -204,8 +204,8 @@ def test_folders_of_no_known_form_are_refused(files, options, texts, tmp_path):
 @pytest.mark.parametrize(
     ("damage", "texts"),
     [
-        (lambda b: b"", ["the file is empty", "fetch it again"]),
-        (lambda b: b[:-200], ["not a readable zip file", "fetch it again"]),
+        (lambda b: b"", ["the file is empty", "download it again"]),
+        (lambda b: b[:-200], ["not a readable zip file", "download it again"]),
         (lambda b: b[:80] + bytes([b[80] ^ 255]) + b[81:], ["member train/cat/0.png: cannot be read: Bad CRC-32"]),
     ],
 )

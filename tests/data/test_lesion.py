@@ -63,7 +63,7 @@ def changed(old, new):
         (changed(b"lesion_id", b"id"), ["HAM10000_metadata.csv, line 1: no column lesion_id"]),
         ({"HAM10000_metadata.csv": lesion_files()["HAM10000_metadata.csv"]}, ["there are no images in it"]),
         ({"images/a.jpg": picture((1, 2, 3))}, ["there is no HAM10000_metadata.csv in it or beside it"]),
-        (lesion_files(lesions=1), ["2 images leave a part empty"]),
+        (lesion_files(lesions=1), ["2 images are too few to divide"]),
     ],
 )
 def test_damage_is_named_by_member_or_line(files, texts, tmp_path):

@@ -79,12 +79,15 @@ def test_records_of_a_client_are_mixed(how):
         ({"clients": 7}, ["7 clients for 6 records", "at most 6 clients"]),
         ({"seed": -1}, ["seed must be", "at least 0, got -1"]),
         ({"how": "idd"}, ["there is no split 'idd'", "use 'iid'"]),
-        ({"how": "dirichlet", "alpha": 0}, ["alpha must be a finite number above 0, got 0", "use 0.5, which is usual"]),
-        ({"how": "dirichlet", "clients": 6, "alpha": 1e-3}, ["in 100 draws", "got no record", "larger alpha"]),
+        (
+            {"how": "dirichlet", "alpha": 0},
+            ["alpha must be a finite number above 0, got 0", "use 0.5, a common choice"],
+        ),
+        ({"how": "dirichlet", "clients": 6, "alpha": 1e-3}, ["in each of 100 draws", "got no records", "larger alpha"]),
         ({"how": "column"}, ["needs a column", "column= to one of 'site'"]),
         ({"how": "column", "column": "sites"}, ["there is no column 'sites'", "use 'site'"]),
-        ({"how": "column", "column": "site", "clients": 4}, ["has 2 values", "--clients 2"]),
-        ({"column": "site"}, ["column='site' has no meaning for how=\"iid\"", 'how="column"']),
+        ({"how": "column", "column": "site", "clients": 4}, ["has only 2 values", "--clients 2"]),
+        ({"column": "site"}, ["column='site' does not apply to how=\"iid\"", 'how="column"']),
     ],
 )
 def test_a_division_that_does_not_exist_is_refused(options, texts):
@@ -94,13 +97,13 @@ def test_a_division_that_does_not_exist_is_refused(options, texts):
 
 
 def test_only_one_class_per_record_can_be_divided_by_class():
-    with refused("a Dirichlet split needs one class per record, and 'diabetes' is a regression", 'how="iid"'):
+    with refused("a Dirichlet split needs one class per record, but 'diabetes' is a regression", 'how="iid"'):
         split(load("diabetes"), 2, how="dirichlet")
     with refused("is a regression and has no classes"):
         keep_labels(load("diabetes"), (0,))
     part = DataPart(torch.zeros(4, 3), torch.tensor([[0, 1, 0]] * 4))
     each = Data("mine", part, part, classes=("a", "b"))
-    with refused("a Dirichlet split needs one class per record, and 'mine' has one at each position"):
+    with refused("a Dirichlet split needs one class per record, but 'mine' has one at each position"):
         split(each, 2, how="dirichlet")
     with refused("records of 'mine' have a class at each position"):
         keep_labels(each, [1])
@@ -116,7 +119,7 @@ def test_kept_records_keep_their_input_their_name_and_their_columns():
         assert len(part.inputs) == 4
     assert found.columns["number"].tolist() == found.train.inputs.flatten().tolist()
     data = dataclasses.replace(data, test=DataPart(data.test.inputs[:1], data.test.targets[:1]))
-    with refused("has no record of a"):
+    with refused("has no records of a"):
         keep_labels(data, (0,))
 
 

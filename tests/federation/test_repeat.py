@@ -68,11 +68,11 @@ def test_resume_goes_on_with_the_last_of_the_default_folders(at, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--resume", "--out", "none"), "none: there is no run to continue.\n  Fix: leave out --resume"),
-        (("--resume",), "runs/digits-mlp-veil-0: there is no run to continue"),
-        (("run",), "run: it is a folder, not a file.\n  Fix: use run/config.json to repeat the run in it, or"),
+        (("--resume", "--out", "none"), "none: there is no run to resume.\n  Fix: leave out --resume"),
+        (("--resume",), "runs/digits-mlp-veil-0: there is no run to resume"),
+        (("run",), "run: this is a folder, not a file.\n  Fix: use run/config.json to repeat the run in it, or"),
         (("torn.json",), "torn.json: is not JSON"),
-        (("list.json",), "list.json: holds a list, not sections"),
+        (("list.json",), "list.json: contains a list, not sections"),
     ],
 )
 def test_what_is_no_run_is_refused_and_nothing_is_made(at, capsys, words, text):
@@ -89,7 +89,7 @@ def test_a_config_json_from_elsewhere_runs_no_code(at, capsys):
     path = at / "first/config.json"
     path.write_text(path.read_text().replace('"model": "mlp"', '"model": "os:getcwd"'))
     assert main(["train", "first/config.json", "--out", "second"]) == 2
-    assert "names code: importing it runs it" in capsys.readouterr().err
+    assert "names code, and importing it runs it" in capsys.readouterr().err
 
 
 def test_progress_goes_to_a_log_where_there_is_no_terminal(at, capsys, monkeypatch):
@@ -149,10 +149,13 @@ def own():
         ),
         (lambda run: (run / "model.safetensors").write_bytes(b"torn"), "is damaged"),
         (shutil.rmtree, r"model\.safetensors: there is no model: there is no such folder"),
-        (lambda run: (run / "model.json").unlink(), r"model\.json, which has the shape of records, cannot be read"),
+        (
+            lambda run: (run / "model.json").unlink(),
+            r"model\.json, which contains the shape of records, cannot be read",
+        ),
         (
             lambda run: (run / "model.json").write_text('{"schema": 1, "record": [63], "outputs": 10}'),
-            "its values are of another model",
+            "its values belong to another model",
         ),
     ],
 )

@@ -19,7 +19,7 @@ limits = partial(Intervals, "t", "AUC", [])
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(band, bands={"a": [(0.0, 1.0)]}), "'a' has 2 points and a band of 1"),
+        (partial(band, bands={"a": [(0.0, 1.0)]}), "'a' has 2 points, but its band has 1"),
         (partial(band, bands={"a": [(0.0, 1.0), (2.0, 1.0)]}), "got 2.0 to 1.0"),
         (partial(band, bands={"a": [(0.0, 1.0), (1.0, nan)]}), "got 1.0 to nan"),
         (partial(interval, nan), "Interval 'adaptive' of group 'veil': value is nan"),
@@ -32,8 +32,8 @@ limits = partial(Intervals, "t", "AUC", [])
         (partial(Picture, 2, 2, 3, b"1234"), "2 x 2 pixels of 3 channels need 12 bytes, got 4"),
         (partial(Picture, 2, 2, 4, bytes(16)), "sides must be at least 1, channels 1 or 3"),
         (partial(Picture, 2, 2, 1, [0, 1, 2, 3]), "data must be bytes, got list"),
-        (partial(Pictures, "p", ["a", "b"], [("veil", [None])]), "row 'veil' has 1 pictures, there are 2 columns"),
-        (partial(Table, "t", ["a", "b"], [["1", "2"], ["3"]]), "Table 't': row 2 has 1 cells, the header has 2"),
+        (partial(Pictures, "p", ["a", "b"], [("veil", [None])]), "row 'veil' has 1 pictures for 2 columns"),
+        (partial(Table, "t", ["a", "b"], [["1", "2"], ["3"]]), "Table 't': row 2 has 1 cells, but the header has 2"),
         (partial(Matrix, "m", ["a", "b"], [[1, 2]]), "Matrix 'm': 2 labels need 2 rows of 2 counts"),
         (partial(Matrix, "m", ["a"], [[-1]]), "Matrix 'm': a count is below zero"),
     ],

@@ -16,9 +16,9 @@ from fedveil.scheme import LOSSES
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"epoch": 3}, "there is no key 'epoch'.\n  Fix: did you mean 'epochs', of [training]?"),
+        ({"epoch": 3}, "there is no key 'epoch'.\n  Fix: did you mean 'epochs' in [training]?"),
         ({"qqq": 3}, "use one of data, path"),
-        ({"local_epochs": 3}, "whole_shard lets a client use all its records"),
+        ({"local_epochs": 3}, "whole_shard lets clients use all their records"),
         ({"epochs": "many"}, "epochs must be a valid integer, got 'many'"),
         ({"epochs": True}, "epochs must be a valid integer, got True"),
         ({"loss": "squared"}, "loss must be 'absolute_error', 'binary_cross_entropy'"),
@@ -28,7 +28,7 @@ from fedveil.scheme import LOSSES
         ({"data": {"lr": 1.0}}, "'lr' is in section [data].\n  Fix: move it to [training]"),
         ({"lr": 1.0, "training": {"lr": 2.0}}, "'lr' is given twice.\n  Fix: keep the one in [training]"),
         ({"model": {"model": "cnn", "name": "mlp"}}, "'name' is given twice"),
-        ({"label_smoothing": 0.1, "loss": "squared_error"}, "squared_error has none"),
+        ({"label_smoothing": 0.1, "loss": "squared_error"}, "label_smoothing does not apply to squared_error"),
     ],
 )
 def test_bad_values_are_refused_with_the_nearest_good_one(values, text):
@@ -55,7 +55,9 @@ def test_every_value_has_a_description_and_the_losses_are_those_there_are():
 @pytest.mark.parametrize("text", ['{"data": {}}', '{"schema": 2}', "[1]", "{"])
 def test_a_file_of_another_schema_or_form_is_refused(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(BadArgument, match=r"has schema (None|2), and this version reads|is not JSON|not sections"):
+    with pytest.raises(
+        BadArgument, match=r"has schema (None|2), but this version of fedveil reads|is not JSON|not sections"
+    ):
         read_config(tmp_path)
     (tmp_path / "bad.toml").write_text("epochs = ")
     with pytest.raises(BadArgument, match=r"bad.toml: is not TOML"):

@@ -36,7 +36,7 @@ def test_kept_noise_is_drawn_again_when_a_run_is_resumed_and_its_page_says_so(tm
         summary = train(config_of(epochs=epochs, **given), tmp_path, resume=epochs > 1)
         page = (tmp_path / "report.html").read_text()
         assert "kept over rounds" in page
-        assert ("drawn 2 times at least, because the run was resumed" in page) == (epochs > 1)
+        assert ("drawn at least 2 times, because the run was resumed" in page) == (epochs > 1)
         assert "--keep-noise" in summary.repeat
     assert checkpoint.load(tmp_path / "checkpoint.pt")["defence"] == {"name": "veil", "draws": 2}
     directions = []

@@ -25,10 +25,10 @@ def test_models_are_built_for_the_data_and_the_same_seed_gives_the_same_start(mo
     ("values", "text"),
     [
         ({"model": "perceptron"}, "there is no model 'perceptron'"),
-        ({"model": "cnn", "data": "diabetes"}, "cnn takes images, and a record is 10 numbers in a row"),
+        ({"model": "cnn", "data": "diabetes"}, "cnn takes images, but a record is a vector of 10 numbers"),
         ({"device": "cuda:7"}, "cannot use 'cuda:7'"),
         ({"model": SIGMOID}, r"the clients' records: .* does not accept them"),  # three inputs, digits have 64
-        ({"data": "my:data", "train_size": 3}, "--train-size is for data sets of the library"),
+        ({"data": "my:data", "train_size": 3}, "--train-size applies only to the library's data sets"),
     ],
 )
 def test_what_cannot_be_built_is_refused_before_a_folder_is_made(values, text, tmp_path):

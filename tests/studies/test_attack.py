@@ -20,7 +20,7 @@ DIGITS = {"data": "digits", "train_size": 200, "test_size": None, "defence": "pl
         (GRADIENTS, {"model": "mlp"}, {}, "are not images"),
         (GRADIENTS, {"optimizer": "adamw"}, {}, "for plain SGD and Adam only"),
         (GRADIENTS, {"momentum": 0.9}, {}, "for plain SGD and Adam only"),
-        (GRADIENTS, {"train_size": 30}, {}, "30 training records, the attacker and the victim need 40"),
+        (GRADIENTS, {"train_size": 30}, {}, "30 training records, but the attacker and the victim need 40"),
         (GRADIENTS, {}, {"victim_batch": "1,x"}, "batches of '1,x' from 8 images"),
         (GRADIENTS, {}, {"victim_batch": "16"}, "batches of '16' from 8 images"),
         (INVERSION, {"labels": None}, {}, "so that none is public"),

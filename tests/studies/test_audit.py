@@ -321,5 +321,5 @@ def test_flags_choose_the_federation_and_those_that_are_measured_are_refused():
     assert base_values({"data": "cifar10", "epochs": 3})["epochs"] == 3
     assert base_values({"data": "cifar10"})["train_size"] == 1000
     assert "train_size" not in base_values({"data": "bank"})
-    with pytest.raises(BadArgument, match="it measures several --weight-decay"):
+    with pytest.raises(BadArgument, match="it sets --weight-decay"):
         AuditCommand.parse("fedveil audit", ["--harden", "--weight-decay", "0.1"]).run()

@@ -202,7 +202,7 @@ def test_the_verdict_follows_the_figures():
 def test_records_that_are_not_images_and_too_few_records_are_refused():
     with pytest.raises(DoesNotApply, match="the records are not images"):
         server.images_and_model(config_of(data="diabetes"), None)
-    with pytest.raises(BadArgument, match="5 training records, 100 clients need 100"):
+    with pytest.raises(BadArgument, match="5 training records, but 100 clients need 100"):
         attack_round(config_of(data="digits", train_size=5), ServerOptions())
 
 

@@ -1,4 +1,4 @@
-"""The command line: results to stdout, messages to stderr; exit code 0, 2 for misuse, 130 if stopped."""
+"""The command line: results go to stdout, messages to stderr; exit code 0, 2 for misuse, 130 if interrupted."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return the exit code."""
+    """Run a command and return its exit code."""
     name, *words = (sys.argv[1:] if arguments is None else arguments) or [""]
     if name in ("", "-h", "--help", "help", "--version", "version"):
         print(version("fedveil") if name.endswith("version") else usage(), file=sys.stdout if name else sys.stderr)
@@ -36,6 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nfedveil: stopped; run the same command again to continue", file=sys.stderr)
         return INTERRUPTED
-    except SystemExit as end:  # help, flags that tyro refuses, and a run that was stopped
+    except SystemExit as end:  # raised for help, for flags that tyro refuses and for a run that was stopped
         return end.code if isinstance(end.code, int) else 0
     return 0

@@ -1,4 +1,4 @@
-"""The tables of commands and attacks. They import nothing that a command needs."""
+"""The tables of commands and attacks. Importing them does not import the commands' dependencies."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,15 @@ COMMANDS = {
     "compare": ("studies:CompareCommand", "compare defences on one federation", "--defences plain,veil --seeds 3"),
     "attack": ("studies:AttackCommand", "measure what a curious participant learns", "membership --defence plain,veil"),
     "audit": ("studies:AuditCommand", "measure what attackers learn under each defence", "runs/a"),
-    "reproduce": ("studies:reproduce", "compute the paper's tables and figures beside its values", "all --scale cpu"),
+    "reproduce": ("studies:reproduce", "recompute the paper's tables and figures", "all --scale cpu"),
     "data": ("training:data", "list data sets, or download one", "get bank"),
-    "demo": ("studies:demo", "train digits with five clients, plain and veiled, and compare", "--out runs/demo"),
-    "keys": ("deployment:keys", "make or show a member's signing key, for secure aggregation", "new alice --out keys"),
-    "flare-kit": ("deployment:flare_kit", "prepare a startup kit of NVIDIA FLARE", "runs/kits/bank/prod_00/site-1"),
+    "demo": ("studies:demo", "train on digits with five clients, plain and veiled, and compare", "--out runs/demo"),
+    "keys": ("deployment:keys", "create or show a member's signing key for secure aggregation", "new alice --out keys"),
+    "flare-kit": ("deployment:flare_kit", "prepare an NVIDIA FLARE startup kit", "runs/kits/bank/prod_00/site-1"),
     "schema": ("training:schema", "print the JSON schema of run.toml, for editors", "> run.schema.json"),
-    "completion": ("flags:completion", "print the completion script of a shell", "bash > ~/.fedveil-completion"),
+    "completion": ("flags:completion", "print a shell completion script", "bash > ~/.fedveil-completion"),
 }
-"""The module and the function or class of each command, a summary, and the rest of an example."""
+"""For each command: its module and its function or class, a summary, and the arguments of an example."""
 
 USAGE = """usage: fedveil COMMAND [FLAGS]
        fedveil --version
@@ -40,40 +40,43 @@ commands:
 
 Example: fedveil train --data digits --defence veil --epochs 5
 
-`fedveil COMMAND --help` lists the flags of a command with their defaults, `--help-all` the rest.
-`fedveil completion bash` (or zsh, fish) prints the completion script of your shell."""
+`fedveil COMMAND --help` lists a command's flags with their defaults; `--help-all` lists all flags.
+`fedveil completion bash` (or zsh, fish) prints a completion script for your shell."""
 
 AUDIT = "fedveil.studies.audit.run:AUDIT"
 GROUP = "fedveil.attacks"
 ATTACKS = {
-    "gradients": ("fedveil.studies.gradients.run:GRADIENTS", "images from gradients (DLG, iDLG, Inverting Gradients)"),
-    "inversion": ("fedveil.studies.inversion.run:INVERSION", "what the classes look like, by a generator (GMI)"),
-    "membership": ("fedveil.studies.membership.run:MEMBERSHIP", "which records the other clients trained on"),
-    "poisoning": ("fedveil.studies.poisoning:POISONING", "what hostile clients do, with and without limits"),
-    "server": ("fedveil.studies.gradients.server:SERVER", "what a curious server learns from updates and sums"),
+    "gradients": (
+        "fedveil.studies.gradients.run:GRADIENTS",
+        "reconstruct images from gradients (DLG, iDLG, Inverting Gradients)",
+    ),
+    "inversion": ("fedveil.studies.inversion.run:INVERSION", "reconstruct what the classes look like (GMI)"),
+    "membership": ("fedveil.studies.membership.run:MEMBERSHIP", "infer which records the other clients trained on"),
+    "poisoning": ("fedveil.studies.poisoning:POISONING", "measure what hostile clients can do, and how limits help"),
+    "server": ("fedveil.studies.gradients.server:SERVER", "measure what a curious server learns from updates and sums"),
 }
-"""The study and the summary of each attack."""
+"""For each attack: its study and a summary."""
 
 
 def usage() -> str:
-    """Return the help of `fedveil`."""
+    """Return the help text of `fedveil`."""
     return USAGE.format(commands="\n".join(f"  {name:<13}{summary}" for name, (_, summary, _) in COMMANDS.items()))
 
 
 def find_command(name: str) -> Any:
-    """Return what runs a command: a function whose parameters are flags, or a `FederationCommand`."""
+    """Return the object that runs a command: a function whose parameters are flags, or a `FederationCommand`."""
     module, _, kind = COMMANDS[name][0].partition(":")
     return getattr(importlib.import_module(f"fedveil.cli.{module}"), kind)
 
 
 def attack_names() -> dict[str, str]:
-    """Return the attacks of this library and of installed packages, each with a summary."""
+    """Return the attacks in this library and in installed packages, each with a summary."""
     theirs = {name: f"{spec}, from an installed package" for name, spec in list_installed(GROUP).items()}
     return theirs | {name: summary for name, (_, summary) in ATTACKS.items()}
 
 
 def find_attack(name: str) -> "AttackStudy[Any, Any]":
-    """Return an attack by its name, by the name of an entry point, or by `package.module:NAME`."""
+    """Return an attack given its name, the name of an entry point, or `package.module:NAME`."""
     from fedveil.studies.attack import AttackStudy
 
     spec = name

@@ -1,4 +1,4 @@
-"""`fedveil keys` and `fedveil flare-kit`: files that members of a federation need on their machines."""
+"""`fedveil keys` and `fedveil flare-kit`: the files that members of a federation need on their machines."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,19 +7,19 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from fedveil.errors import BadArgument
 
-WHAT = "make a signing key and print its roster line; show the line of a key file; or write a client's policy"
-NAME = "name of the member, for a new key; its key file otherwise"
-SERVER = "public key of the server that the client answers, for `policy`: the 64 digits of the server's roster line"
-PACKAGE = "package whose installed classes a job may use without bringing code, such as bank_flare; once for each"
+WHAT = "create a signing key and print its roster line; print the roster line of a key file; or write a client's policy"
+NAME = "for `new`, the name of the member; otherwise its key file"
+SERVER = "for `policy`, the public key of the server that the client answers: the 64 digits in the server's roster line"
+PACKAGE = "installed package whose classes a job may use without sending code, such as bank_flare; may be repeated"
 
 
 def keys(
     what: Annotated[Literal["new", "show", "policy"], arg(help=WHAT)],
     name: Annotated[str, Positional, arg(metavar="NAME|FILE", help=NAME)],
-    out: Annotated[Path, arg(help="folder for NAME.key")] = Path(),
+    out: Annotated[Path, arg(help="folder to write NAME.key to")] = Path(),
     server: Annotated[str, arg(help=SERVER, metavar="HEX")] = "",
 ) -> None:
-    """Make or show a key, or write a policy."""
+    """Create or show a key, or write a policy."""
     from fedveil.secagg.identity import HEX, Identity
     from fedveil.secagg.policy import Policy
 
@@ -34,22 +34,22 @@ def keys(
         return
     key = server.split()[-1] if server.strip() else ""
     if not HEX.fullmatch(key):
-        raise BadArgument("--server", "the server's public key has 64 hexadecimal digits", "run fedveil keys show")
+        raise BadArgument("--server", "the server's public key must be 64 hexadecimal digits", "run fedveil keys show")
     path = Policy(server=bytes.fromhex(key)).write(Path(name).with_suffix(".policy"))
-    print(f"{path}: {own.name} answers the server {key[:8]}... alone; edit the file to change its limits")
+    print(f"{path}: {own.name} answers only the server {key[:8]}...; edit the file to change its limits")
 
 
 def flare_kit(
-    kit: Annotated[Path, Positional, arg(metavar="KIT", help="folder of the startup kit of a server or a site")],
+    kit: Annotated[Path, Positional, arg(metavar="KIT", help="folder with the startup kit of a server or a site")],
     package: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="NAME", help=PACKAGE)] = (),
 ) -> None:
-    """Keep logs on the site, and list packages whose classes may run."""
+    """Keep logs on the site, and list the packages whose classes may run."""
     try:
         from fedveil.nvflare import configure
     except ImportError as error:
         what, fix = "NVIDIA FLARE is not installed", "pip install 'fedveil[nvflare]'"
         raise BadArgument("fedveil flare-kit", what, fix) from error
     if not (kit / "startup").is_dir():
-        what = "is not a startup kit: it has no folder startup"
+        what = "is not a startup kit: it has no startup folder"
         raise BadArgument(str(kit), what, "run nvflare provision -p project.yml")
     print(configure(kit, *package))

@@ -1,4 +1,4 @@
-"""Flags from annotated functions and classes, by tyro; commands on a federation, whose flags override a file."""
+"""Flags that tyro derives from annotated functions and classes; federation commands, whose flags override a file."""
 
 import itertools
 import shlex
@@ -26,19 +26,19 @@ Json = Annotated[Switch, conf.arg(name="json", help="print the result as JSON", 
 TABLES = (".csv", ".tsv", ".tab", ".xls", ".xlsx", ".parquet")
 HELP = ("-h", "--help", HELP_ALL)
 FILE = "run.toml, or the config.json of a run; flags override it"
-TRUST = "import the code that the file or the run's folder names as package.module:name; only if you know what it does"
-MORE = f"`{HELP_ALL}` also lists advanced flags, and those of other data sets, models and defences."
-SIZES = ("train_size", "test_size")  # a default for one data set means nothing to another
+TRUST = "import the code that the file or the run's folder names as package.module:name; use only if you trust it"
+MORE = f"`{HELP_ALL}` also lists advanced flags and the flags of other data sets, models and defences."
+SIZES = ("train_size", "test_size")  # a default for one data set is meaningless for another
 
 
 @dataclass(frozen=True)
 class FlagSet:
-    """The keys of the configuration that are flags of a command.
+    """The configuration keys that are flags of a command.
 
     Attributes:
         accepts: returns whether a key is a flag.
-        own: settings class of the defence, whose fields are flags in place of --settings.
-        named: whether a help text says which data sets, models or defences a key is for.
+        own: settings class of the defence; its fields are flags that replace --settings.
+        named: whether the help text of a key says which data sets, models or defences it applies to.
     """
 
     accepts: Callable[[str], bool] = lambda key: True
@@ -46,13 +46,13 @@ class FlagSet:
     named: bool = False
 
     def registry(self) -> ConstructorRegistry:
-        """Return the rule by which tyro makes flags of a section of the configuration."""
+        """Return a registry with the rule that turns a section of the configuration into flags."""
         found = ConstructorRegistry()
         found.struct_rule(self.section_rule)
         return found
 
     def section_rule(self, info: StructTypeInfo) -> StructConstructorSpec | None:
-        """Return the flags of a section, whose bad values are refused with their flag."""
+        """Return the flags of a section; an error about a bad value names its flag."""
         kind = info.type
         if not (isinstance(kind, type) and issubclass(kind, Settings)):
             return None
@@ -89,7 +89,7 @@ EVERYTHING = FlagSet()
 
 
 def parse(start: C, prog: str, words: Sequence[str], about: str, shown: FlagSet = EVERYTHING) -> C:
-    """Return a command with the values of its flags; help, and flags that tyro refuses, raise SystemExit."""
+    """Return a command with its flags parsed. Help, and flags that tyro refuses, raise SystemExit."""
     kind, rules = type(start), shown.registry()
     return tyro.cli(kind, prog=prog, args=words, description=about, default=start, config=MARKERS, registry=rules)
 
@@ -98,7 +98,7 @@ def parse(start: C, prog: str, words: Sequence[str], about: str, shown: FlagSet 
 class FederationCommand:
     """A command on a federation."""
 
-    defence_flag: ClassVar[str] = ""  # of a command on several defences, with commas between them
+    defence_flag: ClassVar[str] = ""  # for a command on several defences, separated by commas
     file: Annotated[Path | None, conf.Positional, conf.arg(metavar="[FILE]", help=FILE, help_behavior_hint="")] = None
     config: Annotated[Config, conf.arg(name="")] = Config()  # noqa: RUF009
     trust_code: Annotated[Switch, conf.arg(help=TRUST)] = False
@@ -106,17 +106,17 @@ class FederationCommand:
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
-        """Return the command with the values of its flags."""
+        """Return the command with its flags parsed."""
         return parse_command(cls(), prog, words, about)
 
     @classmethod
     def starts(cls) -> dict[str, "FederationCommand"]:
-        """Return the command with its defaults, by the name of each variant."""
+        """Return each variant of the command with its defaults, by name."""
         return {"": cls()}
 
     @property
     def defaults(self) -> Mapping[str, Value]:
-        """Values of the configuration that differ from its defaults."""
+        """Configuration values for this command that differ from the configuration's defaults."""
         return {}
 
     @property
@@ -129,10 +129,10 @@ class FederationCommand:
         raise NotImplementedError
 
     def file_values(self) -> dict[str, object]:
-        """Return the values of the file; a command on several defences ignores its defence."""
+        """Return the values in the file; a command on several defences ignores the file's defence."""
         if self.file and self.file.suffix.lower() in TABLES:
             fix = f"use --data csv --path {shlex.quote(str(self.file))} --target COLUMN"
-            raise BadArgument(str(self.file), "it is a table of records, not the configuration of a run", fix)
+            raise BadArgument(str(self.file), "this is a table of records, not the configuration of a run", fix)
         found = read_values(self.file) if self.file and not self.file.is_dir() else {}
         return {key: value for key, value in found.items() if key != "defence" or not self.defence_flag}
 
@@ -141,10 +141,10 @@ F = TypeVar("F", bound=FederationCommand)
 
 
 def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
-    """Return a command with the values of its flags, over those of its file, over its defaults.
+    """Return a command with its flags parsed; flags override its file, which overrides its defaults.
 
     Every flag is parsed; one that does not apply to the chosen data, model and defences is refused afterwards, so that
-    the error can say what it is for.
+    the error can say what it applies to.
     """
     quiet = [word for word in words if word not in HELP]
     flags = flag_names(words)
@@ -174,7 +174,7 @@ def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
 
 
 def _print_help(start: FederationCommand, prog: str, about: str, shown: FlagSet, everything: bool) -> None:
-    """Print the flags that apply except for rare ones, or all flags, and exit."""
+    """Print the flags that apply, except rare ones, or all flags, and exit."""
     if everything:
         more = replace(shown, accepts=lambda key: shown.accepts(key) or key != "defence", named=True)
         parse(start, prog, ["--help"], about, more)
@@ -183,7 +183,7 @@ def _print_help(start: FederationCommand, prog: str, about: str, shown: FlagSet,
 
 
 def own_settings(defences: Sequence[str]) -> type | None:
-    """Return the first settings class of some defences."""
+    """Return the settings class of the first defence that has one."""
     return next((found for name in defences if name and (found := settings_class(name))), None)
 
 
@@ -194,18 +194,18 @@ def flag_names(words: Sequence[str]) -> list[str]:
 
 
 def last_value(words: Sequence[str], flag: str) -> str:
-    """Return the last value of a flag on a command line, or nothing."""
+    """Return the last value of a flag on a command line, or an empty string."""
     found = [after for word, after in itertools.pairwise([*words, ""]) if word == flag]
     found += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
     return found[-1] if found else ""
 
 
 def _check_file(command: FederationCommand, values: Mapping[str, object], choices: Choices) -> None:
-    """Refuse keys of a file that have no meaning for its choices nor for those of the flags."""
-    if command.file is None or command.file.suffix == ".json":  # which the program wrote
+    """Refuse keys in a file that apply neither to its own choices nor to those of the flags."""
+    if command.file is None or command.file.suffix == ".json":  # written by fedveil
         return
     defence = str(values.get("defence", ""))
-    defences = choices.defences if ":" in defence else (defence or choices.defences[0],)  # never imports what it names
+    defences = choices.defences if ":" in defence else (defence or choices.defences[0],)  # never import what it names
     own = Choices(str(values.get("data", choices.data)), str(values.get("model", choices.model)), defences)
     own.refuse_others([key for key in values if not choices.accepts(key)], str(command.file))
 
@@ -222,7 +222,7 @@ def run_command(name: str, words: Sequence[str]) -> None:
 
 
 def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="the shell to complete in")]) -> None:
-    """Print the script, with the commands and flags of everything that is installed."""
+    """Print the completion script, with the commands and flags of everything that is installed."""
     kinds: list[Any] = []
     for name, (_, summary, _) in COMMANDS.items():
         command = find_command(name)
@@ -245,7 +245,7 @@ def _choose(name: str, kinds: Sequence[Any]) -> Any:
     """Return a subcommand with one subcommand per kind."""
 
     def choose(command: Any) -> None:
-        """Choose one of them."""
+        """Choose a subcommand."""
 
     choose.__annotations__["command"] = Union[tuple(kinds)]  # noqa: UP007
     return Annotated[Any, conf.subcommand(name, constructor=choose)]

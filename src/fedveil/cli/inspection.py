@@ -1,4 +1,4 @@
-"""`fedveil inspect`: the plan of a model, for inputs of given sizes, names and types."""
+"""`fedveil inspect`: print the plan of a model for inputs of given sizes, names and types."""
 
 import math
 import re
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 Several = Annotated[tuple[str, ...], UseAppendAction]
 TYPES = {name: name for name in ("float32", "float64", "int64", "bool")} | {"float": "float32", "int": "int64"}
 INPUT = (
-    "sizes of one argument of forward without the batch, such as 3,32,32; once for each argument, in order. "
+    "sizes of one argument of forward, without the batch, such as 3,32,32; repeat for each argument, in order. "
     "NAME=SIZES is a keyword argument, SIZES:TYPE sets the type (float, int, bool, float32, float64, int64), "
-    "as in ids=128:int. Name all arguments or none. One number per record has no sizes: length=:int"
+    "as in ids=128:int. Name all arguments or none. For one number per record, leave the sizes out: length=:int"
 )
-HEAD = "exposed: no additive noise, so clients read the true predictions"
-LEAST = "fail if less than this fraction of the model's values can be perturbed, 0 to 1"
+HEAD = "exposed: no additive noise, so clients see the true predictions"
+LEAST = "fail if less than this fraction (0 to 1) of the model's values can be perturbed"
 PUBLIC = "name or prefix of parameters whose values clients know"
 
 
 def inspect(
     model: Annotated[str, arg(metavar="MODEL", help="package.module:factory, called without arguments, or a module")],
     input: Annotated[Several, arg(metavar="[NAME=]SIZES[:TYPE]", help=INPUT, help_behavior_hint="(required)")] = (),
-    dtype: Annotated[Literal["float32", "float64", "int64"], arg(help="type of inputs that name none")] = "float32",
+    dtype: Annotated[Literal["float32", "float64", "int64"], arg(help="type of inputs without :TYPE")] = "float32",
     eval: Annotated[Switch, arg(help="analyse in evaluation mode")] = False,
     head: Annotated[Literal["linear", "exposed"], arg(help=HEAD)] = "linear",
     min_coverage: Annotated[float, arg(help=LEAST)] = 0.0,
@@ -44,27 +44,27 @@ def inspect(
     from fedveil.runs.build import load_factory
 
     if not input:
-        raise BadArgument("--input", "no input is given", "pass --input 3,32,32, once for each argument of forward")
+        raise BadArgument("--input", "no input is given", "pass --input 3,32,32, repeated for each argument of forward")
     network, example = load_factory(model).train(not eval), example_inputs(input, dtype)
     plan = analyse(network, example, head=head, min_coverage=min_coverage, public=public)
     print(to_json(as_dict(plan), indent=2) if as_json else plan)
 
 
 def example_inputs(texts: Sequence[str], dtype: str = "float32") -> "Inputs":
-    """Return the arguments of forward: positional, or keyword arguments if they have names."""
+    """Return the arguments of forward: keyword arguments if they are named, else positional."""
     parsed = [parse_input(text, dtype) for text in texts]
     names = [name for name, _ in parsed if name]
     if not names:
         return tuple([tensor for _, tensor in parsed])
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice or len(names) < len(parsed):
-        what = f"{twice} is there twice" if twice else "some arguments have names and some have none"
+        what = f"{twice} is given twice" if twice else "some arguments are named and some are not"
         raise BadArgument("--input", what, "use --input ids=128:int --input mask=128")
     return dict(parsed)
 
 
 def parse_input(text: str, dtype: str) -> "tuple[str, Tensor]":
-    """Return the name of a keyword argument, or "", and two records of zeros for it, from [NAME=]SIZES[:TYPE]."""
+    """Parse [NAME=]SIZES[:TYPE]; return the name of the keyword argument, or "", and two records of zeros."""
     import torch
 
     name, equals, form = text.rpartition("=")
@@ -72,7 +72,7 @@ def parse_input(text: str, dtype: str) -> "tuple[str, Tensor]":
     if equals and not name.isidentifier():
         raise BadArgument("--input", f"{name!r} in {text!r} is not a valid argument name", "use --input ids=128:int")
     if colon and kind not in TYPES:
-        raise BadArgument("--input", f"there is no type {kind!r} in {text!r}", f"use one of {', '.join(TYPES)}")
+        raise BadArgument("--input", f"unknown type {kind!r} in {text!r}", f"use one of {', '.join(TYPES)}")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", sizes) and (sizes or not (equals or colon)):
         raise BadArgument("--input", f"{sizes!r} is not a list of sizes", "use --input 3,32,32 (one input, no batch)")
     shape, own = [int(size) for size in sizes.split(",") if size], getattr(torch, TYPES[kind if colon else dtype])

@@ -22,10 +22,10 @@ EVERY = 5.0  # seconds between lines in a log
 
 @contextlib.contextmanager
 def print_progress(urgent: str | None = None) -> Iterator[Show]:
-    """Print progress on stderr: a live line on a terminal, else lines for a log.
+    """Print progress on stderr: a live line on a terminal, otherwise log lines.
 
     Args:
-        urgent: how messages begin that are always printed.
+        urgent: prefix of messages that are always printed.
     """
     if not sys.stderr.isatty():
         yield log_progress(urgent)
@@ -47,7 +47,7 @@ def print_progress(urgent: str | None = None) -> Iterator[Show]:
 
 
 def log_progress(urgent: str | None = None) -> Show:
-    """Return a function that prints a line every few seconds, and one for what is done or urgent."""
+    """Return a function that prints a line every few seconds, and for every finished task and urgent message."""
     last = time.monotonic()
 
     def show(name: str, share: float, what: str) -> None:
@@ -60,7 +60,7 @@ def log_progress(urgent: str | None = None) -> Show:
 
 
 def round_callback(show: Show, epochs: int) -> "Callable[[RoundRecord], None]":
-    """Return a function that shows the epoch and the last metrics of a round's record."""
+    """Return a function that shows the epoch and the latest metrics from a round's record."""
     found: dict[str, str] = {}
 
     def take(record: "RoundRecord") -> None:
@@ -71,7 +71,7 @@ def round_callback(show: Show, epochs: int) -> "Callable[[RoundRecord], None]":
 
 
 def print_result(shown: "Presentation", *last: str, as_json: bool = False) -> None:
-    """Print the table, the paragraphs, the note and last lines; as JSON the table alone."""
+    """Print the table, paragraphs, note and last lines; as JSON, print only the table."""
     from fedveil.report import Text
 
     if as_json:

@@ -1,4 +1,4 @@
-"""`fedveil attack`, `audit`, `compare`, `reproduce` and `demo`: studies, which continue where they were stopped."""
+"""`fedveil attack`, `audit`, `compare`, `reproduce` and `demo`: studies, which resume where they were stopped."""
 
 import shutil
 import sys
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from fedveil.studies.study import Study
 
 S = TypeVar("S")
-DEFENCES = "all, or names with commas between them: plain, veil, ppdl, dbcl, spn, installed or package.module:Class"
-COMPARED = "as in train, with commas between them; baseline is plain training with one more rounding error"
+DEFENCES = "all, or a comma-separated list: plain, veil, ppdl, dbcl, spn, an installed name or package.module:Class"
+COMPARED = "comma-separated list of defences as in train; baseline is plain training with one additional rounding error"
 EXHIBITS = "all, or some of table1, table2, fig3, table3, table4, fig4, fig5"
-SCALES = "quick: minutes, embedded data; cpu: two cores, up to two hours per table; paper: its own, for a GPU"
+SCALES = "quick: minutes, embedded data; cpu: two cores, up to two hours per table; paper: as published, needs a GPU"
 RUN = "attack the run in this folder"
-OUT = "folder of the results, where a stopped command continues; by default in runs"
+OUT = "folder for the results; a stopped command resumes from it; by default in runs"
 Out = Annotated[Path | None, arg(help=OUT, help_behavior_hint="")]
 WORKERS = "number of parallel processes; by default one per core"
 Workers = Annotated[int | None, arg(help=WORKERS, help_behavior_hint="")]
 
 
 def run_study(study: "Study[S, Any]", asked: S, folder: Path, command: str, workers: Workers, as_json: bool) -> None:
-    """Compute missing results, write the page and print the table."""
+    """Compute the missing results, write the page and print the table."""
     from fedveil.studies.basis import AGAIN
     from fedveil.studies.study import gather, publish
 
@@ -55,7 +55,7 @@ def run_study(study: "Study[S, Any]", asked: S, folder: Path, command: str, work
 
 @dataclass(frozen=True)
 class AttackCommand(FederationCommand):
-    """`fedveil attack NAME`, on one federation under several defences."""
+    """`fedveil attack NAME`: attack one federation under several defences."""
 
     prefix: ClassVar[str] = "attack-"
     defence_flag: ClassVar[str] = "defence"
@@ -82,7 +82,7 @@ class AttackCommand(FederationCommand):
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
-        """Return the command of an attack by its name; for help without a name, list the attacks."""
+        """Return the command for the named attack; for help without a name, list the attacks."""
         if words and words[0] in HELP:
             lines = [f"  {name:<12}{summary}" for name, summary in attack_names().items()]
             print(f"usage: {prog} NAME [FILE] [FLAGS]\n\n{about}\n\nattacks:", *lines, sep="\n")
@@ -92,12 +92,12 @@ class AttackCommand(FederationCommand):
 
     @property
     def study(self) -> "AttackStudy[Any, Any]":
-        """The study that attacks."""
+        """The study of the attack."""
         return find_attack(self.spec)
 
     @property
     def defaults(self) -> Mapping[str, Value]:
-        """Values of the configuration that differ from its defaults."""
+        """Configuration values for this attack that differ from the configuration's defaults."""
         return {key: value for key, value in self.study.defaults.items() if key != "defence"}
 
     @property
@@ -107,19 +107,19 @@ class AttackCommand(FederationCommand):
         return tuple(every if self.defence == "all" else self.defence.split(","))
 
     def run(self) -> None:
-        """Attack the federation of a run, or of a configuration."""
+        """Attack the federation of a run or of a configuration."""
         run = self.run_folder or (self.file if self.file and self.file.is_dir() else None)
         folder = self.out or (run or Path("runs")) / f"{self.prefix}{self.study.name}"
         self.measure(self.read_run(run) if run else self.config, folder, run)
 
     def read_run(self, run: Path) -> Config:
-        """Return the configuration of a run; code that it names must be named here too, or trusted."""
+        """Return the configuration of a run; code that it names must be trusted, or named on the command line too."""
         from fedveil.runs.folder import read_config
 
         values = {**self.config.flat(), "defence": self.defence}
         named = {key: value for key, value in values.items() if key in CODE and key in self.given}
         if ":" not in str(named.get("defence", ":")):
-            raise BadArgument(self.where, "a run has its own defence", f"leave out --defence, or {run}")
+            raise BadArgument(self.where, "the defence of a run cannot be changed", f"leave out --defence, or {run}")
         config = read_config(run, trust_code=self.trust_code, named=named)
         for key, value in named.items():
             if value != (own := config.flat()[key]):
@@ -127,7 +127,7 @@ class AttackCommand(FederationCommand):
         return config
 
     def measure(self, config: Config, folder: Path, run: Path | None = None) -> None:
-        """Attack, and print the table."""
+        """Run the attack and print the table."""
         from fedveil.runs.build import choose_loss
         from fedveil.studies.attack import AttackRequest, check_defences, plain_values
         from fedveil.studies.federations import describe_run
@@ -151,11 +151,11 @@ class AttackCommand(FederationCommand):
 
 @dataclass(frozen=True)
 class AuditCommand(AttackCommand):
-    """`fedveil audit`, of a configuration, a run's folder or the standard suite."""
+    """`fedveil audit`: audit a configuration, a run's folder or the standard suite."""
 
     prefix: ClassVar[str] = ""
-    harden: Annotated[Switch, arg(help="measure which settings harden the veil instead")] = False
-    seeds: Annotated[int, arg(help="number of runs of each setting with --harden")] = 5
+    harden: Annotated[Switch, arg(help="measure which settings harden the veil, instead of auditing")] = False
+    seeds: Annotated[int, arg(help="number of runs per setting with --harden")] = 5
 
     @classmethod
     def starts(cls) -> dict[str, FederationCommand]:
@@ -164,16 +164,16 @@ class AuditCommand(AttackCommand):
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
-        """Return the command with the values of its flags."""
+        """Return the command with its flags parsed."""
         return parse_command(cls.start(AUDIT, prog), prog, words, about)
 
     @property
     def is_suite(self) -> bool:
-        """Whether the command names neither a federation nor a value of it."""
+        """Whether the command specifies neither a federation nor any of its configuration values."""
         return not (self.file or self.run_folder or set(self.given) & (HOME.keys() - {"defence"}))
 
     def run(self) -> None:
-        """Audit a run, a configuration or the standard suite, or measure what hardens the veil."""
+        """Audit a run, a configuration or the standard suite, or measure which settings harden the veil."""
         if self.harden:
             self.measure_hardening()
         elif self.is_suite:
@@ -182,12 +182,12 @@ class AuditCommand(AttackCommand):
             super().run()
 
     def measure_hardening(self) -> None:
-        """Measure what hardens the veil, in the federation of the flags."""
+        """Measure which settings harden the veil, in the federation that the flags describe."""
         from fedveil.studies.attack import plain_values
         from fedveil.studies.audit.harden import HARDEN, Hardening, base_values, default_options
 
         if self.run_folder or self.file:
-            raise BadArgument(self.where, "--harden trains its own federations", "give flags in place of a run")
+            raise BadArgument(self.where, "--harden trains its own federations", "pass flags instead of a run")
         values, own = {**self.config.flat(), "defence": self.defence}, plain_values(self.attack)
         given = {name: values[name] for name in self.given if name in HOME}
         looks: dict[str, Any] = {name: own[name] for name in self.given if name in own}
@@ -198,7 +198,7 @@ class AuditCommand(AttackCommand):
         run_study(HARDEN, asked, folder, command, self.workers, self.as_json)
 
     def audit_suite(self, folder: Path) -> None:
-        """Audit the federations of the standard suite whose data are available."""
+        """Audit the federations in the standard suite whose data sets are available."""
         from fedveil.data import available
         from fedveil.studies.audit.run import SUITE
 
@@ -207,7 +207,7 @@ class AuditCommand(AttackCommand):
             config = configure(values)
             print(f"{name}\n", file=sys.stderr if self.as_json else sys.stdout)
             if config.data.name in missing:
-                print(f"left out: fedveil data get {config.data.name}, or set FEDVEIL_DATA\n", file=sys.stderr)
+                print(f"skipped: run fedveil data get {config.data.name}, or set FEDVEIL_DATA\n", file=sys.stderr)
             else:
                 self.measure(config, folder / name.replace(", ", "-").replace(" ", "-"))
 
@@ -218,7 +218,7 @@ class CompareCommand(FederationCommand):
 
     defence_flag: ClassVar[str] = "defences"
     names: Annotated[str, arg(name="defences", help=COMPARED)] = "plain,baseline,veil,ppdl,dbcl,spn"
-    seeds: Annotated[int, arg(help="number of runs of each, from --seed upwards")] = 3
+    seeds: Annotated[int, arg(help="number of runs per defence, with seeds from --seed upwards")] = 3
     out: Out = None
     workers: Workers = None
     as_json: Json = False
@@ -229,7 +229,7 @@ class CompareCommand(FederationCommand):
         return tuple(name for name in self.names.split(",") if name != "baseline") or ("plain",)
 
     def run(self) -> None:
-        """Train missing runs, and print the table."""
+        """Train the missing runs and print the table."""
         from fedveil.runs.build import choose_loss
         from fedveil.studies.compare import COMPARE, CompareRequest
 
@@ -248,9 +248,9 @@ def reproduce(
     out: Out = None,
     workers: Workers = None,
 ) -> None:
-    """Compute missing results, and print each table and the path of the page."""
+    """Compute the missing results, and print each table and the path of the page."""
     if not names:
-        raise BadArgument("fedveil reproduce", "nothing is named", f"name {EXHIBITS}")
+        raise BadArgument("fedveil reproduce", "no table or figure is named", f"name {EXHIBITS}")
     from fedveil.studies.basis import AGAIN
     from fedveil.studies.paper.reproduce import reproduce as run
 
@@ -264,13 +264,13 @@ def reproduce(
     print(f"\nreport: {page}")
 
 
-def demo(out: Annotated[Path, arg(help="folder of the report")] = Path("runs/demo")) -> None:
-    """Train plain and veiled from scratch, and print what they differ in."""
+def demo(out: Annotated[Path, arg(help="folder for the report")] = Path("runs/demo")) -> None:
+    """Train a plain and a veiled model from scratch, and print how they differ."""
     import torch
 
     from fedveil.studies.demo import DEMO, Demo
 
-    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
+    torch.set_num_threads(1)  # matrices this small gain nothing from more threads, and lose much on a busy machine
     with locked(out):
         shutil.rmtree(out / "jobs", ignore_errors=True)
         run_study(DEMO, Demo(), out, "fedveil demo", 1, as_json=False)

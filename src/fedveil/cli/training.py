@@ -20,10 +20,10 @@ from fedveil.runs.choices import check_names
 from fedveil.runs.config import Config
 from fedveil.signals import INTERRUPTED, TERMINATED, Termination, catch_sigterm, end_at_once
 
-SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # of the model's values, by how a veil perturbs them
-OUT = "folder of the run; by default runs/DATA-MODEL-DEFENCE-SEED, followed by a number if it holds a run"
-GET, TO = "the data set to get", "folder of the download; by default FEDVEIL_DATA, or the cache"
-RESUME = "continue the run in the folder (by default the last one) with its own flags; --epochs may be larger"
+SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # of the model's values, by how a veil perturbs each
+OUT = "folder for the run; by default runs/DATA-MODEL-DEFENCE-SEED, followed by a number if that folder holds a run"
+GET, TO = "the data set to download", "folder for the download; by default FEDVEIL_DATA, or the cache"
+RESUME = "continue the run in the folder (by default the latest run) with its original flags; --epochs may be increased"
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class TrainCommand(FederationCommand):
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
-        """Return the command; a run that is resumed has the values of its folder below its flags."""
+        """Return the command; for a run that is resumed, flags override the configuration in its folder."""
         found = parse_command(cls(), prog, words, about)
         if found.file and found.file.is_dir():
             name = f"{found.file / 'config.json'}"
             fix = f"use {name} to repeat the run in it, or {name} --out {found.file} --resume to continue it"
-            raise BadArgument(str(found.file), "it is a folder, not a file", fix)
+            raise BadArgument(str(found.file), "this is a folder, not a file", fix)
         check_names(found.config)  # mistakes are reported before torch is imported
         with end_at_once():
             import fedveil.runs.folder  # noqa: F401
@@ -53,7 +53,7 @@ class TrainCommand(FederationCommand):
         return found
 
     def run(self) -> None:
-        """Train with progress on stderr; if it is stopped, print how to continue."""
+        """Train with progress on stderr; if training is stopped, print how to continue."""
         folder = self.out or default_folder(self.config, self.resume)
         try:
             with catch_sigterm():
@@ -67,7 +67,7 @@ class TrainCommand(FederationCommand):
         from fedveil.runs.folder import holds_run, train
 
         if self.resume and not holds_run(folder):
-            raise BadArgument(str(folder), "there is no run to continue", "leave out --resume, or choose another --out")
+            raise BadArgument(str(folder), "there is no run to resume", "leave out --resume, or choose another --out")
         data = load_data(self.config)
         for note in data.notes:
             print(f"{data.name}: {note}", file=sys.stderr)
@@ -83,21 +83,21 @@ class TrainCommand(FederationCommand):
 
 
 def how_to_continue(folder: Path, config: Config) -> str:
-    """Return which round of a stopped run is saved, and the command that resumes it."""
+    """Return a message with the saved round of a stopped run and the command that resumes it."""
     from fedveil.federation import checkpoint
 
     found = checkpoint.found_in(folder)
     header = checkpoint.read_tag(found[0]) if found else None
     if header is None:
-        return "no round was complete; run the same command again"
+        return "no round was completed; run the same command again"
     words = ["fedveil", "train", "--resume", "--out", str(folder)]
     if any(":" in section.name for section in (config.data, config.model, config.defence)):
         words.append("--trust-code")
-    return f"round {header.round} is saved, and this resumes after it: {shlex.join(words)}"
+    return f"round {header.round} is saved; resume after it with: {shlex.join(words)}"
 
 
 def label_values(summary: Mapping[str, int | float | str | None]) -> dict[str, int | float | str | None]:
-    """Return a summary for people: the coverage of a veil in one line, readable names."""
+    """Return a human-readable summary, with a veil's coverage on one line."""
     parts = ", ".join(f"{name} {100 * float(summary[name] or 0):.1f} %" for name in SHARES if name in summary)
     metric = next((name for name in ("accuracy", "loss", "mse") if name in summary), "")
     labels = {"best": f"best {metric}", "best_model": "best model", "largest_error": "gradient error"}
@@ -113,7 +113,7 @@ def label_values(summary: Mapping[str, int | float | str | None]) -> dict[str, i
 
 
 def default_folder(config: Config, resume: bool) -> Path:
-    """Return the first folder of its name that holds no run; to resume, the last one that does."""
+    """Return the first numbered folder for the configuration without a run; to resume, the last one with a run."""
     from fedveil.runs.folder import holds_run
 
     first = Path("runs") / f"{config.title}-{config.training.seed}"
@@ -126,7 +126,7 @@ def default_folder(config: Config, resume: bool) -> Path:
 
 
 def data(
-    what: Annotated[Literal["list", "get"], arg(help="list the data sets, or get one")],
+    what: Annotated[Literal["list", "get"], arg(help="list the data sets, or download one")],
     name: Annotated[str | None, Positional, arg(metavar="[NAME]", help=GET, help_behavior_hint="")] = None,
     to: Annotated[Path | None, arg(help=TO, help_behavior_hint="")] = None,
 ) -> None:
@@ -139,11 +139,11 @@ def data(
             print(f"{entry.name:<10} {entry.state:<9} {entry.description}{where}")
         return
     if name is None:
-        raise BadArgument("fedveil data get", "no data set is named", "run fedveil data list for their names")
+        raise BadArgument("fedveil data get", "no data set is named", "run fedveil data list to see their names")
     with print_progress() as show:
         print(get(name, to, partial(show, name)))
 
 
 def schema() -> None:
-    """Print the schema."""
+    """Print the JSON schema of run.toml."""
     print(json.dumps(Config.model_json_schema(), indent=2))

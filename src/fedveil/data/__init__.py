@@ -1,6 +1,6 @@
-"""Data sets by name, and their division among clients; independent of models and defences.
+"""Load data sets by name, and divide them among clients; independent of models and defences.
 
-Names are imported when they are first used: the catalogue needs no torch.
+Names are imported when they are first used, because the catalogue does not need torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Folders and zip files behind one interface: named members that can be read. Nothing is ever unpacked to disk."""
+"""One interface to folders and zip files: named members that can be read. Nothing is ever unpacked to disk."""
 
 import os
 import zipfile
@@ -12,7 +12,7 @@ from typing import NoReturn
 from fedveil.data.catalogue import MOST_BYTES, require_regular
 from fedveil.errors import BadArgument
 
-DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)  # of archives, and of files in them
+DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)  # from damaged archives and files
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,19 @@ class Archive:
     """A folder or a zip file."""
 
     path: Path
-    names: tuple[str, ...]  # of the files in it, sorted, with `/` between folders; hidden files are left out
+    names: tuple[str, ...]  # names of the files, sorted, with `/` between folders; hidden files are left out
     stamp: str  # changes when the content does
 
     @contextmanager
     def reader(self) -> Iterator[Callable[[str], bytes]]:
-        """Open the archive; gives a function from a member's name to its bytes."""
+        """Open the archive; yield a function that returns the bytes of a named member."""
         with nullcontext() if self.path.is_dir() else zipfile.ZipFile(self.path) as opened:
 
             def read(name: str) -> bytes:
                 try:
                     content = read_member(opened, name) if opened else _read_file(self.path / name)
                 except DAMAGE as error:
-                    fix = "replace it or leave it out, or fetch the archive again"
+                    fix = "replace it or leave it out, or download the archive again"
                     raise BadArgument(self.where(name), f"cannot be read: {error}", fix) from error
                 if not content:
                     raise BadArgument(self.where(name), "the file is empty", "replace it or leave it out")
@@ -41,25 +41,25 @@ class Archive:
             yield read
 
     def where(self, name: str) -> str:
-        """Return a member's name in messages."""
+        """Return the name of a member for messages."""
         return f"{self.path}, member {name}"
 
 
 def _read_file(path: Path) -> bytes:
     if require_regular(path).stat().st_size > MOST_BYTES:
-        raise OSError(f"it has more than {MOST_BYTES} bytes")
+        raise OSError(f"it is larger than {MOST_BYTES} bytes")
     return path.read_bytes()
 
 
 def read_member(opened: zipfile.ZipFile, name: str, most: int = MOST_BYTES) -> bytes:
-    """Read a member of a zip file, unless it is larger than `most`; never unpacks more than the member claims."""
+    """Read a member of a zip file unless it is larger than `most`; never unpack more than its declared size."""
     if opened.getinfo(name).file_size > most:
-        raise zipfile.BadZipFile(f"it has more than {most} bytes")
+        raise zipfile.BadZipFile(f"it is larger than {most} bytes")
     return opened.read(name)
 
 
 def open_archive(path: Path) -> Archive:
-    """List a folder or a zip file; the stamp covers size and time of each file in a folder, or of the zip file."""
+    """List a folder or zip file; the stamp covers the size and time of each file in the folder, or of the zip file."""
     if path.is_dir():
         walk = os.walk(path, onerror=_refuse_folder)
         names = [Path(folder, file).relative_to(path).as_posix() for folder, _, files in walk for file in files]
@@ -71,7 +71,7 @@ def open_archive(path: Path) -> Archive:
 
 
 def stamp(path: Path) -> str:
-    """Return size and time of a file, or of a link that leads nowhere."""
+    """Return the size and time of a file, or of a broken link."""
     status = path.stat() if path.exists() else path.lstat()
     return f"{status.st_size} {status.st_mtime_ns}"
 
@@ -87,7 +87,7 @@ def _list_zip(path: Path) -> list[str]:
             return zipfile.ZipFile(file).namelist()
         except (OSError, zipfile.BadZipFile) as error:
             what = f"not a readable zip file: {error}" if path.stat().st_size else "the file is empty"
-            fix = "use a folder or a zip file; if it is one, it is damaged or cut off: fetch it again"
+            fix = "use a folder or a zip file; if it is a zip file, it is damaged or truncated: download it again"
             raise BadArgument(str(path), what, fix) from error
 
 

@@ -1,4 +1,4 @@
-"""UCI Bank Marketing (Moro, Cortez, Rita 2014): will a client of a Portuguese bank subscribe a deposit?"""
+"""UCI Bank Marketing (Moro, Cortez, Rita 2014): will a client of a Portuguese bank subscribe to a term deposit?"""
 
 from pathlib import Path
 
@@ -29,13 +29,13 @@ ANSWERS = ("no", "yes")
 
 
 def bank(*, path: Path, task: Task = "regression", duration: bool = True) -> Data:
-    """Load Bank Marketing: 41,188 calls, 20 inputs (63 numbers), 8:1:1 for training, validation and test.
+    """Load Bank Marketing: 41,188 calls, 20 inputs (63 numbers), divided 8:1:1 for training, validation and test.
 
-    Differs from the paper: it counts 17 inputs, as the older bank-full.csv has; its 41,188 records are those of
+    Differs from the paper, which states 17 inputs, as in the older bank-full.csv; its 41,188 records are those of
     bank-additional-full.csv, which has 20.
 
     Args:
-        path: bank-additional-full.csv.
+        path: path of bank-additional-full.csv.
         task: "regression" (one target, 0 or 1, for the squared error) or "classification" (classes "no" and "yes").
         duration: use the length of the call as an input. It is known only after the call, and nearly reveals the
             answer.

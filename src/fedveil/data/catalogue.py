@@ -1,4 +1,4 @@
-"""The catalogue of data sets: their sources, their files, and loading by name. Nothing but a loader needs torch."""
+"""The catalogue of data sets: their sources, their files, and loading by name. Only the loaders need torch."""
 
 import errno
 import importlib
@@ -22,12 +22,12 @@ Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
 Between = Annotated[float, Field(gt=0, lt=1)]
 Task = Literal["classification", "regression"]
-MOST_BYTES = 2**28  # of a file that is read whole: an image, a batch of CIFAR, a download
+MOST_BYTES = 2**28  # maximum size of a file that is read as a whole: an image, a CIFAR batch, a download
 OWN = "yours"  # source and licence of a user's files
 _KRIZHEVSKY = "https://www.cs.toronto.edu/~kriz"
 _BANK = "bank-additional-full.csv"
 METADATA = "HAM10000_metadata.csv"
-_READABLE = "use readable files and folders"
+_READABLE = "use files and folders that can be read"
 
 
 class Download(NamedTuple):
@@ -36,23 +36,23 @@ class Download(NamedTuple):
     url: str
     file: str
     digest: str  # "md5:..." or "sha256:..." of the file
-    inside: tuple[str, ...] = ()  # zip members that lead from the download to the file, outermost first
-    most: int = MOST_BYTES  # bytes of the download, and of each member; a server that sends more is cut off
+    inside: tuple[str, ...] = ()  # path of zip members from the download to the file, outermost first
+    most: int = MOST_BYTES  # maximum size of the download and of each member; a download that exceeds it is aborted
 
 
 class DatasetInfo(NamedTuple):
-    """A data set of the catalogue, loaded by the function of its name in `module`, whose parameters are its options.
+    """A data set in the catalogue, loaded by the function of the same name in `module`; its parameters are the options.
 
     Attributes:
-        name: for `load`.
-        module: of this package, with the loader.
-        description: in a few words.
+        name: name for `load`.
+        module: module of this package that contains the loader.
+        description: description in a few words.
         source: its authors, and where it is published.
-        licence: under which it may be used.
-        files: patterns that show that a folder holds it, best first; a match of one that starts with "./" stands for
-            the folder itself. None for data that comes with the library or is the user's.
-        wanted: the files to put into its folder, in words; an example of a path for a user's files.
-        download: the public file, if anybody may download it.
+        licence: licence under which it may be used.
+        files: patterns that identify a folder with the data set, best first; a match of a pattern that starts with "./"
+            stands for the folder itself. Empty for data that come with the library or belong to the user.
+        wanted: description of the files to put into its folder; for a user's files, an example of a path.
+        download: the public file, if anyone may download it.
     """
 
     name: str
@@ -66,20 +66,20 @@ class DatasetInfo(NamedTuple):
 
     @property
     def state(self) -> str:
-        """Either "embedded" (comes with the library), "found", "missing", or "yours" (any files, given by path)."""
+        """One of "embedded" (comes with the library), "found", "missing" and "yours" (any files, given by path)."""
         if self.files:
             return "missing" if self._find() is None else "found"
         return OWN if self.source == OWN else "embedded"
 
     @property
     def where(self) -> Path | None:
-        """The file or folder in which it was found or is expected; None if it needs none."""
+        """The file or folder where the data set was found or is expected; None if it needs no files."""
         return self._find() or data_folder() / self.name if self.files else None
 
     def _find(self) -> Path | None:
         try:
             return _find_inside(self, data_folder() / self.name)
-        except BadArgument:  # several archives: they are there, and `load` asks for one of them
+        except BadArgument:  # there are several archives, and `load` asks for one of them
             return data_folder() / self.name
         except OSError:  # the folder cannot be read, and `load` says why
             return None
@@ -140,14 +140,14 @@ CATALOGUE = {info.name: info for info in _DATASETS}
 def load(name: str, *, path: str | Path | None = None, **options: object) -> "Data":
     """Load a data set.
 
-    Without `path` its files are expected in the folder `name` of $FEDVEIL_DATA. Images are decoded once and cached in
-    $FEDVEIL_CACHE (default ~/.cache/fedveil). The same name, files and options always give the same records in the
+    Without `path`, its files are expected in the folder `name` in $FEDVEIL_DATA. Images are decoded once and cached in
+    $FEDVEIL_CACHE (default ~/.cache/fedveil). The same name, files and options always yield the same records in the
     same order.
 
     Args:
         name: one of `fedveil.data.available()`, such as "digits", "bank", "cifar10", "lesion", "images", "csv".
         path: the file or folder to read instead.
-        **options: of this data set; an unknown one is refused with the list.
+        **options: options of this data set; the error about an unknown option lists them.
 
     Raises:
         BadArgument: the name or an option is unknown, or a file is missing, damaged, mislabelled or not readable.
@@ -185,7 +185,7 @@ def _find_info(name: str) -> DatasetInfo:
 
 
 def available() -> list[DatasetInfo]:
-    """List every data set that `load` knows, sorted by name, and whether its files are there.
+    """List every data set that `load` knows, sorted by name; `state` says whether its files are available.
 
     Example:
         >>> [info.state for info in available() if info.name == "digits"]
@@ -200,7 +200,7 @@ def cache_folder() -> Path:
 
 
 def data_folder() -> Path:
-    """Return the folder for files of data sets: $FEDVEIL_DATA, else `data` in the cache folder."""
+    """Return the folder for the files of data sets: $FEDVEIL_DATA, else `data` in the cache folder."""
     given = os.environ.get("FEDVEIL_DATA")
     return Path(os.path.expanduser(given)) if given else cache_folder() / "data"
 
@@ -208,7 +208,7 @@ def data_folder() -> Path:
 def find_source(name: str, path: str | Path | None = None) -> Path | None:
     """Return the file or folder to read a data set from: `path`, or the best match in its folder in $FEDVEIL_DATA.
 
-    None if the data set comes with the library. Refuses an unknown name and missing files.
+    Return None if the data set comes with the library. Refuse an unknown name and missing files.
     """
     info = _find_info(name)
     given = None if path is None else Path(os.path.expanduser(path))
@@ -240,13 +240,13 @@ def _find_files(info: DatasetInfo, path: Path | None) -> Path:
     else:
         fix = "give the --path (in Python path=) of an existing file or folder"
     if not path.exists():
-        what = "it is a link to a file that is not there" if path.is_symlink() else "there is no such file"
+        what = "it is a broken link" if path.is_symlink() else "there is no such file"
         raise BadArgument(str(path), what, fix)
     return path
 
 
 def _find_inside(info: DatasetInfo, folder: Path) -> Path | None:
-    """Return the best source of a data set in a folder; None if there is none."""
+    """Return the best source of a data set in a folder; None if the folder has none."""
     for pattern in info.files:
         found = sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
         if found and pattern.startswith("./"):
@@ -260,7 +260,7 @@ def _find_inside(info: DatasetInfo, folder: Path) -> Path | None:
 
 
 def require_regular(path: Path) -> Path:
-    """Return `path` if it is a file: reading a pipe would never end, and a link may lead nowhere."""
+    """Return `path` if it is a regular file: reading a pipe would never end, and a link may be broken."""
     if not stat.S_ISREG(path.stat().st_mode):
         kind = errno.EISDIR if path.is_dir() else errno.EINVAL
         raise OSError(kind, os.strerror(kind) if path.is_dir() else "it is not a regular file", str(path))
@@ -268,6 +268,6 @@ def require_regular(path: Path) -> Path:
 
 
 def shorten(names: Iterable[str], most: int = 5) -> str:
-    """Return the first of some names, for a message."""
+    """Return the first few names, for a message."""
     listed = list(names)
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

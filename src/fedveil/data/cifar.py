@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009), from the published archive or from image files.
 
-The published archive holds pickles, and a pickle is a program. It is never run here: pixels and labels are taken from
-the list of its instructions.
+The published archive contains pickles, and a pickle is a program. It is never run here: pixels and labels are read
+from its list of instructions.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from fedveil.data.splits import Indices
 from fedveil.errors import BadArgument
 
 SIDE = 32
-MOST_UNPACKED = 2**29  # bytes of an archive; the published ones have 186 MB
+MOST_UNPACKED = 2**29  # maximum size of an archive in bytes; the published ones have 186 MB
 _WIDTH = 3 * SIDE * SIDE
-_AGAIN = "fetch the archive again"
+_AGAIN = "download the archive again"
 _TEN = "airplane automobile bird cat deer dog frog horse ship truck"
 _HUNDRED = """
     apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
@@ -67,15 +67,15 @@ def _load(
     test_size: Positive | None = None,
     size: Literal[32, 16, 8] = 32,
 ) -> Data:
-    """Load 50,000 + 10,000 colour images of 32 x 32, in 10 or 100 classes, standardised with the usual constants.
+    """Load 50,000 + 10,000 colour images of 32 x 32 pixels in 10 or 100 classes, standardised with the usual constants.
 
     Args:
-        form: which of the two; of CIFAR-100 the fine labels are read.
+        form: CIFAR-10, or CIFAR-100 with its fine labels.
         path: cifar-10-python.tar.gz or cifar-100-python.tar.gz, its unpacked folder, or a folder or zip of
             train|test/<class>/<image>.
-        train_size: number of training records, as many of each class; all by default.
+        train_size: number of training records, the same number of each class; all by default.
         test_size: number of test records.
-        size: sides of the images: 32, or 16 or 8 by the mean of neighbours.
+        size: side of the images: 32, or 16 or 8 by averaging neighbouring pixels.
     """
     batches = path.is_file() and path.name.endswith((".tar.gz", ".tgz", ".tar"))
     if batches or (path / form.batches[0]).is_file():
@@ -110,7 +110,7 @@ def _read_batches(form: _Variant, source: Path) -> Arrays:
 
 
 def _read_members(source: Path, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Return the batches that exist by name; nothing is written to disk."""
+    """Return the batches that exist, by name; nothing is written to disk."""
     if source.is_dir():
         archive = open_archive(source)
         with archive.reader() as read:
@@ -120,14 +120,14 @@ def _read_members(source: Path, names: tuple[str, ...]) -> dict[str, bytes]:
             file = gzip.GzipFile(fileobj=packed) if packed.peek(2).startswith(b"\x1f\x8b") else packed
             content = file.read(MOST_UNPACKED + 1)
         if len(content) > MOST_UNPACKED:
-            raise OSError(f"it has more than {MOST_UNPACKED} bytes")
+            raise OSError(f"it is larger than {MOST_UNPACKED} bytes")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as opened:
             found = {PurePosixPath(member.name).name: member for member in opened if member.isfile()}
             batches = {name: opened.extractfile(found[name]) for name in names if name in found}
             return {name: batch.read() for name, batch in batches.items() if batch}
     except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
         what = f"not a readable tar archive: {error}"
-        raise BadArgument(str(source), what, "it is damaged or cut off: fetch it again") from error
+        raise BadArgument(str(source), what, "it is damaged or truncated: download it again") from error
 
 
 def _read_batch(form: _Variant, where: str, content: bytes | None) -> tuple[Bytes, Indices]:
@@ -151,9 +151,9 @@ def _read_batch(form: _Variant, where: str, content: bytes | None) -> tuple[Byte
 
 
 def read_pickle(content: bytes, key: str) -> tuple[bytes, bytearray]:
-    """Return the array of bytes in a pickle, and the list of small integers under `key`, without running it.
+    """Return the byte array in a pickle and the list of small integers stored under `key`, without running the pickle.
 
-    NumPy writes the type of an array, whether its order is Fortran's, and its values, one after the other.
+    NumPy writes the type of an array, whether it is in Fortran order, and its values, one after the other.
     """
     pixels, labels, last, of_bytes, fortran = b"", bytearray(), b"", False, True
     for opcode, argument, _ in pickletools.genops(content):
@@ -162,7 +162,7 @@ def read_pickle(content: bytes, key: str) -> tuple[bytes, bytearray]:
             of_bytes |= last == b"u1"
             if len(last) >= _WIDTH:
                 if pixels or fortran or not of_bytes:
-                    raise ValueError("it has another array than one of bytes")
+                    raise ValueError("it contains an array that is not of bytes")
                 pixels = last
         elif opcode.name == "BININT1" and last == key.encode():
             labels.append(int(argument or 0))

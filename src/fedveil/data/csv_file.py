@@ -1,4 +1,4 @@
-"""Any CSV file as a data set: columns of numbers and of words, and a task that is guessed from the target."""
+"""Any CSV file as a data set: numeric and categorical columns, and a task that is inferred from the target."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from fedveil.errors import BadArgument
 
 WHERE = "load('csv')"
 MOST_CATEGORIES = 1000
-MANY = 0.2  # categories per record that help no model
+MANY = 0.2  # with more categories per record, a column helps no model
 _TAB = {"\\t": "\t", "tab": "\t"}  # as typed in a shell
 _PANDAS = "pandas.read_parquet (or read_excel, read_json)(path).to_csv('records.csv')"
 _BINARY = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PAR1", b"ARROW1")
@@ -35,28 +35,28 @@ def csv(
     ignore: str | Sequence[str] = (),
     categorical: str | Sequence[str] = (),
 ) -> Data:
-    """Load any CSV file with a header: numeric columns standardised on the training part, others one-hot.
+    """Load any CSV file with a header: numeric columns are standardised on the training part, others one-hot encoded.
 
-    A cell is missing if it is empty or NA, N/A, #N/A, <NA>, NaN, null or ?, in upper or lower case; among numbers also
-    None. Any other word, such as "unknown", is a category. In columns named in `categorical` only the empty cell is
-    missing. The `notes` of the result list what was guessed, left out or filled in.
+    A cell is missing if it is empty or contains NA, N/A, #N/A, <NA>, NaN, null or ?, in upper or lower case; in numeric
+    columns also None. Any other word, such as "unknown", is a category. In columns named in `categorical`, only empty
+    cells are missing. The `notes` of the result list what was inferred, left out or filled in.
 
     Args:
         path: the file.
         target: the column to predict.
         task: "classification" (classes are the sorted values of the target) or "regression" (a numeric target,
-            standardised on the training part). By default a numeric target is a regression, unless it holds only two
-            different integers, such as 0 and 1: these are classes, as words are.
-        delimiter: between fields; by default recognised among comma, semicolon, tab and |.
-        decimal: the decimal mark of numbers, "." or ",".
+            standardised on the training part). By default, a numeric target is a regression unless it has only two
+            distinct integer values, such as 0 and 1: these are classes, as words are.
+        delimiter: delimiter between fields; by default detected among comma, semicolon, tab and |.
+        decimal: the decimal mark in numbers, "." or ",".
         missing: "refuse" missing cells (the error counts them), "drop" their records, or "impute" them: numbers by the
-            median of the training part, which extreme values do not change; words by the category "missing", so that
-            no value is invented. A target is never filled in: its record is left out.
-        test_share: of the records, between 0 and 1.
-        seed: of the division into training and test records.
+            median of the training part, which is robust to extreme values; words by the category "missing", so that
+            no value is invented. A missing target is never filled in: its record is left out.
+        test_share: fraction of the records to test on, between 0 and 1.
+        seed: seed for the division into training and test records.
         ignore: columns that are not inputs; `split(..., how="column")` can still use them. A column without a name,
             usually a row number, is never an input.
-        categorical: columns to take as categories although they hold numbers.
+        categorical: columns to treat as categories although they contain numbers.
     """
     notes: list[str] = []
     words, left_out = _list_names(categorical), _list_names(ignore)
@@ -69,7 +69,7 @@ def csv(
     train, test = divide(len(table), (1 - test_share, test_share), seed)
     if not (len(train) and len(test)):
         fix = "use more records, or another test_share"
-        raise BadArgument(table.path, f"{len(table)} records leave a part empty", fix)
+        raise BadArgument(table.path, f"{len(table)} records are too few to divide", fix)
     notes.append(f"divided at random: {len(train):,} records for training, {len(test):,} for testing")
     table = table.impute(inputs, train, notes)
     numbers = np.concatenate([_encode(table, column, train) for column in inputs], 1)
@@ -88,7 +88,7 @@ def csv(
         records, scale = part_from_arrays(numbers, targets), (float(moments[0][0]), float(moments[1][0]))
         notes.append(
             f"the target {target!r} is standardised (mean {scale[0]:.4g} and deviation {scale[1]:.4g} become 0 and 1): "
-            f"an mse of 1 is a squared error of {scale[1] ** 2:.4g} in its own units"
+            f"an mse of 1 is a squared error of {scale[1] ** 2:.4g} in the original units"
         )
     cells = {name: cells[train] for name, cells in table.columns.items() if name != target}
     parts = records.take(train), records.take(test)
@@ -100,9 +100,9 @@ def _list_names(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _open_table(path: Path, delimiter: str | None, decimal: str, notes: list[str]) -> CsvTable:
-    """Read the table in a file; other kinds of files are recognised by their first bytes."""
+    """Read the table in a file; other file types are recognised by their first bytes and refused."""
     if path.is_dir():
-        fix = "name a file in it with --path, or use --data images for a folder of images"
+        fix = "pass a file in it as --path, or use --data images for a folder of images"
         raise BadArgument(str(path), "it is a folder, not a CSV file", fix)
     mark = _TAB.get(delimiter or "", delimiter)
     if mark is not None and (len(mark) != 1 or mark in '"\r\n'):
@@ -126,19 +126,19 @@ def _open_table(path: Path, delimiter: str | None, decimal: str, notes: list[str
 def _refuse_one_column(table: CsvTable) -> NoReturn:
     (header,) = table.columns
     likely = max((*DELIMITERS, " "), key=header.count)
-    fix = "use a file with the column to predict and at least one other"
+    fix = "use a file with the column to predict and at least one other column"
     if likely in header:
         fix = f"use {flag('delimiter', 'tab' if likely == chr(9) else likely)}"
-    what = f"with {table.delimiter!r} between fields there is only one column, {header[:80]!r}"
+    what = f"with the delimiter {table.delimiter!r} there is only one column, {header[:80]!r}"
     raise BadArgument(f"{table.path}, line 1", what, fix)
 
 
 def _check_target(table: CsvTable, target: str | None, ignore: Sequence[str], categorical: Sequence[str]) -> str:
-    """Return the target; refuse columns that are not in the table, and a header of numbers."""
+    """Return the target; refuse columns that are not in the table, and a header that consists of numbers."""
     values = [name for name in table.columns if number(name, table.decimal) is not None]
     if values and target not in table.columns:
-        what = f"the header should hold the names of the columns, but has numbers ({shorten(values)})"
-        raise BadArgument(f"{table.path}, line 1", what, "add a first line with a name for each column")
+        what = f"the header should contain the names of the columns, but contains numbers ({shorten(values)})"
+        raise BadArgument(f"{table.path}, line 1", what, "add a first line with the name of each column")
     if target is None:
         fix = f"use --target (in Python target=) with one of {', '.join(table.columns)}"
         raise BadArgument(WHERE, "it needs the column to predict", fix)
@@ -152,14 +152,14 @@ def _check_target(table: CsvTable, target: str | None, ignore: Sequence[str], ca
 def _inspect_inputs(
     table: CsvTable, target: str, ignore: Sequence[str], categorical: Sequence[str], notes: list[str]
 ) -> list[Column]:
-    """Choose and inspect the input columns; refuse words among numbers."""
+    """Choose and inspect the input columns; refuse words in numeric columns."""
     names = [column for column in table.columns if column != target and column not in ignore]
     unnamed = [column for column in names if column.startswith("Unnamed: ") and column not in categorical]
     if unnamed:
-        notes.append(f"left out columns without a name, usually row numbers: {shorten(map(repr, unnamed))}")
+        notes.append(f"left out unnamed columns, usually row numbers: {shorten(map(repr, unnamed))}")
     inputs = [table.inspect(name, name in categorical) for name in names if name not in unnamed]
     if not inputs:
-        raise BadArgument(table.path, "no column is left for the inputs", "ignore fewer columns")
+        raise BadArgument(table.path, "no columns are left as inputs", "ignore fewer columns")
     for column in inputs:
         if not column.numeric and column.name not in categorical:
             _refuse_spoilt_numbers(table, column, flag("categorical", column.name))
@@ -176,43 +176,43 @@ def _refuse_spoilt_numbers(table: CsvTable, column: Column, otherwise: str) -> N
         fix = f"use {flag('decimal', other)}; if it separates thousands, remove it from the file; else use {otherwise}"
         table.refuse(row, column.name, what, fix)
     if 1 + len(others) < sum(cell not in column.gaps for cell in cells) / 2:
-        what = f"{first!r} is not a number, and most of this column is"
+        what = f"{first!r} is not a number, but most cells in this column are"
         fix = f"correct the cell, empty it if the value is missing, or use {otherwise}"
         table.refuse(row, column.name, what, fix)
 
 
 def _choose_task(table: CsvTable, target: Column, task: Task | None, categorical: bool, notes: list[str]) -> Task:
-    """Return the task that the user names, or that the target suggests."""
+    """Return the task that the user has chosen, or that the target suggests."""
     classes = flag("task", "classification")
     if task == "regression" and categorical:
-        what = f"a regression needs numbers, and the target {target.name!r} is in categorical"
+        what = f"a regression needs numbers, but the target {target.name!r} is in categorical"
         raise BadArgument(table.path, what, f"take it out, or use {classes}")
     if task == "regression" and not target.numeric:
         cells = table.columns[target.name]
         row = int(np.isin(cells, list(target.words)).argmax())
-        what = f"{cells[row][:40]!r} is not a number, and a regression needs numbers"
+        what = f"{cells[row][:40]!r} is not a number, but a regression needs numbers"
         table.refuse(row, target.name, what, f"correct the cell, or use {classes}")
     if task is not None or categorical:
         return task or "classification"
     values = set(table.columns[target.name]) - target.gaps
     if not target.numeric:
         _refuse_spoilt_numbers(table, target, classes)
-        held = f"{len(values):,} different words such as {min(values)[:40]!r}"
-        notes.append(f"a classification, as the target {target.name!r} holds {held}")
+        held = f"{len(values):,} distinct words, such as {min(values)[:40]!r}"
+        notes.append(f"classification, because the target {target.name!r} has {held}")
         return "classification"
     sizes = {size for value in values if (size := number(value, table.decimal)) is not None}
     integers, name = all(size.is_integer() for size in sizes), repr(target.name)
     if integers and len(sizes) == 2:
         held, otherwise = " and ".join(f"{size:.0f}" for size in sorted(sizes)), flag("task", "regression")
-        notes.append(f"two classes, as the target {name} holds only {held}; {otherwise} if they are quantities")
+        notes.append(f"two classes, because the target {name} has only {held}; use {otherwise} if they are quantities")
         return "classification"
-    held = f"numbers, which are only {len(sizes)} different integers" if integers and len(sizes) <= FEW else "numbers"
-    notes.append(f"a regression, as the target {name} holds {held}; --task classification if they are classes")
+    held = f"numbers, but only {len(sizes)} distinct integers" if integers and len(sizes) <= FEW else "numbers"
+    notes.append(f"regression, because the target {name} has {held}; use --task classification if they are classes")
     return "regression"
 
 
 def _unify_spelling(table: CsvTable, target: str) -> CsvTable:
-    """Return the table with one spelling of each number in the target: 1 and 1.0 are one class."""
+    """Return the table with one spelling of each number in the target: 1 and 1.0 are the same class."""
     spelling: dict[float | None, str] = {}
     cells = sorted(set(table.columns[target]), key=lambda cell: (len(cell), cell))
     values = {cell: spelling.setdefault(number(cell, table.decimal), cell) for cell in cells}
@@ -228,26 +228,26 @@ def _encode(table: CsvTable, column: Column, train: Indices) -> Floats:
 
 
 def _list_categories(table: CsvTable, column: str, purpose: str, otherwise: str) -> tuple[str, ...]:
-    """Return the different values of a column; refuse too many, which are often amounts with signs, or dates."""
+    """Return the distinct values of a column; refuse too many, which are often amounts with signs, or dates."""
     values = table.categories(column)
     if len(values) > MOST_CATEGORIES:
-        what = f"{len(values):,} different values are too many for {purpose} (at most {MOST_CATEGORIES:,})"
+        what = f"{len(values):,} distinct values are too many for {purpose} (at most {MOST_CATEGORIES:,})"
         fix = f"use {otherwise}; write amounts without signs and separators, and dates as numbers of days"
         table.refuse_column(column, what, fix)
     return values
 
 
 def _note_columns(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -> None:
-    """Note which columns are categories: numbers that could not be read as such would be among them."""
+    """Note which columns are treated as categories, since these may include numbers that could not be parsed."""
     sizes = {column.name: len(set(table.columns[column.name])) for column in inputs if not column.numeric}
     if sizes:
-        notes.append(f"taken as categories: {shorten(f'{name} ({size:,} values)' for name, size in sizes.items())}")
+        notes.append(f"treated as categories: {shorten(f'{name} ({size:,} values)' for name, size in sizes.items())}")
     numeric = [column.name for column in inputs if column.numeric and len(table) > FEW]
     rising = [name for name in numeric if (np.diff(table.numbers(name)) == 1).all()]  # consecutive integers
     if rising:
-        what = f"{shorten(map(repr, rising))} counts the rows, which says nothing about new rows"
-        notes.append(f"{what}: {flag('ignore', rising[0])} if it is an identifier")
+        what = f"{shorten(map(repr, rising))} numbers the rows, which says nothing about new rows"
+        notes.append(f"{what}; use {flag('ignore', rising[0])} if it is an identifier")
     many = [name for name, size in sizes.items() if size > max(FEW, MANY * len(table))]
     if many:
-        what = f"nearly a category per record in {shorten(map(repr, many))}, which a model memorises"
-        notes.append(f"{what}: --ignore dates and identifiers, and remove signs and separators from numbers")
+        what = f"{shorten(map(repr, many))}: nearly one category per record, which a model memorises"
+        notes.append(f"{what}; use --ignore for dates and identifiers, and remove signs and separators from numbers")

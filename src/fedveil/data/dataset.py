@@ -13,17 +13,17 @@ from fedveil.errors import BadArgument
 from fedveil.records.inputs import Inputs, check_alike, describe_forms, map_tensors, name_tensors
 from fedveil.records.sources import Given, Stream, as_source, check_finite, check_form, check_range
 
-FEW = 20  # integers that may be classes
+FEW = 20  # up to this number of distinct integers may be classes
 
 
 class DataPart(NamedTuple):
-    """Records of one purpose: training, validation or test.
+    """Records for one purpose: training, validation or test.
 
     Attributes:
-        inputs: tensors whose first dimension counts records; float32 or integers (token ids). Mostly one tensor, but
-            also a tuple or a dict of them; images are (n, channels, height, width).
-        targets: int64 (n,), an index into the classes, or (n, ...) with one at each pixel or token; float32
-            (n, outputs) or (n, ...) for regression.
+        inputs: a tensor whose first dimension indexes records, float32 or integers (token ids), or a tuple or dict of
+            such tensors; images are (n, channels, height, width).
+        targets: int64 class indices (n,), or (n, ...) with one for each pixel or token; float32 (n, outputs) or
+            (n, ...) for regression.
     """
 
     inputs: Inputs
@@ -31,18 +31,18 @@ class DataPart(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The inputs, if they are a single tensor; refuses others."""
+        """The inputs, which must be a single tensor."""
         return one_tensor("inputs", self.inputs)
 
     def take(self, rows: Tensor | NDArray[np.generic] | Sequence[int]) -> "DataPart":
-        """Return some of the records."""
+        """Return the given records."""
         return DataPart(map_tensors(lambda tensor: tensor[rows], self.inputs), self.targets[rows])
 
 
 def one_tensor(where: str, inputs: Inputs) -> Tensor:
-    """Return the inputs, if they are a single tensor."""
+    """Return the inputs; refuse any that are not a single tensor."""
     if not isinstance(inputs, Tensor):
-        what = f"records are a {type(inputs).__name__} of tensors, and this takes records of one tensor only"
+        what = f"each record is a {type(inputs).__name__} of tensors, but this takes only records of one tensor"
         raise BadArgument(where, what, "use data whose inputs are one tensor")
     return inputs
 
@@ -52,15 +52,15 @@ class Data:
     """A data set in memory.
 
     Attributes:
-        name: under which it was loaded.
+        name: name under which it was loaded.
         train: the records that are divided among clients.
         test: the records that nobody trains on.
-        validation: records for choosing settings, if the data set has such a part.
-        classes: names by class index; () for regression.
-        columns: for each training record, values by which `split(..., how="column")` may divide.
-        scale: for images, mean and deviation of each channel by which pixels in [0, 1] were standardised.
+        validation: records for choosing settings, if the data set has any.
+        classes: class names by index; () for regression.
+        columns: for each training record, values by which `split(..., how="column")` can divide the records.
+        scale: for images, the mean and deviation of each channel with which pixels in [0, 1] were standardised.
         target_scale: for a standardised regression target, its mean and deviation in the training part.
-        notes: decisions of the loader (guessed, left out, filled in, divided), a sentence each, for the user to read.
+        notes: the loader's decisions (inferred, left out, filled in, divided), one sentence each, for the user to read.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Data:
         for column, values in self.columns.items():
             if len(values) != records:
                 what = f"{len(values)} values for {records} training records"
-                raise BadArgument(f"{self.name}.columns[{column!r}]", what, "give one value per training record")
+                raise BadArgument(f"{self.name}.columns[{column!r}]", what, "pass one value per training record")
 
     def _parts(self) -> dict[str, DataPart]:
         parts = {"train": self.train, "validation": self.validation, "test": self.test}
@@ -88,7 +88,7 @@ class Data:
 
     @property
     def outputs(self) -> int:
-        """The number of outputs that a model for this data needs: one for each class, or each number of a target."""
+        """The number of outputs that a model for this data needs: one per class, or one per number in a target."""
         return len(self.classes) or self.train.targets[0].numel()
 
     def pixels(self, inputs: Tensor) -> Tensor:
@@ -97,17 +97,17 @@ class Data:
         return (inputs * deviation + mean).clamp(0, 1)
 
     def standardise(self, pixels: Tensor) -> Tensor:
-        """Return pixels in [0, 1] as images that a model of this data takes; differentiable."""
+        """Return pixels in [0, 1] as images that a model for this data takes; differentiable."""
         mean, deviation = self._channel_scale(pixels)
         return (pixels - mean) / deviation
 
     def original_units(self, targets: Tensor) -> Tensor:
-        """Return regression targets, or predictions of them, in the units of the source."""
+        """Return regression targets, or predictions of them, in their original units."""
         mean, deviation = self.target_scale or (0.0, 1.0)
         return targets * deviation + mean
 
     def _channel_scale(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and deviation of the channels, in a shape that broadcasts over these images."""
+        """Return the mean and deviation of the channels, in a shape that broadcasts over these images."""
         if self.scale is None or images.dim() != 4:
             what = f"records of shape {tuple(images.shape[1:])} are not images"
             raise BadArgument(self.name, what, "use a data set of images, and a model that takes them as images")
@@ -123,7 +123,7 @@ class Data:
 
 
 def _check_part(where: str, part: DataPart, classes: tuple[str, ...]) -> None:
-    """Refuse a part whose tensors do not belong together."""
+    """Refuse a part whose tensors do not match one another."""
     check_form(where, part)
     inputs, targets = part
     for path, tensor in name_tensors(inputs).items():
@@ -133,16 +133,16 @@ def _check_part(where: str, part: DataPart, classes: tuple[str, ...]) -> None:
             raise BadArgument(where, what, "use float32 or integers of shape (records, ...)")
     dtype, least = (torch.int64, 1) if classes else (torch.float32, 2)
     if targets.dtype != dtype or targets.dim() < least:
-        form = "(records,), or (records, ...) for a class at each position" if classes else "(records, outputs)"
+        form = "(records,), or (records, ...) with a class at each position" if classes else "(records, outputs)"
         what = f"targets are {targets.dtype} of shape {tuple(targets.shape)}"
         raise BadArgument(where, what, f"use {dtype} targets of shape {form}")
     if classes and not 0 <= int(targets.min()) <= int(targets.max()) < len(classes):
-        what = f"a target is {int(targets.min())} or {int(targets.max())}, there are {len(classes)} classes"
+        what = f"targets range from {int(targets.min())} to {int(targets.max())}, but there are {len(classes)} classes"
         raise BadArgument(where, what, f"use targets from 0 to {len(classes) - 1}")
 
 
 def part_from_arrays(inputs: NDArray[np.generic], targets: NDArray[np.generic]) -> DataPart:
-    """Return a part from arrays: int64 targets if they are integers, else float32."""
+    """Return a part made from arrays; targets become int64 if they are integers, else float32."""
     kind = np.int64 if targets.dtype.kind in "iu" else np.float32
     return DataPart(
         torch.from_numpy(np.ascontiguousarray(inputs, dtype=np.float32)),
@@ -153,25 +153,24 @@ def part_from_arrays(inputs: NDArray[np.generic], targets: NDArray[np.generic]) 
 def from_records(name: str, train: Given, test: Given, *, classes: Sequence[str] = ()) -> Data:
     """Read a user's training and test records into memory.
 
-    `Federation` takes Datasets as clients too and reads them batch by batch: use that where they do not fit.
+    If they do not fit, pass Datasets as clients to `Federation`, which reads them batch by batch.
 
     Args:
-        name: of the result.
-        train: (inputs, targets), each a tensor, a NumPy array or a pandas DataFrame or Series, targets also a list of
-            numbers; or a Dataset of (input, target) or (input, input, ..., target), or a DataLoader, whose collate_fn
-            makes one batch of all records. Inputs may be a tuple or dict: the arguments or keyword arguments of a
-            model's forward. The columns of a DataFrame of inputs are features and become float32, integers too; for
-            token ids give ``frame.to_numpy()``.
-        test: of the same form.
-        classes: names of the classes; by default "0", "1", ... if targets are integers, and () (a regression) if they
-            are not.
+        name: name of the result.
+        train: (inputs, targets), each a tensor, a NumPy array, or a pandas DataFrame or Series (targets may also be a
+            list of numbers); or a Dataset of (input, target) or (input, input, ..., target); or a DataLoader, whose
+            collate_fn makes one batch of all records. Inputs may be a tuple or dict: the arguments or keyword arguments
+            of a model's forward. The columns of a DataFrame of inputs are features and become float32, even integers;
+            for token ids, pass ``frame.to_numpy()``.
+        test: test records, in any of these forms.
+        classes: names of the classes; by default "0", "1", ... if targets are integers, else () (a regression).
 
     Returns:
-        The data set. Integers (token ids) stay integers, as int64; bytes (pixels) and other numbers become float32,
-        not scaled. Targets may have a class at each pixel or token.
+        The data set. Integers (token ids) become int64; bytes (pixels) and other numbers become float32, unscaled.
+        Targets may have a class for each pixel or token.
 
     Raises:
-        BadArgument: records have no such form, or differ from one another; says which.
+        BadArgument: records do not have one of these forms, or differ from one another; the message says which.
 
     Example:
         >>> train = np.zeros((3, 2)), np.array([0, 1, 1])
@@ -183,17 +182,17 @@ def from_records(name: str, train: Given, test: Given, *, classes: Sequence[str]
     check_alike(f"{name}.test", describe_forms(second), f"{name}.train", describe_forms(first))
     if first.targets.is_floating_point():
         if classes:
-            raise BadArgument(f"{name}.train", "classes are named, but targets are not integers", "leave out classes=")
+            raise BadArgument(f"{name}.train", "classes are given, but targets are not integers", "leave out classes=")
         return Data(name, first, second, notes=_note_classes(first.targets))
     count = 1 + max(0, *(int(part.targets.max()) for part in (first, second)))
     return Data(name, first, second, classes=tuple(classes or map(str, range(count))))
 
 
 def _read_part(where: str, given: Given) -> DataPart:
-    """Read records in any form as a part."""
+    """Read records in any of the accepted forms as a part."""
     source = as_source(where, given)
     if not len(source):
-        raise BadArgument(where, "there are no records", "give at least one record")
+        raise BadArgument(where, "there are no records", "pass at least one record")
     batch = (
         source.take(range(len(source)), check=True) if isinstance(source, Stream) else (source.inputs, source.targets)
     )
@@ -223,5 +222,5 @@ def _note_classes(targets: Tensor) -> tuple[str, ...]:
     values = np.unique(targets.cpu().numpy())
     if len(values) > FEW or (values != np.rint(values)).any():
         return ()
-    found = f"targets are floating-point numbers with {len(values)} different integer values"
-    return (f"{found}: taken as a regression; give them as int64 if they are classes",)
+    found = f"targets are floating-point numbers with {len(values)} distinct integer values"
+    return (f"{found}, treated as a regression; pass them as int64 if they are classes",)

@@ -1,4 +1,4 @@
-"""Downloads that are verified before they are kept, with the standard library alone."""
+"""Downloads that are verified before they are kept, with only the standard library."""
 
 import hashlib
 import http.client
@@ -21,15 +21,16 @@ _TIMEOUT = 30.0
 
 
 def get(name: str, folder: str | Path | None = None, progress: Progress | None = None) -> Path:
-    """Download a data set, so that `load` finds it. A file with a wrong checksum is not kept.
+    """Download a data set to where `load` finds it. A file with a wrong checksum is not kept.
 
     Args:
-        name: of the data set.
-        folder: with one folder per data set inside; $FEDVEIL_DATA by default.
-        progress: called with the fraction that has arrived and its size in words.
+        name: name of the data set.
+        folder: folder that contains one folder per data set; $FEDVEIL_DATA by default.
+        progress: called with the fraction that has arrived, and with its size as text.
 
     Raises:
-        BadArgument: it needs no download, cannot be downloaded, or the download failed; says which file to put where.
+        BadArgument: it needs no download, it cannot be downloaded, or the download failed; the message says which file
+            to put where.
     """
     entry = CATALOGUE[check_choice("get", "data set", name, CATALOGUE)]
     if not entry.files:
@@ -37,13 +38,13 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
     home = (data_folder() if folder is None else Path(os.path.expanduser(folder))) / name
     if entry.download is None:
         fix = f"get it from {entry.source} (its terms must be accepted there) and put {entry.wanted} into {home}"
-        raise BadArgument("get", f"{name!r} cannot be downloaded by a program", fix)
+        raise BadArgument("get", f"{name!r} cannot be downloaded automatically", fix)
     source, target = entry.download, home / entry.download.file
     fix = f"run again, or put {target.name} into {home} yourself"
     try:
         if target.exists():
             if not target.is_file() or compute_digest(target, source.digest) != source.digest:
-                what = f"there is another file of this name (its checksum is not {source.digest})"
+                what = f"a different file with this name exists (its checksum is not {source.digest})"
                 raise BadArgument(str(target), what, "move it away and run again")
             return target
         content = _unpack(_receive(source, progress), source)
@@ -65,7 +66,7 @@ def _explain(error: Exception) -> str:
 
 
 def _receive(source: Download, progress: Progress | None) -> bytes:
-    """Return what the server sends; stop if it is more than expected."""
+    """Return the data that the server sends; stop if there are more than expected."""
     content = bytearray()
     with urllib.request.urlopen(source.url, timeout=_TIMEOUT) as answer:
         total = answer.length or 0
@@ -81,7 +82,7 @@ def _receive(source: Download, progress: Progress | None) -> bytes:
 
 
 def _unpack(content: bytes, source: Download) -> bytes:
-    """Return the file itself: the download, or a member of the zip that it is, or of a zip within."""
+    """Return the file itself: the download, or a member of it if it is a zip file, or of a zip file inside."""
     for member in source.inside:
         with zipfile.ZipFile(io.BytesIO(content)) as opened:
             content = read_member(opened, member, source.most)
@@ -89,7 +90,7 @@ def _unpack(content: bytes, source: Download) -> bytes:
 
 
 def compute_digest(content: Path | bytes, like: str) -> str:
-    """Return the checksum of a file or of bytes, in the form of `like`, such as "md5:..."."""
+    """Return the checksum of a file or of bytes, with the same algorithm as `like`, such as "md5:..."."""
     kind = like.partition(":")[0]
     with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
         return f"{kind}:{hashlib.file_digest(file, kind).hexdigest()}"

@@ -9,12 +9,12 @@ from fedveil.errors import BadArgument
 
 
 def digits(*, flat: bool = True, train_size: Positive | None = None, test_size: Positive | None = None) -> Data:
-    """Load handwritten digits: 1,797 grey images of 8 x 8 in [0, 1], ten classes, 80:20.
+    """Load handwritten digits: 1,797 grey images of 8 x 8 pixels in [0, 1], ten classes, divided 80:20.
 
     Args:
-        flat: inputs of shape (64,); else (1, 8, 8).
-        train_size: number of training records, in place of 80 %; all others are for testing.
-        test_size: number of those that are used; all by default.
+        flat: whether inputs have shape (64,) instead of (1, 8, 8).
+        train_size: number of training records, instead of 80 %; all others are for testing.
+        test_size: number of test records to use; all by default.
     """
     from sklearn.datasets import load_digits
 
@@ -38,7 +38,7 @@ def _check_size(option: str, size: int, most: int) -> int:
 
 
 def diabetes() -> Data:
-    """Load the progression of diabetes: 442 patients, 10 measures, standardised on the training part, 80:20."""
+    """Load diabetes progression: 442 patients, 10 measurements, standardised on the training part, divided 80:20."""
     from sklearn.datasets import load_diabetes
 
     from fedveil.data.tables import standardise

@@ -1,4 +1,4 @@
-"""Any folder or zip of images, a folder per class: decoded once to bytes, cached, standardised on loading."""
+"""Any folder or zip file of images, with a folder per class: decoded once to bytes, cached, standardised on loading."""
 
 import hashlib
 import io
@@ -23,7 +23,7 @@ from fedveil.files import require_memory, write_whole
 
 PURPOSES = ("train", "test")
 FORM = "train/<class>/<image> and test/<class>/<image>"
-ANY_FORM = f"use <class>/<image> with two classes or more, or {FORM}"
+ANY_FORM = f"use <class>/<image> with at least two classes, or {FORM}"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 TEST_SHARE = 0.2
 Bytes = NDArray[np.uint8]
@@ -59,24 +59,24 @@ def images(
     test_share: Between | None = None,
     seed: Seed = 0,
 ) -> Data:
-    """Load a folder or zip of images, one folder per class; channels are standardised on the training part.
+    """Load a folder or zip file of images, with one folder per class; channels are standardised on the training part.
 
     Images that are not divided into train/ and test/ are divided here, class by class, and `notes` says so.
 
     Args:
-        path: of the folder or zip, which holds train/<class>/<image> and test/<class>/<image>, or only the former, or
-            <class>/<image>. No class can be called train or test.
-        size: side in pixels; images of another size are resized, without keeping their proportions.
+        path: path of the folder or zip file, which contains train/<class>/<image> and test/<class>/<image>, or only the
+            former, or <class>/<image>. No class can be called train or test.
+        size: side in pixels; images of another size are resized without keeping their aspect ratio.
         train_size: number of training records, each class in proportion; all by default.
         test_size: number of test records.
-        test_share: of the images that are divided here, between 0 and 1; 0.2 by default.
-        seed: of that division.
+        test_share: fraction of the images to test on if they are divided here, between 0 and 1; 0.2 by default.
+        seed: seed for that division.
     """
     archive, notes = open_archive(path), []
     files = find_image_files(archive) or _find_class_folders(archive)
     if any(file.purpose == "test" for file in files):
         if test_share is not None:
-            raise BadArgument(str(path), "it is divided into train/ and test/ already", "leave out test_share")
+            raise BadArgument(str(path), "it is already divided into train/ and test/", "leave out test_share")
     else:
         files = _divide(archive, files, test_share or TEST_SHARE, seed)
         test = sum(file.purpose == "test" for file in files)
@@ -95,13 +95,13 @@ def assemble(
     sizes: tuple[int | None, int | None],
     columns: Arrays | None = None,
 ) -> Data:
-    """Return images as a data set: choose subsets, shuffle records, standardise channels.
+    """Make a data set from images: choose subsets, shuffle records, standardise channels.
 
     Args:
-        name: of the data set.
-        images: of both purposes.
+        name: name of the data set.
+        images: images for both training and testing.
         scale: mean and deviation of each channel.
-        sizes: of the subsets for training and testing; None for all records.
+        sizes: sizes of the subsets for training and testing; None for all records.
         columns: values for each image.
     """
     where, targets = f"load of {name!r}", images.targets
@@ -113,7 +113,7 @@ def assemble(
 
 
 def read_files(archive: Archive, files: Sequence[ImageFile], side: int, classes: Sequence[str] = ()) -> ImageSet:
-    """Decode images; their folders must have the names of these classes, if there are any."""
+    """Decode images; if `classes` is given, their folders must have the names of these classes."""
     found = {purpose: {file.label for file in files if file.purpose == purpose} for purpose in PURPOSES}
     known = tuple(classes or sorted(found["train"]))
     _check_classes(archive, found, known, complete=bool(classes))
@@ -133,7 +133,7 @@ def find_image_files(archive: Archive) -> list[ImageFile]:
             continue
         if len(parts) - start != 3:
             fix = f"use {FORM}; if train or test is a class here, rename its folder"
-            raise BadArgument(archive.where(name), "an image must lie in the folder of its class", fix)
+            raise BadArgument(archive.where(name), "an image must be in the folder of its class", fix)
         found.append(ImageFile(name, parts[start], parts[start + 1]))
     return found
 
@@ -146,29 +146,29 @@ def _find_class_folders(archive: Archive) -> list[ImageFile]:
     first = next(iter(images.values()))
     for name, image in images.items():
         if len(image.parts) < 2:
-            raise BadArgument(archive.where(name), "an image must lie in the folder of its class", ANY_FORM)
+            raise BadArgument(archive.where(name), "an image must be in the folder of its class", ANY_FORM)
         if image.parent.parent != first.parent.parent:
-            what = f"folders of classes must be side by side, and {first} lies elsewhere"
+            what = f"class folders must have the same parent, but {first} is elsewhere"
             raise BadArgument(archive.where(name), what, ANY_FORM)
     if len({image.parent for image in images.values()}) < 2:
-        what = f"all images lie in one folder, {first.parent}, and so are of one class"
+        what = f"all images are in one folder, {first.parent}, and so belong to one class"
         raise BadArgument(str(archive.path), what, ANY_FORM)
     return [ImageFile(name, "train", image.parent.name) for name, image in images.items()]
 
 
 def _divide(archive: Archive, files: Sequence[ImageFile], share: float, seed: int) -> list[ImageFile]:
-    """Set aside the same share of each class for testing."""
+    """Set aside the same fraction of each class for testing."""
     labels, targets = np.unique([file.label for file in files], return_inverse=True)
     _, test = divide_classes(targets, share, seed)
     if not len(test):
-        what = f"{len(labels)} classes of one image each leave none to test on"
+        what = f"{len(labels)} classes with one image each leave none to test on"
         raise BadArgument(str(archive.path), what, "use more images")
     chosen = set(test.tolist())
     return [file._replace(purpose="test") if row in chosen else file for row, file in enumerate(files)]
 
 
 def _note_left_out(archive: Archive, files: Sequence[ImageFile]) -> list[str]:
-    """Return a note on images outside train/ and test/, and on files beside images that are not named as images."""
+    """Return a note on images outside train/ and test/, and on other files that are not named as images."""
     names = {file.name for file in files}
     folders = {PurePosixPath(name).parent for name in names}
     left = [PurePosixPath(name) for name in archive.names if name not in names]
@@ -178,7 +178,7 @@ def _note_left_out(archive: Archive, files: Sequence[ImageFile]) -> list[str]:
 
 
 def _check_classes(archive: Archive, found: dict[str, set[str]], known: tuple[str, ...], *, complete: bool) -> None:
-    """Refuse parts without images, folders that are not a class and, if all are needed, missing classes."""
+    """Refuse parts without images, folders that are not classes and, if all are needed, missing classes."""
     for purpose, labels in found.items():
         strange, missing = sorted(labels - set(known)), sorted(set(known) - labels)
         if not labels:
@@ -186,7 +186,7 @@ def _check_classes(archive: Archive, found: dict[str, set[str]], known: tuple[st
         elif strange:
             what, fix = f"{purpose}/ has unknown classes: {shorten(strange)}", f"use the classes {shorten(known, 10)}"
         elif missing and complete:
-            what, fix = f"{purpose}/ has no images of {shorten(missing)}", "fetch the archive again"
+            what, fix = f"{purpose}/ has no images of {shorten(missing)}", "download the archive again"
         else:
             continue
         raise BadArgument(str(archive.path), what, fix)
@@ -212,7 +212,7 @@ def _decode_all(archive: Archive, names: Sequence[str], side: int) -> Bytes:
             try:
                 with PIL.Image.open(io.BytesIO(content)) as opened:
                     image = opened.convert("RGB")
-            except Exception as error:  # a damaged image may fail in any way; Pillow refuses those of too many pixels
+            except Exception as error:  # a damaged image may fail in any way; Pillow refuses those with too many pixels
                 what = f"not a readable image: {error}"
                 raise BadArgument(archive.where(name), what, "replace it or leave it out") from error
             if image.size != (side, side):
@@ -222,14 +222,14 @@ def _decode_all(archive: Archive, names: Sequence[str], side: int) -> Bytes:
 
 
 def _reserve(shape: Sequence[int], width: int) -> AbstractContextManager[None]:
-    """Refuse images that need more memory than there is, `width` bytes per value."""
+    """Refuse images that need more memory than is available, at `width` bytes per value."""
     what = f"{shape[0]:,} images of {shape[2]} x {shape[3]} pixels"
     fix = "choose a smaller size, such as --size 32, or fewer images"
     return require_memory("images", what, fix, width * math.prod(shape))
 
 
 def _statistics(pixels: Bytes) -> tuple[Channels, Channels]:
-    """Return mean and deviation of each channel in [0, 1], from counts of the 256 values; deviation 0 becomes 1."""
+    """Return the mean and deviation of each channel in [0, 1], from counts of the 256 values; deviation 0 becomes 1."""
     values = np.arange(256) / 255
     counts = np.stack([np.bincount(pixels[:, channel].reshape(-1), minlength=256) for channel in range(3)])
     shares = counts / counts.sum(1, keepdims=True)
@@ -239,7 +239,7 @@ def _statistics(pixels: Bytes) -> tuple[Channels, Channels]:
 
 
 def _standardise(pixels: Bytes, targets: Indices, scale: tuple[Channels, Channels]) -> DataPart:
-    """Return bytes as float32, standardised by mean and deviation of each channel in [0, 1]."""
+    """Return bytes as float32, standardised with the mean and deviation of each channel in [0, 1]."""
     mean, deviation = (torch.tensor([255 * channel for channel in own]).view(3, 1, 1) for own in scale)
     with _reserve(pixels.shape, 4):
         inputs = torch.from_numpy(np.ascontiguousarray(pixels)).to(torch.float32)
@@ -247,13 +247,13 @@ def _standardise(pixels: Bytes, targets: Indices, scale: tuple[Channels, Channel
 
 
 def use_cache(key: tuple[str, ...], build: Callable[[], Arrays]) -> Arrays:
-    """Return the arrays that `build` makes, from the cache if they were made before for the same `key`.
+    """Return the arrays that `build` creates, from the cache if it was called before with the same `key`.
 
     A damaged or unwritable cache costs time, never correctness.
     """
     digest = hashlib.sha256(os.fsencode("\n".join((_CACHE_VERSION, *key)))).hexdigest()[:32]
     path = cache_folder() / f"{digest}.npz"
-    # absent, or damaged in any way: zip checksums tell
+    # absent, or damaged in any way, which zip checksums detect
     with suppress(Exception), require_regular(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
         if stored.files:
             return {name: stored[name] for name in stored.files}

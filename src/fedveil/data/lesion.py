@@ -1,4 +1,4 @@
-"""HAM10000 (Tschandl, Rosendahl, Kittler 2018): dermatoscopic images of seven kinds of skin lesion, at 64 x 64."""
+"""HAM10000 (Tschandl, Rosendahl, Kittler 2018): dermatoscopic images of seven kinds of skin lesion, 64 x 64 pixels."""
 
 from pathlib import Path, PurePosixPath
 from typing import Annotated
@@ -26,15 +26,15 @@ _SUFFIXES = {".jpg", ".jpeg", ".png"}
 def lesion(
     *, path: Path, train_size: Positive | None = None, test_size: Positive | None = None, size: Side = SIDE
 ) -> Data:
-    """Load HAM10000: up to 10,015 images of skin lesions, seven classes, 80:20; no lesion is in both parts.
+    """Load HAM10000: up to 10,015 images of skin lesions, seven classes, divided 80:20; no lesion is in both parts.
 
-    Images that the metadata lists and the archive lacks are left out.
+    Images that are listed in the metadata but missing from the archive are left out.
 
     Args:
-        path: a folder or zip with the images; HAM10000_metadata.csv is in it or beside it.
+        path: a folder or zip file with the images; HAM10000_metadata.csv must be in it or beside it.
         train_size: number of training records, each class in proportion; all by default.
         test_size: number of test records.
-        size: sides of the images, 64 as in the paper or less.
+        size: side of the images in pixels: 64, as in the paper, or less.
     """
     archive = open_archive(path)
     table = _metadata(archive)
@@ -43,7 +43,7 @@ def lesion(
     _, lesions = np.unique(table.columns["lesion_id"][rows], return_inverse=True)
     train, test = divide_groups(lesions, 0.8)
     if not (len(train) and len(test)):
-        raise BadArgument(str(archive.path), f"{len(rows)} images leave a part empty", "use more images")
+        raise BadArgument(str(archive.path), f"{len(rows)} images are too few to divide", "use more images")
     pixels = decode_images(archive, names, size)
     columns = {column: table.columns[column][rows] for column in COLUMNS}
     images = ImageSet(pixels, targets, train, test, CLASSES)
@@ -66,11 +66,11 @@ def _metadata(archive: Archive) -> CsvTable:
 
 
 def _match_images(archive: Archive, table: CsvTable) -> tuple[list[str], list[int]]:
-    """Return image files, and for each the row of the metadata that describes it."""
+    """Return the image files and, for each, the row of the metadata that describes it."""
     row_of: dict[str, int] = {}
     for row, image in enumerate(table.columns["image_id"]):
         if image in row_of:
-            table.refuse(row, "image_id", f"{image!r} is listed twice", "give one row per image")
+            table.refuse(row, "image_id", f"{image!r} is listed twice", "keep one row per image")
         row_of[image] = row
     names = [name for name in archive.names if PurePosixPath(name).suffix.lower() in _SUFFIXES]
     if not names:

@@ -1,4 +1,4 @@
-"""Divisions of records: among clients, into training and test, subsets in proportion, and subsets of some classes."""
+"""Divisions of records: among clients, into training and test records, into stratified subsets, and by class."""
 
 import dataclasses
 import math
@@ -18,8 +18,8 @@ Indices = NDArray[np.int64]
 HALVES = ("first-half", "second-half")
 LABELS = "use class indices such as 0-4 or 1,3,5, or first-half, or second-half"
 WAYS = ("iid", "dirichlet", "column")
-DRAWS = 100  # of a Dirichlet division before a client without records is an error
-SEED = 20220  # of every division that belongs to a data set
+DRAWS = 100  # draws of a Dirichlet division before a client without records is an error
+SEED = 20220  # seed for every division that belongs to a data set
 
 
 def split(
@@ -30,17 +30,17 @@ def split(
     Args:
         data: the data set.
         clients: number of clients.
-        how: "iid" (equal shares at random), "dirichlet" (each class is cut in proportions drawn from a symmetric
+        how: "iid" (equal shares at random), "dirichlet" (each class is divided in proportions drawn from a symmetric
             Dirichlet distribution) or "column" (records with the same value stay together).
         seed: the same seed gives the same division.
-        alpha: of the Dirichlet distribution; the smaller, the less alike the clients.
+        alpha: parameter of the Dirichlet distribution; smaller values make clients differ more.
         column: one of `data.columns`, for how="column".
 
     Returns:
-        For each client an int64 tensor of indices into `data.train`, in random order.
+        For each client, an int64 tensor of indices into `data.train`, in random order.
 
     Raises:
-        BadArgument: there is no such division.
+        BadArgument: the records cannot be divided like this.
 
     Guarantees: every record belongs to one client, and no client is empty
       (test_every_record_belongs_to_one_client_and_no_client_is_empty).
@@ -56,7 +56,7 @@ def split(
     if check_count("split", "clients", clients, 1) > records:
         raise BadArgument("split", f"{clients} clients for {records} records", f"use at most {records} clients")
     if column is not None and how != "column":
-        raise BadArgument("split", f'column={column!r} has no meaning for how="{how}"', 'use how="column"')
+        raise BadArgument("split", f'column={column!r} does not apply to how="{how}"', 'use how="column"')
     rng = np.random.default_rng(seed)
     if how == "iid":
         shares = np.array_split(rng.permutation(records), clients)
@@ -64,29 +64,29 @@ def split(
         shares = _split_classes(data, clients, alpha, rng)
     else:
         shares = _split_values(data, clients, column)
-    # in random order, so that batches cut from a share are mixed
+    # in random order, so that batches taken from a share are mixed
     return [torch.from_numpy(rng.permutation(share).astype(np.int64)) for share in shares]
 
 
 def _split_classes(data: Data, clients: int, alpha: float, rng: Generator) -> list[Indices]:
-    """Give clients different frequencies of classes: the smaller alpha, the more different."""
+    """Give clients different class frequencies; smaller values of alpha make them differ more."""
     if not data.classes or data.train.targets.dim() > 1:
         has = "has one at each position" if data.classes else "is a regression"
-        what = f"a Dirichlet split needs one class per record, and {data.name!r} {has}"
+        what = f"a Dirichlet split needs one class per record, but {data.name!r} {has}"
         raise BadArgument("split", what, 'use how="iid" or how="column"')
-    check_positive("split", "alpha", alpha, "use 0.5, which is usual; 100 is nearly iid")
+    check_positive("split", "alpha", alpha, "use 0.5, a common choice; 100 is nearly iid")
     targets = data.train.targets.numpy()
     groups = [np.flatnonzero(targets == label) for label in range(len(data.classes))]
     for _ in range(DRAWS):
         shares = _draw_dirichlet(groups, clients, alpha, rng)
         if shares and all(len(share) for share in shares):
             return shares
-    what = f"in {DRAWS} draws with alpha={alpha} some of {clients} clients always got no record"
+    what = f"in each of {DRAWS} draws with alpha={alpha}, some of {clients} clients got no records"
     raise BadArgument("split", what, "use a larger alpha or fewer clients")
 
 
 def _draw_dirichlet(groups: list[Indices], clients: int, alpha: float, rng: Generator) -> list[Indices]:
-    """Cut each class in proportions drawn for it; return [] if alpha is too extreme for NumPy."""
+    """Divide each class in proportions drawn for it; return [] if alpha is too extreme for NumPy."""
     shares: list[list[Indices]] = [[] for _ in range(clients)]
     for records in groups:
         proportions = rng.dirichlet(np.full(clients, alpha))
@@ -99,7 +99,7 @@ def _draw_dirichlet(groups: list[Indices], clients: int, alpha: float, rng: Gene
 
 
 def _split_values(data: Data, clients: int, column: str | None) -> list[Indices]:
-    """Keep records with one value at one client; the largest group goes to the smallest client so far."""
+    """Keep records with the same value at one client; the largest group goes to the smallest client so far."""
     if column is None:
         named = ", ".join(repr(name) for name in sorted(data.columns))
         fix = f"set column= to one of {named}" if named else f"use 'iid' or 'dirichlet': {data.name!r} has no columns"
@@ -107,7 +107,7 @@ def _split_values(data: Data, clients: int, column: str | None) -> list[Indices]
     check_choice(f"split of {data.name!r}", "column", column, data.columns)
     values, group_of = np.unique(np.asarray(data.columns[column]), return_inverse=True)
     if clients > len(values):
-        what = f"{clients} clients, but column {column!r} has {len(values)} values and none is divided"
+        what = f"{clients} clients, but column {column!r} has only {len(values)} values"
         raise BadArgument("split", what, f"use --clients {len(values)} (in Python clients={len(values)}), or fewer")
     groups = sorted((np.flatnonzero(group_of == g) for g in range(len(values))), key=len, reverse=True)
     shares: list[list[Indices]] = [[] for _ in range(clients)]
@@ -117,14 +117,14 @@ def _split_values(data: Data, clients: int, column: str | None) -> list[Indices]
 
 
 def divide(records: int, shares: tuple[float, ...], seed: int = SEED) -> list[Indices]:
-    """Return record indices in random order, cut in shares that add up to 1."""
+    """Return record indices in random order, divided into shares that add up to 1."""
     order = np.random.default_rng(seed).permutation(records)
     cuts = np.rint(np.cumsum(shares)[:-1] * records).astype(np.int64)
     return list(np.split(order, cuts))
 
 
 def divide_classes(targets: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
-    """Return two parts of about 1 - `share` and `share` of each class; a class with two records or more is in both."""
+    """Return two parts with about 1 - `share` and `share` of each class; a class of two or more records is in both."""
     rng = np.random.default_rng(seed)
     train, test = [], []
     for label in np.unique(targets):
@@ -136,7 +136,7 @@ def divide_classes(targets: Indices, share: float, seed: int) -> tuple[Indices, 
 
 
 def divide_groups(groups: Indices, share: float, seed: int = SEED) -> tuple[Indices, Indices]:
-    """Return two parts of about `share` and 1 - `share` of all records, no group in both; in random order."""
+    """Return two parts with about `share` and 1 - `share` of all records, in random order; no group is in both."""
     rng = np.random.default_rng(seed)
     names, sizes = np.unique(groups, return_counts=True)
     order = rng.permutation(len(names))
@@ -147,7 +147,7 @@ def divide_groups(groups: Indices, share: float, seed: int = SEED) -> tuple[Indi
 
 
 def choose_subset(where: str, option: str, targets: Indices, size: int | None) -> Indices:
-    """Choose a seeded subset in which each class keeps its share, in random order; all records if `size` is None.
+    """Choose a seeded stratified subset, in random order; all records if `size` is None.
 
     Larger subsets contain the smaller ones, up to one record per class.
     """
@@ -156,7 +156,7 @@ def choose_subset(where: str, option: str, targets: Indices, size: int | None) -
     if size is None:
         return order
     if size > len(targets):
-        raise BadArgument(where, f"{option} is {size}, there are {len(targets)} records", f"use at most {len(targets)}")
+        raise BadArgument(where, f"{option} is {size} of {len(targets)} records", f"use at most {len(targets)}")
     counts = np.bincount(targets)
     exact = counts * (size / len(targets))
     quota = np.floor(exact).astype(np.int64)
@@ -166,9 +166,9 @@ def choose_subset(where: str, option: str, targets: Indices, size: int | None) -
 
 
 def parse_labels(text: str, classes: int) -> tuple[int, ...]:
-    """Return the class indices that a text names, in increasing order.
+    """Parse class indices; return them in increasing order.
 
-    Of an odd number of classes the first half is the smaller one.
+    If the number of classes is odd, the first half is the smaller one.
 
     >>> parse_labels("0-2,7", 10), parse_labels("first-half", 7)
     ((0, 1, 2, 7), (0, 1, 2))
@@ -180,10 +180,10 @@ def parse_labels(text: str, classes: int) -> tuple[int, ...]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise BadArgument("labels", f"{part.strip()!r} of {text!r} names no classes", LABELS)
+            raise BadArgument("labels", f"{part.strip()!r} in {text!r} names no classes", LABELS)
         low, high = int(first), int(last or first)
         if not low <= high < classes:
-            what = f"{part.strip()!r} is not a class or a range of classes: there are {classes}, from 0"
+            what = f"{part.strip()!r} is not a class or a range of classes: there are {classes} classes, from 0"
             raise BadArgument("labels", what, LABELS)
         found |= set(range(low, high + 1))
     return tuple(sorted(found))
@@ -195,13 +195,13 @@ def other_labels(labels: Sequence[int], classes: int) -> tuple[int, ...]:
 
 
 def keep_labels(data: Data, labels: Sequence[int]) -> Data:
-    """Return the records of some classes, in their order; the class `labels[k]` becomes class k.
+    """Return the records of the given classes, in their original order; the class `labels[k]` becomes class k.
 
     Guarantees: a record keeps its input, the name of its class and its columns
       (test_kept_records_keep_their_input_their_name_and_their_columns).
 
     Raises:
-        BadArgument: the data set has no classes, or a part has no record of these.
+        BadArgument: the data set has no classes, or a part has no records of these classes.
     """
     if not data.classes:
         raise BadArgument("labels", f"{data.name!r} is a regression and has no classes", "use a data set with classes")
@@ -225,6 +225,6 @@ def _with_labels(data: Data, part: DataPart, labels: Sequence[int]) -> DataPart:
     renumbered = numbers[part.targets]
     if not (renumbered >= 0).any():
         names = ", ".join(data.classes[label] for label in labels)
-        what = f"a part of {data.name!r} has no record of {names}"
+        what = f"a part of {data.name!r} has no records of {names}"
         raise BadArgument("labels", what, "choose other classes, or use more records")
     return DataPart(part.inputs, renumbered).take(renumbered >= 0)

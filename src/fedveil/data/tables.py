@@ -18,19 +18,19 @@ from fedveil.errors import BadArgument
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
-DELIMITERS = (",", ";", "\t", "|")  # that are recognised
-WORDS = ("", "na", "n/a", "#n/a", "<na>", "nan", "null", "?")  # a cell that is one of these is missing, in any case
-AMONG_NUMBERS = (*WORDS, "none")  # among words, "None" may be an answer like any other
-CATEGORY = "missing"  # that replaces missing words
-LARGEST = 1e150  # number that can be standardised: squares of larger ones overflow
+DELIMITERS = (",", ";", "\t", "|")  # detected automatically
+WORDS = ("", "na", "n/a", "#n/a", "<na>", "nan", "null", "?")  # in upper or lower case, these cells are missing
+AMONG_NUMBERS = (*WORDS, "none")  # among words, "None" may be a value like any other
+CATEGORY = "missing"  # replaces missing words
+LARGEST = 1e150  # the largest number that can be standardised: squares of larger ones overflow
 _AS_UTF8 = "save it as UTF-8, or convert it: iconv -f latin1 -t utf-8 old.csv > new.csv"
 
 Masks = dict[str, NDArray[np.bool_]]
-"""For each column, which of its cells are missing."""
+"""For each column, whether each cell is missing."""
 
 
 class Column(NamedTuple):
-    """A column of numbers or of words: the values that count as missing, and those that are words otherwise."""
+    """A numeric or categorical column, with the values that count as missing, and its other words."""
 
     name: str
     numeric: bool
@@ -40,7 +40,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class CsvTable:
-    """Cells of a CSV file by column, and the line each row ends on."""
+    """The cells of a CSV file by column, and the line on which each row ends."""
 
     path: str
     columns: dict[str, NDArray[np.object_]]
@@ -67,7 +67,7 @@ class CsvTable:
             raise BadArgument(f"{self.path}, line 1", what, "correct the header or the delimiter")
 
     def numbers(self, column: str) -> Floats:
-        """Return a numeric column; refuse any other cell."""
+        """Return a numeric column; refuse cells that are not numbers."""
         values = [number(cell, self.decimal) for cell in self.columns[column]]
         for row, value in enumerate(values):
             if value is None:
@@ -75,12 +75,12 @@ class CsvTable:
         return np.array(values, dtype=np.float64)
 
     def take(self, rows: Indices) -> "CsvTable":
-        """Return some of the rows."""
+        """Return the given rows."""
         columns = {name: cells[rows] for name, cells in self.columns.items()}
         return replace(self, columns=columns, lines=self.lines[rows])
 
     def replace_cells(self, column: str, values: Mapping[str, str]) -> "CsvTable":
-        """Return the table with other values for some cells of a column."""
+        """Return the table with some values of a column replaced."""
         cells = np.array([values.get(cell, cell) for cell in self.columns[column]], dtype=object)
         return replace(self, columns=self.columns | {column: cells})
 
@@ -98,7 +98,7 @@ class CsvTable:
             self.refuse(row, columns[index], f"{cell[:40]!r} is too large to be standardised", "correct the cell")
 
     def codes(self, column: str, categories: Sequence[str]) -> Indices:
-        """Return the indices in `categories` of the cells of a column; refuse any other cell."""
+        """Return the index in `categories` of each cell in a column; refuse cells with other values."""
         codes = {category: index for index, category in enumerate(categories)}
         for row, cell in enumerate(self.columns[column]):
             if cell not in codes:
@@ -106,11 +106,11 @@ class CsvTable:
         return np.array([codes[cell] for cell in self.columns[column]], dtype=np.int64)
 
     def one_hot(self, column: str, categories: Sequence[str]) -> Floats:
-        """Return a column of categories as one column of 0 and 1 for each of them."""
+        """Return the one-hot encoding of a column of categories."""
         return np.eye(len(categories))[self.codes(column, categories)]
 
     def categories(self, column: str) -> tuple[str, ...]:
-        """Return the values of a column, sorted: numbers by size, words by letter."""
+        """Return the distinct values of a column, sorted: numbers numerically, words alphabetically."""
         values = sorted(set(self.columns[column]))
         sizes = [number(value, self.decimal) for value in values]
         if all(size is not None for size in sizes):
@@ -118,7 +118,7 @@ class CsvTable:
         return tuple(values)
 
     def inspect(self, name: str, as_words: bool = False) -> Column:
-        """Find out whether a column holds numbers; in one that is taken as words, only the empty cell is missing."""
+        """Determine whether a column is numeric; with `as_words`, only empty cells count as missing."""
         values = set(self.columns[name])
         words = {value: value.strip().lower() for value in values if as_words or number(value, self.decimal) is None}
         numeric = not as_words and all(word in AMONG_NUMBERS for word in words.values())
@@ -130,7 +130,7 @@ class CsvTable:
         return Column(name, numeric, gaps, frozenset(words) - gaps)
 
     def drop_missing(self, inputs: Sequence[Column], target: Column, missing: str, notes: list[str]) -> "CsvTable":
-        """Return the rows that stay: those with a target and, unless cells are imputed later, with all inputs."""
+        """Return the rows to keep: those with a target and, unless cells are imputed later, with all inputs."""
         columns = {column.name: column for column in (*inputs, target) if column.gaps}
         masks = {name: np.isin(self.columns[name], list(column.gaps)) for name, column in columns.items()}
         if masks and missing == "refuse":
@@ -144,7 +144,7 @@ class CsvTable:
             notes.append(f"left out for missing cells ({_counts(masks)}): {int(incomplete.sum()):,} of {records}")
             lost = lost | incomplete
             if lost.all():
-                fix = f"use {flag('missing', 'impute')}, or ignore the columns with most of them"
+                fix = f"use {flag('missing', 'impute')}, or ignore the columns with the most missing cells"
                 raise BadArgument(self.path, f"every record has missing cells ({_counts(masks)})", fix)
         return self.take(np.flatnonzero(~lost))
 
@@ -156,14 +156,14 @@ class CsvTable:
         what = f"{cell!r} means missing" if cell.strip() else "the cell is empty"
         what += f". {int(every.any(0).sum()):,} of {len(self):,} records have missing cells: {int(every.sum()):,} in "
         what += f"{len(masks)} column{'s' * (len(masks) > 1)} ({_counts(masks)})"
-        fix = "use --missing drop to leave these records out, or --missing impute to fill the cells in"
+        fix = "use --missing drop to leave these records out, or --missing impute to fill in the cells"
         fix += ' (in Python missing="drop" or missing="impute")'
         if cell.strip() and not columns[name].numeric:
             fix += f"; use {flag('categorical', name)} if {cell!r} is a value like any other"
         self.refuse(row, name, what, fix)
 
     def impute(self, inputs: Sequence[Column], train: Indices, notes: list[str]) -> "CsvTable":
-        """Return the table with missing cells filled in: the median of the training rows, or a category for them."""
+        """Return the table with missing cells filled in: by the median of the training rows, or by a category."""
         table, counts, changes = self, 0, []
         for column in inputs:
             cells, value, shown = self.columns[column.name], CATEGORY, f"the category {CATEGORY!r}"
@@ -172,7 +172,7 @@ class CsvTable:
                 known = [size for cell in cells[train] if (size := number(cell, self.decimal)) is not None]
                 if not known:
                     fix = f"use {flag('ignore', column.name)}"
-                    self.refuse_column(column.name, "every cell of the training part is missing", fix)
+                    self.refuse_column(column.name, "every cell in the training part is missing", fix)
                 median = float(np.median(known))
                 value, shown = repr(median).replace(".", self.decimal), f"the median {median:.4g}"
             if count:
@@ -185,13 +185,13 @@ class CsvTable:
 
 
 def _counts(masks: Masks) -> str:
-    """Return columns with the number of their missing cells, largest first."""
+    """Return the columns with their numbers of missing cells, largest first."""
     most = sorted(masks.items(), key=lambda item: -int(item[1].sum()))
     return shorten(f"{name}: {int(mask.sum()):,}" for name, mask in most)
 
 
 def flag(option: str, value: str) -> str:
-    """Return an option with a value, for users of the command line and of Python."""
+    """Format an option with a value, for users of the command line and of Python."""
     python = f'["{value}"]' if option in ("ignore", "categorical") else f'"{value}"'
     return f"--{option} {shlex.quote(value)} (in Python {option}={python})"
 
@@ -202,7 +202,7 @@ def read_table(path: Path, delimiter: str | None = ",", decimal: str = ".") -> C
 
 
 def parse_table(path: str, content: bytes, delimiter: str | None = ",", decimal: str = ".") -> CsvTable:
-    """Parse the bytes of a CSV file; without a delimiter it is recognised."""
+    """Parse the bytes of a CSV file; if the delimiter is None, detect it."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -210,20 +210,20 @@ def parse_table(path: str, content: bytes, delimiter: str | None = ",", decimal:
         raise BadArgument(f"{path}, line {line}", "it is not UTF-8 text", _AS_UTF8) from error
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
-        raise BadArgument(f"{path}, line {line}", "it holds a NUL character: the file is damaged", "fetch it again")
+        raise BadArgument(f"{path}, line {line}", "it contains a NUL byte: the file is damaged", "download it again")
     delimiter = find_delimiter(text) if delimiter is None else delimiter
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         rows = [(row, reader.line_num) for row in reader if row]
     except csv.Error as error:
-        fix = f"look for an unclosed quote or a delimiter that is not {delimiter!r}, or fetch the file again"
+        fix = f"look for an unclosed quote or a delimiter that is not {delimiter!r}, or download the file again"
         raise BadArgument(f"{path}, line {reader.line_num}", f"not CSV: {error}", fix) from error
     columns = _read_columns(path, rows, delimiter)
     return CsvTable(path, columns, np.array([line for _, line in rows[1:]]), delimiter, decimal)
 
 
 def find_delimiter(text: str) -> str:
-    """Return the delimiter that gives the most columns, preferably as many in each of the first rows."""
+    """Return the delimiter that yields the most columns, preferably the same number in each of the first rows."""
     sample = text[:100_000]
     if len(sample) < len(text):
         sample = sample[: sample.rfind("\n") + 1]
@@ -240,26 +240,26 @@ def find_delimiter(text: str) -> str:
 
 
 def _read_columns(path: str, rows: list[tuple[list[str], int]], delimiter: str) -> dict[str, NDArray[np.object_]]:
-    """Return columns from rows, each with its line; columns without a name are named as pandas names them."""
+    """Return the columns, given rows with their lines; unnamed columns are named as in pandas."""
     if not rows:
         raise BadArgument(path, "the file is empty", "use a CSV file with a header")
     header = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(rows[0][0])]
     repeated = sorted({name for name in header if header.count(name) > 1})
     if repeated:
-        what = f"columns are named twice: {shorten(repeated)}"
-        raise BadArgument(f"{path}, line {rows[0][1]}", what, "give each column a name in the first line")
+        what = f"several columns have the same name: {shorten(repeated)}"
+        raise BadArgument(f"{path}, line {rows[0][1]}", what, "give each column its own name in the first line")
     if len(rows) == 1:
-        raise BadArgument(path, "there is a header and no row", "use a CSV file with records")
+        raise BadArgument(path, "there is a header but no rows", "use a CSV file with records")
     for row, line in rows[1:]:
         if len(row) != len(header):
-            what = f"{len(row)} fields, the header has {len(header)}"
-            fix = f"correct the line, or name the delimiter if it is not {delimiter!r}"
+            what = f"{len(row)} fields, but the header has {len(header)}"
+            fix = f"correct the line, or set the delimiter if it is not {delimiter!r}"
             raise BadArgument(f"{path}, line {line}", what, fix)
     return dict(zip(header, np.array([row for row, _ in rows[1:]], dtype=object).T, strict=True))
 
 
 def number(cell: str, decimal: str = ".") -> float | None:
-    """Return the finite number in a cell; None if it holds anything else.
+    """Return the finite number in a cell; None if the cell contains anything else.
 
     >>> number("1.5"), number("1,5"), number("1,5", decimal=","), number("nan")
     (1.5, None, 1.5, None)
@@ -274,9 +274,9 @@ def number(cell: str, decimal: str = ".") -> float | None:
 
 
 def standardise(values: Floats, train: Indices) -> tuple[Floats, Floats, Floats]:
-    """Return columns with mean 0 and deviation 1 over the training rows, and their mean and deviation there.
+    """Return columns with mean 0 and deviation 1 over the training rows, and the original means and deviations there.
 
-    A column that is constant in the training rows is only shifted: its deviation counts as 1.
+    A column that is constant in the training rows is only shifted: its deviation is taken as 1.
     """
     mean, deviation = values[train].mean(0), values[train].std(0)
     deviation = np.where(deviation <= 1e-12 * np.maximum(1.0, np.abs(mean)), 1.0, deviation)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 class DenseLayer(nn.Module):
-    """Norm, ReLU and convolution, whose output is concatenated to the input."""
+    """Norm, ReLU and convolution; the output is concatenated to the input."""
 
     def __init__(self, channels: int, growth: int) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class DenseLayer(nn.Module):
 
 
 class Transition(nn.Module):
-    """A layer that halves channels and pixels."""
+    """A layer that halves the channels and the image size."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Residual networks in their CIFAR form (He et al., 2016, Sec. 4.2)."""
+"""Residual networks in their CIFAR variant (He et al., 2016, Sec. 4.2)."""
 
 from typing import Literal
 
@@ -79,7 +79,7 @@ class ResNet(nn.Module):
             self._shrink_branches()
 
     def _shrink_branches(self) -> None:
-        """Start residual branches small, so that activations keep their size without a norm (as Fixup does)."""
+        """Initialise residual branches with small values, so that activations keep their scale without norms."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -102,11 +102,11 @@ def resnet(
 
     Args:
         depth: number of layers with weights.
-        channels: of the images.
-        outputs: of the head.
-        width: channels of the first stage.
+        channels: number of image channels.
+        outputs: number of outputs.
+        width: number of channels in the first stage.
         norm: "batch", or "none" for the paper's networks without normalisation.
-        shortcut: "A" pads with zeros, "B" projects, where a stage begins.
+        shortcut: shortcut where a stage begins: "A" pads with zeros, "B" projects.
     """
     if depth not in DEPTHS:
         raise BadArgument("resnet", f"depth must be one of {', '.join(map(str, DEPTHS))}, got {depth!r}")

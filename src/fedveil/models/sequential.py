@@ -1,4 +1,4 @@
-"""Networks without branches: the paper's perceptron, a convolutional network, and the one of gradient inversion."""
+"""Networks without branches: the paper's perceptron, a convolutional network, and LeNet for gradient inversion."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def mlp(inputs: int, outputs: int, *, layers: int = 3, hidden: int = 50, bias: b
 
 
 def cnn(channels: int = 3, outputs: int = 10, *, width: int = 16, size: int = 32) -> nn.Sequential:
-    """Build three convolutions with ReLU, two max-poolings and two linear layers, for square images from 4 x 4 on."""
+    """Build three convolutions with ReLU, two max-poolings and two linear layers, for square images (4 x 4 or more)."""
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
         nn.ReLU(),
@@ -43,18 +43,18 @@ def cnn(channels: int = 3, outputs: int = 10, *, width: int = 16, size: int = 32
 
 
 def lenet(channels: int = 3, outputs: int = 10, *, size: int = 32, activation: str = "relu") -> nn.Sequential:
-    """Build the network on which gradient inversion is published (Zhu et al. 2019, arXiv 1906.08935).
+    """Build the network for which gradient inversion was published (Zhu et al. 2019, arXiv 1906.08935).
 
-    It has three convolutions of 12 channels and 5 x 5 pixels with strides 2, 2, 1, and a linear head. With sigmoids,
-    all parameters start uniform in [-1/2, 1/2], as published, so that the gradients of all layers are of similar size.
-    With ReLU they start with PyTorch's defaults.
+    It has three 5 x 5 convolutions with 12 channels and strides 2, 2 and 1, and a linear head. With sigmoids, all
+    parameters are initialised uniformly in [-1/2, 1/2], as published, so that the gradients of all layers have similar
+    scales. With ReLU they have PyTorch's default initialisation.
 
-    Differs from the published network, which has sigmoids only; with ReLU a veil can use factors.
+    Differs from the published network, which has only sigmoids; with ReLU, a veil can use factors.
 
     Args:
-        channels: of the images.
-        outputs: of the head.
-        size: pixels per side.
+        channels: number of image channels.
+        outputs: number of outputs.
+        size: side of the images in pixels.
         activation: "relu" or "sigmoid".
     """
     if activation not in ACTIVATIONS:

@@ -1,4 +1,4 @@
-"""A page of results, self-contained HTML, and its sections: plain values, validated so that rendering never fails."""
+"""A self-contained HTML page of results, and its sections: plain values, validated so that rendering never fails."""
 
 import struct
 import zlib
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from fedveil.report.page import render as render
     from fedveil.report.page import write as write
 else:
-    __getattr__ = lazily(__name__, {"render": "page", "write": "page"})  # what draws is imported with the results
+    __getattr__ = lazily(__name__, {"render": "page", "write": "page"})  # rendering is imported on first use
 
 NOTHING = "\u2013"  # a dash in place of a missing number
 LARGEST = 1e300  # beyond this, the span between two values may overflow
 
 
 def finite(value: float) -> bool:
-    """Whether a value has a position on an axis."""
+    """Return whether a value has a position on an axis."""
     return abs(value) < LARGEST  # False for NaN too
 
 
@@ -40,11 +40,11 @@ def _refuse_if(wrong: bool, where: str, what: str, fix: str = "") -> None:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines over a common x axis. Later lines are dashed and drawn over earlier ones: give the reference first.
+    """Lines over a common x axis. Later lines are dashed and drawn over earlier ones: pass the reference first.
 
-    Values that cannot be drawn (NaN, infinity, zero or less on a logarithmic axis) leave a gap, which the page reports.
+    Values that cannot be drawn (NaN, infinity, zero or less on a logarithmic axis) leave a gap, and the page says so.
     `bands` gives a line a band: (low, high) for each of its points. On a logarithmic y axis a band is left out where it
-    reaches zero, which the page reports too.
+    reaches zero, and the page says so.
     """
 
     title: str
@@ -60,7 +60,7 @@ class Curves:
         where = f"Curves {self.title!r}"
         for name, ends in self.bands.items():
             points = len(self.series.get(name, ()))
-            _refuse_if(len(ends) != points, where, f"{name!r} has {points} points and a band of {len(ends)}")
+            _refuse_if(len(ends) != points, where, f"{name!r} has {points} points, but its band has {len(ends)}")
             for low, high in ends:
                 what = f"the band of {name!r} must be finite, low before high, got {low} to {high}"
                 _refuse_if(not (finite(low) and finite(high) and low <= high), where, what)
@@ -68,7 +68,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header. Columns of numbers are aligned right; a cell that begins with "failed" is marked."""
+    """Rows of text under a header. Numeric columns are right-aligned; cells that begin with "failed" stand out."""
 
     title: str
     header: Sequence[str]
@@ -77,13 +77,13 @@ class Table:
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows, start=1):
-            what = f"row {number} has {len(row)} cells, the header has {len(self.header)}"
+            what = f"row {number} has {len(row)} cells, but the header has {len(self.header)}"
             _refuse_if(len(row) != len(self.header), f"Table {self.title!r}", what)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A confusion matrix: a row for each true class, a column for each answer."""
+    """A confusion matrix: a row for each true class, a column for each predicted class."""
 
     title: str
     labels: Sequence[str]
@@ -99,7 +99,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Picture:
-    """A small picture: `data` has one byte per channel (1 for grey, 3 for red-green-blue), row by row from the top."""
+    """A small picture. `data` has one byte per pixel and channel (1 for grey, 3 for RGB), row by row from the top."""
 
     width: int
     height: int
@@ -109,7 +109,7 @@ class Picture:
 
     def __post_init__(self) -> None:
         size = f"{self.width} x {self.height} pixels of {self.channels} channels"
-        fix = "pass array.tobytes() of an array of uint8 with shape (height, width, channels)"
+        fix = "pass array.tobytes() of a uint8 array of shape (height, width, channels)"
         wrong = self.channels not in (1, 3) or self.width < 1 or self.height < 1
         _refuse_if(wrong, "Picture", f"{size}: sides must be at least 1, channels 1 or 3", fix)
         given = type(self.data).__name__
@@ -125,7 +125,7 @@ class Picture:
         """
         stride = self.width * self.channels
         rows = (b"\0" + self.data[start : start + stride] for start in range(0, len(self.data), stride))
-        colour = 0 if self.channels == 1 else 2  # PNG's colour types for grey and for red-green-blue
+        colour = 0 if self.channels == 1 else 2  # PNG's colour types for grey and RGB
         header = struct.pack(">IIBBBBB", self.width, self.height, 8, colour, 0, 0, 0)
         chunks = {b"IHDR": header, b"IDAT": zlib.compress(b"".join(rows), 9), b"IEND": b""}
         return b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -136,7 +136,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """A grid of pictures: rows (label, one picture per column), such as "original" over "recovered"; None: blank."""
+    """A grid of pictures: rows (label, one picture per column), such as "original" over "recovered"; None is blank."""
 
     title: str
     columns: Sequence[str]
@@ -145,14 +145,14 @@ class Pictures:
 
     def __post_init__(self) -> None:
         for label, cells in self.rows:
-            what = f"row {label!r} has {len(cells)} pictures, there are {len(self.columns)} columns"
-            fix = "give None for a cell without a picture"
+            what = f"row {label!r} has {len(cells)} pictures for {len(self.columns)} columns"
+            fix = "pass None for a cell without a picture"
             _refuse_if(len(cells) != len(self.columns), f"Pictures {self.title!r}", what, fix)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and its interval, or None. Without a value, `missing` says why; "failed..." is marked."""
+    """A value and its interval; both may be None. Without a value, `missing` says why; "failed..." stands out."""
 
     name: str
     value: float | None
@@ -165,18 +165,18 @@ class Interval:
         where = f"Interval {self.name!r}" + (f" of group {self.group!r}" if self.group else "")
         for what, number in (("value", self.value), ("low", self.low), ("high", self.high)):
             infinite = number is not None and not finite(number)
-            _refuse_if(infinite, where, f"{what} is {number}", 'give None, and missing="failed: ..." to say why')
+            _refuse_if(infinite, where, f"{what} is {number}", 'pass None, and missing="failed: ..." to say why')
         ends = [end for end in (self.low, self.high) if end is not None]
-        _refuse_if(len(ends) == 1, where, f"half an interval: {self.low} to {self.high}", "give both ends or neither")
-        _refuse_if(ends != sorted(ends), where, f"low {self.low} is above high {self.high}", "give the lower end first")
-        _refuse_if(self.value is None and bool(ends), where, "an interval without a value", "give low and high as None")
+        _refuse_if(len(ends) == 1, where, f"half an interval: {self.low} to {self.high}", "pass both ends or neither")
+        _refuse_if(ends != sorted(ends), where, f"low {self.low} is above high {self.high}", "pass the lower end first")
+        _refuse_if(self.value is None and bool(ends), where, "an interval without a value", "pass None as low and high")
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Values with their intervals, one per row, grouped in the order given, beside named reference lines.
+    """Values with their intervals, one per row, grouped in the given order, with named reference lines.
 
-    Entries of one name look the same in every group. The axis includes all numbers, and `low` and `high` where given.
+    Entries with the same name look alike in every group. The axis includes all numbers, and `low` and `high` if given.
     """
 
     title: str
@@ -191,14 +191,14 @@ class Intervals:
         where = f"Intervals {self.title!r}"
         for name, value in (*self.references.items(), ("low", self.low), ("high", self.high)):
             infinite = value is not None and not finite(value)
-            _refuse_if(infinite, where, f"{name} is {value}", "give a finite number, or leave it out")
+            _refuse_if(infinite, where, f"{name} is {value}", "pass a finite number, or leave it out")
         reverse = self.low is not None and self.high is not None and self.low >= self.high
-        _refuse_if(reverse, where, f"low {self.low} is not below high {self.high}", "give the lower limit first")
+        _refuse_if(reverse, where, f"low {self.low} is not below high {self.high}", "pass the lower limit first")
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Parts side by side, on a phone one below the other."""
+    """Sections side by side, or one below the other on a phone."""
 
     title: str
     parts: Sequence[Matrix | Table | Curves | Pictures | Intervals]
@@ -207,7 +207,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and their values, such as those of a configuration."""
+    """Names and their values, such as a configuration."""
 
     title: str
     facts: Mapping[str, str]
@@ -231,11 +231,11 @@ class Page:
 
     Attributes:
         title: what was run.
-        verdict: the result in one sentence: in a preview, some readers see nothing else.
+        verdict: the result in one sentence; readers of a link preview may see nothing else.
         sections: the content, in order.
-        command: the command that makes the same page again.
+        command: the command that recreates the page.
         lead: description of what was run, below the verdict.
-        result: the main figure in a few words, for the title of the browser's tab.
+        result: the main result in a few words, for the title of the browser tab.
     """
 
     title: str

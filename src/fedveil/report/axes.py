@@ -1,4 +1,4 @@
-"""Numbers as text, and axes: the position of a value between the ends, and the ticks."""
+"""Number formats, and axes: the position of a value between the ends, and the ticks."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Ticks = tuple[tuple[float, str], ...]  # value, label
 
 
 def short(value: float) -> str:
-    """Format a number with at most six significant digits, powers of ten as 1e-6.
+    """Format a number with at most six significant digits, and exponents as in 1e-6.
 
     >>> short(0.97222222), short(2.5e-7), short(20000.0), short(math.nan)
     ('0.972222', '2.5e-7', '20000', 'nan')
@@ -26,7 +26,7 @@ def short(value: float) -> str:
 
 
 def align(cells: Sequence[str]) -> list[str]:
-    """Pad the numbers of a column with zeros to the same number of decimals, except powers of ten.
+    """Pad the numbers in a column with zeros to the same number of decimals, except numbers in exponent notation.
 
     >>> align(["0.51", "0.6319", NOTHING, "2e-7"])
     ['0.5100', '0.6319', '\u2013', '2e-7']
@@ -70,7 +70,7 @@ class ChartAxis:
 
 
 def nice_step(span: float, wanted: int) -> float:
-    """Return the step of 1, 2, 2.5 or 5 times a power of ten that divides a span into at most `wanted` parts."""
+    """Return the step, 1, 2, 2.5 or 5 times a power of ten, that divides a span into at most `wanted` intervals."""
     power = 10.0 ** math.floor(math.log10(span / wanted))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if span / (factor * power) <= wanted * 1.001)
 
@@ -93,7 +93,7 @@ def linear(low: float, high: float, *, wanted: int, outward: bool, least: float 
 
 
 def _log_ticks(low: float, high: float, wanted: int) -> Ticks:
-    """Return powers of ten; if there is at most one, also 2 and 5 times a power of ten, or ticks of a linear axis."""
+    """Return powers of ten; if at most one fits, also 2 and 5 times a power of ten, or the ticks of a linear axis."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     every = max(1, math.ceil((last - first) / wanted))
     decades = [power for power in range(first, last + 1) if power % every == 0]
@@ -108,7 +108,7 @@ def _log_ticks(low: float, high: float, wanted: int) -> Ticks:
 
 
 def logarithmic(low: float, high: float, *, wanted: int, outward: bool = True) -> ChartAxis:
-    """Return a logarithmic axis from above zero; `outward` adds a margin at both ends."""
+    """Return a logarithmic axis; `low` must be above zero. `outward` adds a margin at both ends."""
     first, last = math.log10(low), math.log10(high)
     margin = max(0.05 * (last - first), 0.02) if outward or last - first < 0.04 else 0.0
     if high <= low * (1 + FLAT):

@@ -1,7 +1,7 @@
 """Line charts, and charts of values with their intervals, as inline SVG.
 
-Text keeps its size at every width: positions are percentages, and lines do not scale. Names and values of intervals are
-text in a CSS grid, so that they wrap, and are above their row on a phone.
+Text keeps its size at every width: positions are percentages, and line widths do not scale. Names and values of
+intervals are text in a CSS grid, so that they wrap and, on a phone, appear above their row.
 """
 
 import math
@@ -17,18 +17,18 @@ from fedveil.report import LARGEST, NOTHING, Curves, Interval, Intervals, count,
 from fedveil.report.axes import ChartAxis, align, linear, logarithmic, short
 from fedveil.report.markup import COLOURS, fill
 
-UNITS = 1000  # width and height of the inner picture
-EVERY_MARKED = 12  # points; a longer line has MARKS marks
+UNITS = 1000  # width and height of the viewBox of the plot
+EVERY_MARKED = 12  # up to this number of points, every point has a mark; a longer line has MARKS marks
 MARKS = 8
-DENSE = 150  # points; a longer line is drawn thinner
-SAME = 0.006  # of the axis: about the width of a line
+DENSE = 150  # a line with more points is drawn thinner
+SAME = 0.006  # fraction of the axis, about the width of a line
 DASHES = ((), (7, 5), (1.5, 5), (12, 4, 2, 4), (3, 3), (14, 6))
-DATA_ROWS = 100  # of the table behind a chart
+DATA_ROWS = 100  # maximum number of rows in the table behind a chart
 LEFT_OUT = "left out: not finite, or not above zero on a logarithmic axis"
 
 Point = tuple[float, float]
 Axes = tuple[ChartAxis, ChartAxis]
-Band = tuple[list[Point], list[Point]]  # lower edge, upper edge: NaN where there is none
+Band = tuple[list[Point], list[Point]]  # lower edge, upper edge; NaN where there is no band
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _extreme_indices(start: int, points: Sequence[Point]) -> set[int]:
 
 
 def thin(points: Sequence[Point], limit: int) -> tuple[Point, ...]:
-    """Return about `limit` points that draw the same picture: both ends, gaps, lowest and highest of each bin.
+    """Return about `limit` points that draw the same picture: both ends, gaps, and the extremes of each bin.
 
     >>> thin([(x, x % 7) for x in range(1000)], 8)[:4]
     ((0, 0), (6, 6), (251, 6), (252, 0))
@@ -82,7 +82,7 @@ def _split_gaps(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def _coincidences(lines: Sequence[Line], axis: ChartAxis) -> list[str]:
-    """Return a sentence for each pair of the first lines that cannot be told apart."""
+    """Return a sentence for each pair among the first lines that cannot be told apart."""
     sentences = []
     for one, other in combinations(lines[:6], 2):
         left, right = dict(one.drawn), dict(other.drawn)
@@ -111,7 +111,7 @@ def _build_axes(curves: Curves, lines: Sequence[Line], bands: Sequence[Band]) ->
 
 
 def _path(points: Sequence[Point], axes: Axes) -> str:
-    """Return a line as SVG path data, a part for each run without a gap."""
+    """Return a line as SVG path data, with a subpath for each run without a gap."""
     across, up = axes
     runs = []
     for run in _split_gaps(points):
@@ -143,14 +143,14 @@ def _dash(number: int) -> str | None:
 
 
 def _mark_points(drawn: Sequence[Point], shift: float) -> Sequence[Point]:
-    """Return the points with a mark: all of a short line, else some, evenly by number."""
+    """Return the points with a mark: all points of a short line, or an evenly spaced selection."""
     if len(drawn) <= EVERY_MARKED:
         return drawn
     return [drawn[int((index + shift) / MARKS * len(drawn))] for index in range(MARKS)]
 
 
 def _stroke(number: int, line: Line, axes: Axes, limit: int) -> dict[str, object]:
-    """Return the path and marks of a line, and the values that the script shows; marks are shifted for each line."""
+    """Return the path and marks of a line, and the values that the script shows; each line's marks are shifted."""
     across, up = axes
     points = thin(line.points, limit)
     drawn = [point for point in points if not math.isnan(point[1])]
@@ -179,7 +179,7 @@ def _remarks(curves: Curves, lines: Sequence[Line], bands: Sequence[Band], limit
 
 
 def _curve_table(curves: Curves, lines: Sequence[Line]) -> tuple[str, list[str], list[tuple[str, ...]]] | None:
-    """Return the size, header and rows of the table behind the chart: an even selection of long lines."""
+    """Return the size, header and rows of the table behind the chart; for long lines, an evenly spaced selection."""
     every = sorted({x for line in lines for x, _ in line.points if math.isfinite(x)})
     if not every:
         return None
@@ -192,7 +192,7 @@ def _curve_table(curves: Curves, lines: Sequence[Line]) -> tuple[str, list[str],
 
 
 def draw_curves(curves: Curves, limit: int) -> Markup:
-    """Draw the curves with legend, axes, remarks and their data; about `limit` points per line are drawn."""
+    """Draw the curves with a legend, axes, remarks and a data table; about `limit` points per line are drawn."""
     lines = [_make_line(name, points, curves) for name, points in curves.series.items()]
     bands = [_band(curves, line) for line in lines]
     axes = _build_axes(curves, lines, bands)
@@ -219,13 +219,13 @@ def draw_curves(curves: Curves, limit: int) -> Markup:
     )
 
 
-LEVEL = 19  # height of a level of names in pixels
+LEVEL = 19  # height in pixels of one level of reference names
 
 FormattedRow = tuple[str, str, str]  # value, low, high
 
 
 class Reference(NamedTuple):
-    """A line at a fraction of the axis; its name is beside it, on a level above the plot (0 is the lowest)."""
+    """A line at a fraction of the axis; its name is beside it, at a level above the plot (0 is the lowest)."""
 
     name: str
     position: float
@@ -233,14 +233,14 @@ class Reference(NamedTuple):
 
 
 def place_references(references: Mapping[str, float], axis: ChartAxis) -> list[Reference]:
-    """Return the reference lines with a level for each name; the outer ones are higher, so that few lines cross one."""
+    """Return the reference lines with a level for each name; outer names are higher, so that few lines cross them."""
     positions = {f"{name} {short(value)}": axis.position(value) for name, value in references.items()}
     outward = sorted(positions, key=lambda name: abs(positions[name] - 0.5))
     return [Reference(name, positions[name], level) for level, name in enumerate(outward)]
 
 
 def build_axis(section: Intervals) -> ChartAxis:
-    """Return an axis that ends at a given limit if no number is beyond it, else at the next tick."""
+    """Return an axis that ends at the given limits or, where a number lies beyond a limit, at the next tick."""
     limits = [limit for limit in (section.low, section.high) if limit is not None]
     measured = [number for row in section.rows for number in (row.value, row.low, row.high) if number is not None]
     numbers = [*measured, *section.references.values(), *limits]
@@ -254,7 +254,7 @@ def build_axis(section: Intervals) -> ChartAxis:
 
 
 def _format_rows(rows: Sequence[Interval], axis: ChartAxis) -> list[FormattedRow]:
-    """Format value, low and high of each row to about a thousandth of the axis."""
+    """Format the value, low and high of each row to about a thousandth of the axis."""
     decimals = max(0, 3 - math.ceil(math.log10(axis.high - axis.low) - 1e-9))
     numbers = [number for row in rows for number in (row.value, row.low, row.high)]
     cells = iter(align([NOTHING if number is None else short(round(number, decimals) + 0.0) for number in numbers]))
@@ -274,7 +274,7 @@ def _interval_table(section: Intervals) -> tuple[str, list[str], list[list[str]]
 
 
 def draw_intervals(section: Intervals) -> Markup:
-    """Draw the chart with legend, axis and its data; rows of a group are together, in the order of their first rows."""
+    """Draw the chart with a legend, an axis and a data table; groups appear in the order of their first rows."""
     groups = list(dict.fromkeys(row.group for row in section.rows))
     ordered = sorted(section.rows, key=lambda row: groups.index(row.group))
     axis = build_axis(section)

@@ -1,4 +1,4 @@
-"""Templates of a page, and the functions that they call."""
+"""The templates of a page and the functions that they call."""
 
 import base64
 import re
@@ -11,8 +11,8 @@ from markupsafe import Markup, escape
 
 from fedveil.report import NOTHING, Matrix, Picture, count
 
-COLOURS = 8  # of series, in theme.html; later series differ in dash and mark
-MARKS = 4  # shapes of marks, in page.html
+COLOURS = 8  # colours of series in theme.html; later series differ in dash and mark
+MARKS = 4  # shapes of marks in page.html
 WIDE, NARROW = 96, 64  # approximate width of a picture's longer side in pixels, on a desktop and on a phone
 NUMERIC = re.compile(r"(?i)[<>≤≥~≈]?\s*[-+\u2212±]?\s*[\d.,]*\d(e[-+]?\d+)?\b.{0,24}")  # a number, then its unit
 RANGE = re.compile(r"(.*\S) (\[[^\]]*\]|\([^)]*\))")  # a value, then its interval or another value in brackets
@@ -31,7 +31,7 @@ def fill(template: str, **values: object) -> Markup:
 
 @cache
 def _environment() -> Environment:
-    """Load the templates; values are escaped unless they are markup, and undefined names are errors."""
+    """Return the template environment: values are escaped unless they are markup, and undefined names are errors."""
     loader = PackageLoader("fedveil.report")
     made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {"prose": prose, "percent": lambda fraction: f"{100 * fraction:.2f}%", "brackets": split_brackets}
@@ -43,7 +43,7 @@ def _environment() -> Environment:
 
 
 def prose(text: str) -> Markup:
-    """Escape a text, and keep a number such as 2.5e-7 or 96.1 % on one line.
+    """Escape text, and keep numbers such as 2.5e-7 or 96.1 % on one line.
 
     >>> print(prose("off by 2.5e-7 & less"))
     off by <span class="whole">2.5e-7</span> &amp; less
@@ -52,12 +52,12 @@ def prose(text: str) -> Markup:
 
 
 def is_failure(text: str) -> bool:
-    """Whether a text reports a failure."""
+    """Return whether a text reports a failure."""
     return text.strip().lower().startswith("failed")
 
 
 def numeric_columns(rows: Sequence[Sequence[str]], columns: int) -> list[bool]:
-    """Return which columns contain numbers, apart from blanks and failures."""
+    """Return which columns contain only numbers, apart from blanks and failures."""
     cells = ([row[index].strip() for row in rows] for index in range(columns))
     telling = [[cell for cell in own if cell.lower() not in BLANK and not is_failure(cell)] for own in cells]
     return [bool(own) and all(NUMERIC.fullmatch(cell) for cell in own) for own in telling]
@@ -74,7 +74,7 @@ def split_brackets(cell: str) -> tuple[str, str]:
 
 
 def png_source(picture: Picture) -> str:
-    """Return a picture as the source of an image."""
+    """Return a picture as a data URL for an image."""
     return f"data:image/png;base64,{base64.b64encode(picture.to_png()).decode()}"
 
 
@@ -86,7 +86,7 @@ def display_widths(picture: Picture) -> str:
 
 
 def describe_matrix(matrix: Matrix) -> str:
-    """Return the accuracy and the most common mistake in words."""
+    """Describe the accuracy and the most common mistake in words."""
     size, total = range(len(matrix.labels)), sum(map(sum, matrix.counts))
     if not total:
         return "No answers counted."

@@ -1,4 +1,4 @@
-"""Rendering a page of sections, and writing it."""
+"""Rendering and writing a page."""
 
 import base64
 import hashlib
@@ -45,10 +45,10 @@ def _body(section: Section, limit: int) -> Markup:
 
 
 def render(page: Page) -> str:
-    """Return the page as HTML: it loads nothing, follows the reader's theme, and works without its script.
+    """Return the page as HTML. It loads nothing, follows the reader's theme, and works without its script.
 
-    Its policy allows no script but its own. The preview of a link to it has title and verdict, but no picture: og:image
-    must be an absolute address, and a page does not know where it will be published.
+    Its security policy allows no script but its own. Link previews have a title and a verdict, but no picture: og:image
+    must be an absolute URL, and a page does not know where it will be published.
 
     >>> render(Page("A run", "It worked.", [], "fedveil demo")).startswith("<!doctype html>")
     True
@@ -65,5 +65,5 @@ def render(page: Page) -> str:
 
 
 def write(page: Page, path: Path) -> Path:
-    """Write the page atomically, and return its path: an older page stays until the new one is complete."""
+    """Write the page atomically and return its path; an older page stays until the new one is complete."""
     return write_whole(path, render(page))

@@ -1,4 +1,4 @@
-"""Build data, model, defence, loss, optimizer and federation from a configuration, with one default loss for all."""
+"""Build data, model, defence, loss, optimizer and federation from a configuration."""
 
 import contextlib
 import inspect
@@ -26,20 +26,20 @@ from fedveil.runs.choices import check_network, parse_settings
 from fedveil.runs.config import Config, DataSettings, LimitSettings, LossName, ModelSettings, TrainingSettings
 from fedveil.scheme import CrossEntropy, Loss, find_loss
 
-LOSSES: dict[Task, LossName] = {"classification": "cross_entropy", "regression": "squared_error"}  # by default
-TASKS: dict[str, Task] = {"bank": "regression", "diabetes": "regression"}  # without --task
+LOSSES: dict[Task, LossName] = {"classification": "cross_entropy", "regression": "squared_error"}  # the default loss
+TASKS: dict[str, Task] = {"bank": "regression", "diabetes": "regression"}  # the default task
 TASKS |= dict.fromkeys(("digits", "cifar10", "cifar100", "images", "lesion"), "classification")
 NEEDS = {"binary_cross_entropy": "targets from 0 to 1", "poisson": "counts"}
 
 
 def load_data(config: Config) -> Data:
-    """Return the data set of a configuration."""
+    """Load the data set of a configuration."""
     settings = config.data
-    sharing = {"data", "labels", "clients", "split", "alpha", "column"}  # the rest are options of data sets
+    sharing = {"data", "labels", "clients", "split", "alpha", "column"}  # the other keys are options of the data set
     options = settings.model_dump(exclude=sharing, exclude_defaults=True)
     if ":" in settings.name:
         if options:
-            what = f"--{next(iter(options)).replace('_', '-')} is for data sets of the library"
+            what = f"--{next(iter(options)).replace('_', '-')} applies only to the library's data sets"
             raise BadArgument(settings.name, what, "apply it in the factory, and leave it out")
         found = load_own_data(settings.name)
     else:
@@ -58,33 +58,33 @@ def client_parts(settings: DataSettings, seed: int, data: Data) -> list[DataPart
 
 
 def build_model(config: Config, data: Data) -> nn.Module:
-    """Return the named network for the shape of the data, or the model of a factory; the seed repeats it."""
+    """Return the named network for the shape of the data, or the model from a factory; the seed makes it repeatable."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
         if ":" in config.model.name:
             return load_factory(config.model.name)
         shape, fix = record_shape(config.model.name, data), "choose a smaller --hidden or --width, or smaller records"
-        with require_memory("model", f"the values of this {config.model.name}", fix):
+        with require_memory("model", f"the parameters of this {config.model.name}", fix):
             return named_model(config.model, shape, data.outputs)
 
 
 def record_shape(name: str, data: Data) -> torch.Size:
-    """Return the shape of one record for a network of the library."""
+    """Return the shape of one record, for one of the library's networks."""
     if not isinstance(data.train.inputs, Tensor) or not data.train.inputs.is_floating_point():
-        what = f"{name} takes one floating-point tensor, and {data!r} has other inputs"
+        what = f"{name} takes one floating-point tensor, but {data!r} has other inputs"
         raise BadArgument("model", what, "use --model package.module:factory for a model of your own")
     return data.train.inputs.shape[1:]
 
 
 def named_model(settings: ModelSettings, shape: torch.Size, outputs: int) -> nn.Module:
-    """Return a network of the library for records of a shape."""
+    """Return one of the library's networks, for records of the given shape."""
     name, width = settings.name, settings.width
     check_network(name)
     if name == "mlp":
         net = models.mlp(shape.numel(), outputs, layers=settings.layers, hidden=settings.hidden, bias=settings.bias)
         return net if len(shape) == 1 else nn.Sequential(nn.Flatten(), net)
     if len(shape) == 1:
-        raise BadArgument("model", f"{name} takes images, and a record is {shape[0]} numbers in a row", "use mlp")
+        raise BadArgument("model", f"{name} takes images, but a record is a vector of {shape[0]} numbers", "use mlp")
     channels = shape[0] if len(shape) == 3 else 1
     if name == "cnn":
         return models.cnn(channels, outputs, width=width, size=shape[-1])
@@ -100,14 +100,15 @@ def load_factory(spec: str) -> nn.Module:
     """Return the model that `package.module:factory` builds or names."""
     model = _call_factory(spec, "a model", "fedveil inspect my_package.models:net", nn.Module)
     if not isinstance(model, nn.Module):
-        raise BadArgument(spec, f"gave {type(model).__name__}, not a torch.nn.Module")
+        raise BadArgument(spec, f"returned {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
 def load_own_data(spec: str) -> Data:
-    """Return the data that `package.module:factory` loads: a `fedveil.data.Data`, or train and test in any form.
+    """Return the data that `package.module:factory` loads: a `fedveil.data.Data`, or training and test records.
 
-    Each is (inputs, targets) of tensors, arrays or frames, a Dataset or a DataLoader; see `fedveil.data.from_records`.
+    Each of the two is (inputs, targets) as tensors, arrays or data frames, a Dataset, or a DataLoader; see
+    `fedveil.data.from_records`.
     """
     found = _call_factory(spec, "data", "fedveil train --data my_package.data:load --model my_package.models:net", Data)
     if isinstance(found, Data):
@@ -116,11 +117,11 @@ def load_own_data(spec: str) -> Data:
         return datasets.from_records(spec, found[0], found[1])
     length = f" of {len(found)}" if isinstance(found, tuple | list) else ""
     fix = "return (train, test), each (inputs, targets), a Dataset or a DataLoader; or return fedveil.data.Data"
-    raise BadArgument(spec, f"gave {type(found).__name__}{length}, not data", fix)
+    raise BadArgument(spec, f"returned {type(found).__name__}{length}, not data", fix)
 
 
 def _call_factory(spec: str, kind: str, example: str, made: type) -> object:
-    """Return the result of `package.module:factory`, or the named object if it is of that type already."""
+    """Return the result of calling `package.module:factory`, or the named object if it already has that type."""
     found = import_object(spec, kind, example)
     if isinstance(found, made):
         return found
@@ -136,7 +137,7 @@ def _call_factory(spec: str, kind: str, example: str, made: type) -> object:
 
 
 def build_defence(config: Config) -> AnyDefence:
-    """Return the defence of a configuration, with differential privacy if the configuration has it."""
+    """Return the defence of a configuration, with differential privacy if it is configured."""
     privacy = config.privacy
     defence = registry.build(config.defence.name, config.flat(), parse_settings(config.defence.settings))
     if privacy.dp_clip is None or privacy.dp_noise is None:
@@ -151,14 +152,14 @@ def build_limits(settings: LimitSettings) -> Limits | None:
 
 
 def build_loss(settings: TrainingSettings) -> Loss | None:
-    """Return the named loss with its settings; None for the default of the targets."""
+    """Return the named loss with its settings; None for the default loss for the targets."""
     if settings.label_smoothing:
         return CrossEntropy(label_smoothing=settings.label_smoothing)
     return None if settings.loss is None else find_loss(settings.loss)
 
 
 def build_optimizer(settings: TrainingSettings) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
-    """Return a constructor of the named optimizer."""
+    """Return a constructor for the named optimizer."""
     lr, decay = settings.lr, settings.weight_decay
     if settings.optimizer == "sgd":
         return lambda p: torch.optim.SGD(p, lr, momentum=settings.momentum, weight_decay=decay)
@@ -169,7 +170,7 @@ def build_optimizer(settings: TrainingSettings) -> Callable[[Iterable[Tensor]], 
 def build_schedule(
     settings: TrainingSettings, rounds_per_epoch: int
 ) -> Callable[[torch.optim.Optimizer], LRScheduler] | None:
-    """Return a constructor of the named learning-rate schedule; None for a constant rate."""
+    """Return a constructor for the named learning-rate schedule; None for a constant rate."""
     if settings.schedule == "constant":
         return None
     if settings.schedule == "plateau":
@@ -183,7 +184,7 @@ def move_to_device(model: nn.Module, device: str) -> nn.Module:
     """Move a model to a device; refuse a device that is not available."""
     try:
         return model.to(torch.device(device))
-    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if it was built without CUDA
         what = f"cannot use {device!r}: {str(error).splitlines()[0]}"
         raise BadArgument("device", what, "use --device cpu") from error
 
@@ -193,8 +194,8 @@ def build_federation(config: Config, data: Data, defence: AnyDefence | None = No
 
     Args:
         config: the configuration.
-        data: its data set, loaded.
-        defence: replaces the one of the configuration.
+        data: its loaded data set.
+        defence: replaces the configured defence.
     """
     config = choose_loss(config, data)
     model, training = move_to_device(build_model(config, data), config.training.device), config.training
@@ -220,9 +221,9 @@ def build_federation(config: Config, data: Data, defence: AnyDefence | None = No
 
 
 def choose_loss(config: Config, data: Data | None = None) -> Config:
-    """Return the configuration with its loss, by default that of the task; refuse a loss that does not fit the data.
+    """Return the configuration with a loss, by default that of its task; refuse a loss that does not fit the data.
 
-    Without data, a task that depends on the records leaves the loss open.
+    Without data, the loss stays unset if the task depends on the records.
     """
     task = config.data.task or TASKS.get(config.data.name)
     if data is not None:
@@ -234,20 +235,20 @@ def choose_loss(config: Config, data: Data | None = None) -> Config:
 
 
 def check_loss(config: Config, data: Data) -> None:
-    """Refuse a loss that does not fit the data, or, without a loss, targets that leave the choice open.
+    """Refuse a loss that does not fit the data or, without a loss, targets for which the choice is ambiguous.
 
-    The federation compares the targets with the model's outputs.
+    Whether the targets match the model's outputs is checked by the federation.
     """
     loss = config.training.loss
     if data.classes:
         if loss == "binary_cross_entropy" and ":" not in config.model.name:
-            what = f"it takes a yes or no for each output, and each record of {data.name!r} has one class"
-            fix = "use --loss cross_entropy, or --model package.module:factory of a network with one output"
+            what = f"it takes a binary target for each output, but each record of {data.name!r} has one class"
+            fix = "use --loss cross_entropy, or --model package.module:factory for a network with one output"
             raise BadArgument("--loss binary_cross_entropy", what, fix)
     elif loss in ("cross_entropy", "hinge") and data.outputs == 1:
-        _refuse(config, data, f"--loss {loss}", f"{loss} compares classes")
+        _refuse(config, data, f"--loss {loss}", f"{loss} is for classes")
     elif loss is None and config.training.label_smoothing:
-        _refuse(config, data, "--label-smoothing", "it is for cross-entropy, which compares classes")
+        _refuse(config, data, "--label-smoothing", "it is for cross-entropy, a loss for classes")
     elif loss in NEEDS and data.target_scale:
         _refuse(config, data, f"--loss {loss}", f"{loss} takes {NEEDS[loss]}, not standardised numbers")
     elif loss is None and config.data.name not in TASKS and not data.target_scale:
@@ -258,13 +259,13 @@ def _refuse(config: Config, data: Data, where: str, why: str) -> None:
     target = f"the target {config.data.target!r} of {data.name!r}" if config.data.target else f"{data.name!r}"
     fix = "use --loss squared_error, or leave --loss out" if config.training.loss else f"leave {where} out"
     if config.data.name in ("csv", "bank"):
-        fix += "; or use --task classification if the values of the target are classes"
-    raise BadArgument(where, f"{why}, and {target} is a regression", fix)
+        fix += "; or use --task classification if the target values are classes"
+    raise BadArgument(where, f"{why}, but {target} is a regression target", fix)
 
 
 def _refuse_ambiguous(data: Data) -> None:
-    """Refuse targets that may be classes or quantities."""
+    """Refuse targets that could be either classes or quantities."""
     targets = data.train.targets
     if is_binary(targets) and bool(targets.any()) and not bool(targets.all()):
-        what = "targets are floating-point numbers, all of them 0 or 1: classes or quantities?"
+        what = "all targets are floating-point 0 or 1, so they could be classes or quantities"
         raise BadArgument(data.name, what, "return them as int64 if they are classes, or pass --loss squared_error")

@@ -1,4 +1,4 @@
-"""Which keys of the configuration apply to a choice of data, model and defences. No torch is needed for it."""
+"""The configuration keys that apply to a choice of data, model and defences. Does not import torch."""
 
 import dataclasses
 import shlex
@@ -22,7 +22,7 @@ _EXTRAS = {
     for key, field in kind.model_fields.items()
 }
 ONLY = {key: str(extra.get("only", "")).split() for key, extra in _EXTRAS.items()}
-"""The data sets or models that have a key; none for keys that all have, and for those of defences."""
+"""The data sets or models that a key applies to; empty for a key that applies to all, and for keys of defences."""
 RARE = frozenset(key for key, extra in _EXTRAS.items() if extra.get("rare"))
 """Keys that only `--help-all` shows."""
 
@@ -36,7 +36,7 @@ class Choices:
     defences: tuple[str, ...]
 
     def accepts(self, key: str) -> bool:
-        """Return whether a key has a meaning for these choices; a misspelt name accepts all, and is refused later."""
+        """Return whether a key applies to these choices; a misspelt name accepts every key, and is refused later."""
         section = HOME[key]
         if section == "defence" and key not in (section, "settings"):
             return any(key in defence_keys(name) for name in self.defences)
@@ -45,7 +45,7 @@ class Choices:
         return not ONLY[key] or name in ONLY[key] or (name not in known and ":" not in name)
 
     def refuse_others(self, keys: Iterable[str], where: str) -> None:
-        """Refuse keys that have no meaning for these choices."""
+        """Refuse keys that do not apply to these choices."""
         for key in keys:
             if key in HOME and not self.accepts(key):
                 flag = f"--{key.replace('_', '-')}"
@@ -55,7 +55,7 @@ class Choices:
 
 
 def check_flags(flags: Sequence[str], where: str) -> None:
-    """Refuse flags that are missing on purpose, and a list that is given in parts, of which the last would win."""
+    """Refuse flags that are deliberately absent, and a list flag given twice, of which only the last would count."""
     for flag in flags:
         name = f"--{flag.replace('_', '-')}"
         if flag in ABSENT:
@@ -66,20 +66,20 @@ def check_flags(flags: Sequence[str], where: str) -> None:
 
 
 def owners(key: str) -> list[str]:
-    """Return the data sets, models or defences that a key is for; none if it is for all."""
+    """Return the data sets, models or defences that a key applies to; empty if it applies to all."""
     defences = registry.BUILT_IN if HOME[key] == "defence" else ()
     return [*ONLY[key], *(record.name for record in defences if key in record.settings)]
 
 
 def defence_keys(name: str) -> frozenset[str]:
-    """Return the keys of the configuration that a defence has; all for an unknown name."""
+    """Return the configuration keys that a defence accepts; all keys for an unknown name."""
     if ":" not in name and name not in registry.names():
         return frozenset(HOME)
     return frozenset(registry.find(name).settings)
 
 
 def settings_class(name: str) -> type | None:
-    """Return the settings class of a defence of another package: a dataclass that its class has as `Settings`."""
+    """Return the settings class of a defence from another package: the dataclass in its attribute `Settings`."""
     if name in {record.name for record in registry.BUILT_IN} or (":" not in name and name not in registry.names()):
         return None
     found = getattr(import_object(registry.find(name).target, "a defence", registry.EXAMPLE), "Settings", None)
@@ -87,13 +87,13 @@ def settings_class(name: str) -> type | None:
         return None
     for field in dataclasses.fields(found):
         if field.name in HOME:
-            what = f"its setting {field.name!r} has the name of a key of [{HOME[field.name]}]"
+            what = f"its setting {field.name!r} has the same name as a key of [{HOME[field.name]}]"
             raise BadArgument(name, what, "rename the setting")
     return found
 
 
 def parse_settings(words: Iterable[str]) -> dict[str, Scalar]:
-    """Return NAME=VALUE words as arguments; numbers, true and false are parsed."""
+    """Parse NAME=VALUE words into arguments; numbers, true and false are converted."""
     found: dict[str, Scalar] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -108,19 +108,19 @@ def parse_settings(words: Iterable[str]) -> dict[str, Scalar]:
 
 
 def applicable_values(config: Config) -> dict[str, Value]:
-    """Return the values of a configuration that have a meaning for its choices."""
+    """Return the configuration values that apply to the configuration's own choices."""
     choices = Choices(config.data.name, config.model.name, (config.defence.name,))
     return {key: value for key, value in config.flat().items() if choices.accepts(key)}
 
 
 def format_command(config: Config) -> str:
-    """Return the flags of `fedveil train` for a configuration."""
+    """Return a configuration as flags for `fedveil train`."""
     changes = config.changes()
     return format_flags({key: changes[key] for key in applicable_values(config) if key in changes})
 
 
 def check_names(config: Config) -> None:
-    """Refuse data, a model or a defence that does not exist, and missing files, without importing torch."""
+    """Refuse an unknown data set, model or defence, and missing files, without importing torch."""
     if ":" not in config.data.name:
         find_source(config.data.name, config.data.path)
     check_network(config.model.name)
@@ -129,6 +129,6 @@ def check_names(config: Config) -> None:
 
 
 def check_network(name: str) -> None:
-    """Refuse the name of a model that is neither a network of the library nor a factory."""
+    """Refuse a model name that is neither one of the library's networks nor a factory."""
     if ":" not in name:
         check_choice("model", "model", name, (*NETWORKS, "package.module:factory"))

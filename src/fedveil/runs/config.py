@@ -1,4 +1,4 @@
-"""The configuration of a run as plain values in sections. No torch is needed for it."""
+"""The configuration of a run as plain values in sections. Does not import torch."""
 
 import difflib
 import shlex
@@ -26,7 +26,7 @@ Aggregator = Literal[
 ]
 IMAGES = "cifar10 cifar100 images lesion"
 SIZED = f"digits {IMAGES}"
-SCHEMA = 1  # of the files in a run's folder
+SCHEMA = 1  # version of the files in a run's folder
 
 
 def _key(default: T, description: str, only: str = "", *, rare: bool = False) -> T:
@@ -34,24 +34,24 @@ def _key(default: T, description: str, only: str = "", *, rare: bool = False) ->
 
     Args:
         default: its default.
-        description: its help.
-        only: names of the data sets or models that have it, or nothing for all.
-        rare: leave it to `--help-all`.
+        description: its help text.
+        only: names of the data sets or models that it applies to; empty for all.
+        rare: show it only in `--help-all`.
     """
-    strict = False if isinstance(default, tuple) else None  # a list in a file is a tuple here
+    strict = False if isinstance(default, tuple) else None  # lists in a file become tuples
     extra: dict[str, JsonValue] = {"only": only, "rare": rare}
     found: T = Field(default, description=description, json_schema_extra=extra, strict=strict)
     return found
 
 
 class Settings(BaseModel):
-    """A section. Unknown keys and wrong types are refused."""
+    """A section of the configuration. Unknown keys and wrong types are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class NamedSettings(Settings):
-    """A section whose first key names what the others are about: a data set, a model or a defence."""
+    """A section whose first key names the data set, model or defence that the other keys configure."""
 
     @property
     def name(self) -> str:
@@ -60,31 +60,33 @@ class NamedSettings(Settings):
 
 
 class DataSettings(NamedSettings):
-    """The records, and how clients share them."""
+    """The records, and how they are divided among clients."""
 
     data: str = _key(
-        "digits", "a data set (see fedveil data list), or package.module:factory of training and test records"
+        "digits", "a data set (see fedveil data list), or package.module:factory that returns training and test records"
     )
     path: str | None = _key(None, "file or folder to read; by default in FEDVEIL_DATA", f"bank csv {IMAGES}")
     train_size: Positive | None = _key(None, "number of training records; by default all", SIZED)
     test_size: Positive | None = _key(None, "number of test records; by default all", SIZED)
-    duration: bool = _key(True, "keep the duration of the call, which nearly gives the answer away", "bank")
-    task: Task | None = _key(None, "by default regression for bank, and recognised by the target for csv", "bank csv")
+    duration: bool = _key(True, "keep the duration of the call as an input; it nearly gives the answer away", "bank")
+    task: Task | None = _key(None, "by default regression for bank, and inferred from the target for csv", "bank csv")
     target: str | None = _key(None, "the column to predict", "csv")
-    delimiter: str | None = _key(None, "between fields, such as ; or tab; by default recognised", "csv", rare=True)
-    decimal: Literal[".", ","] = _key(".", "decimal mark of numbers", "csv", rare=True)
+    delimiter: str | None = _key(None, "field delimiter, such as ; or tab; by default detected", "csv", rare=True)
+    decimal: Literal[".", ","] = _key(".", "decimal mark in numbers", "csv", rare=True)
     missing: Literal["refuse", "drop", "impute"] = _key(
-        "refuse", "refuse missing cells, drop their records, or impute them (median, or a category)", "csv"
+        "refuse", "refuse missing cells, drop records that have any, or impute the cells (median, or a category)", "csv"
     )
     ignore: tuple[str, ...] = _key((), "columns to leave out", "csv")
-    categorical: tuple[str, ...] = _key((), "columns of numbers that are categories", "csv")
-    test_share: Between | None = _key(None, "fraction of undivided records to test on; by default 0.2", "csv images")
+    categorical: tuple[str, ...] = _key((), "numeric columns that are categories", "csv")
+    test_share: Between | None = _key(
+        None, "fraction of the records to test on, if they are not divided yet; by default 0.2", "csv images"
+    )
     size: Positive | None = _key(None, "side of the images in pixels; by default 32, or 64 for lesion", IMAGES)
     labels: str | None = _key(None, "classes to train on, such as 0-4 or first-half; by default all", rare=True)
     clients: Positive = _key(5, "number of clients that share the training records")
     split: Literal["iid", "dirichlet", "column"] = _key("iid", "how the records are divided among clients")
     alpha: AboveZero = _key(0.5, "split dirichlet: smaller values make clients differ more", rare=True)
-    column: str | None = _key(None, "split column: each client gets the records of one value", rare=True)
+    column: str | None = _key(None, "split column: the column by whose values records are divided", rare=True)
 
 
 class ModelSettings(NamedSettings):
@@ -101,27 +103,27 @@ class ModelSettings(NamedSettings):
 
 
 class DefenceSettings(NamedSettings):
-    """The protection of clients from one another."""
+    """The protection of clients against one another."""
 
     defence: str = _key("veil", "plain, veil, ppdl, dbcl, spn, an installed defence, or package.module:Class")
     groups: Positive = _key(1, "groups of outputs with independent additive noise (the paper's m)")
     additive: AboveZero = _key(1.0, "scale of the additive noise on the final layer")
     multiplicative: Annotated[float, Field(ge=1)] = _key(4.0, "draw the factors of hidden units between 1/x and x")
-    permute: bool = _key(True, "permute hidden units secretly")
+    permute: bool = _key(True, "secretly permute hidden units")
     min_coverage: Annotated[float, Field(ge=0, le=1)] = _key(
         0.0, "refuse a model if less than this fraction of its values can be perturbed", rare=True
     )
-    decoys: Positive | None = _key(None, "false offsets beside the true one; by default 2, none for squared error")
+    decoys: Positive | None = _key(None, "false offsets sent with the true one; by default 2, none for squared error")
     keep_noise: bool = _key(
-        False, "draw factors, permutation and direction once instead of in every round (docs: limits)", rare=True
+        False, "draw factors, permutation and direction once instead of every round (docs: limits)", rare=True
     )
-    ppdl: Literal["sel", "noise", "both"] = _key("sel", "select, add noise, or both")
-    fraction: Fraction | None = _key(None, "fraction of the gradient to send; by default 0.1, or 1 for noise")
+    ppdl: Literal["sel", "noise", "both"] = _key("sel", "select entries (sel), add noise, or both")
+    fraction: Fraction | None = _key(None, "fraction of the gradient's entries to send; by default 0.1, or 1 for noise")
     sigma: NonNegative | None = _key(None, "standard deviation of the noise; by default 0.01, or 0 for sel")
-    sketch: Annotated[int, Field(ge=2)] = _key(2, "inputs per bucket of a sketch")
+    sketch: Annotated[int, Field(ge=2)] = _key(2, "number of inputs per bucket of a sketch")
     spn_weight: float = _key(0.1, "weight of the private head's loss")
-    spn_bits: Positive = _key(32, "bits of a class's code")
-    settings: tuple[str, ...] = _key((), "further arguments of the defence's class, as NAME=VALUE", rare=True)
+    spn_bits: Positive = _key(32, "number of bits in a class's code")
+    settings: tuple[str, ...] = _key((), "additional arguments for the defence's class, as NAME=VALUE", rare=True)
 
 
 class TrainingSettings(Settings):
@@ -134,17 +136,17 @@ class TrainingSettings(Settings):
     momentum: BelowOne = _key(0.9, "sgd: momentum", rare=True)
     weight_decay: NonNegative = _key(0.0, "weight decay", rare=True)
     schedule: Literal["constant", "cosine", "plateau"] = _key(
-        "constant", "learning rate: constant, cosine to 0, or a tenth after 10 evaluations without improvement"
+        "constant", "learning rate: constant, cosine to 0, or divided by 10 after 10 evaluations without improvement"
     )
     schedule_every: Literal["epoch", "round"] = _key("epoch", "cosine: how often the rate changes", rare=True)
     clip_norm: AboveZero | None = _key(None, "clip the gradient to this norm; by default not at all")
     epochs: Positive = _key(20, "passes of the largest client over its records")
     patience: Positive | None = _key(None, "stop after N evaluations without improvement; by default never")
     batch_size: Positive = _key(32, "records per client and round")
-    whole_shard: bool = _key(False, "let clients use all their records in every round")
-    participation: Fraction = _key(1.0, "fraction of the clients in each round")
-    fuse: bool = _key(True, "compute all clients in one pass where samples are independent", rare=True)
-    seed: int = _key(0, "seed of the initial model, the order of records and the choice of clients")
+    whole_shard: bool = _key(False, "use all of a client's records in every round")
+    participation: Fraction = _key(1.0, "fraction of the clients that take part in each round")
+    fuse: bool = _key(True, "compute all clients in one pass if samples are independent", rare=True)
+    seed: int = _key(0, "seed for the initial model, the order of records and the choice of clients")
     device: str = _key("cpu", "device to compute on: cpu, cuda, cuda:1 ...")
     checkpoint_every: Annotated[int, Field(ge=0)] = _key(
         0, "rounds between checkpoints; 0 writes one per epoch", rare=True
@@ -152,7 +154,7 @@ class TrainingSettings(Settings):
 
 
 class PrivacySettings(Settings):
-    """Limits on what the server sees: differential privacy (clip and noise together), secure aggregation."""
+    """Limits on what the server sees: differential privacy (clip and noise together) and secure aggregation."""
 
     dp_clip: AboveZero | None = _key(None, "clip each client's gradient to this norm")
     dp_noise: NonNegative | None = _key(None, "noise multiplier (standard deviation / clipping norm)")
@@ -161,20 +163,20 @@ class PrivacySettings(Settings):
 
 
 class LimitSettings(Settings):
-    """Bounds on each client, and how gradients are combined; without any, clients are trusted (docs/hostile.md)."""
+    """Limits on each client, and how gradients are combined; without limits, clients are trusted (docs/hostile.md)."""
 
     aggregator: Aggregator | None = _key(None, "how gradients are combined; by default their mean", rare=True)
-    hostile: Annotated[int, Field(ge=0)] | None = _key(None, "hostile clients to tolerate in a round", rare=True)
-    max_records: Positive | None = _key(None, "maximum number of records that a client counts for", rare=True)
+    hostile: Annotated[int, Field(ge=0)] | None = _key(None, "hostile clients to tolerate per round", rare=True)
+    max_records: Positive | None = _key(None, "maximum number of records counted for a client", rare=True)
     max_share: Fraction | None = _key(None, "maximum weight of a client in the mean", rare=True)
-    max_norm: AboveZero | None = _key(None, "refuse gradients of a larger norm", rare=True)
+    max_norm: AboveZero | None = _key(None, "refuse gradients with a larger norm", rare=True)
     norm_factor: Annotated[float, Field(ge=1)] | None = _key(
         None, "refuse gradients whose norm exceeds the round's median by this factor", rare=True
     )
 
 
 class Config(BaseModel):
-    """Everything that determines a run except the secrets."""
+    """Everything that determines a run, except the secrets."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     data: DataSettings = DataSettings()
@@ -193,17 +195,17 @@ class Config(BaseModel):
         return {key: value for section in self.to_sections().values() for key, value in section.items()}
 
     def changed(self, **values: Value) -> "Config":
-        """Return a checked copy with other values."""
+        """Return a validated copy with the given values replaced."""
         return configure(self.flat() | values)
 
     def changes(self) -> dict[str, Value]:
-        """Return the values that are not the default."""
+        """Return the values that differ from the defaults."""
         default = Config().flat()
         return {key: value for key, value in self.flat().items() if value != default[key]}
 
     @property
     def title(self) -> str:
-        """Data, model and defence, as the name of a folder."""
+        """Data, model and defence, in a form suitable as a folder name."""
         return f"{self.data.name}-{self.model.name}-{self.defence.name}".replace(":", ".")
 
 
@@ -214,15 +216,15 @@ CODE = ("data", "model", "defence")
 """Keys that may name code, as package.module:name."""
 ABSENT = {
     "local_epochs": (
-        "clients send gradients of a perturbed model, which only the server can step, so there are no local epochs; "
-        "whole_shard lets a client use all its records in a round"
+        "clients send gradients of a perturbed model, which only the server can update, so there are no local epochs; "
+        "whole_shard lets clients use all their records in every round"
     )
 }
-"""Keys that users expect and that do not exist, each with the reason."""
+"""Keys that users may expect but that do not exist, each with the reason."""
 
 
 def format_flags(values: Mapping[str, Value]) -> str:
-    """Return values as flags; None is left out."""
+    """Return values as flags; values that are None are left out."""
     words: list[str] = []
     for name, value in values.items():
         flag = name.replace("_", "-")
@@ -240,11 +242,11 @@ def _suggest(key: str) -> str:
     if key in ABSENT:
         return ABSENT[key]
     near = difflib.get_close_matches(key, HOME, 1)
-    return f"did you mean {near[0]!r}, of [{HOME[near[0]]}]?" if near else "use one of " + ", ".join(HOME)
+    return f"did you mean {near[0]!r} in [{HOME[near[0]]}]?" if near else "use one of " + ", ".join(HOME)
 
 
 def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, object]]:
-    """Return keys by section; refuse a key that is unknown, in a wrong section or given twice."""
+    """Return keys by section; refuse a key that is unknown, in the wrong section or given twice."""
     found: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
     for section, group in values.items():
         inside = isinstance(group, Mapping)
@@ -265,7 +267,7 @@ def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, 
 
 
 def configure(values: Mapping[str, object], where: str = "configuration") -> Config:
-    """Return a checked configuration from sections or keys; the error on a bad value names what is allowed."""
+    """Return a validated configuration from sections or keys; an error about a bad value says what is allowed."""
     sections = _sort_keys(values, where)
     try:
         config = Config.model_validate({name: SECTIONS[name].model_validate(own) for name, own in sections.items()})
@@ -276,7 +278,7 @@ def configure(values: Mapping[str, object], where: str = "configuration") -> Con
 
 
 def explain(error: ValidationError) -> tuple[str, str | None]:
-    """Return what is wrong with the first bad value, and how to correct it."""
+    """Return what is wrong with the first bad value, and how to fix it."""
     first = error.errors()[0]
     key, rule = ".".join(map(str, first["loc"])) or "it", first["msg"].removeprefix("Input should be ")
     is_quoted = rule in ("a valid integer", "a valid number", "a valid boolean") and isinstance(first["input"], str)
@@ -292,32 +294,32 @@ def _check_together(config: Config, where: str) -> None:
         fix = "use --dp-clip 1 --dp-noise 1, or neither"
         raise BadArgument(where, f"{given} without {missing} protects nothing", fix)
     if training.label_smoothing and training.loss not in (None, "cross_entropy"):
-        raise BadArgument(where, f"label_smoothing: {training.loss} has none", "use --loss cross_entropy")
+        raise BadArgument(where, f"label_smoothing does not apply to {training.loss}", "use --loss cross_entropy")
 
 
 def refuse_code(values: Mapping[str, object], where: str, named: Collection[str] = ()) -> None:
-    """Refuse values of a file that name code, except for the keys that the user has named on the command line."""
+    """Refuse values in a file that name code, except for keys that the user has given on the command line."""
     for key in CODE:
         value = values.get(key)
         if key not in named and isinstance(value, str) and ":" in value:
-            what = f"{key} = {value!r} names code: importing it runs it, and this file may come from anyone"
+            what = f"{key} = {value!r} names code, and importing it runs it; this file could come from anyone"
             fix = f"pass --{key} {shlex.quote(value)} or --trust-code on the command line, or trust_code=True in Python"
             raise BadArgument(where, what, fix)
 
 
 def check_schema(values: object, where: str) -> dict[str, object]:
-    """Return the content of a file in a run's folder without its schema; refuse another schema."""
+    """Return the content of a file in a run's folder without its schema version; refuse any other version."""
     if not isinstance(values, dict):
-        raise BadArgument(where, f"holds a {type(values).__name__}, not sections", "name the config.json of a run")
+        raise BadArgument(where, f"contains a {type(values).__name__}, not sections", "name the config.json of a run")
     found = dict(values)
     if (schema := found.pop("schema", None)) != SCHEMA:
-        what = f"has schema {schema!r}, and this version reads schema {SCHEMA}"
+        what = f"has schema {schema!r}, but this version of fedveil reads schema {SCHEMA}"
         raise BadArgument(where, what, "use the version of fedveil that wrote it, or train again")
     return found
 
 
 def read_file(path: Path) -> dict[str, object]:
-    """Return the unchecked sections and keys of a TOML file or a run's config.json, where null means not given."""
+    """Return the sections and keys of a TOML file or a run's config.json, not validated; null means not given."""
     if path.suffix != ".json":
         return dict(read_toml(path))
     found: dict[str, object] = {}
@@ -330,6 +332,6 @@ def read_file(path: Path) -> dict[str, object]:
 
 
 def read_values(path: Path) -> dict[str, object]:
-    """Return the unchecked values of a file by key."""
+    """Return the values in a file by key, not validated."""
     sections = _sort_keys(read_file(path), str(path))
     return {key: value for section in sections.values() for key, value in section.items()}

@@ -1,4 +1,4 @@
-"""The folder of a run: config.json, metrics.jsonl, the last and the best model, report.html, and a checkpoint."""
+"""The folder of a run: config.json, metrics.jsonl, the last and the best model, report.html and a checkpoint."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -26,29 +26,29 @@ from fedveil.runs.config import HOME, SCHEMA, Config, Value, check_schema, confi
 from fedveil.runs.results import MetricsFile, RunSummary, read_rounds, summarise
 
 SHAPES = "model.json"
-RUN = (checkpoint.LAST, checkpoint.PREVIOUS, MODEL, "summary.json")  # any of them shows that there is a run
+RUN = (checkpoint.LAST, checkpoint.PREVIOUS, MODEL, "summary.json")  # any of these files means that there is a run
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a folder holds a run, or the beginning of one."""
+    """Return whether a folder contains a run or the beginning of one."""
     return any((folder / name).exists() for name in RUN)
 
 
 def check_folder(folder: Path, config: Config, resume: bool) -> None:
-    """Refuse a folder that holds a run, unless it is to be resumed with the same configuration.
+    """Refuse a folder that contains a run, unless the run is to be resumed with the same configuration.
 
-    A run that ended before its first checkpoint left nothing to protect.
+    A run that ended before its first checkpoint has left nothing to protect.
     """
     if not holds_run(folder):
         return
     if not resume:
         fix = "add --resume (resume=True in Python) to continue it, or choose another --out"
         raise BadArgument(str(folder), "there is a run in this folder", fix)
-    old = read_config(folder, trust_code=True)  # it is compared, and builds nothing
+    old = read_config(folder, trust_code=True)  # only compared; nothing is built from it
     for name, value in applicable_values(config).items():
         if name != "epochs" and (before := old.flat()[name]) != value:
             flag = f"--{name.replace('_', '-')}"
-            fix = f"leave out {flag} (only --epochs may grow), or choose another --out"
+            fix = f"leave out {flag} (only --epochs may be increased), or choose another --out"
             raise BadArgument(str(folder), f"the run here has {name} = {before!r}, not {value!r}", fix)
     if config.training.epochs < (epochs := old.training.epochs):
         what = f"the run here has {epochs} epochs, more than {config.training.epochs}"
@@ -59,14 +59,14 @@ def read_config(folder: Folder, *, trust_code: bool = False, named: Collection[s
     """Return the configuration of the run in a folder.
 
     Args:
-        folder: of the run.
-        trust_code: accept a model, data or a defence named as `package.module:name`. Building them imports that module,
-            and so runs its code; a folder from elsewhere may name any.
-        named: keys that the user has named as code already.
+        folder: folder of the run.
+        trust_code: accept a model, data or a defence named as `package.module:name`. Building it imports that module,
+            which runs its code; a folder from elsewhere may name any module.
+        named: keys for which the user has already named the code.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise BadArgument(str(folder), "holds no run: no config.json", "name a folder that `fedveil train` wrote")
+        raise BadArgument(str(folder), "contains no run: no config.json", "name a folder that `fedveil train` wrote")
     config = configure(read_file(path), str(path))
     if not trust_code:
         refuse_code(config.flat(), str(path), named)
@@ -74,7 +74,7 @@ def read_config(folder: Folder, *, trust_code: bool = False, named: Collection[s
 
 
 def is_finished(config: Config, folder: Path) -> bool:
-    """Return whether the folder holds this run to its end, with a valid last checkpoint."""
+    """Return whether the folder contains this run, finished, with a valid last checkpoint."""
     try:
         state = checkpoint.load(folder / checkpoint.LAST)
     except ValueError:  # a BadArgument is a ValueError
@@ -98,15 +98,15 @@ def load_model(
     """Return the model of a run, in evaluation mode, on the CPU.
 
     Args:
-        folder: of the run.
-        best: return the model of the best evaluation instead of the last one.
-        model: load the values into this model instead of building one from the run's configuration, which a folder
-            that `Federation.fit` wrote, or a run over Flower or FLARE, does not have.
-        trust_code: build a model that the configuration names as `package.module:name`. This imports the module, and so
+        folder: folder of the run.
+        best: return the model from the best evaluation instead of the last one.
+        model: load the values into this model instead of building one from the run's configuration. Required for
+            folders without a configuration, which `Federation.fit` and runs over Flower or FLARE write.
+        trust_code: build a model that the configuration names as `package.module:name`. This imports the module, which
             runs its code.
 
     Raises:
-        BadArgument: the file is missing, damaged, or of another model.
+        BadArgument: the file is missing or damaged, or belongs to another model.
     """
     home = Path(folder)
     path = home / (BEST if best else MODEL)
@@ -118,19 +118,19 @@ def load_model(
         fix = "use --resume to write it again from the checkpoint"
         raise BadArgument(str(path), f"is damaged: {error}", fix) from error
     except RuntimeError as error:
-        what = f"its values are of another model: {error}"
+        what = f"its values belong to another model: {error}"
         raise BadArgument(str(path), what, "pass load_model(..., model=)") from error
     return network.eval()
 
 
 def _is_newest(path: Path) -> bool:
-    """Return whether a file of values exists, and no checkpoint beside it is of a later round."""
+    """Return whether a file of values exists and no checkpoint in its folder is from a later round."""
     last = checkpoint.read_tag(path.parent / checkpoint.LAST)
     return path.is_file() and (last is None or checkpoint.round_of_values(path) >= last.round)
 
 
 def _values_in_checkpoint(folder: Path, best: bool) -> Mapping[str, Tensor]:
-    """Return the values of a run that was stopped before its end."""
+    """Return the values of a run that was stopped before it finished."""
     path = folder / (BEST if best else MODEL)
     if not (found := checkpoint.found_in(folder)):
         here = "the run has no checkpoint yet" if folder.is_dir() else "there is no such folder"
@@ -148,7 +148,7 @@ def _values_in_checkpoint(folder: Path, best: bool) -> Mapping[str, Tensor]:
 
 
 def _architecture(folder: Path, trust_code: bool) -> nn.Module:
-    """Return the network of a run with new values."""
+    """Return the network of a run, newly initialised."""
     if not (folder / "config.json").is_file():
         what = "there is no config.json, which names the network"
         raise BadArgument(str(folder), what, "pass load_model(folder, model=the network)")
@@ -160,7 +160,7 @@ def _architecture(folder: Path, trust_code: bool) -> nn.Module:
         check_schema(shapes, SHAPES)
         shape, outputs = torch.Size(shapes["record"]), int(shapes["outputs"])
     except (ValueError, KeyError, TypeError) as error:
-        what = f"{SHAPES}, which has the shape of records, cannot be read: {error}"
+        what = f"{SHAPES}, which contains the shape of records, cannot be read: {error}"
         raise BadArgument(str(folder), what, "pass load_model(folder, model=the network)") from error
     return named_model(config.model, shape, outputs)
 
@@ -175,7 +175,7 @@ def resume_federation(config: Config, folder: Path, data: Data) -> Federation:
 def train(
     config: Config, folder: Folder, *, resume: bool = False, on_round: Callback | None = None, data: Data | None = None
 ) -> RunSummary:
-    """Run a configuration to its end, and return its summary. Bad settings are refused before the folder is made."""
+    """Run a configuration to its end and return the summary. Bad settings are refused before the folder is created."""
     home = Path(folder)
     data = data or load_data(config)
     config = choose_loss(config, data)
@@ -185,7 +185,7 @@ def train(
         if resume and checkpoint.found_in(home):
             federation.resume(home)
             if RECORDS in federation.changed:
-                what = "the data changed since the run here was trained on them"
+                what = "the data have changed since the run here was trained on them"
                 raise BadArgument(str(home), what, "restore the data, or start a run with another --out")
         _write_config(home, config, data)
         return record_run(
@@ -202,7 +202,7 @@ def train(
 
 
 def _write_config(folder: Path, config: Config, data: Data) -> None:
-    """Write the configuration, and the shape of the records that a model of the library is built for."""
+    """Write the configuration, and the shape of the records from which one of the library's models is built."""
     sections: dict[str, dict[str, Value]] = {}
     for key, value in applicable_values(config).items():
         sections.setdefault(HOME[key], {})[key] = value
@@ -227,23 +227,23 @@ def record_run(
     patience: int | None = None,
     on_round: Callback | None = None,
 ) -> RunSummary:
-    """Train a server, wherever its clients are, write its folder, and return the summary.
+    """Train with a server, wherever its clients are, write the run's folder and return the summary.
 
     Args:
-        server: before its first round, or resumed.
-        folder: of the run.
-        data: to evaluate on, and for the page.
-        config: shown on the page; its first line has "clients" and "model".
+        server: a server before its first round, or resumed.
+        folder: folder of the run.
+        data: data to evaluate on, and for the page.
+        config: values to show on the page; must contain "clients" and "model".
         repeat: the command that repeats the run.
-        epochs: see `Server.fit`, as for the rest.
-        rounds: in place of epochs.
+        epochs: see `Server.fit`.
+        rounds: number of rounds, instead of epochs.
         resume: continue the run in the folder, if there is one; metrics.jsonl is cut back to its checkpoint.
-        evaluate_every: rounds.
-        checkpoint_every: rounds.
-        patience: evaluations.
+        evaluate_every: rounds between evaluations.
+        checkpoint_every: rounds between checkpoints.
+        patience: evaluations without improvement before stopping.
         on_round: called with each round's record.
     """
-    from fedveil.report import write  # neither is needed before the end of a run
+    from fedveil.report import write  # not needed before the end of a run
     from fedveil.runs.page import run_page
 
     folder, test = Path(folder), (data.test.inputs, data.test.targets)

@@ -19,24 +19,24 @@ from fedveil.scheme.outputs import head_axis
 
 SERVER, NO_DATA = "the server's model", " (no data needed)"
 MOST_CLASSES = 20
-WINDOWS = 60  # points of a line that is drawn as median and band
+WINDOWS = 60  # number of points in a line drawn as median and band
 
 PROTECTION = (
-    "The veil hinders attacks on the predictions of the model as received by a client, not those on its hidden layers. "
-    "An adaptive client removes it without any data: from the public offset it gets most predictions, from two "
+    "The veil hinders attacks on the predictions of the model that a client receives, but not on its hidden layers. "
+    "An adaptive client can remove it without any data: with the public offset it recovers most predictions, with two "
     "consecutive broadcasts nearly all (fedveil audit measures both).",
 )
-KEPT = "Factors, permutation and direction of the noise were kept over rounds; only the offset was drawn in each round."
+KEPT = "Factors, permutation and noise direction were kept over rounds; only the offset was drawn in each round."
 REDRAWN = (
-    "They were drawn {} times at least, because the run was resumed, and a checkpoint does not contain noise. A client "
-    "that took part before and after has broadcasts under two draws, and needs no data to remove the noise from them."
+    "They were drawn at least {} times, because the run was resumed and a checkpoint does not contain noise. A client "
+    "that took part before and after has broadcasts from two draws, and needs no data to remove the noise from them."
 )
 GUARANTEE = (
-    "Epsilon bounds what all others together learn about one client's data from the models of all rounds, compared "
-    "with models made without this client's gradients (epsilon_replace: with other data instead). It does not bind "
-    "the server. This page is for the server only: its figures on test data, errors and clipping carry no noise."
+    "Epsilon bounds what all other clients together learn about one client's data from the models of all rounds, "
+    "compared with models trained without this client's gradients (epsilon_replace: with other data instead). It does "
+    "not apply to the server. This page is for the server only: its test results, errors and clipping carry no noise."
 )
-SPENT = "The most that any client has spent, at the delta of the configuration."
+SPENT = "The largest epsilon that any client has spent, at the configured delta."
 
 
 def client_models(federation: Server) -> dict[str, nn.Module]:
@@ -63,7 +63,7 @@ def scores(views: Mapping[str, nn.Module], data: Data, loss: Loss | None = None)
 
 
 def confusions(views: Mapping[str, nn.Module], data: Data) -> dict[str, list[list[int]]]:
-    """Return the confusion matrices of the first two views: a row per true class, a column per answer."""
+    """Return the confusion matrices of the first two views: a row per true class, a column per predicted class."""
     classes, found = data.outputs, {}
     for name, view in list(views.items())[:2]:
         outputs = predict(view, move_inputs(data.test.inputs, _find_device(views))).cpu()
@@ -74,9 +74,9 @@ def confusions(views: Mapping[str, nn.Module], data: Data) -> dict[str, list[lis
 
 
 def view_sections(views: Mapping[str, nn.Module], data: Data, name: str, found: Mapping[str, float]) -> list[Section]:
-    """Return one metric of each view: the server's model beside those that clients have."""
+    """Return sections that compare a metric of the server's model with the same metric of the clients' views."""
     rows = [[view, f"{value:.4f}"] for view, value in found.items()]
-    sections: list[Section] = [Table("What the server has, and what a client sees", ["model", f"test {name}"], rows)]
+    sections: list[Section] = [Table("What the server has and what a client sees", ["model", f"test {name}"], rows)]
     if name == "accuracy" and 0 < len(data.classes) <= MOST_CLASSES:
         parts = [Matrix(view, data.classes, counts) for view, counts in confusions(views, data).items()]
         sections.append(Beside("Answers on the test data", parts))
@@ -84,12 +84,12 @@ def view_sections(views: Mapping[str, nn.Module], data: Data, name: str, found: 
 
 
 def quality(name: str, value: float) -> str:
-    """Return a metric as text: accuracy in per cent, anything else as a number."""
+    """Format a metric: accuracy in per cent, any other metric as a number."""
     return f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.3g}"
 
 
 def verdict(name: str, found: Mapping[str, float], budget: str = "") -> str:
-    """Return the result of a run in one sentence: one metric of the views of `client_models`, in their order."""
+    """Return the result of a run in one sentence, given one metric for each view from `client_models`, in order."""
     server, received, *removed = (quality(name, value) for value in found.values())
     without = f", {removed[0]} with the offset removed" if removed else ""
     copy = f"a client's copy has {received} as received{without} (fedveil audit measures adaptive clients)"
@@ -105,9 +105,9 @@ SHARES = {
 
 
 def veil_sections(plan: Plan, draws: int = 0) -> list[Section]:
-    """Return how much of the model a veil perturbs, and what that protects; `draws` of noise kept over rounds."""
+    """Return how much of the model a veil perturbs and what that protects; `draws` counts draws of persistent noise."""
     rows = [[kind, f"{100 * plan.shares[kind]:.1f} %", words] for kind, words in SHARES.items()]
-    note = "Each value counts once, under the strongest. " + (known_in_words(plan) or "")
+    note = "Each value is counted once, under the strongest perturbation. " + (known_in_words(plan) or "")
     table = Table("What the veil perturbs", ["parameters' values", "share", "in each broadcast"], rows, note.strip())
     kept = [KEPT, *([REDRAWN.format(draws)] if draws > 1 else [])] if draws else []
     return [table, Text("What is and is not protected", (*PROTECTION, *kept))]
@@ -120,7 +120,7 @@ ESTIMATED = (
 
 
 def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> list[Section]:
-    """Return curves of metrics and errors over rounds."""
+    """Return curves of the metrics and errors over the rounds."""
     sections: list[Section] = []
     for name in METRICS:
         series = {run: history.curve(name) for run, history in histories.items() if name in history.names}
@@ -136,7 +136,7 @@ def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> l
 
 
 def error_section(errors: Mapping[str, Sequence[tuple[int, float]]], note: str) -> Curves:
-    """Return the relative error of the gradient: medians over rounds, with a band of 80 %."""
+    """Return the relative error of the gradient: medians over rounds, with an 80 % band."""
     lines: dict[str, list[tuple[float, float]]] = {}
     bands: dict[str, list[tuple[float, float]]] = {}
     for run, points in errors.items():
@@ -147,25 +147,25 @@ def error_section(errors: Mapping[str, Sequence[tuple[int, float]]], note: str) 
             lines.setdefault(run, []).append((points[min(start + size // 2, len(points) - 1)][0], middle))
             bands.setdefault(run, []).append((low, high))
     if size > 1:
-        note = f"Median of {size} rounds each; the band holds 80 % of them. {note}"
+        note = f"Each point is the median of {size} rounds; the band contains 80 % of them. {note}"
     shown = bands if size > 1 else {}
     return Curves("Relative error of the gradient", "round", "error", lines, True, note, bands=shown)
 
 
 def cost_section(histories: Mapping[str, History]) -> Section:
-    """Return the seconds of each run."""
+    """Return the duration of each run."""
     rows = []
     for run, history in histories.items():
         seconds, rounds = history.records[-1].seconds, len(history.records)
         rows.append([run, str(rounds), f"{seconds:.1f}", f"{1e3 * seconds / rounds:.2f}"])
-    return Table("Cost", ["run", "rounds", "seconds", "ms per round"], rows, "Evaluation included.")
+    return Table("Cost", ["run", "rounds", "seconds", "ms per round"], rows, "Includes evaluation.")
 
 
 def run_page(server: Server, data: Data, config: Mapping[str, Value], summary: RunSummary) -> Page:
     """Return the page of one run."""
     name, own = server.defence.name, server.defence_server
     histories = {name: server.history}
-    veil = veil_sections(own.plan, own.draws) if own.plan is not None else []  # before the page's own broadcast
+    veil = veil_sections(own.plan, own.draws) if own.plan is not None else []  # before the broadcast for this page
     views = client_models(server)
     every = scores(views, data, server.loss)
     metric = primary_metric(next(iter(every.values())))

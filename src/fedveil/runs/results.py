@@ -1,4 +1,4 @@
-"""The results of a run on disk: metrics.jsonl, a line per round, and summary.json, which `fedveil train` prints."""
+"""The results of a run on disk: metrics.jsonl, one line per round, and summary.json, which `fedveil train` prints."""
 
 import logging
 import math
@@ -22,13 +22,13 @@ Figure = int | float | str | None
 
 
 def primary_metric(measured: Collection[str]) -> str:
-    """Return the metric that stands for a model's quality, of those that were measured."""
+    """Return, among the measured metrics, the one that represents a model's quality."""
     return next((name for name in METRICS if name in measured), METRICS[0])
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The differential privacy that a run has spent; an infinite epsilon is None."""
+    """The privacy budget that a run has spent; an infinite epsilon is None."""
 
     epsilon: float | None
     epsilon_replace: float | None
@@ -40,16 +40,16 @@ class RunSummary:
     """How a run ended.
 
     Attributes:
-        folder: of the run.
+        folder: folder of the run.
         rounds: number of rounds.
         metrics: test metrics of the last model, and `rmse` in the units of a standardised target.
         best: primary metric of the best model; None without an evaluation.
         coverage: fractions of the model's values by how a veil perturbs them; empty for other defences.
-        budget: differential privacy; None without it.
+        budget: privacy budget spent; None without differential privacy.
         largest_error: largest relative error of a recovered gradient.
         seconds: duration of all rounds.
         repeat: the command that repeats the run.
-        stopped: why it stopped early, or None.
+        stopped: why the run stopped early, or None.
     """
 
     folder: Path
@@ -64,7 +64,7 @@ class RunSummary:
     stopped: str | None = None
 
     def to_dict(self) -> dict[str, Figure]:
-        """Return plain values by name, for a file."""
+        """Return plain values by name, to write to a file."""
         has_best, budget = self.best is not None, self.budget
         return {
             "schema": SCHEMA,
@@ -119,10 +119,10 @@ def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: i
 
 
 class MetricsFile:
-    """The file of a server's records, untouched until there is one to write, so that a run may still be refused.
+    """The file of a server's round records, untouched until there is one to write, so a run can still be refused.
 
     Args:
-        path: of the file. Lines of rounds that a kill has lost are cut off.
+        path: path of the file. Lines for rounds that were lost when the process was killed are removed.
         server: the server that appends its records.
     """
 
@@ -148,7 +148,7 @@ class MetricsFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write missing records: all of a run that was finished before, or the last one if its evaluation failed."""
+        """Write missing records: all those of a run that had already finished, or the last if its evaluation failed."""
         records = self._server.history.records
         if self._file is not None:
             self._file.close()

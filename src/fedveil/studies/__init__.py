@@ -1,1 +1,1 @@
-"""Comparisons and, later, the paper's tables and figures."""
+"""Studies: comparisons, attacks, audits, and the paper's tables and figures."""

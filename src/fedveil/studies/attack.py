@@ -1,4 +1,4 @@
-"""Attacks as studies: one or several defences of the same federation, each attacked in separate jobs."""
+"""Attacks as studies: the same federation under one or several defences, each attacked in separate jobs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +31,11 @@ class AttackRequest(Generic[O]):
 
     Attributes:
         config: configuration of the federation.
-        defences: names; the federation is attacked under each of them.
-        options: the attack's flags, a frozen dataclass.
-        run: folder of a trained run to attack in place of training; `defences` then names its defence.
-        label: prefix of job names, where several attacks share a folder.
-        notes: sentences on the run, printed before the verdict.
+        defences: names of the defences; the federation is attacked under each of them.
+        options: values of the attack's flags, a frozen dataclass.
+        run: folder of a trained run to attack instead of training; `defences` then names its defence.
+        label: prefix of job names, if several attacks share a folder.
+        notes: sentences about the run, printed before the verdict.
     """
 
     config: Config
@@ -46,31 +46,31 @@ class AttackRequest(Generic[O]):
     notes: tuple[str, ...] = ()
 
     def config_for(self, defence: str) -> Config:
-        """Return the configuration with one of the defences; built-in ones get no settings of a user's defence."""
+        """Return the configuration with the given defence; built-in ones get no settings meant for a user's defence."""
         built_in = {record.name for record in BUILT_IN}
         if defence in built_in and not built_in.issuperset(self.defences):
             return self.config.changed(defence=defence, settings=())
         return self.config.changed(defence=defence)
 
     def job_name(self, *parts: str) -> str:
-        """Return the name of a job, which is also the name of a file."""
+        """Return the name of a job, which is also its file name."""
         return f"{self.label}{'-'.join(parts)}".replace(":", ".").replace(", ", "-").replace(" ", "-")
 
 
 class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
     """An attack on a federation under several defences; subclass it for a new attack.
 
-    With one job per defence, a subclass defines `attack` and `result`. With several, it overrides `graph`, for which
-    `join_parts` helps.
+    With one job per defence, a subclass defines `attack` and `result`. With several, it overrides `graph`; `join_parts`
+    helps with that.
 
     Attributes:
         name: name on the command line.
         summary: one line of help.
         options: a frozen dataclass with a default and a description for each of the attack's flags.
-        defaults: values of the configuration that differ from those of `Config`, at a scale that two cores manage.
-        result: type of the result of `attack`.
+        defaults: configuration values that differ from those of `Config`, at a scale that two cores can handle.
+        result: type that the work from `attack` returns.
         trains: whether the federation is trained first.
-        needs_shared: whether an attack fails with the jobs of `shared`, or runs without them.
+        needs_shared: whether an attack fails if the jobs of `shared` fail, instead of running without them.
     """
 
     name: str
@@ -82,11 +82,11 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
     needs_shared = True
 
     def attack(self, request: AttackRequest[O], defence: str, folder: Path) -> JobWork[R]:
-        """Return the attack on one defence; the trained federation is in `run_folder`."""
+        """Return the work of the attack on one defence; the trained federation is in `run_folder`."""
         raise NotImplementedError
 
     def show(self, request: AttackRequest[O], results: Results[R]) -> Presentation:
-        """Return the attack's table and sections; `present` adds the title and what all attacks share."""
+        """Return the attack's table and sections; `present` adds the title and the parts common to all attacks."""
         raise NotImplementedError
 
     def shared(self, request: AttackRequest[O], folder: Path) -> list[StudyJob[Result]]:
@@ -98,7 +98,7 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         return request.run or folder / defence.replace(":", ".") / "run"
 
     def attacks(self, request: AttackRequest[O], folder: Path) -> dict[str, StudyJob[R]]:
-        """Return the job of each defence."""
+        """Return the job for each defence."""
         shared, found = tuple(self.shared(request, folder)), dict[str, StudyJob[R]]()
         for name in request.defences:
             needs, after = (shared, ()) if self.needs_shared else ((), shared)
@@ -110,7 +110,7 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         return found
 
     def graph(self, request: AttackRequest[O], folder: Path) -> JobGraph[Results[R]]:
-        """Return every job after those that it needs; refuse records of several tensors before any training."""
+        """Return the jobs, each after those that it needs; refuse records of several tensors before any training."""
         if ":" in request.config.data.name:
             one_tensor("attack", load_data(request.config).train.inputs)
         attacks = self.attacks(request, folder)
@@ -119,7 +119,7 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         return JobGraph(jobs, lambda done: {name: done[job] for name, job in attacks.items()})
 
     def present(self, request: AttackRequest[O], results: Results[R]) -> Presentation:
-        """Add title, question, failures and configuration; without a verdict, the question takes its place."""
+        """Add the title, question, failures and configuration; without a verdict, the question takes its place."""
         config, shown = request.config, self.show(request, results)
         failures = [f"{name}: {found.failed}" for name, found in results.items() if isinstance(found, Failure)]
         values = {name: value for name, value in config.flat().items() if name != "defence"}
@@ -154,7 +154,7 @@ def check_defences(names: Sequence[str], known: Sequence[str], flag: str) -> Non
 def join_parts(
     parts: Mapping[str, Mapping[str, StudyJob[P]]], join: Callable[[dict[str, P | Failure]], R]
 ) -> JobGraph[Results[R]]:
-    """Return the jobs of all parts under all defences; the results of a defence are joined into one."""
+    """Return the jobs of all parts under all defences; the results for each defence are joined into one."""
     return JobGraph(
         [job for jobs in parts.values() for job in jobs.values()],
         lambda done: {name: join({part: done[job] for part, job in jobs.items()}) for name, jobs in parts.items()},
@@ -168,6 +168,6 @@ def plain_values(options: O) -> dict[str, Value]:
 
 
 def option(default: V, description: str) -> V:
-    """Declare a field of an attack's options with its default and its help."""
+    """Declare a field of an attack's options with its default and its help text."""
     found: V = field(default=default, metadata={"help": description})
     return found

@@ -26,21 +26,21 @@ from fedveil.lookup import import_object, list_installed
 from fedveil.runs.build import load_own_data
 from fedveil.runs.config import Config, DataSettings
 
-AGAIN = "computed again"  # begins a line of progress that explains why a stored result is not used
-CHUNK = 2**20  # values of a tensor that are hashed at once
+AGAIN = "computed again"  # prefix of a progress line that explains why a stored result is not used
+CHUNK = 2**20  # number of tensor values that are hashed at once
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Everything besides the configuration that decides a result.
+    """Everything besides the configuration that determines a result.
 
     Attributes:
         version: version of this package, which covers its code and the data that come with it.
         data: SHA-256 of the files of each data set, or of the records that users' code loads.
         code: SHA-256 of the source file of each module that the configuration names, without its imports.
         study: SHA-256 of the source file of an attack from another package.
-        checkpoint: SHA-256 of the checkpoint of a user's run that is attacked; None where the study trains.
+        checkpoint: SHA-256 of the checkpoint of a user's run that is attacked; None if the study trains the run.
     """
 
     version: str = field(default_factory=lambda: fedveil.__version__)
@@ -51,16 +51,16 @@ class Basis:
 
     @property
     def training(self) -> "Basis":
-        """Return the part that decides a training run."""
+        """The fields that determine a training run."""
         return replace(self, study={}, checkpoint=None)
 
     @property
     def records(self) -> "Basis":
-        """Return the part that decides a model trained on records alone, such as a generator of images."""
+        """The fields that determine a model trained on records alone, such as a generator of images."""
         return replace(self.training, code={})
 
     def to_plain(self) -> dict[str, JsonValue]:
-        """Return the values for a file, without empty parts."""
+        """Return the values to write to a file, without empty fields."""
         return {name: value for name, value in asdict(self).items() if value not in ({}, None)}
 
 
@@ -128,7 +128,7 @@ def configs_in(value: V) -> Iterator[Config]:
 
 
 def list_specs(config: Config) -> list[str]:
-    """List the code of other packages that a configuration names, attackers included, as `package.module:name`."""
+    """List the code from other packages that a configuration names, including attackers, as `package.module:name`."""
     specs = [name for name in (config.data.name, config.model.name, config.defence.name) if ":" in name]
     with contextlib.suppress(BadArgument):  # the job that builds it reports the mistake
         record = registry.find(config.defence.name)
@@ -153,7 +153,7 @@ def source_file(module: str) -> Path | None:
 
 
 def digest_files(source: Path) -> str:
-    """Return the SHA-256 of a file, or of the names and digests of all files in a folder except hidden ones."""
+    """Return the SHA-256 of a file, or of the names and digests of all files in a folder, except hidden ones."""
     try:
         if not source.is_dir():
             return _digest_file(source)
@@ -162,7 +162,7 @@ def digest_files(source: Path) -> str:
         lines = "".join(f"{name.as_posix()}\0{_digest_file(source / name)}\0" for name in shown)
     except OSError as error:
         what = f"cannot be read: {error.strerror or error}"
-        raise BadArgument(str(error.filename or source), what, "name files and folders that can be read") from error
+        raise BadArgument(str(error.filename or source), what, "use files and folders that can be read") from error
     return f"sha256:{hashlib.sha256(os.fsencode(lines)).hexdigest()}"
 
 

@@ -1,4 +1,4 @@
-"""`fedveil compare`: the same federation under several defences and seeds, in one table and one page."""
+"""`fedveil compare`: train the same federation under several defences and seeds; one table and one page."""
 
 import math
 import statistics
@@ -27,20 +27,20 @@ Runs = dict[str, SeedRuns]  # by defence
 
 @dataclass(frozen=True)
 class CompareRequest:
-    """A federation, the defences to compare, and the number of seeds, the first being the configuration's."""
+    """A federation, the defences to compare, and the number of seeds; the first seed is that of the configuration."""
 
     config: Config
     defences: tuple[str, ...]
     seeds: int = 3
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be compared."""
+        """Refuse defences and seeds that cannot be compared."""
         check_defences(self.defences, (*names(), BASELINE), "--defences")
         check_count("--seeds", "seeds", self.seeds, 1)
 
 
 def baseline_settings(seed: int) -> tuple[str, ...]:
-    """Return the settings that make plain training the rounding baseline."""
+    """Return the settings that turn plain training into the rounding baseline."""
     return (f"rounding={seed}",)
 
 
@@ -66,7 +66,7 @@ class CompareStudy(Study[CompareRequest, Runs]):
         )
 
     def present(self, request: CompareRequest, results: Runs) -> Presentation:
-        """Return the table, curves of the first seed, cost, configuration."""
+        """Return the table, curves of the first seed, the cost and the configuration."""
         config, private = request.config, request.config.privacy.dp_clip is not None
         metrics = [run.history.metrics for runs in results.values() for run in _successes(runs)]
         metric = primary_metric({name for found in metrics for name in found})
@@ -101,7 +101,7 @@ def _successes(runs: SeedRuns) -> list[TrainedRun]:
 
 
 def _row(defence: str, runs: SeedRuns, plain: SeedRuns, metric: str, config: Config) -> list[str]:
-    """Return the row of a defence: metric with spread over seeds, largest difference from plain, cost, epsilon."""
+    """Return the row of a defence: metric with its spread over seeds, largest difference from plain, cost, epsilon."""
     done, private = _successes(runs), config.privacy.dp_clip is not None
     if len(done) < len(runs):
         number = next(number for number, run in enumerate(runs) if isinstance(run, Failure))
@@ -118,7 +118,7 @@ def _row(defence: str, runs: SeedRuns, plain: SeedRuns, metric: str, config: Con
 
 
 def _largest_difference(runs: SeedRuns, plain: SeedRuns, metric: str) -> str:
-    """Format the largest difference between curves of one seed; "" where no seed has both."""
+    """Format the largest difference between two curves of the same seed; "" if no seed has both."""
     far = []
     for run, other in zip(runs, plain, strict=False):
         if isinstance(run, TrainedRun) and isinstance(other, TrainedRun):

@@ -1,4 +1,4 @@
-"""`fedveil demo`: plain and veiled training of digits from the same start, beside the effect of rounding alone."""
+"""`fedveil demo`: plain and veiled training on digits from the same initial model, and the effect of rounding alone."""
 
 import copy
 import dataclasses
@@ -43,14 +43,14 @@ class Demo:
 
 @dataclass(frozen=True)
 class DemoRun(Result):
-    """One way to train.
+    """The result of one of the ways to train.
 
     Attributes:
         records: records of the rounds.
-        seconds: time of all rounds except the first, in which the first run of a process also loads code.
+        seconds: duration of all rounds except the first, in which the first run of a process also loads code.
         classes: names of the classes.
         views: test accuracy of the server's model and of the models that a client has.
-        matrices: confusion matrices of the first two of them.
+        matrices: confusion matrices of the first two of these models.
         errors: relative errors of recovered gradients, in rounds after training.
     """
 
@@ -63,15 +63,15 @@ class DemoRun(Result):
 
 
 def client_views(federation: Federation) -> dict[str, nn.Module]:
-    """Return the server's model, as received by a client, and as recovered by a client without data."""
+    """Return the server's model, the model as received by a client, and as recovered by a client without data."""
     views = {name: copy.deepcopy(view) for name, view in client_models(federation).items()}  # before one more round
     return {**views, f"two broadcasts{NO_DATA}": remove_noise(observe(federation, rounds=2)).model}
 
 
 def recovery_errors(federation: Federation) -> list[float]:
-    """Train one more epoch, and compare each recovered gradient with plain autograd on the true model.
+    """Train for one more epoch and compare each recovered gradient with plain autograd on the true model.
 
-    Returns the error of the worst parameter in each round.
+    Return the error of the worst parameter in each round.
     """
     shards, errors = federation.shards, list[float]()
     for _ in range(federation.rounds_per_epoch):
@@ -88,12 +88,12 @@ def recovery_errors(federation: Federation) -> list[float]:
 
 @dataclass(frozen=True)
 class TrainDigits:
-    """Train digits in one of three ways."""
+    """Train on digits in one of three ways."""
 
     config: Config
 
     def __call__(self, progress: Progress, done: JobResults) -> DemoRun:
-        """Train, and measure the models that a client has."""
+        """Train and measure the models that a client has."""
         data, epochs = load_data(self.config), self.config.training.epochs
         run = build_federation(self.config, data)
         run.fit(epochs, test=(data.test.inputs, data.test.targets), on_round=round_progress(epochs, progress))
@@ -112,10 +112,10 @@ Runs = dict[str, DemoRun]
 
 
 class DemoStudy(Study[Demo, Runs]):
-    """Plain training, veiled training, and plain training with one more rounding error."""
+    """Plain training, veiled training, and plain training with one additional rounding error."""
 
     def graph(self, request: Demo, folder: Path) -> JobGraph[Runs]:
-        """Return a job for each way; a demo that fails is an error."""
+        """Return a job for each way to train; a failure is raised as an error."""
         configs = {kind: CONFIG.changed(epochs=request.epochs, **values) for kind, values in KINDS.items()}
         works = {kind: TrainDigits(config) for kind, config in configs.items()}
         jobs = {kind: StudyJob(kind.replace(" ", "-"), work, DemoRun) for kind, work in works.items()}

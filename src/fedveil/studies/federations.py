@@ -1,4 +1,4 @@
-"""Federations of studies: trained, or read from the folder of a run; their quality, and what a client observes."""
+"""Federations in studies: trained or read from a run's folder, their quality, and what a client observes."""
 
 import contextlib
 import copy
@@ -57,7 +57,7 @@ class TrainedRun(Result):
     Attributes:
         run: folder of the run.
         records: records of its rounds.
-        constant: the metric of the best constant prediction: the mean, or the commonest class.
+        constant: the metric of the best constant prediction: the mean, or the most common class.
     """
 
     run: str
@@ -66,12 +66,12 @@ class TrainedRun(Result):
 
     @property
     def history(self) -> History:
-        """Return the records as the server's history."""
+        """The records as the server's history."""
         return History(self.records)
 
     @property
     def metric(self) -> str:
-        """Return the name of the primary metric."""
+        """The name of the primary metric."""
         return primary_metric(self.history.metrics)
 
 
@@ -89,12 +89,12 @@ class TrainRun:
 
 
 def round_progress(epochs: int, progress: Progress) -> Callable[[RoundRecord], None]:
-    """Return a callback that reports the records of rounds as progress."""
+    """Return a callback that reports progress from the records of rounds."""
     return lambda record: progress(min(1.0, record.epoch / epochs), f"training, epoch {record.epoch:.0f}/{epochs}")
 
 
 def constant_metric(data: Data) -> float:
-    """Return the test metric of the best constant prediction: the mean, or the commonest class."""
+    """Return the test metric of the best constant prediction: the mean, or the most common class."""
     train, test = data.train.targets, data.test.targets
     if train.is_floating_point():
         return float((test.double() - train.double().mean(0)).pow(2).mean())
@@ -106,9 +106,9 @@ def load_or_train(
 ) -> tuple[Federation, Data]:
     """Return the federation of a configuration after its last round; an unfinished run of a study is resumed.
 
-    A run that a study trained on another basis (version, data or code) is trained from the start; without `basis`, for
-    attacks that need the job that trains it, it is used as it is. A user's run, whose basis has a checkpoint, is only
-    read.
+    A run that a study trained on another basis (version, data or code) is trained again from the start. Without
+    `basis`, for attacks that depend on the job that trains it, it is used as it is. A user's run, whose basis has a
+    checkpoint, is only read.
     """
     data = load_data(config)
     if basis and basis.checkpoint is not None:
@@ -121,11 +121,11 @@ def load_or_train(
 
 
 def describe_run(config: Config, folder: Path) -> list[str]:
-    """Return notes on a user's run that is attacked: that it is unfinished, or that its data changed."""
+    """Return notes on a user's run that is attacked: whether it is unfinished, and whether its data have changed."""
     federation = resume_federation(config, folder, load_data(config))
     notes, last = [], config.training.epochs * federation.rounds_per_epoch
     if not is_finished(config, folder) and federation.round < last:
-        notes.append(f"This run is not finished: it is attacked after round {federation.round} of {last}.")
+        notes.append(f"This run is unfinished: it is attacked after round {federation.round} of {last}.")
     if RECORDS in federation.changed:
         notes.append("The data changed since this run was trained: it has not seen the records that count as members.")
     return notes
@@ -134,7 +134,7 @@ def describe_run(config: Config, folder: Path) -> list[str]:
 def remove_stale_run(folder: Path, basis: Basis, progress: Progress) -> None:
     """Remove a run that a study trained on another basis, and write the basis of the next one."""
     path, changed = folder / BASIS, f"{BASIS} cannot be read"
-    with contextlib.suppress(ValueError):  # a BadArgument is one, and so is a pydantic error
+    with contextlib.suppress(ValueError):  # a BadArgument is a ValueError, and so is a pydantic error
         found = explain_change(TypeAdapter(Basis).validate_python(read_json(path)), basis)
         if found is None:
             return
@@ -175,7 +175,7 @@ def observe(federation: Federation, rounds: int = 1) -> Observation:
 
 
 def observe_all(federation: Federation, defence: str) -> Views:
-    """Return the observation of each attacker on a defence: the published one, and what adaptive ones derive."""
+    """Return the observation of each attacker on a defence: that of the published one, and those of adaptive ones."""
     attackers = find_attackers(find(defence))
     return attacker_views(attackers, observe(federation, attackers.collected))
 
@@ -187,7 +187,7 @@ def observe_strongest(federation: Federation, defence: str) -> dict[str, Observa
 
 
 def observe_round(federation: Federation) -> list[Round]:
-    """Train one more round, and return it as each client observes it; updates of fused clients are not separate."""
+    """Train for one more round and return it as each client observes it; updates of fused clients are not separate."""
     shards, number, caught = federation.shards, federation.round, list[Round]()
 
     def record_round(broadcast: Any, updates: Sequence[Any]) -> None:
@@ -202,7 +202,7 @@ def observe_round(federation: Federation) -> list[Round]:
 
 
 def _architecture(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy with all values zero."""
+    """Return a copy with all values set to zero."""
     empty = copy.deepcopy(model)
     with torch.no_grad():
         for tensor in [*empty.parameters(), *empty.buffers()]:

@@ -1,7 +1,7 @@
-"""Jobs: parts of a long computation, which run in parallel and store their results on disk.
+"""Jobs: parts of a long computation that run in parallel and store their results on disk.
 
 A computation that was stopped resumes: a job whose result is on disk, for the same work and on the same basis (version,
-data, code, checkpoint), does not run again. If a job fails, the jobs that need it fail with it, and all others run.
+data, code, checkpoint), does not run again. If a job fails, the jobs that need it fail too, and all others run.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ POLL = 0.2  # seconds
 
 
 class Result:
-    """Base class of job results: frozen dataclasses of plain values, which pydantic writes as JSON and reads again."""
+    """Base class of job results: frozen dataclasses of plain values, which pydantic can write as JSON and read back."""
 
 
 @dataclass(frozen=True)
 class Failure(Result):
-    """In place of a result: why a job failed."""
+    """Takes the place of a result, and says why a job failed."""
 
     failed: str
 
@@ -48,10 +48,10 @@ R = TypeVar("R", bound=Result, covariant=True)
 
 
 class JobWork(Protocol[R]):
-    """The work of a job: a frozen dataclass of everything that decides its result, called in a separate process."""
+    """The work of a job: a frozen dataclass of everything that determines its result, called in a separate process."""
 
     def __call__(self, progress: Progress, done: "JobResults") -> R:
-        """Compute the result; `done` has those of the jobs that this one needs."""
+        """Compute the result; `done` has the results of the jobs that this one needs."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class StudyJob(Generic[R]):
 
     Attributes:
         name: name of its file, unique in a folder.
-        work: the work. A stored result is used if it has the same repr, and the same data and code of configurations.
+        work: the work. A stored result is used if the repr of its work, and its data and code, are the same.
         result: type of the result.
-        needs: jobs that must succeed first, and whose results the work gets.
+        needs: jobs that must succeed first; the work receives their results.
         after: jobs that must end first, whether they fail or not.
-        attacked: folder of a user's run that the work attacks; a new checkpoint there makes a new result.
+        attacked: folder of a user's run that the work attacks; a new checkpoint there invalidates the result.
     """
 
     name: str
@@ -76,7 +76,7 @@ class StudyJob(Generic[R]):
 
 
 class JobResults:
-    """Results of jobs, each with the type of its job, and the basis of the job that gets them."""
+    """Results of jobs, each with the type of its job, and the basis of the job that receives them."""
 
     def __init__(self, results: Mapping[str, Result], basis: Basis | None = None) -> None:
         self._results = dict(results)
@@ -94,7 +94,7 @@ class JobResults:
 
 
 def read_result(job: StudyJob[R], folder: Path, basis: Basis | None = None) -> R | str | None:
-    """Read the job's stored result; text explains why it is no longer valid; None if there is none, or it failed."""
+    """Read a job's stored result; return text if it is no longer valid, saying why; None if it is missing or failed."""
     path = folder / f"{job.name}.json"
     try:
         found = read_json(path)
@@ -114,7 +114,7 @@ def read_result(job: StudyJob[R], folder: Path, basis: Basis | None = None) -> R
 def run_job(job: StudyJob[R], folder: Path, progress: Progress, done: JobResults) -> R | Failure:
     """Run the job and store its result, or why it failed; an earlier result is removed first."""
     path = folder / f"{job.name}.json"
-    path.unlink(missing_ok=True)  # files that the work replaces belong to it
+    path.unlink(missing_ok=True)  # its files are about to be replaced by the work
     result: R | Failure
     try:
         result = job.work(progress, done)
@@ -142,11 +142,11 @@ def run_jobs(
     """Run the jobs that have no valid result in the folder, and return all results.
 
     Args:
-        jobs: each after those that it needs.
-        folder: has a file for each job.
-        workers: number of processes, by default one per core; with one, everything stays in this process.
+        jobs: the jobs, each after those that it needs.
+        folder: folder with a file for each job.
+        workers: number of processes, by default one per core; with one, everything runs in this process.
         show: called with (job, fraction done, current step).
-        digests: digests that the command has computed already.
+        digests: digests that the command has already computed.
     """
     digests = digests or Digests()
     bases = {job.name: digests.job_basis(job.work, job.attacked) for job in jobs}
@@ -176,7 +176,7 @@ def _schedule(
     queue: "ProgressQueue | None",
     show: Show,
 ) -> None:
-    """Submit each job when those before it have ended, and add its result to `found`."""
+    """Submit each job when those that it waits for have ended, and add its result to `found`."""
     waiting, running = list(jobs), dict[Future[Result], str]()
     while waiting or running:
         job = next((job for job in waiting if all(need.name in found for need in (*job.needs, *job.after))), None)
@@ -215,7 +215,7 @@ def _run_in_worker(job: StudyJob[Result], folder: Path, done: JobResults) -> Res
 
 @contextlib.contextmanager
 def _worker_pool(workers: int) -> Iterator[tuple[Executor, ProgressQueue]]:
-    """Start worker processes; a new interpreter each, since a fork would copy torch's threads half alive."""
+    """Start worker processes, each with a new interpreter, since a fork would copy torch's threads half alive."""
     context = multiprocessing.get_context("spawn")
     queue: ProgressQueue = context.SimpleQueue()
     with _safe_path(), ProcessPoolExecutor(workers, context, _set_up_worker, (queue, os.getpid())) as pool:
@@ -232,7 +232,7 @@ def _set_up_worker(queue: ProgressQueue, parent: int) -> None:
 
 
 def _exit_with(parent: int) -> None:
-    """End this process when its parent is gone: two runs must never write to one folder."""
+    """End this process when its parent is gone: two runs must never write to the same folder."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""`fedveil attack poisoning`: accuracy with hostile clients, without limits, with bounds and with each rule."""
+"""`fedveil attack poisoning`: measure accuracy with hostile clients, without limits, with bounds and with each rule."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,11 +34,11 @@ class Ending:
     """How one run ended.
 
     Attributes:
-        accuracy: on test records after the last round; None if the run ended earlier.
+        accuracy: accuracy on test records after the last round; None if the run ended earlier.
         ended: why it ended before its last round; "" if it did not.
         rounds: number of completed rounds.
-        refused: number of refused updates of hostile clients.
-        wronged: number of refused updates of honest clients.
+        refused: number of refused updates from hostile clients.
+        wronged: number of refused updates from honest clients.
     """
 
     accuracy: float | None
@@ -53,7 +53,7 @@ class Endings(Result):
     """One attack under each limit.
 
     Attributes:
-        runs: by the name of the limit.
+        runs: endings by the name of the limit.
         inapplicable: why there are no runs; "" if there are.
     """
 
@@ -68,12 +68,12 @@ class Poisoning(Result):
     attacks: dict[str, list[Endings | Failure]]
 
     def endings(self, attack: str, limits: str) -> list[Ending]:
-        """Return the runs of all seeds that did not fail."""
+        """Return the endings for all seeds whose runs did not fail."""
         done = [one.runs for one in self.attacks.get(attack, []) if isinstance(one, Endings)]
         return [runs[limits] for runs in done if limits in runs]
 
     def missing(self, attack: str) -> str:
-        """Return why an attack has no figures; "" if it has some."""
+        """Return why an attack has no results; "" if it has some."""
         for one in self.attacks[attack]:
             if isinstance(one, Failure):
                 return f"failed: {one.failed}"
@@ -88,7 +88,7 @@ class PoisoningOptions:
 
     attacks: str = option("all", f"all, or a comma-separated list of {', '.join(ATTACKS)}")
     rules: str = option("all", f"all, none, or a comma-separated list of {', '.join(RULES)}")
-    rounds: int = option(50, "rounds of training")
+    rounds: int = option(50, "number of training rounds")
     seeds: int = option(1, "number of seeds, starting at --seed")
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ def _parse_names(flag: str, kind: str, words: str, known: Iterable[str]) -> list
 
 @dataclass(frozen=True)
 class Poison:
-    """One attack on one federation, under each limit."""
+    """Run one attack on one federation, under each limit."""
 
     config: Config
     options: PoisoningOptions
@@ -141,12 +141,12 @@ class Poison:
 
 
 def count_hostile(config: Config) -> int:
-    """Return the number of hostile clients, which is also given to the rules."""
+    """Return the number of hostile clients, which the rules are also given."""
     return 1 if config.limits.hostile is None else config.limits.hostile
 
 
 def train_rounds(federation: Federation, data: Data, rounds: int, hostile: int) -> Ending:
-    """Train for a number of rounds; a run that ends early is a result, too."""
+    """Train for a number of rounds; a run that ends early is also a result."""
     ended = ""
     try:
         federation.fit(rounds=rounds, test=(data.test.inputs, data.test.targets), evaluate_every=rounds)
@@ -161,10 +161,10 @@ def train_rounds(federation: Federation, data: Data, rounds: int, hostile: int) 
 
 
 class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
-    """Damage by hostile clients; one job for every attack, defence and seed."""
+    """Damage done by hostile clients; one job for every attack, defence and seed."""
 
     name = "poisoning"
-    summary = "what hostile clients do to the model, with and without limits on them"
+    summary = "measure what hostile clients do to the model, with and without limits"
     options = PoisoningOptions
     defaults = dict(  # noqa: RUF012
         defence="plain,veil", data="digits", clients=5, model="mlp", lr=1e-2, hostile=1
@@ -177,10 +177,10 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
         config, data = request.config, load_data(request.config)
         hostile, clients = count_hostile(config), config.data.clients
         if not data.classes:
-            raise BadArgument(data.name, "it has no classes, and the attack measures accuracy", "use --data digits")
+            raise BadArgument(data.name, "it has no classes, but the attack measures accuracy", "use --data digits")
         if not 0 < hostile < clients:
             fix = "choose at least one, and leave one honest"
-            raise BadArgument("--hostile", f"{hostile} of {clients} clients", fix)
+            raise BadArgument("--hostile", f"{hostile} of {clients} clients would be hostile", fix)
         if config.limits.aggregator is not None:
             fix = f"use --rules {config.limits.aggregator}"
             raise BadArgument("--aggregator", "the attack compares all rules with the mean", fix)
@@ -207,12 +207,12 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
         )
 
     def show(self, request: AttackRequest[PoisoningOptions], results: Results[Poisoning]) -> Presentation:
-        """Return accuracy by attack and limit, with its sections."""
+        """Return the accuracy by attack and limit, and the sections."""
         return show(results, list(request.options.configs(request.config)), count_hostile(request.config))
 
 
 class LimitFigures(NamedTuple):
-    """One defence, one attack and one limit: the runs of all seeds."""
+    """The runs with all seeds for one defence, one attack and one limit."""
 
     defence: str
     attack: str
@@ -221,7 +221,7 @@ class LimitFigures(NamedTuple):
 
     @property
     def accuracy(self) -> Estimate | None:
-        """Mean over the seeds whose run did not end early."""
+        """The mean over seeds whose run did not end early."""
         found = [one.accuracy for one in self.endings if one.accuracy is not None]
         return average(found) if found else None
 
@@ -231,7 +231,7 @@ class LimitFigures(NamedTuple):
         return [one.ended for one in self.endings if one.ended]
 
     def cell(self) -> str:
-        """Return the accuracy in %, and how many runs ended early if any did."""
+        """Format the accuracy in %, with the number of runs that ended early if any did."""
         if not self.endings:
             return NOTHING
         if self.accuracy is None:
@@ -241,7 +241,7 @@ class LimitFigures(NamedTuple):
 
 
 def limit_figures(defence: str, result: Poisoning, attack: str, limits: Sequence[str]) -> list[LimitFigures]:
-    """Return one attack under each limit; nothing for an attack without figures."""
+    """Return one attack under each limit; empty for an attack without results."""
     if result.missing(attack):
         return []
     return [LimitFigures(defence, attack, name, result.endings(attack, name)) for name in limits]
@@ -265,7 +265,7 @@ def main_rows(results: Results[Poisoning], limits: Sequence[str], hostile: int) 
 
 
 def verdict(every: Sequence[LimitFigures]) -> str:
-    """Return the accuracy that the worst attack leaves under each limit, for the defence that suffers most."""
+    """Return the accuracy that remains under the worst attack for each limit, for the defence that suffers most."""
     honest = [one.accuracy.value for one in every if (one.attack, one.limits) == (HONEST, UNLIMITED) and one.accuracy]
     left: dict[str, float] = {}  # -1 where a run ended early
     for one in every:
@@ -279,7 +279,7 @@ def verdict(every: Sequence[LimitFigures]) -> str:
 
 
 def show(results: Results[Poisoning], limits: Sequence[str], hostile: int) -> Presentation:
-    """Return the table and the sections: the attacks, intervals, why runs ended early."""
+    """Return the table and the sections: the attacks, intervals, and why runs ended early."""
     done = {name: one for name, one in results.items() if isinstance(one, Poisoning)}
     every = [
         one for name, own in done.items() for attack in own.attacks for one in limit_figures(name, own, attack, limits)

@@ -1,4 +1,4 @@
-"""Results as readers see them, on a page and in the terminal: figures, marks of charts, rows, images."""
+"""Results as readers see them, on a page and in the terminal: formatted numbers, chart marks, rows, images."""
 
 import base64
 import tomllib
@@ -17,7 +17,7 @@ from fedveil.report import NOTHING, Interval, Page, Picture, Section, Table
 
 @dataclass(frozen=True)
 class Presentation:
-    """The results of a study for its readers.
+    """The results of a study, as presented to readers.
 
     Attributes:
         title: title of the page.
@@ -25,7 +25,7 @@ class Presentation:
         header, rows, note: the table, for the terminal and the page.
         sections: sections of the page after the table; the terminal prints the paragraphs of `Text`.
         first: sections before the table.
-        headline: rows (question, the paper's answer, ours) for a summary of several studies.
+        headline: rows (question, the paper's answer, our answer) for a summary of several studies.
         lead: description of the question, below the verdict.
     """
 
@@ -61,7 +61,7 @@ class PageTexts(BaseModel):
 
 @cache
 def read_texts() -> dict[str, PageTexts]:
-    """Return the prose of every study's page by the name of the study."""
+    """Return the prose of each study's page, by the name of the study."""
     found = tomllib.loads(files("fedveil.studies").joinpath("texts.toml").read_text(encoding="utf-8"))
     return TypeAdapter(dict[str, PageTexts]).validate_python(found)
 
@@ -84,24 +84,24 @@ def percent(found: Estimate | None) -> str:
 
 
 def format_figures(figures: Mapping[str, Estimate | None], formats: Mapping[str, tuple[str, float]]) -> list[str]:
-    """Format the figures of one row; `formats` has the format and factor of each column."""
+    """Format the estimates in one row; `formats` has the format and factor of each column."""
     return [text(figures.get(column), form, scale) for column, (form, scale) in formats.items()]
 
 
 def mark(name: str, found: Estimate | None, group: str = "", scale: float = 1.0) -> Interval:
-    """Return an estimate as a mark of a chart; None is a failure."""
+    """Return an estimate as a chart mark; None is a failure."""
     if found is None:
         return Interval(name, None, group=group, missing="failed")
     return Interval(name, scale * found.value, scale * found.low, scale * found.high, group)
 
 
 def failed_row(name: str, columns: int, text: str = "failed") -> list[str]:
-    """Return the row of a defence without figures."""
+    """Return the row of a defence without results."""
     return [name, text, *[""] * (columns - 2)]
 
 
 def display_name(defence: str) -> str:
-    """Return the name of a defence in a sentence; for package.module:Class the class."""
+    """Return the name of a defence for use in a sentence; for package.module:Class, the class name."""
     return "no defence" if defence == "plain" else defence.rpartition(":")[2]
 
 
@@ -111,12 +111,12 @@ def capitalise(sentence: str) -> str:
 
 
 def encode_image(image: Tensor) -> str:
-    """Encode pixels from 0 to 1 as bytes in base64, row by row and one per channel."""
+    """Encode pixels in [0, 1] as base64, row by row, with one byte per channel."""
     pixels = (image.detach() * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy()
     return base64.b64encode(pixels.tobytes()).decode()
 
 
 def decode_picture(shape: Sequence[int], code: str, caption: str = "") -> Picture:
-    """Decode an image of `encode_image` with these numbers of channels, rows and columns."""
+    """Decode an image from `encode_image`; `shape` is (channels, rows, columns)."""
     channels, height, width = shape
     return Picture(width, height, channels, base64.b64decode(code), caption)

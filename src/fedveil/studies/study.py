@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class JobGraph(Generic[R]):
-    """Jobs, each after those that it needs, and a function that combines their results.
+    """Jobs, each after those that it needs, and a function to combine their results.
 
     A job that failed is a `Failure` among the results.
     """
@@ -33,7 +33,7 @@ class JobGraph(Generic[R]):
 class Study(ABC, Generic[S, R]):
     """A question, how to compute its answer, and how to present it.
 
-    S is the type of the question, a frozen dataclass; R that of the answer, a frozen dataclass or a dict of them.
+    S is the type of the question, a frozen dataclass; R is that of the answer, a frozen dataclass or a dict of them.
     """
 
     @abstractmethod
@@ -72,7 +72,7 @@ def gather(
 
 def publish(study: Study[S, R], request: S, results: R, folder: Path, command: str) -> Presentation:
     """Write results.json and report.html, and return the presentation for the terminal."""
-    from fedveil.report import write  # no job needs the page
+    from fedveil.report import write  # jobs do not need it
 
     plain, presented = {"command": command, "results": to_jsonable_python(results)}, study.present(request, results)
     with locked(folder):

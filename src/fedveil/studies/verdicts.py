@@ -1,4 +1,4 @@
-"""Verdicts of all studies: one table of thresholds, and a label with its figure and interval."""
+"""Verdicts for all studies: one table of thresholds, and a label with its value and interval."""
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,15 +9,15 @@ from fedveil.attacks.scores import Estimate
 from fedveil.report import Section, Text
 from fedveil.studies.presentation import capitalise, display_name, text
 
-CLEAR = 0.1  # a leak is clear from this fraction of the way from guessing to full knowledge
-SLIGHT, FULL = 0.2, 0.8  # fractions of the way from guessing to no defence: below, a slight leak; above, a full one
-LAG = 0.2  # published attacks are mentioned if they fall this fraction of the way short of the strongest attacker
-RECOGNISED = 10.0  # dB above guessing, a tenth of the squared error: the record is known, and more says nothing
-MAX_MEMBERSHIP, MAX_COST = 0.52, 0.005  # of a hardening: balanced accuracy of the attacker, and accuracy lost
+CLEAR = 0.1  # a leak is clear at this fraction of the way from guessing to full knowledge, or above
+SLIGHT, FULL = 0.2, 0.8  # fractions of the way from guessing to no defence: a slight leak below, a full one above
+LAG = 0.2  # published attacks are mentioned if they fall short of the strongest attacker by this fraction of the way
+RECOGNISED = 10.0  # dB above guessing, a tenth of the squared error: the record is known, and more adds nothing
+MAX_MEMBERSHIP, MAX_COST = 0.52, 0.005  # limits for hardening: the attacker's balanced accuracy, and the accuracy lost
 
 
 class Label(enum.StrEnum):
-    """Outcome for the strongest attackers, with the defence and without one."""
+    """The outcome, given the strongest attackers with the defence and without one."""
 
     LEAK = "LEAK"
     PARTIAL = "PARTIAL LEAK"
@@ -29,7 +29,7 @@ class Label(enum.StrEnum):
 
 
 class Finding(enum.IntEnum):
-    """Conclusion from the interval of one attacker's figure, ordered by how much it says about a leak."""
+    """The conclusion from the interval of one attacker's estimate, ordered by how much it says about a leak."""
 
     NOTHING = 0
     TOO_FEW = 1
@@ -38,10 +38,10 @@ class Finding(enum.IntEnum):
 
 @dataclass(frozen=True)
 class AttackerFigure:
-    """The figure of one attacker, and the conclusion from its interval.
+    """The estimate for one attacker, and the conclusion from its interval.
 
     Attributes:
-        below: whether something is found below guessing; an attacker that reverses its answers then has 1 - figure.
+        below: whether the finding is below guessing; an attacker that reverses its answers then reaches 1 - figure.
     """
 
     attacker: str
@@ -51,21 +51,21 @@ class AttackerFigure:
 
     @property
     def value(self) -> float:
-        """The figure, in the direction in which something is found."""
+        """The estimate, in the direction of the finding."""
         return 1 - self.figure.value if self.below else self.figure.value
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One kind of figure: how it is printed, and from which value on it is a leak.
+    """One kind of estimate: how it is printed, and at which value it is a leak.
 
     Attributes:
         subject: what may leak.
-        figure: the name of the figure.
+        figure: the name of the estimate.
         form, scale, unit: how it is printed.
-        headroom: distance of full knowledge from guessing; None if full knowledge is 1.
-        two_sided: figures below guessing tell as much as those above it.
-        needs_adaptive: without an adaptive attacker, finding nothing is not evidence.
+        headroom: distance from guessing to full knowledge; None if full knowledge is 1.
+        two_sided: whether values below guessing reveal as much as those above it.
+        needs_adaptive: whether finding nothing is evidence only with an adaptive attacker.
     """
 
     subject: str
@@ -78,11 +78,11 @@ class Measure:
     needs_adaptive: bool = False
 
     def full(self, guess: float) -> float:
-        """Return the figure of an attacker that knows everything."""
+        """Return the value for an attacker that knows everything."""
         return 1.0 if self.headroom is None else guess + self.headroom
 
     def assess(self, attacker: str, figure: Estimate, guess: float, trials: int = 2) -> AttackerFigure:
-        """Conclude from the interval of an attacker's figure.
+        """Draw the conclusion from the interval of an attacker's estimate.
 
         Found: the interval is above guessing or, if both sides count, below it. Nothing found: it includes guessing or
         is below it, and includes no clear leak. Too few trials: it includes both, or there is a single trial.
@@ -110,10 +110,10 @@ INVERSION = Measure("private classes", "attack success", ".0f", 100, " %")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The label of one measure under one defence, with the figures behind it.
+    """The label of one measure under one defence, with the estimates behind it.
 
     Attributes:
-        guess: the figure of the best constant answer.
+        guess: the value for the best constant answer.
         strongest: the strongest attacker.
         undefended: the strongest attacker without a defence; None if that was not measured.
         published: the strongest published attacker; None if none was run.
@@ -127,7 +127,7 @@ class Verdict:
     published: AttackerFigure | None = None
 
     def __str__(self) -> str:
-        """Return the label, the figure with its interval, and the figures to compare it with."""
+        """Return the label, the estimate with its interval, and the values to compare it with."""
         one, measure = self.strongest, self.measure
         figure = f"{text(one.figure, measure.form, measure.scale)}{measure.unit}"
         sentence = f"{self.label}: {measure.figure} {figure} ({one.attacker})"
@@ -143,7 +143,7 @@ class Verdict:
 
 
 def find_strongest(every: Iterable[AttackerFigure]) -> AttackerFigure | None:
-    """Return the strongest attacker: of those that find something, else of those with too few trials, else of all."""
+    """Return the strongest attacker: among those that find something, else those with too few trials, else all."""
     return max(every, key=lambda one: (one.finding, one.value), default=None)
 
 
@@ -171,7 +171,7 @@ def judge(
 
 
 def choose_label(measure: Measure, guess: float, one: AttackerFigure, top: AttackerFigure | None) -> Label:
-    """Return the label for the strongest attacker with the defence, and the strongest without one."""
+    """Return the label, given the strongest attackers with the defence and without one."""
     leaks = top is not None and top.finding is Finding.FOUND
     if one.finding is Finding.TOO_FEW:
         return Label.TOO_FEW
@@ -197,7 +197,7 @@ def judge_defences(
 
 
 def summarise(verdicts: Mapping[str, Verdict]) -> str:
-    """Return the verdicts of one measure, defences by label: Membership: LEAK (veil 0.69), PROTECTED (spn 0.51)."""
+    """Summarise the verdicts on one measure by label: Membership: LEAK (veil 0.69), PROTECTED (spn 0.51)."""
     by_label: dict[Label, list[str]] = {}
     for name, one in verdicts.items():
         by_label.setdefault(one.label, []).append(f"{display_name(name)} {one.measure.number(one.strongest.value)}")
@@ -215,5 +215,5 @@ def headline(verdicts: Mapping[str, Verdict]) -> str:
 
 
 def verdict_section(verdicts: Mapping[str, Verdict]) -> list[Section]:
-    """Return the verdicts in full, one paragraph each."""
+    """Return the full verdicts, one paragraph each."""
     return [Text("Verdict", [f"{name}: {one}." for name, one in verdicts.items()])] if verdicts else []

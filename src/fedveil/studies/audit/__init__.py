@@ -1,1 +1,1 @@
-"""`fedveil audit`: what every attacker learns under each defence."""
+"""`fedveil audit`: measure what every attacker learns under each defence."""

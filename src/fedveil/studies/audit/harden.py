@@ -25,18 +25,18 @@ BASES: Mapping[str, Values] = {
     "digits": {"train_size": 500, "clients": 2, "epochs": 150, "groups": 10},
     "cifar10": {"train_size": 1000, "test_size": 2000, "clients": 2, "epochs": 40, "groups": 10},
 }
-"""Federations by data set; other data use the clients and epochs of digits."""
+"""Federations by data set; other data sets use the clients and epochs of digits."""
 WHOLE_SHARDS: Mapping[str, Values] = {"digits": {"lr": 0.01}, "cifar10": {"epochs": 150, "lr": 0.001}}
 DP_ROUNDS, DP_RATE = 10, 0.01
 UNIT_NOISE = {1: 3.7307, 3: 1.3906, 10: 0.4999}
-"""Minimum noise multiplier of one round by epsilon, at delta 1e-5; T rounds need sqrt(T) times as much."""
+"""Minimum noise multiplier for one round, by epsilon, at delta 1e-5; T rounds need sqrt(T) times as much."""
 CROSS_ENTROPY: Values = {"loss": "cross_entropy", "groups": 1}
 UNDEFENDED = {"squared_error": "no veil at all", "cross_entropy": "no veil at all, cross-entropy"}
 OWN_KEYS = (
     *("defence", "loss", "label_smoothing", "weight_decay", "whole_shard", "decoys", "keep_noise", "seed"),
     *("dp_clip", "dp_noise", "dp_delta"),
 )
-"""Keys that the measures set, and flags may not."""
+"""Keys that the measures set and flags may not."""
 OPTIONS = {"cifar10": AuditOptions(trials=5, broadcasts=1)}  # a broadcast takes 20 CPU seconds
 HardeningResults = dict[str, list[AuditResult | Failure]]  # by measure, one per seed
 
@@ -50,12 +50,12 @@ FORMATS = {
     "guess, dB": (".1f", 1),
     **{f"agreement {name}, %": (".1f", 100) for name in (PUBLISHED, *ATTACKERS["veil"].models)},
 }
-"""Columns of figures, and how each is printed."""
+"""Numeric columns, each with its format and factor."""
 HEADER = ("measure", "best on members", *FORMATS)
 
 
 def private(epsilon: int) -> Values:
-    """Return settings of client-level differential privacy: a few rounds of whole shards, by plain SGD.
+    """Return settings for client-level differential privacy: a few rounds on whole shards, with plain SGD.
 
     The number of rounds hardly matters: T rounds move T times as far along the gradient, and their noise sums to
     sqrt(T) sqrt(T) times the norm.
@@ -66,7 +66,7 @@ def private(epsilon: int) -> Values:
 
 
 def measures(base: Values) -> dict[str, Values]:
-    """Return the changes of the federation by the name of the measure."""
+    """Return the changes to the federation for each measure, by name."""
     plain: Values = {"defence": "plain", "groups": 1}
     budgets = {f"DP, epsilon {epsilon}": private(epsilon) for epsilon in UNIT_NOISE}
     return {
@@ -88,18 +88,18 @@ def measures(base: Values) -> dict[str, Values]:
 
 
 def base_values(given: Values) -> Values:
-    """Return the values of the federation: those given, over defaults that suit its data set."""
+    """Return the values of the federation: the given ones override defaults that suit its data set."""
     for name in OWN_KEYS:
         if name in given:
             flag = name.replace("_", "-")
-            raise BadArgument("fedveil audit --harden", f"it measures several --{flag}", f"leave out --{flag}")
+            raise BadArgument("fedveil audit --harden", f"it sets --{flag} itself", f"leave out --{flag}")
     data = str(given.get("data", "digits"))
     usual = BASES.get(data, {name: BASES["digits"][name] for name in ("clients", "epochs")})
     return {"data": data, "loss": "squared_error", **usual, **given}
 
 
 def default_options(base: Values) -> AuditOptions:
-    """Return the options of the audit of each federation."""
+    """Return the audit options for each federation."""
     return OPTIONS.get(str(base["data"]), AuditOptions(trials=10, broadcasts=3))
 
 
@@ -114,13 +114,13 @@ class Hardening:
 
     @property
     def measures(self) -> dict[str, Values]:
-        """The measures to audit."""
+        """The measures to audit, by name."""
         return {name: own for name, own in measures(self.base).items() if not self.only or name in self.only}
 
 
 @dataclass(frozen=True)
 class MeasureRow:
-    """One measure: the attacker that infers membership best, and figures by column, means over seeds."""
+    """One measure: the attacker that infers membership best, and the mean over seeds for each column."""
 
     name: str
     attacker: str
@@ -128,21 +128,21 @@ class MeasureRow:
 
     @property
     def undefended(self) -> bool:
-        """Whether it is a reference."""
+        """Whether this is a reference without a veil."""
         return self.name in UNDEFENDED.values()
 
     def cells(self) -> list[str]:
-        """Return a row of the table."""
+        """Return the cells of the table row."""
         return [self.name, self.attacker, *format_figures(self.figures, FORMATS)]
 
     def __str__(self) -> str:
-        """Return the measure with its two figures."""
+        """Return the measure with its membership accuracy and its cost."""
         membership, cost = percent(self.figures[MEMBERSHIP]), percent(self.figures[COST])
         return f"{self.name} (membership {membership} %, cost {cost} points)"
 
 
 def mean_fraction(values: Sequence[float]) -> Estimate:
-    """Return the mean of fractions; Student's interval ends at 0 and 1."""
+    """Return the mean of fractions, with Student's interval clipped to [0, 1]."""
     found = average(values)
     return Estimate(found.value, max(0.0, found.low), min(1.0, found.high))
 
@@ -150,7 +150,7 @@ def mean_fraction(values: Sequence[float]) -> Estimate:
 def largest_mean(values: Mapping[str, Sequence[float]]) -> tuple[str, Estimate | None]:
     """Return the name with the largest mean, and that mean.
 
-    The mean of each seed's maximum would be above chance where every attacker is at chance.
+    The mean of each seed's maximum would be above chance even if every attacker is at chance.
     """
     means = {name: average(own) for name, own in values.items() if own}
     name = max(means, key=lambda one: means[one].value, default="")
@@ -158,7 +158,7 @@ def largest_mean(values: Mapping[str, Sequence[float]]) -> tuple[str, Estimate |
 
 
 def measure_row(name: str, audits: Sequence[AuditResult], plain: Sequence[AuditResult]) -> MeasureRow:
-    """Return the figures of a measure; `plain` are the audits without a veil, with the same loss and seeds."""
+    """Return the row of a measure; `plain` are the audits without a veil, with the same loss and seeds."""
     attackers = {label: [one.attackers[label] for one in audits] for label in audits[0].attackers}
     members = {label: [one.membership for one in own if one.membership] for label, own in attackers.items()}
     accuracies = {label: [one.best.accuracy.value for one in own] for label, own in members.items()}
@@ -193,7 +193,7 @@ def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[Meas
 
 
 def verdict(rows: Sequence[MeasureRow]) -> str:
-    """Return the label with the measures within both limits, or with the one that comes nearest at that cost."""
+    """Return the label with the measures within both limits, or with the best one within the cost limit."""
     limits = f"membership at most {100 * MAX_MEMBERSHIP:.0f} %, cost at most {100 * MAX_COST:.1f} points"
     known = [(row, row.figures[MEMBERSHIP], row.figures[COST]) for row in rows]
     bare = [membership for row, membership, _ in known if row.undefended and membership]
@@ -214,12 +214,12 @@ def verdict(rows: Sequence[MeasureRow]) -> str:
 
 
 class HardenStudy(Study[Hardening, HardeningResults]):
-    """Settings of the veil against adaptive attackers."""
+    """The effect of settings that harden the veil against adaptive attackers."""
 
     def audits(self, request: Hardening, folder: Path) -> dict[tuple[str, int], StudyJob[AuditResult]]:
-        """Return an audit for each measure and seed, after the shadows that its attackers use.
+        """Return an audit job for each measure and seed, after the shadows that its attackers use.
 
-        Measures that differ in the veil alone train the same model, and share their shadows.
+        Measures that differ only in the veil train the same model and share their shadows.
         """
         jobs: dict[tuple[str, int], StudyJob[AuditResult]] = {}
         known: dict[str, tuple[Path, tuple[StudyJob[Result], ...]]] = {}
@@ -236,12 +236,12 @@ class HardenStudy(Study[Hardening, HardeningResults]):
         return jobs
 
     def shadows(self, config: Config, count: int, folder: Path) -> tuple[StudyJob[Result], ...]:
-        """Return shadow federations like this one."""
+        """Return the jobs that train shadows of a federation."""
         works = [TrainShadow(config, number, count, folder, everyone=True) for number in range(count)]
         return tuple(StudyJob(f"{folder.name}-{work.number}", work, Shadow) for work in works)
 
     def graph(self, request: Hardening, folder: Path) -> JobGraph[HardeningResults]:
-        """Return all audits, each after its shadows; their results by measure."""
+        """Return all audits, each after its shadows, with their results grouped by measure."""
         audits = self.audits(request, folder)
         before = {job.name: job for audit in audits.values() for job in audit.after}
         return JobGraph(
@@ -250,7 +250,7 @@ class HardenStudy(Study[Hardening, HardeningResults]):
         )
 
     def present(self, request: Hardening, results: HardeningResults) -> Presentation:
-        """Return the verdict, the table, two charts, and how to read them."""
+        """Return the verdict, the table, two charts, and instructions for reading them."""
         found = list(measure_rows(request, results))
         rows = [row for row in found if isinstance(row, MeasureRow)]
         table = [row.cells() if isinstance(row, MeasureRow) else row for row in found]

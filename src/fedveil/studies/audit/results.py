@@ -1,4 +1,4 @@
-"""Results of an audit, their means over broadcasts, and their page: verdicts, a row per attacker, charts."""
+"""Results of an audit, their means over broadcasts, and the page: verdicts, a row per attacker, charts."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ MEMBERSHIP, BALANCED, TPR, RECORD = "membership AUC", "membership, %", "TPR at 1
 
 @dataclass(frozen=True)
 class Members:
-    """Membership of other clients' records, attack by attack.
+    """Results on the membership of other clients' records, attack by attack.
 
     Attributes:
-        attacks: figures by the name of the attack.
+        attacks: scores by the name of the attack.
         left_out: attacks that do not apply, and why.
     """
 
@@ -35,24 +35,24 @@ class Members:
 
     @property
     def attack(self) -> str:
-        """The attack that did best on records that the attacker knows; never chosen on the test."""
+        """The attack that did best on records known to the attacker; it is never chosen on the test records."""
         return max(self.attacks, key=lambda name: self.attacks[name].known)
 
     @property
     def best(self) -> AttackScores:
-        """The figures of that attack."""
+        """The scores of that attack."""
         return self.attacks[self.attack]
 
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """Figures of one attacker's model on held-out records.
+    """Results of one attacker's model on held-out records.
 
     Attributes:
         agreement: agreement with the server's model.
-        accuracy: None where records have no classes.
-        ranking: AUC of a model with one output, in the better direction.
-        membership: None with a single client.
+        accuracy: accuracy; None if records have no classes.
+        ranking: AUC of a model with one output, in the better direction; None for other models.
+        membership: results on membership; None with a single client.
     """
 
     agreement: Estimate
@@ -63,11 +63,11 @@ class ModelFigures:
 
 @dataclass(frozen=True)
 class Guessing:
-    """Figures of the best constant answer on held-out records.
+    """Results of the best constant answer on held-out records.
 
     Attributes:
-        agreement: frequency of the most frequent answer of the server's model.
-        accuracy: frequency of the most frequent class; None where records have no classes.
+        agreement: frequency of the server's model's most frequent answer.
+        accuracy: frequency of the most frequent class; None if records have no classes.
     """
 
     agreement: float
@@ -76,17 +76,17 @@ class Guessing:
 
 @dataclass(frozen=True)
 class AuditResult(Quality, Result):
-    """All figures of one federation.
+    """All results for one federation.
 
     Attributes:
         broadcasts: number of broadcasts that were attacked.
         trials: number of records that attackers tried to rebuild.
-        attackers: figures by attacker.
+        attackers: the results of each attacker.
         rebuilt: PSNR in dB of rebuilt records by attacker, and of the floor: the mean of the attacker's records.
-        guessing: figures of the best constant answer.
+        guessing: results of the best constant answer.
         inapplicable: attackers of the model that do not apply, and why.
-        not_rebuilt: attackers that rebuild no record, and why.
-        server: attacks of a curious server, on the undefended federation only, and if asked for.
+        not_rebuilt: attackers that do not rebuild records, and why.
+        server: attacks by a curious server, if requested; only for the undefended federation.
     """
 
     defence: str
@@ -101,11 +101,11 @@ class AuditResult(Quality, Result):
 
     @property
     def ranks(self) -> bool:
-        """Whether agreement is that of a ranking: a model with one output leaks it under any additive noise."""
+        """Whether agreement is measured on a ranking, which a model with one output leaks under any additive noise."""
         return next(iter(self.attackers.values())).ranking is not None
 
     def figures(self, attacker: str) -> dict[str, Estimate | None]:
-        """Return the figures of one attacker by column."""
+        """Return the results of one attacker by column."""
         own, found = self.attackers.get(attacker), dict[str, Estimate | None]()
         if own:
             found |= {AGREEMENT: own.agreement, ACCURACY: own.accuracy, RANKING: own.ranking}
@@ -116,14 +116,14 @@ class AuditResult(Quality, Result):
 
     @property
     def guesses(self) -> dict[str, float | None]:
-        """The figures of the best constant answer by column."""
+        """The results of the best constant answer by column."""
         fixed = {MEMBERSHIP: 0.5, BALANCED: 0.5, TPR: 0.01, RANKING: 0.5 if self.ranks else None}
         floor = self.rebuilt[FLOOR].value if FLOOR in self.rebuilt else None
         return {AGREEMENT: self.guessing.agreement, ACCURACY: self.guessing.accuracy, RECORD: floor, **fixed}
 
     @property
     def names(self) -> list[str]:
-        """All attackers."""
+        """The names of all attackers."""
         return list(dict.fromkeys([*self.attackers, *(name for name in self.rebuilt if name != FLOOR)]))
 
 
@@ -133,8 +133,8 @@ Audits = Mapping[str, AuditResult | Failure]  # by defence
 def combine_broadcasts(broadcasts: Sequence[Estimate]) -> Estimate:
     """Average the same fraction over several broadcasts.
 
-    The half width of the interval is the root of the sum of two squares: of Student's half width over broadcasts, and
-    of the mean half width over records.
+    The half-width of the interval is the root of the sum of two squares: Student's half-width over broadcasts, and the
+    mean half-width over records.
     """
     if len(broadcasts) == 1:
         return broadcasts[0]
@@ -145,7 +145,7 @@ def combine_broadcasts(broadcasts: Sequence[Estimate]) -> Estimate:
 
 
 def combine_if_complete(broadcasts: Sequence[Estimate | None]) -> Estimate | None:
-    """Average a figure over broadcasts; None if one of them lacks it."""
+    """Average an estimate over broadcasts; return None if it is missing for one of them."""
     found = [one for one in broadcasts if one]
     return combine_broadcasts(found) if len(found) == len(broadcasts) else None
 
@@ -163,7 +163,7 @@ def average_members(broadcasts: Sequence[Members]) -> Members:
 
 
 def average_figures(broadcasts: Sequence[ModelFigures]) -> ModelFigures:
-    """Average the figures of one attacker over broadcasts."""
+    """Average the results of one attacker over broadcasts."""
     agreement = combine_broadcasts([one.agreement for one in broadcasts])
     accuracy = combine_if_complete([one.accuracy for one in broadcasts])
     ranking = combine_if_complete([one.ranking for one in broadcasts])
@@ -173,7 +173,7 @@ def average_figures(broadcasts: Sequence[ModelFigures]) -> ModelFigures:
 
 TEXTS = read_texts()["audit"]
 UNDEFENDED = "undefended"
-NETWORK_BROADCASTS = 2  # broadcasts for which the attack network is trained
+NETWORK_BROADCASTS = 2  # number of broadcasts for which the attack network is trained
 FORMATS = {
     AGREEMENT: (".1f", 100),
     MEMBERSHIP: (".3f", 1),
@@ -192,13 +192,13 @@ ATTACKS = (
 
 
 def list_measures(plain: AuditResult) -> dict[str, Measure]:
-    """Return what an audit judges, by column; a model with one output is a ranking."""
+    """Return the measures that an audit judges, by column; a model with one output is judged as a ranking."""
     model = {RANKING: verdicts.RANKING} if plain.ranks else {AGREEMENT: verdicts.AGREEMENT}
     return {**model, MEMBERSHIP: verdicts.MEMBERSHIP, RECORD: verdicts.RECORD}
 
 
 def judge(column: str, measure: Measure, found: AuditResult, plain: AuditResult) -> Verdict | None:
-    """Return the verdict on one defence; None if it was not measured with it or without one."""
+    """Return the verdict on one defence; None if there is no measurement with it, or none without a defence."""
     guess = plain.guesses[column] or 0.0
 
     def assess(audit: AuditResult) -> list[AttackerFigure]:
@@ -222,14 +222,14 @@ def attacker_rows(name: str, found: AuditResult | Failure) -> Iterator[list[str]
 
 
 def guess_row(plain: AuditResult) -> list[str]:
-    """Return the figures of the best constant answer."""
+    """Return the table row for the best constant answer."""
     guesses = {column: value for column, value in plain.guesses.items() if value is not None}
     figures = {column: Estimate(value, value, value) for column, value in guesses.items()}
     return ["guessing", "", *format_figures(figures, FORMATS), ""]
 
 
 def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdict]]:
-    """Return the verdicts of each measure, by column and defence."""
+    """Return the verdicts on each measure, by column and defence."""
     done = {name: one for name, one in results.items() if isinstance(one, AuditResult)}
     return {
         column: {name: verdict for name, one in done.items() if (verdict := judge(column, measure, one, plain))}
@@ -238,13 +238,13 @@ def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdic
 
 
 def headline(found: Mapping[str, Mapping[str, Verdict]]) -> str:
-    """Return the verdicts on all measures in one sentence each, on "plain" only if there is no other defence."""
+    """Return one sentence per measure with its verdicts; "plain" is included only if there is no other defence."""
     defended = [{name: one for name, one in own.items() if name != "plain"} or own for own in found.values()]
     return f"By the strongest attacker: {'. '.join(summarise(own) for own in defended if own)}."
 
 
 def verdict_sections(results: Audits, plain: AuditResult, found: Mapping[str, Mapping[str, Verdict]]) -> list[Section]:
-    """Return the labels in one table, and the verdicts in full."""
+    """Return a table of the labels, and the full verdicts."""
     rows, lines = list[list[str]](), list[str]()
     for defence, result in results.items():
         if isinstance(result, Failure):
@@ -262,7 +262,7 @@ def verdict_sections(results: Audits, plain: AuditResult, found: Mapping[str, Ma
 
 
 def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
-    """Yield each measure of all defences and attackers, beside guessing and no defence."""
+    """Yield a chart per measure of all defences and attackers, with guessing and no defence as references."""
     for column, measure in list_measures(plain).items():
         rows: list[Interval] = []
         for defence, found in results.items():
@@ -279,7 +279,7 @@ def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
 
 
 def server_sections(plain: AuditResult) -> list[Section]:
-    """Return the table and the pictures of a curious server."""
+    """Return the table and the pictures for a curious server."""
     if not plain.server or not plain.server.complete:
         return []
     rows = list(server.view_rows(plain.server))
@@ -307,7 +307,7 @@ def list_absent_attackers(name: str, found: AuditResult) -> Iterator[str]:
 
 
 def attack_sections(done: Mapping[str, AuditResult]) -> list[Section]:
-    """Return the membership attacks one by one, and the attackers that did not run."""
+    """Return the individual membership attacks, and the attackers that did not run."""
     members = [
         row
         for name, found in done.items()
@@ -322,11 +322,11 @@ def attack_sections(done: Mapping[str, AuditResult]) -> list[Section]:
 
 
 def show(every: Audits) -> Presentation:
-    """Return the verdicts, the table and the sections after it."""
+    """Return the verdicts, the table and the sections that follow it."""
     results = {name: found for name, found in every.items() if name != UNDEFENDED}
     rows = [row for name, found in every.items() for row in attacker_rows(name, found)]
     plain = every.get("plain", every.get(UNDEFENDED))
-    verdict = "No verdict: the audit of the undefended federation failed, or that of every other one."
+    verdict = "No verdict: the audit failed for the undefended federation, or for all others."
     first: list[Section] = []
     sections: list[Section] = []
     if isinstance(plain, AuditResult):

@@ -1,4 +1,4 @@
-"""`fedveil audit`: what a client learns under each defence, by published and by adaptive attackers."""
+"""`fedveil audit`: measure what a client learns under each defence, with published and adaptive attackers."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -33,8 +33,8 @@ from fedveil.studies.presentation import Presentation
 from fedveil.studies.study import JobGraph
 
 OWN_BATCH, RATE = 4, 0.1
-SHARD = 64  # the victim's records where clients send gradients of whole shards
-MAX_SEARCHES = 5  # records that are rebuilt by a search
+SHARD = 64  # number of the victim's records if clients send gradients of whole shards
+MAX_SEARCHES = 5  # maximum number of records to rebuild by a search
 
 
 def quality(found: Tensor, true: Tensor, peak: float) -> float:
@@ -43,9 +43,9 @@ def quality(found: Tensor, true: Tensor, peak: float) -> float:
 
 
 def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Observation, Tensor]:
-    """Run a few rounds of a new network with the attacker's records and one of a victim; return what the attacker saw.
+    """Train a new network for a few rounds on the attacker's records and one of a victim; return the observation.
 
-    Where clients send gradients of whole shards, the victim has 64 records and the attacker 4.
+    If clients send gradients of whole shards, the victim has 64 records and the attacker 4.
     """
     seed, whole = config.training.seed, config.training.whole_shard
     order = torch.randperm(len(data.train.targets), generator=generator("rebuild", seed, number))
@@ -57,7 +57,7 @@ def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Obs
 
 @dataclass(frozen=True)
 class Reconstructions:
-    """PSNR by attacker and of the floor, and why other attackers have none."""
+    """PSNR by attacker and for the floor, and why other attackers have none."""
 
     psnr: dict[str, Estimate]
     left_out: dict[str, str]
@@ -66,7 +66,7 @@ class Reconstructions:
 def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> Reconstructions:
     """Return the PSNR of each attacker's reconstructions, and of the floor: the mean of the attacker's records.
 
-    An attacker that does not apply, or fails, in one trial is left out of all. A search takes seconds, so that there
+    An attacker that does not apply or fails in one trial is left out of all trials. A search takes seconds, so there
     are at most five.
     """
     low, high = float(data.train.tensor.min()), float(data.train.tensor.max())
@@ -92,7 +92,7 @@ def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> Reco
 
 
 def has_dense_start(config: Config, data: Data) -> bool:
-    """Whether the network starts with a Linear, whose gradient shows a record without any search."""
+    """Return whether the network starts with a Linear layer, whose gradient reveals a record without any search."""
     try:
         first_linear(build_model(config, data))
     except DoesNotApply:
@@ -104,20 +104,20 @@ def has_dense_start(config: Config, data: Data) -> bool:
 class AuditOptions:
     """Flags of the audit."""
 
-    trials: int = option(20, "number of records that the attacker tries to rebuild, each in a new federation")
+    trials: int = option(20, "number of records for the attacker to rebuild, each in a new federation")
     broadcasts: int = option(10, "number of broadcasts to sample under a veil, each with new noise")
-    network: bool = option(True, "membership by white-box networks too")
-    shadows: int = option(2, "number of shadow federations for RMIA, which come in pairs; 0 for none")
-    lira: bool = option(False, "run LiRA too, which needs 16 shadows or more")
-    server: bool = option(True, "a curious server too, where records are images")
+    network: bool = option(True, "also infer membership with white-box networks")
+    shadows: int = option(2, "number of shadow federations for RMIA, an even number; 0 for none")
+    lira: bool = option(False, "also run LiRA, which needs at least 16 shadows")
+    server: bool = option(True, "also attack as a curious server, if records are images")
 
 
-EPOCHS = 30  # of the attack network
+EPOCHS = 30  # training epochs of the attack network
 CURIOUS = ServerOptions(steps=400, restarts=1)  # half a minute on two cores, for a small network
 
 
 def model_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> ModelFigures:
-    """Return agreement with the true model and accuracy on held-out records; for one output also the AUC."""
+    """Return the agreement with the true model and the accuracy on held-out records; for one output, also the AUC."""
     device = next(model.parameters()).device
     seen, true = (predict(net, data.test.tensor.to(device)).cpu() for net in (view, model))
     seen = torch.nan_to_num(seen)
@@ -131,7 +131,7 @@ def model_figures(view: nn.Module, model: nn.Module, data: Data, members: Member
 
 
 def constant_answer(model: nn.Module, data: Data) -> Guessing:
-    """Return the figures of the best constant answer on held-out records: agreement with the model, and accuracy."""
+    """Return the agreement with the model and the accuracy of the best constant answer on held-out records."""
     device = next(model.parameters()).device
     answers = _answers(torch.nan_to_num(predict(model, data.test.tensor.to(device)).cpu()))
     labels = _classes(data.test.targets)
@@ -153,7 +153,7 @@ def _fraction(hits: Tensor) -> Estimate:
 
 
 def _classes(targets: Tensor) -> Tensor | None:
-    """Return classes; targets of 0 and 1 in one column count as such."""
+    """Return the classes; a single column of 0 and 1 counts as classes; None for other targets."""
     if not targets.is_floating_point():
         return targets
     binary = targets.shape[1] == 1 and ((targets == 0) | (targets == 1)).all()
@@ -161,22 +161,22 @@ def _classes(targets: Tensor) -> Tensor | None:
 
 
 def ranking(positive: Scores, negative: Scores) -> Estimate:
-    """Return the AUC in the better direction, which a few known answers show."""
+    """Return the AUC in the better direction, which a few known answers would reveal."""
     found = auc(positive, negative)
     return found if found.value >= 0.5 else Estimate(1 - found.value, 1 - found.high, 1 - found.low)
 
 
 @dataclass(frozen=True)
 class Audit:
-    """All figures of one federation, attacker by attacker."""
+    """The audit of one federation, attacker by attacker."""
 
     config: Config
     options: AuditOptions
     run: Path
-    folder: Path  # of the shadows
+    folder: Path  # folder with the shadows
 
     def __call__(self, progress: Progress, done: JobResults) -> AuditResult:
-        """Attack several broadcasts, and rebuild records."""
+        """Attack several broadcasts and rebuild records."""
         config, options = self.config, self.options
         federation, data = load_or_train(config, self.run, progress, done.basis)
         quality = measure_quality(federation, data)
@@ -206,7 +206,7 @@ class Audit:
         )
 
     def member_attacks(self, data: Data) -> membership.RecordAttacks:
-        """Return the attacks on the records of the other clients."""
+        """Return the membership attacks on the records of the other clients."""
         config, options = self.config, self.options
         shadows = membership.ShadowAttacks(config, self.folder, options.shadows, options.lira)
         recipe = Recipe(EPOCHS, seed=config.training.seed) if options.network else None
@@ -214,12 +214,12 @@ class Audit:
 
 
 def infer_members(attacks: membership.RecordAttacks, observed: Observation, cleaned: bool) -> Members:
-    """Run all membership attacks on one broadcast; name those that lack classes, shadows or records, and why."""
-    left_out = {} if attacks.recipe else {membership.NETWORK: "not asked for"}
+    """Run all membership attacks on one broadcast; record which are left out and why."""
+    left_out = {} if attacks.recipe else {membership.NETWORK: "not requested"}
     if attacks.records.pool.targets.dim() != 1:
         left_out |= dict.fromkeys(("loss by class", membership.SHADOWS), "the targets have no classes")
     elif not attacks.shadows.count:
-        left_out[membership.SHADOWS] = "no shadows were asked for"
+        left_out[membership.SHADOWS] = "no shadows were requested"
     scored: dict[str, membership.AttackScores] = {}
     for name, found in attacks.run(observed, cleaned, lambda fraction, what: None).items():
         if isinstance(found, Failure):
@@ -230,17 +230,17 @@ def infer_members(attacks: membership.RecordAttacks, observed: Observation, clea
 
 
 class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
-    """Published and adaptive attackers on every defence."""
+    """Published and adaptive attackers against every defence."""
 
     name = "audit"
-    summary = "what a client learns, by published and by adaptive attackers"
+    summary = "measure what a client learns, with published and adaptive attackers"
     options = AuditOptions
     result = AuditResult
     needs_shared = False
     defaults = {"clients": 2, "epochs": 150}  # noqa: RUF012
 
     def shared(self, request: AttackRequest[AuditOptions], folder: Path) -> list[StudyJob[Result]]:
-        """Return the shadows of all defences, and of the undefended federation; LiRA needs every record in some."""
+        """Return the shadows for all defences and the undefended federation; LiRA needs every record in some shadow."""
         defences, own, label = (*request.defences, "plain"), request.options, request.label
         return membership.shadow_jobs(
             request.config, defences, own.shadows, folder, label, everyone=True, matched=not own.lira
@@ -251,7 +251,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         return Audit(request.config_for(defence), request.options, self.run_folder(request, defence, folder), folder)
 
     def attacks(self, request: AttackRequest[AuditOptions], folder: Path) -> dict[str, StudyJob[AuditResult]]:
-        """Return the audits of the defences, and of the undefended federation: the reference of every figure."""
+        """Return the audits of the defences, and of the undefended federation, the reference for every result."""
         found = super().attacks(request, folder)
         if "plain" in request.defences:
             return found
@@ -260,12 +260,12 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         return {**found, page.UNDEFENDED: StudyJob(request.job_name(page.UNDEFENDED), work, AuditResult, after=after)}
 
     def server_rounds(self, request: AttackRequest[AuditOptions]) -> list[StudyJob[ServerRound]]:
-        """Return rounds of an undefended federation as its server sees them; a veil changes rounding alone."""
+        """Return rounds of an undefended federation as its server sees them; a veil changes only the rounding."""
         plain = AttackRequest(request.config_for("plain"), ("plain",), CURIOUS, label=request.label)
         return list(SERVER.rounds(plain, "plain").values()) if request.options.server else []
 
     def graph(self, request: AttackRequest[AuditOptions], folder: Path) -> JobGraph[Results[AuditResult]]:
-        """Return the audits and the rounds of the curious server, whose results join the undefended federation."""
+        """Return the audits and the curious server's rounds, whose results are added to the undefended federation's."""
         audits, rounds = super().graph(request, folder), self.server_rounds(request)
         name = "plain" if "plain" in request.defences else page.UNDEFENDED
 
@@ -279,7 +279,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         return JobGraph([*audits.jobs, *rounds], collect)
 
     def show(self, request: AttackRequest[AuditOptions], results: Results[AuditResult]) -> Presentation:
-        """Return the verdict, the table, charts and how to read them."""
+        """Return the verdict, the table, charts, and instructions for reading them."""
         return page.show(results)
 
 

@@ -1,1 +1,1 @@
-"""`fedveil attack gradients`: a victim's images from a gradient."""
+"""`fedveil attack gradients`: reconstruct a victim's images from a gradient."""

@@ -1,4 +1,4 @@
-"""Results of an attack on gradients, and their page: a table with floors, a chart, pictures beside the originals."""
+"""Results of an attack on gradients, and the page: a table with floors, a chart, pictures next to the originals."""
 
 import statistics
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ class View(ImageFigures):
     """A reconstruction from one gradient.
 
     Attributes:
-        labels: number of labels of the batch that were found.
-        distance: final distance of the gradients; None if it is not finite.
+        labels: number of the batch's labels that were found.
+        distance: final distance between the gradients; None if it is not finite.
         broken: number of restarts whose distance is not finite.
-        pictures: as `encode_image` encodes them.
+        pictures: images encoded by `encode_image`.
     """
 
     labels: int
@@ -50,13 +50,13 @@ class View(ImageFigures):
 
 @dataclass(frozen=True)
 class Batch(Result):
-    """One batch of the victim.
+    """The attack on one batch of the victim.
 
     Attributes:
         size: number of records.
         rows: their indices in the training data.
         search: settings of the search.
-        views: reconstructions by what the attacker has.
+        views: reconstructions by view, that is, by what the attacker has.
         floors: guesses that need no gradient.
         originals: the victim's images, encoded.
         shape: channels, height, width.
@@ -87,7 +87,7 @@ class Gradients(Result):
 
 @dataclass(frozen=True)
 class ViewFigures(ImageFigures):
-    """All images of one view at one batch size: their figures, labels that were found, and pictures."""
+    """All images of one view at one batch size: distances, number of labels found, and pictures."""
 
     labels: int | None = None
     pictures: Sequence[Picture] = ()
@@ -99,7 +99,7 @@ class ViewFigures(ImageFigures):
 
 
 def join_batches(batches: Sequence[Batch], view: str) -> ViewFigures:
-    """Return the images of one view of all batches."""
+    """Return the images of one view from all batches."""
     found = [(batch, batch.views[view]) for batch in batches]
     pictures = [
         decode_picture(batch.shape, code, f"{db:.1f}")
@@ -116,13 +116,13 @@ def _join_figures(parts: Sequence[ImageFigures]) -> tuple[list[float], list[floa
 
 
 def complete_batches(results: Results[Gradients], size: int) -> dict[str, list[Batch]]:
-    """Return the batches of one size under each defence of which none failed."""
+    """Return the batches of one size, for each defence for which none of them failed."""
     found = {name: one.batches(size) for name, one in results.items() if isinstance(one, Gradients)}
     return {name: batches for name, batches in found.items() if isinstance(batches, list) and batches}
 
 
 def view_figures(results: Results[Gradients], size: int) -> dict[str, dict[str, ViewFigures]]:
-    """Return the figures of each view under each defence without failures."""
+    """Return the results of each view under each defence without failures."""
     return {
         name: {view: join_batches(batches, view) for view in batches[0].views}
         for name, batches in complete_batches(results, size).items()
@@ -130,19 +130,19 @@ def view_figures(results: Results[Gradients], size: int) -> dict[str, dict[str, 
 
 
 def floor_figures(results: Results[Gradients], size: int) -> dict[str, ViewFigures]:
-    """Return the figures of each floor; the images are the same under every defence."""
+    """Return the results of each floor; the images are the same under every defence."""
     for batches in complete_batches(results, size).values():
         return {name: ViewFigures(*_join_figures([one.floors[name] for one in batches])) for name in batches[0].floors}
     return {}
 
 
 def is_adaptive(view: str) -> bool:
-    """Whether a view needs an adaptive attacker."""
+    """Return whether a view needs an adaptive attacker."""
     return view.startswith("V-diff, ")
 
 
 def judge_views(results: Results[Gradients], size: int) -> dict[str, Verdict]:
-    """Return the verdict on each defence, by the view whose images come nearest at one batch size."""
+    """Return the verdict on each defence, based on the view whose images come closest at one batch size."""
     guess = max((floor.near for floor in floor_figures(results, size).values()), default=0.0)
     views = view_figures(results, size)
     found = {
@@ -169,7 +169,7 @@ def table_rows(results: Results[Gradients], sizes: Sequence[int]) -> list[list[s
 
 
 def figure_cells(found: ViewFigures) -> list[str]:
-    """Return figures as text."""
+    """Format the results of one view as cells."""
     count = len(found.psnr)
     near = [text(average(own), form) for own, form in ((found.psnr, ".1f"), (found.ssim, ".2f"), (found.mse, ".3f"))]
     good = [sum(value > 20 for value in found.psnr), sum(value > 0.5 for value in found.ssim), found.labels]
@@ -177,7 +177,7 @@ def figure_cells(found: ViewFigures) -> list[str]:
 
 
 def chart(title: str, results: Results[Gradients], size: int) -> Intervals:
-    """Return the PSNR under each defence and view, beside the floors."""
+    """Return a chart of the PSNR under each defence and view, with the floors as references."""
     rows, views = list[Interval](), view_figures(results, size)
     for name in results:
         rows += [mark(view, average(one.psnr), name) for view, one in views.get(name, {}).items()]
@@ -187,7 +187,7 @@ def chart(title: str, results: Results[Gradients], size: int) -> Intervals:
 
 
 def gallery(title: str, results: Results[Gradients], size: int, note: str) -> list[Section]:
-    """Return the originals, and below them the images of each view under each defence; nothing without any."""
+    """Return the originals with the images of each view under each defence below them; empty without images."""
     for batches in complete_batches(results, size).values():
         originals = [decode_picture(one.shape, code) for one in batches for code in one.originals]
         rows = [("original", originals)]
@@ -198,7 +198,7 @@ def gallery(title: str, results: Results[Gradients], size: int, note: str) -> li
 
 
 def show(results: Results[Gradients], sizes: Sequence[int]) -> Presentation:
-    """Return the table, a chart of the smallest batch, and pictures of every batch size."""
+    """Return the table, a chart for the smallest batch, and pictures for every batch size."""
     verdicts = judge_views(results, sizes[0])
     sections: list[Section] = [chart(f"PSNR of the images, batch {sizes[0]}", results, sizes[0])]
     for size in sizes:

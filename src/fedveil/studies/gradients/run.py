@@ -1,4 +1,4 @@
-"""`fedveil attack gradients`: a victim's images from a gradient, under each defence and from each view."""
+"""`fedveil attack gradients`: reconstruct a victim's images from a gradient, for each defence and each view."""
 
 import contextlib
 import copy
@@ -44,15 +44,15 @@ SEARCHES = {"cosine": (800, 2), "idlg": (150, 4), "dlg": (150, 4)}
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Flags of a search by gradients."""
+    """Flags for a search by gradients."""
 
     method: str | None = option(None, "dlg, idlg or cosine; by default cosine if the network has a ReLU, else idlg")
-    steps: int | None = option(None, "steps of a search; by default 800 for cosine, 150 for the others")
-    restarts: int | None = option(None, "restarts of a search; by default 2 for cosine, 4 for the others")
+    steps: int | None = option(None, "number of steps of a search; by default 800 for cosine, 150 for the others")
+    restarts: int | None = option(None, "number of restarts of a search; by default 2 for cosine, 4 for the others")
     smooth: float = option(1e-2, "weight of the total variation (cosine)")
 
     def search(self, model: nn.Module) -> Search:
-        """Return the settings of a search: by flags, and else by what suits the network."""
+        """Return the settings of a search: from the flags, with defaults that suit the network."""
         kinked = any(isinstance(module, nn.ReLU) for module in model.modules())
         method = self.method or ("cosine" if kinked else "idlg")
         if method not in METHODS:
@@ -65,20 +65,20 @@ class SearchOptions:
 class GradientOptions(SearchOptions):
     """Flags of the attack."""
 
-    images: int = option(8, "images of the victim; a batch size uses as many as fill its batches")
-    victim_batch: str = option("1,4,8", "records in the victim's batch, a comma-separated list of sizes")
+    images: int = option(8, "number of the victim's images; each batch size uses as many as fill whole batches")
+    victim_batch: str = option("1,4,8", "number of records in the victim's batch, as a comma-separated list of sizes")
 
     def batches(self) -> list[int]:
         """Return the victim's batch sizes."""
         sizes = parse_counts(self.victim_batch)
         if not sizes or self.images < max(sizes):
-            what = f"batches of {self.victim_batch!r} from {self.images} images"
+            what = f"cannot form batches of {self.victim_batch!r} from {self.images} images"
             raise BadArgument("--victim-batch", what, "use different sizes such as 1,4,8, none above --images")
         return sizes
 
 
 def parse_counts(words: str) -> list[int]:
-    """Return the different positive integers of a comma-separated list; none if it contains anything else."""
+    """Return the distinct positive integers in a comma-separated list; empty if it contains anything else."""
     try:
         counts = [int(word) for word in words.split(",")]
     except ValueError:
@@ -87,13 +87,13 @@ def parse_counts(words: str) -> list[int]:
 
 
 def start_model(config: Config, data: Data, run: Path | None) -> nn.Module:
-    """Return a new network, the state in which gradient inversion is published, or the last one of a run."""
+    """Return a new network, for which gradient inversion was published, or the latest model of a run."""
     return resume_federation(config, run, data).model if run else build_model(config, data)
 
 
 @dataclass(frozen=True)
 class AttackBatch:
-    """One batch of the victim: a round of the federation, and a search for every gradient that it leaks."""
+    """The attack on one batch of the victim: a round of the federation, and a search for every gradient that leaks."""
 
     config: Config
     options: GradientOptions
@@ -102,7 +102,7 @@ class AttackBatch:
     group: int
 
     def __call__(self, progress: Progress, done: JobResults) -> Batch:
-        """Attack it."""
+        """Attack the batch."""
         config, size, seed = self.config, self.size, self.config.training.seed
         data = load_data(config)
         order = torch.randperm(len(data.train.targets), generator=generator("gradients", seed))
@@ -134,9 +134,9 @@ def part_progress(progress: Progress, number: int, count: int, what: str) -> Sea
 def search_leak(
     leak: Leak, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: SearchProgress
 ) -> Reconstruction:
-    """Search for the batch behind a leak: labels by rule for the methods that need them, pixels from black to white.
+    """Search for the batch behind a leak: labels are inferred first for methods that need them; pixels stay in range.
 
-    `own` are the attacker's records, which show it typical outputs of the model.
+    `own` are the attacker's records, from which it knows typical outputs of the model.
     """
     labels = None
     if search.method != "dlg":
@@ -163,7 +163,7 @@ def compare_images(found: Reconstruction, data: Data, true: Tensor, labels: Sequ
 
 
 def plain_sgd(lr: float) -> MakeOptimizer:
-    """Return the factory of plain SGD."""
+    """Return a factory for plain SGD."""
     return lambda parameters: torch.optim.SGD(parameters, lr)
 
 
@@ -176,7 +176,7 @@ def few_clients(
     *,
     whole_shard: bool = False,
 ) -> Federation:
-    """Build a federation of clients with these records."""
+    """Build a federation whose clients have these records."""
     return Federation(
         move_to_device(model, config.training.device),
         [(part.tensor, part.targets) for part in parts],
@@ -191,11 +191,11 @@ def few_clients(
 
 
 def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]:
-    """Run one round, and return the gradients that it leaks by view, and what the attacker observed.
+    """Run one round and return the gradients that it leaks, by view, and what the attacker observed.
 
-    V-diff is what every client has. V-up is the victim's update, a stress test. For a veil also its update beside the
-    true model, which no participant has: the pair behind the paper's figure. And what an attacker that knows the
-    defence derives (`Record.leaks`), unless it does not apply.
+    V-diff is available to every client. V-up is the victim's update, a stress test. For a veil there is also the update
+    paired with the true model, which no participant has: the pair behind the paper's figure. Added to these are the
+    leaks that an attacker who knows the defence derives (`Record.leaks`), if they apply.
     """
     true = copy.deepcopy(federation.model)
     rounds = observe_round(federation)
@@ -215,7 +215,7 @@ def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]
 
 
 def figures(found: Tensor, true: Tensor) -> ImageFigures:
-    """Return the metrics of each image."""
+    """Return the distance of each image from its original."""
     return ImageFigures(psnr(found, true), ssim(found, true), mse(found, true))
 
 
@@ -225,9 +225,9 @@ def shared_labels(found: Sequence[int], true: Sequence[int]) -> int:
 
 
 def guesses(data: Data, rows: Tensor, chance: torch.Generator, taken: Tensor | None = None) -> dict[str, Tensor]:
-    """Return images that need no gradient: the mean of the data set, and for each row another record of its class.
+    """Return guesses that need no gradient: the mean of the data set, and for each row another record of its class.
 
-    Where a guess is compared with several records, none of these may be guessed: they are `taken`.
+    If a guess is compared with several records, none of them may be guessed; pass them as `taken`.
     """
     others = []
     for row in rows.tolist():
@@ -248,10 +248,10 @@ def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> d
 
 
 class GradientStudy(AttackStudy[GradientOptions, Gradients]):
-    """A victim's images from a gradient; one job per batch."""
+    """Reconstruction of a victim's images from a gradient; one job per batch."""
 
     name = "gradients"
-    summary = "images from gradients (DLG, iDLG, Inverting Gradients)"
+    summary = "reconstruct images from gradients (DLG, iDLG, Inverting Gradients)"
     options = GradientOptions
     defaults = dict(  # noqa: RUF012
         **dict(data="cifar10", train_size=1000, clients=2, model="lenet", norm="none"),
@@ -263,18 +263,18 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
         data, training = load_data(request.config), request.config.training
         data.pixels(data.train.tensor[:1])
         if not data.classes:
-            raise BadArgument(data.name, "it has no classes, and the attack needs labels", "use --data cifar10")
+            raise BadArgument(data.name, "it has no classes, but the attack needs labels", "use --data cifar10")
         records, wanted = len(data.train.targets), training.batch_size + request.options.images
         if records < wanted:
-            what = f"{records} training records, the attacker and the victim need {wanted}"
+            what = f"{records} training records, but the attacker and the victim need {wanted}"
             raise BadArgument(data.name, what, "use a larger --train-size, or fewer --images")
         known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
         if not request.run and (not known or training.weight_decay):
-            what = "the difference of two models shows a round's gradient, or its signs, for plain SGD and Adam only"
+            what = "the difference of two models reveals a round's gradient, or its signs, only for plain SGD and Adam"
             raise BadArgument("--optimizer", what, "use --optimizer sgd --momentum 0, or adam, and --weight-decay 0")
 
     def batches(self, request: AttackRequest[GradientOptions], name: str, config: Config) -> dict[str, StudyJob[Batch]]:
-        """Return one job per batch; `name` names the defence, or a variant of it."""
+        """Return one job per batch; `name` is the name of the defence or of a variant of it."""
         options, found = request.options, dict[str, StudyJob[Batch]]()
         for size in options.batches():
             for group in range(options.images // size):
@@ -289,7 +289,7 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
         return join_parts(jobs, lambda parts: Gradients(request.config.training.seed, parts))
 
     def show(self, request: AttackRequest[GradientOptions], results: Results[Gradients]) -> Presentation:
-        """Return the table, a chart of the smallest batch, and pictures of every batch size."""
+        """Return the table, a chart for the smallest batch, and pictures for every batch size."""
         return page.show(results, sorted(request.options.batches()))
 
 

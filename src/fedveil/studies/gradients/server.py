@@ -1,4 +1,4 @@
-"""`fedveil attack server`: what a curious server learns from single updates, from sums and from differences of sums."""
+"""`fedveil attack server`: measure what a curious server learns from single updates, sums and differences of sums."""
 
 import copy
 import statistics
@@ -41,7 +41,7 @@ HEADER = ("defence", "view", "records", "known", *(f"{name}, dB" for name in (*A
 
 @dataclass(frozen=True)
 class Nearest:
-    """The image of an attack that comes nearest to a record in the view.
+    """The image from an attack that comes closest to a record in the view.
 
     Attributes:
         psnr, ssim: similarity of the two.
@@ -57,12 +57,12 @@ class Nearest:
 
 @dataclass(frozen=True)
 class ServerView:
-    """Attacks of a curious server on one gradient.
+    """Attacks by a curious server on one gradient.
 
     Attributes:
-        records: number of records in it.
-        attacks: nearest image by attack; attacks that do not apply are left out.
-        floors: nearest of guesses that need no gradient, one guess per record.
+        records: number of records in the gradient.
+        attacks: closest image by attack; attacks that do not apply are left out.
+        floors: closest of the guesses that need no gradient, one guess per record.
     """
 
     records: int
@@ -71,7 +71,7 @@ class ServerView:
 
     @property
     def best(self) -> Nearest:
-        """The nearest image of all attacks."""
+        """The closest image from any attack."""
         return max(self.attacks.values(), key=lambda one: one.psnr)
 
 
@@ -106,26 +106,26 @@ class Curious(Result):
 
     @property
     def failed(self) -> str:
-        """Why one of the rounds failed, if one did."""
+        """Why one of the rounds failed; "" if none did."""
         return next((one.failed for one in self.rounds if isinstance(one, Failure)), "")
 
     @property
     def complete(self) -> list[ServerRound]:
-        """All rounds; none if one failed."""
+        """All rounds; empty if one failed."""
         return [] if self.failed else [one for one in self.rounds if isinstance(one, ServerRound)]
 
     def view(self, name: str) -> list[ServerView]:
-        """Return one view of every round."""
+        """Return one view from every round."""
         return [one.views[name] for one in self.complete]
 
 
 def sum_view(clients: int) -> str:
-    """Return the name of the view of a sum."""
+    """Return the name of the view with a sum."""
     return f"sum of {clients}"
 
 
 def difference_view(clients: int, models: str) -> str:
-    """Return the name of the view of a difference."""
+    """Return the name of the view with a difference."""
     return f"{clients} minus {clients - 1}, {models}"
 
 
@@ -143,29 +143,29 @@ def view_rows(found: Curious) -> Iterator[list[str]]:
 
 
 def spread(values: Sequence[float]) -> Estimate | None:
-    """Return median, minimum and maximum: an attack finds a record up to rounding, or not at all."""
+    """Return the median, minimum and maximum: an attack finds a record up to rounding, or not at all."""
     return Estimate(statistics.median(values), min(values), max(values)) if values else None
 
 
 def count_rounds(found: Curious, name: str) -> int:
-    """Count the rounds in which one of the attacks recognises a record of a view."""
+    """Count the rounds in which one of the attacks reveals a record in a view."""
     return sum(view.best.psnr - view.floors[FLOORS[0]].psnr >= RECOGNISED for view in found.view(name))
 
 
 def verdict(found: Curious) -> str:
-    """Return the label with the views that show a record, and those that do not."""
+    """Return the label, with the views that reveal a record and those that do not."""
     if not found.complete:
         return f"not measured ({found.failed})."
     known = {name: count_rounds(found, name) for name in found.complete[0].views}
     leaks = [f"{name} ({times} of {len(found.complete)} rounds)" for name, times in known.items() if times]
     others = ", ".join(name for name, times in known.items() if not times)
     if not leaks:
-        return f"{Label.NOTHING}: no record, not even from a single update, so that sums cannot be judged."
+        return f"{Label.NOTHING}: no record, not even from a single update, so sums cannot be judged."
     return f"{Label.LEAK}: a record from {', '.join(leaks)}{f'; no record from {others}' if others else ''}."
 
 
 def gallery(title: str, found: Curious) -> list[Section]:
-    """Return the victim's record of each round, and below it the image of each view; nothing without any."""
+    """Return the victim's record in each round with the image from each view below it; empty without rounds."""
     rounds = found.complete
     if not rounds:
         return []
@@ -187,8 +187,8 @@ def show(results: Results[Curious]) -> Presentation:
     return Presentation("", verdicts or "No verdict: the attack failed.", HEADER, rows, NOTE, sections)
 
 
-OWN = 64  # held-out records that show the server typical outputs of the model
-MAX_SEARCH = 16  # maximum of records in a view for a search, whose time grows with them
+OWN = 64  # number of held-out records from which the server knows typical outputs of the model
+MAX_SEARCH = 16  # maximum number of records in a view for a search, whose duration grows with it
 DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
     "first layer": record_from_gradient,
     "rows that agree": record_from_agreeing_rows,
@@ -199,18 +199,18 @@ DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
 class ServerOptions(reconstruction.SearchOptions):
     """Flags of the attack."""
 
-    rounds: int = option(8, "rounds, each of a new federation with other records")
-    sums: str = option("2,4,10,100", "clients in a sum, a comma-separated list of numbers")
-    difference: int = option(10, "clients in a sum from which the sum over all but one of them is subtracted")
-    records: int = option(1, "records in a client's batch")
+    rounds: int = option(8, "number of rounds, each in a new federation with other records")
+    sums: str = option("2,4,10,100", "number of clients in a sum, as a comma-separated list")
+    difference: int = option(10, "number of clients in a sum from which the sum over all but one of them is subtracted")
+    records: int = option(1, "number of records in a client's batch")
 
     def counts(self) -> list[int]:
-        """Return the numbers of clients in the sums."""
+        """Return the number of clients in each sum."""
         counts = reconstruction.parse_counts(self.sums)
         if not counts:
-            raise BadArgument("--sums", f"sums over {self.sums!r} clients", "use different numbers such as 2,4,10")
+            raise BadArgument("--sums", f"sums over {self.sums!r} clients", "use distinct numbers such as 2,4,10")
         if self.difference < 2:
-            raise BadArgument("--difference", f"a sum over {self.difference} clients", "use at least two")
+            raise BadArgument("--difference", f"a sum over {self.difference} clients is too small", "use at least two")
         if self.rounds < 1 or self.records < 1:
             what = f"{self.rounds} rounds of {self.records} records per client"
             raise BadArgument("fedveil attack server", what, "use at least one of each")
@@ -218,14 +218,14 @@ class ServerOptions(reconstruction.SearchOptions):
 
 
 class GradientView(NamedTuple):
-    """A gradient that the server has, and the number of clients in it."""
+    """A gradient that the server has, and the number of clients in the sum."""
 
     leak: Leak
     clients: int
 
 
 def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]:
-    """Return the data as images, and the network that takes them: a new one, or the last one of a run."""
+    """Return the data as images, and the network that takes them: a new one, or the latest model of a run."""
     data = load_data(config)
     model = reconstruction.start_model(config, data, run)
     if config.data.name == "digits" and config.model.name == "mlp":  # loaded as rows of 64 numbers
@@ -238,7 +238,7 @@ def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]
 
 
 def read_updates(federation: Federation, clients: Sequence[int]) -> list[Gradients]:
-    """Return each client's gradient as the server has it without secure aggregation, its noise removed."""
+    """Return each client's gradient as the server has it without secure aggregation, with its noise removed."""
     own_round = federation.defence_server.start_round(federation.model).base
     found = []
     for one in own_round.recover_each(federation.clients.updates(own_round.broadcast, clients, federation.round)):
@@ -251,8 +251,9 @@ def read_updates(federation: Federation, clients: Sequence[int]) -> list[Gradien
 def server_views(federation: Federation, counts: Sequence[int], largest: int) -> dict[str, GradientView]:
     """Return what the server sees of client 0: its update, sums over the first clients, and differences of sums.
 
-    The sums that are subtracted are over the first `largest` clients and over the same without client 0: of one model,
-    or of a round and the next one. Clients use the same records in both rounds, which is best for the attacker.
+    A difference is that between the sum over the first `largest` clients and the sum over the same clients without
+    client 0, either for one model or for two consecutive rounds. Clients use the same records in both rounds, which is
+    best for the attacker.
     """
     model, sizes = copy.deepcopy(federation.model), federation.shards.sizes
     everyone = range(len(sizes))
@@ -281,7 +282,7 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
 def attack_view(
     leak: Leak, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: SearchProgress
 ) -> dict[str, Tensor]:
-    """Return the images of each attack: one per record by a search, one by the first layer."""
+    """Return the images from each attack: one per record from a search, one from the first layer."""
     found = {}
     if size <= MAX_SEARCH:
         made = reconstruction.search_leak(leak, search, data, own, size, chance, progress)
@@ -297,7 +298,7 @@ def attack_view(
 
 
 def nearest(found: Tensor, true: Tensor) -> Nearest:
-    """Return the image that comes nearest to a true one, by squared error."""
+    """Return the image that comes closest to a true one, by squared error."""
     rows, columns = (images.double().flatten(1) for images in (true, found))
     apart = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
     record, image = divmod(int(apart.argmin()), len(found))
@@ -315,7 +316,7 @@ class AttackRound:
     number: int
 
     def __call__(self, progress: Progress, done: JobResults) -> ServerRound:
-        """Attack it."""
+        """Attack the round."""
         options = self.options
         config = self.config.changed(seed=self.config.training.seed + self.number)
         data, model = images_and_model(config, self.run)
@@ -345,7 +346,7 @@ class AttackRound:
         clients, records = max(self.options.difference, *self.options.counts()), len(data.train.targets)
         wanted = clients * self.options.records
         if records < wanted:
-            what = f"{records} training records, {clients} clients need {wanted}"
+            what = f"{records} training records, but {clients} clients need {wanted}"
             raise BadArgument(data.name, what, "use a larger --train-size, or smaller --sums")
         chance = generator("server", self.config.training.seed, self.number)
         return torch.randperm(records, generator=chance)[:wanted]
@@ -355,7 +356,7 @@ class ServerStudy(AttackStudy[ServerOptions, Curious]):
     """A curious server; one job per round."""
 
     name = "server"
-    summary = "what a curious server learns from updates, from sums (secure aggregation) and from their differences"
+    summary = "measure what a curious server learns from updates, sums (secure aggregation) and their differences"
     options = ServerOptions
     defaults = {"data": "digits", "clients": 100, "defence": "plain,veil"}  # noqa: RUF012
 
@@ -368,7 +369,7 @@ class ServerStudy(AttackStudy[ServerOptions, Curious]):
         return found
 
     def graph(self, request: AttackRequest[ServerOptions], folder: Path) -> JobGraph[Results[Curious]]:
-        """Return one job per defence and round; refuse wrong numbers, and records that are not images."""
+        """Return one job per defence and round; refuse bad numbers, and records that are not images."""
         request.options.counts()
         images_and_model(request.config, None)
         jobs = {defence: self.rounds(request, defence) for defence in request.defences}

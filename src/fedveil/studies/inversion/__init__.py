@@ -1,1 +1,1 @@
-"""`fedveil attack inversion`: what the private classes look like."""
+"""`fedveil attack inversion`: reconstruct what the private classes look like."""

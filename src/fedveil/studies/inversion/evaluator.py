@@ -1,4 +1,4 @@
-"""Evaluation of reconstructions: by an independent network trained on the private data, by distances of features."""
+"""Evaluation of reconstructions by an independent network trained on the private data, and by feature distances."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ BATCH, LR, DECAY = 64, 2e-3, 5e-4
 
 
 def make_judge(channels: int, size: int, classes: int, width: int) -> nn.Sequential:
-    """Build six 3 x 3 convolutions with BatchNorm and ReLU, a global mean and a linear head."""
+    """Build six 3 x 3 convolutions with BatchNorm and ReLU, global average pooling and a linear head."""
     plan = [(width, 2 if size > 32 else 1), (width, 1), (2 * width, 2), (2 * width, 1), (4 * width, 2), (4 * width, 1)]
     layers: list[nn.Module] = []
     for after, stride in plan:
@@ -33,9 +33,9 @@ def make_judge(channels: int, size: int, classes: int, width: int) -> nn.Sequent
 
 
 def _batches(images: Tensor, targets: Tensor, random: torch.Generator, flip: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each image once in batches of at least two, which batch statistics need.
+    """Yield each image once, in batches of at least two, as batch statistics require.
 
-    A batch is shifted by up to an eighth of its side, padded with its edge; with `flip`, images are mirrored at random.
+    A batch is shifted by up to an eighth of its side with edge padding; with `flip`, images are mirrored at random.
     """
     size, most = images.shape[-1], images.shape[-1] // 8
     for rows in torch.split(torch.randperm(len(images), generator=random).to(images.device), BATCH):
@@ -60,10 +60,10 @@ def train_judge(
     key: str = "",
     progress: Progress = lambda fraction, what: None,
 ) -> nn.Module:
-    """Train a classifier of pixels: cross-entropy, AdamW, cosine annealing, shifted and mirrored images.
+    """Train an image classifier with cross-entropy, AdamW, cosine annealing, and shifted and mirrored images.
 
-    Only colour images are mirrored: digits would change their meaning. With `path`, a stopped training resumes after
-    its last epoch, if `key` is the same.
+    Only colour images are mirrored: digits would change their meaning. With `path`, stopped training resumes after its
+    last epoch if `key` is the same.
     """
     images, targets = data.pixels(data.train.tensor).to(device), data.train.targets.to(device)
     classes, flip = len(data.classes), images.shape[1] == 3
@@ -93,7 +93,7 @@ def train_judge(
 
 
 def outputs_and_features(model: nn.Module, inputs: Tensor, *, batch_size: int = 500) -> tuple[Tensor, Tensor]:
-    """Return outputs and features: the flat input of the last module with parameters, without gradients."""
+    """Return outputs and features without gradients; features are the flat input of the last module with parameters."""
     leaves = [m for m in model.modules() if not m._modules and next(m.parameters(recurse=False), None) is not None]
     outputs, features = [], []
     with torch.no_grad(), evaluating(model), record_calls(leaves) as calls:
@@ -109,10 +109,10 @@ def outputs_and_features(model: nn.Module, inputs: Tensor, *, batch_size: int = 
 def distances(
     found: Tensor, wanted: Tensor, known: Tensor, targets: Tensor, *, same_class: bool = True
 ) -> tuple[float, float]:
-    """Return mean squared distances of features: to the centroid of the wanted class, and to the nearest image.
+    """Return mean squared feature distances to the centroid of the wanted class and to the nearest image.
 
     `found` are features of reconstructions, `known` those of the private training images; `wanted` and `targets` are
-    their classes. With `same_class` the nearest image is one of the wanted class, as in GMI, otherwise of all classes,
+    their classes. With `same_class`, the nearest image is one of the wanted class, as in GMI; otherwise of any class,
     as in the paper.
     """
     found, known = found.double(), known.double()
@@ -125,13 +125,13 @@ def distances(
 
 
 def per_class(answers: Tensor, wanted: Tensor, classes: int) -> list[float | None]:
-    """Return the accuracy on the images of each class; None without any image."""
+    """Return the accuracy on the images of each class; None for a class without images."""
     rights = [(answers[wanted == label] == label).double() for label in range(classes)]
     return [float(right.mean()) if len(right) else None for right in rights]
 
 
 def wilson(right: Tensor) -> tuple[float, float, float, int, int]:
-    """Return the fraction of hits, its Wilson 95 % interval for independent trials, hits and trials."""
+    """Return the hit rate, its 95 % Wilson interval (for independent trials), and the numbers of hits and trials."""
     hits, trials = int(right.sum()), len(right)
     ends = binomtest(hits, trials).proportion_ci(0.95, "wilson")
     return hits / trials, float(ends.low), float(ends.high), hits, trials
@@ -139,7 +139,7 @@ def wilson(right: Tensor) -> tuple[float, float, float, int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Private images, and the judge's features of them."""
+    """Private images, the judge, and the judge's features of these images."""
 
     data: Data
     judge: nn.Module
@@ -148,7 +148,7 @@ class Evaluator:
     device: torch.device
 
     def evaluate(self, images: Tensor, wanted: Tensor) -> SuccessRate:
-        """Return success by the evaluator, and distances of its features divided by the mean norm of the real ones."""
+        """Return the success by the evaluator, and feature distances divided by the mean norm of the real features."""
         outputs, features = outputs_and_features(self.judge, images)
         far = distances(features / self.norm, wanted, self.known, self.data.train.targets.to(self.device))
         answers = outputs.argmax(1)
@@ -156,9 +156,9 @@ class Evaluator:
         return SuccessRate(*wilson(right), *far, by_class, right.long().tolist())
 
     def evaluate_by(self, models: Sequence[nn.Module], images: Tensor, wanted: Tensor) -> SuccessRate:
-        """Return success and distances by the attacked model, nearest of all classes: the paper's protocol.
+        """Return success and distances by the attacked model, nearest image of any class: the paper's protocol.
 
-        Several models judge equal parts of the images; distances are means.
+        Each of several models judges an equal part of the images; distances are means over models.
         """
         right, far = [], []
         targets = self.data.train.targets.to(self.device)

@@ -1,4 +1,4 @@
-"""Results of a model inversion attack, and their page: the paper's Table 4, pictures, success by class."""
+"""Results of a model inversion attack, and the page: the paper's Table 4, pictures, success by class."""
 
 import math
 import statistics
@@ -14,7 +14,7 @@ from fedveil.studies.presentation import Presentation, decode_picture, failed_ro
 from fedveil.studies.verdicts import INVERSION, Verdict, headline, judge_defences, verdict_section
 
 TEXTS = read_texts()["inversion"]
-PER_CLASS = 2  # pictures of a class in a row
+PER_CLASS = 2  # pictures per class in a row
 HEADER = (
     *("defence", "view, attacker", "test accuracy", "KNN distance", "feature distance", "attack success"),
     *("without a generator", "self-judged, as received", "self-judged, true model"),
@@ -24,13 +24,13 @@ BY_CLASS = ("defence", "attacker", "error over classes", "error over broadcasts"
 
 @dataclass(frozen=True)
 class SuccessRate(Estimate):
-    """Success of reconstructions: the fraction in which a network sees the wanted class, with its interval.
+    """Success of reconstructions: the fraction that a network assigns to the wanted class, with its interval.
 
     Attributes:
         hits, trials: numerator and denominator of the fraction.
-        centroid, nearest: mean squared distances of features: to the centroid of the class, to the nearest image.
-        per_class: success by class; None without any image.
-        right: 1 where the class was seen, reconstruction by reconstruction.
+        centroid, nearest: mean squared feature distances to the centroid of the class and to the nearest image.
+        per_class: success by class; None for a class without images.
+        right: for each reconstruction, 1 if the wanted class was recognised.
     """
 
     hits: int
@@ -43,11 +43,11 @@ class SuccessRate(Estimate):
 
 @dataclass(frozen=True)
 class InversionFigures:
-    """Reconstructions of one attacker.
+    """Reconstructions by one attacker.
 
     Attributes:
         view: what the attacker sees.
-        codes: images of the generator, judged by the independent evaluator.
+        codes: images from the generator, judged by the independent evaluator.
         as_received: the same, judged by the attacked model as the attacker has it: the paper's protocol.
         true_model: the same, judged by the server's model.
         pixels: images found without a generator, judged by the evaluator.
@@ -72,7 +72,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Gallery:
-    """The first images of each class, encoded: real, by the generator alone, by attackers."""
+    """The first images of each class, encoded: real ones, those of the generator alone, and those of attackers."""
 
     shape: tuple[int, ...]
     real: list[str]
@@ -87,8 +87,8 @@ class Inversion(Result):
     Attributes:
         train, test: accuracy on members and on held-out images.
         classes: names of the private classes.
-        floor: images of the generator without any model.
-        ceiling: held-out private images.
+        floor: success of the generator's images without any model.
+        ceiling: success of held-out private images.
     """
 
     defence: str
@@ -105,7 +105,7 @@ class Inversion(Result):
 
 @dataclass(frozen=True)
 class TrainedGan(Result):
-    """Training of the generator: public images, its critic's distances by epoch."""
+    """The trained generator: the number of public images, and its critic's distance in each epoch."""
 
     images: int
     distances: list[float]
@@ -113,13 +113,13 @@ class TrainedGan(Result):
 
 @dataclass(frozen=True)
 class TrainedEvaluator(Result):
-    """Training of the evaluator: its accuracy on held-out images."""
+    """The trained evaluator: its accuracy on held-out images."""
 
     accuracy: float
 
 
 class InversionRow(NamedTuple):
-    """One attacker on one defence: what it found, and the result that it is part of."""
+    """One attacker on one defence: its reconstructions, and the result that they belong to."""
 
     defence: str
     attacker: str
@@ -128,7 +128,7 @@ class InversionRow(NamedTuple):
 
 
 def judged_cells(found: SuccessRate) -> list[str]:
-    """Return both distances and success, by the evaluator."""
+    """Format both distances and the success, as judged by the evaluator."""
     return [f"{found.nearest:.3f}", f"{found.centroid:.3f}", percent(found)]
 
 
@@ -151,12 +151,12 @@ def main_rows(results: Results[Inversion]) -> Iterator[list[str]]:
 
 
 def standard_error(fractions: Sequence[float]) -> str:
-    """Return the standard error of a mean of fractions, in points; a dash for a single one."""
+    """Format the standard error of a mean of fractions, in percentage points; a dash for a single fraction."""
     return f"{100 * statistics.stdev(fractions) / math.sqrt(len(fractions)):.1f}" if len(fractions) > 1 else NOTHING
 
 
 def broadcast_success(judged: SuccessRate, broadcasts: int) -> list[float]:
-    """Return the success of each broadcast's part of the reconstructions, which come in this order."""
+    """Return the success of the reconstructions from each broadcast; they are ordered by broadcast."""
     right = judged.right or []
     size = max(1, len(right) // broadcasts)
     return [statistics.fmean(right[start : start + size]) for start in range(0, len(right), size)]
@@ -174,7 +174,7 @@ def class_table(rows: Sequence[InversionRow], classes: Sequence[str]) -> Table:
 
 
 def success_chart(rows: Sequence[InversionRow], chance: float) -> Intervals:
-    """Return the success of each attacker with its interval, beside guessing."""
+    """Return a chart of each attacker's success with its interval, with guessing as a reference."""
     marks = [
         mark(f"{defence}, {how}", judged, attacker, 100)
         for defence, attacker, found, _ in rows
@@ -199,14 +199,14 @@ def gallery_rows(results: Results[Inversion]) -> list[tuple[str, list[str]]]:
 def picture_rows(
     title: str, classes: Sequence[str], shape: Sequence[int], rows: Sequence[tuple[str, Sequence[str]]]
 ) -> Pictures:
-    """Return encoded images under the names of their classes."""
+    """Return a grid of encoded images under the names of their classes."""
     columns = [label for label in classes for _ in range(PER_CLASS)]
     grid = [(label, [decode_picture(shape, code) for code in codes]) for label, codes in rows]
     return Pictures(title, columns, grid, "The first images of each class, not selected. Columns: the wanted class.")
 
 
 def judge_attackers(results: Results[Inversion]) -> dict[str, Verdict]:
-    """Return the verdict on each defence, by the search that succeeds most; the floor is measured too."""
+    """Return the verdict on each defence, based on the most successful search; guessing is the measured floor."""
     done = {name: one for name, one in results.items() if isinstance(one, Inversion)}
     if not done:
         return {}

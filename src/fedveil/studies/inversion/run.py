@@ -1,7 +1,7 @@
 """`fedveil attack inversion`: does the model that a client receives show what the private classes look like?
 
-The federation trains on some classes (`--labels`); the attacker's public images are of all others. The attack sees the
-model, public images and the number of a class; only the evaluation sees private images.
+The federation trains on some classes (`--labels`); the attacker's public images are from all other classes. The attack
+sees the model, public images and a class index; only the evaluation sees private images.
 """
 
 import dataclasses
@@ -36,16 +36,16 @@ DATA = ("data", "path", "train_size", "test_size", "size", "labels", "seed", "de
 class InversionOptions:
     """Flags of the attack."""
 
-    codes: int = option(20, "reconstructions of each private class, divided among the broadcasts")
+    codes: int = option(20, "number of reconstructions of each private class, divided among the broadcasts")
     broadcasts: int = option(4, "number of broadcasts of the last model, each with new noise or a new sketch")
-    steps: int = option(300, "steps of the search for a code; the original has 1500")
-    restarts: int = option(2, "restarts of that search; the original has 5")
-    pixel_steps: int = option(200, "steps of the search without a generator; 0 to skip it")
+    steps: int = option(300, "number of steps of the search for a code; the original has 1500")
+    restarts: int = option(2, "number of restarts of that search; the original has 5")
+    pixel_steps: int = option(200, "number of steps of the search without a generator; 0 to skip it")
     public_size: int = option(8000, "maximum number of public images")
-    gan_epochs: int = option(30, "epochs of the generator; the original has 100")
+    gan_epochs: int = option(30, "training epochs of the generator; the original has 100")
     gan_width: int = option(16, "width of the generator; the original has 64 for 32 x 32 images")
     gan_lr: float = option(1e-3, "learning rate of the generator; the original has 2e-4")
-    judge_epochs: int = option(12, "epochs of the independent evaluator")
+    judge_epochs: int = option(12, "training epochs of the independent evaluator")
     judge_width: int = option(32, "width of the independent evaluator")
 
     def __post_init__(self) -> None:
@@ -59,13 +59,13 @@ class InversionOptions:
 
 
 def data_config(config: Config) -> Config:
-    """Return the part of a configuration that decides the images; generator and evaluator depend on nothing else."""
+    """Return the part of a configuration that determines the images; generator and evaluator depend on nothing else."""
     flat = config.flat()
     return Config().changed(model="cnn", **{name: flat[name] for name in DATA})
 
 
 def public_images(config: Config, most: int) -> Tensor:
-    """Return pixels of at most `most` training images of classes that the federation does not train on."""
+    """Return the pixels of at most `most` training images from classes that the federation does not train on."""
     data = load_data(config.changed(labels=None))
     others = other_labels(parse_labels(config.data.labels or "", len(data.classes)), len(data.classes))
     public = keep_labels(data, others)
@@ -75,14 +75,14 @@ def public_images(config: Config, most: int) -> Tensor:
 
 @dataclass(frozen=True)
 class NetworkTraining:
-    """The networks of an attack, which its folder keeps: the generator and the independent evaluator."""
+    """The networks of an attack, stored in its folder: the generator and the independent evaluator."""
 
     config: Config
     options: InversionOptions
     folder: Path
 
     def train_gan(self, basis: Basis, progress: Progress = lambda fraction, what: None) -> tuple[Gan, list[float], int]:
-        """Return the generator, trained or from disk, its critic's distances, and the number of public images."""
+        """Return the generator, trained or loaded, its critic's distances, and the number of public images."""
         options = self.options
         images = public_images(self.config, options.public_size)
         gan, curve = train_gan(
@@ -98,7 +98,7 @@ class NetworkTraining:
         return gan, curve, len(images)
 
     def train_judge(self, data: Data, basis: Basis, progress: Progress = lambda fraction, what: None) -> nn.Module:
-        """Return the evaluator, trained on the private images or from disk."""
+        """Return the evaluator, trained on the private images or loaded."""
         return train_judge(
             data,
             self.options.judge_epochs,
@@ -115,7 +115,7 @@ class TrainGan(NetworkTraining):
     """Train the generator of public images."""
 
     def __call__(self, progress: Progress, done: JobResults) -> TrainedGan:
-        """Train it."""
+        """Train the generator."""
         _, curve, images = self.train_gan(done.basis, progress)
         return TrainedGan(images, curve)
 
@@ -124,7 +124,7 @@ class TrainEvaluator(NetworkTraining):
     """Train the independent evaluator."""
 
     def __call__(self, progress: Progress, done: JobResults) -> TrainedEvaluator:
-        """Train it, and test it on held-out images."""
+        """Train the evaluator and test it on held-out images."""
         data = load_data(self.config)
         judge = self.train_judge(data, done.basis, progress)
         outputs, _ = outputs_and_features(judge, data.pixels(data.test.tensor).to(self.config.training.device))
@@ -134,12 +134,12 @@ class TrainEvaluator(NetworkTraining):
 
 @dataclass(frozen=True)
 class Invert(NetworkTraining):
-    """Reconstruct all private classes from one federation, by all attackers."""
+    """Reconstruct all private classes from one federation, with all attackers."""
 
     run: Path
 
     def __call__(self, progress: Progress, done: JobResults) -> Inversion:
-        """Search for images that each attacker's models take for a class, and judge them."""
+        """Search for images that each attacker's models classify as a given class, and judge them."""
         config, options = self.config, self.options
         federation, data = load_or_train(config, self.run, progress, done.basis)
         gan, _, public = self.train_gan(done.basis)
@@ -211,7 +211,7 @@ def first_images(images: Tensor, wanted: Tensor, classes: int) -> list[str]:
 
 
 def sample_generator(gan: Gan, wanted: Tensor, seed: int) -> Tensor:
-    """Return as many images of the generator, without any model."""
+    """Return one image from the generator for each wanted class, without using any model."""
     codes = torch.randn(len(wanted), CODE, generator=generator("floor", seed)).clamp(-1, 1)
     with torch.no_grad():
         images: Tensor = gan.generator(codes.to(wanted.device))
@@ -219,7 +219,7 @@ def sample_generator(gan: Gan, wanted: Tensor, seed: int) -> Tensor:
 
 
 def held_out(evaluator: Evaluator, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return held-out private images of the wanted classes, at most as many, and their classes."""
+    """Return held-out private images of the wanted classes, at most as many as wanted, and their classes."""
     test, classes = evaluator.data.test, range(len(evaluator.data.classes))
     rows = torch.cat([(test.targets == label).nonzero()[:, 0][: int((wanted == label).sum())] for label in classes])
     return evaluator.data.pixels(test.tensor[rows]).to(evaluator.device), test.targets[rows].to(evaluator.device)
@@ -229,7 +229,7 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
     """Model inversion."""
 
     name = "inversion"
-    summary = "what the classes that a federation trains on look like, by a generator of public images (GMI)"
+    summary = "reconstruct what a federation's private classes look like, with a generator of public images (GMI)"
     options = InversionOptions
     result = Inversion
     defaults = dict(  # noqa: RUF012
@@ -238,18 +238,18 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
     )
 
     def shared(self, request: AttackRequest[InversionOptions], folder: Path) -> list[StudyJob[Result]]:
-        """Return the jobs of generator and evaluator; refuse a federation without public classes."""
+        """Return the jobs for the generator and the evaluator; refuse a federation without public classes."""
         config, fix = request.config, "use images and --labels first-half, and train the run with --labels too"
         if config.data.labels is None:
-            raise BadArgument(WHERE, "the federation trains on all classes, so that none is public", fix)
+            raise BadArgument(WHERE, "the federation trains on all classes, so none are public", fix)
         data = load_data(data_config(config.changed(labels=None)))
         private, classes = parse_labels(config.data.labels, len(data.classes)), len(data.classes)
         if len(private) < 2 or not other_labels(private, classes):
-            what = f"labels {config.data.labels!r} leave {len(private)} of {classes} private"
+            what = f"labels {config.data.labels!r} make {len(private)} of {classes} classes private"
             raise BadArgument(WHERE, what, fix)
         data.pixels(data.train.tensor[:1])  # refuses records that are not images
         if config.model.name.startswith("mlp"):
-            what = "an mlp takes rows of numbers, the generator makes images"
+            what = "an mlp takes vectors, but the generator produces images"
             raise BadArgument(WHERE, what, "use --model cnn or resnet8")
         common = data_config(config), request.options, folder
         return [
@@ -262,7 +262,7 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
         return Invert(request.config_for(defence), request.options, folder, self.run_folder(request, defence, folder))
 
     def show(self, request: AttackRequest[InversionOptions], results: Results[Inversion]) -> Presentation:
-        """Return the table, success beside guessing, pictures, success by class, the paper's protocol."""
+        """Return the table, success compared with guessing, pictures, success by class, and the paper's protocol."""
         return page.show(results)
 
 

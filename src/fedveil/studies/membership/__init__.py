@@ -1,1 +1,1 @@
-"""`fedveil attack membership`: which records the other clients trained on."""
+"""`fedveil attack membership`: infer which records the other clients trained on."""

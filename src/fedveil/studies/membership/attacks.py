@@ -1,4 +1,4 @@
-"""Membership attacks: records, shadow federations, the attacks, and their figures on the records of the test."""
+"""Membership attacks: records, shadow federations, the attacks, and their scores on the test records."""
 
 import hashlib
 from collections.abc import Sequence
@@ -37,12 +37,12 @@ Attacks = dict[str, "AttackScores | Failure"]  # by name
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """Members and non-members in one pool, and the indices of each part of it.
+    """Members and non-members in one pool, and the indices of its parts.
 
     Attributes:
-        pool: all of them.
+        pool: all records.
         own, known: the attacker's records, and the non-members that it knows.
-        victims, fresh: the test: records of other clients, and as many non-members.
+        victims, fresh: the test records: those of other clients, and the same number of non-members.
     """
 
     pool: DataPart
@@ -53,15 +53,15 @@ class Records:
 
     @property
     def parts(self) -> tuple[Indices, Indices, Indices, Indices]:
-        """All parts."""
+        """The indices of all parts."""
         return self.own, self.known, self.victims, self.fresh
 
 
 def divide_records(config: Config, data: Data, *, everyone: bool = False) -> Records:
-    """Divide members and at most as many non-members, half of which the attacker knows.
+    """Divide the members and at most the same number of non-members, half of which the attacker knows.
 
     A held-out record that equals a member is left out. With `everyone`, all non-members are used, the attacker knows a
-    fifth of them, and the test is not balanced: for rates that need many non-members.
+    fifth of them, and the test is not balanced; this is for rates that need many non-members.
     """
     settings, seed, count = config.data, config.training.seed, len(data.train.targets)
     parts = split(data, settings.clients, how=settings.split, seed=seed, alpha=settings.alpha, column=settings.column)
@@ -91,7 +91,7 @@ def shadow_defence(defence: str) -> str:
 
 
 def shadow_file(folder: Path, defence: str, number: int) -> Path:
-    """Return the file of a shadow: its outputs as clients see them and as the server does, and its training records."""
+    """Return the file of a shadow: its outputs as clients and as the server see them, and its training records."""
     return folder / "shadows" / f"{shadow_defence(defence).replace(':', '.')}-{number}.npz"
 
 
@@ -103,7 +103,7 @@ def shadow_members(config: Config, records: int, shadows: int, size: int | None 
 def read_shadows(config: Config, count: int, folder: Path, cleaned: bool) -> tuple[Scores, NDArray[np.bool_]]:
     """Return the outputs of all shadows on the pool, and which records each trained on.
 
-    `cleaned`: the outputs as the server sees them, for attackers that remove the noise.
+    With `cleaned`, return the outputs as the server sees them, for attackers that remove the noise.
     """
     outputs, inside = [], []
     for number in range(count):
@@ -115,7 +115,7 @@ def read_shadows(config: Config, count: int, folder: Path, cleaned: bool) -> tup
 
 @dataclass(frozen=True)
 class Shadow(Result):
-    """A federation that the attacker trained: its seed, and the metrics of its model on the records it trained on."""
+    """A federation that the attacker trained: its seed, and the metrics of its model on its training records."""
 
     seed: int
     inside: dict[str, float]
@@ -126,7 +126,7 @@ class TrainShadow:
     """Train a federation like the attacked one on half of the pool, and write its outputs on the whole pool.
 
     The pool is that of `divide_records`, with the same `everyone` as for the attack. If `matched`, the federation
-    trains on as many records as the attacked one, if half of the pool has as many.
+    trains on as many records as the attacked one, provided that half of the pool has that many.
     """
 
     config: Config
@@ -137,7 +137,7 @@ class TrainShadow:
     matched: bool = False
 
     def __call__(self, progress: Progress, done: JobResults) -> Shadow:
-        """Train, and write the outputs; those of an earlier training are removed first."""
+        """Train and write the outputs; those from earlier training are removed first."""
         config, data = self.config, load_data(self.config)
         path = shadow_file(self.folder, config.defence.name, self.number)
         path.unlink(missing_ok=True)
@@ -157,7 +157,7 @@ class TrainShadow:
 def shadow_jobs(
     config: Config, defences: Sequence[str], count: int, folder: Path, label: str = "", **flags: bool
 ) -> list[StudyJob[Result]]:
-    """Return all shadows of all defences, none for targets without classes; refuse odd numbers.
+    """Return all shadows for all defences, none for targets without classes; refuse odd numbers.
 
     `flags` are `everyone` and `matched` of `TrainShadow`.
     """
@@ -175,17 +175,17 @@ def shadow_jobs(
 
 @dataclass(frozen=True)
 class AttackScores:
-    """Figures of one membership attack on the records of the test.
+    """Scores of one membership attack on the test records.
 
     Attributes:
         accuracy: balanced accuracy, at a threshold chosen on known records.
         auc: area under the ROC curve.
         tpr: true-positive rate by false-positive rate; None if there are too few records to estimate it.
-        best_on_test: the paper's protocol: the best epoch's accuracy on the test itself.
+        best_on_test: accuracy of the epoch that is best on the test records themselves (the paper's protocol).
         roc: (false, true) positive rates.
         collapsed: whether a white-box network gives the same answer to all of its training records.
-        known: AUC on records whose membership the attacker knows; those of a network are held out from training.
-        broadcasts: number of broadcasts that it was run on.
+        known: AUC on records whose membership the attacker knows; for a network, on those held out from its training.
+        broadcasts: number of broadcasts that the attack was run on.
     """
 
     accuracy: Estimate
@@ -208,7 +208,7 @@ class Attacker:
 
 @dataclass(frozen=True)
 class Membership(Quality, Result):
-    """All attacks on one federation; `records` are the numbers of records in the parts of `Records`."""
+    """All attacks on one federation; `records` has the number of records in each part of `Records`."""
 
     defence: str
     seed: int
@@ -218,13 +218,13 @@ class Membership(Quality, Result):
 
 @dataclass(frozen=True)
 class ShadowAttacks:
-    """Attacks by federations that the attacker trained.
+    """Attacks with federations that the attacker trained.
 
     Attributes:
         config: configuration of the attacked federation.
-        folder: folder of the outputs of the shadows.
+        folder: folder with the outputs of the shadows.
         count: number of shadows.
-        lira: whether LiRA is run besides RMIA.
+        lira: whether to run LiRA in addition to RMIA.
     """
 
     config: Config
@@ -233,9 +233,9 @@ class ShadowAttacks:
     lira: bool
 
     def scores(self, observed: Observation, outputs: Tensor, records: Records, cleaned: bool) -> dict[str, Scores]:
-        """Score all records by RMIA and LiRA; empty without shadows or classes.
+        """Score all records with RMIA and LiRA; return an empty dict without shadows or classes.
 
-        `cleaned`: the attacker has removed noise from the model that it received.
+        `cleaned` says whether the attacker has removed noise from the model that it received.
         """
         targets = records.pool.targets
         if not self.count or targets.dim() != 1:
@@ -246,7 +246,7 @@ class ShadowAttacks:
 
 
 def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> dict[str, Scores]:
-    """Score all records by their loss, as it is and calibrated by class."""
+    """Score all records by their loss, both raw and calibrated by class."""
     found = losses(observed.loss, outputs, records.pool.targets)
     scores = {"loss": loss_scores(found)}
     if records.pool.targets.dim() == 1:
@@ -258,9 +258,9 @@ def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> di
 def whitebox(
     features: Features, names: Sequence[str], records: Records, recipe: Recipe, *, watched: bool = False
 ) -> AttackScores:
-    """Train the network on known records, and return its figures on the test.
+    """Train the network on known records and return its scores on the test records.
 
-    If `watched`, they include the paper's best epoch on the test itself.
+    If `watched`, they include the epoch that is best on the test records themselves, as in the paper.
     """
     seen = {name: features[name] for name in names}
     own, known, victims, fresh = (select(seen, torch.from_numpy(part)) for part in records.parts)
@@ -277,13 +277,13 @@ def whitebox(
 
 
 def score_figures(scores: Scores, records: Records) -> AttackScores:
-    """Return the figures of an attack that scores every record."""
+    """Return the scores of an attack that assigns a score to every record."""
     own, known, victims, fresh = (scores[part] for part in records.parts)
     return measure(victims, fresh, own, known)
 
 
 def measure(members: Scores, others: Scores, own: Scores, known: Scores) -> AttackScores:
-    """Return all figures of a test with 95 % intervals; a rate needs enough records.
+    """Return all scores of a test with 95 % intervals; a rate is estimated only from enough records.
 
     The threshold is the best one for the attacker's records and the non-members that it knows.
     """
@@ -298,12 +298,12 @@ class RecordAttacks:
     """All membership attacks of one attacker.
 
     Attributes:
-        records: the attacker's, those it knows not to be members, and those of the test.
+        records: the attacker's records, those it knows to be non-members, and the test records.
         shadows: RMIA and LiRA.
         recipe: training of the white-box network; None for no network.
-        full: whether the network also sees label, loss and the gradient of a final nn.Linear.
-        by_layer: train a network for each layer, for three layers and for all features, and watch their accuracy on the
-            test, as the paper does; by default one network of all features.
+        full: whether the network also sees the label, the loss and the gradient of a final nn.Linear.
+        by_layer: train a network for each layer, for three layers and for all features, and track their accuracy on the
+            test records, as the paper does; by default, train one network for all features.
     """
 
     records: Records
@@ -313,7 +313,7 @@ class RecordAttacks:
     by_layer: bool = False
 
     def run(self, observed: Observation, cleaned: bool, progress: Progress) -> Attacks:
-        """Run all attacks; `cleaned`: the attacker has removed noise from the model that it received."""
+        """Run all attacks; `cleaned` says whether the attacker has removed noise from the model that it received."""
         records, pool, found = self.records, self.records.pool, Attacks()
         extras: tuple[str, ...] = ()
         if self.recipe and self.full:
@@ -329,7 +329,7 @@ class RecordAttacks:
         return found | {name: score_figures(own, records) for name, own in scores.items()}
 
     def train_networks(self, features: Features, recipe: Recipe, progress: Progress) -> Attacks:
-        """Train the white-box networks; one that has too few records fails."""
+        """Train the white-box networks; a network with too few records is a `Failure`."""
         layers, found = [name for name in LAYERS if name in features], Attacks()
         sets = {NETWORK: list(features)}
         if self.by_layer:

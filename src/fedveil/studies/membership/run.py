@@ -1,7 +1,7 @@
 """`fedveil attack membership`: does a client learn which records the others trained on?
 
 The attacker is client 0. It knows its own records, which are members, and half of a set of non-members. It is tested on
-the other clients' records and the other half.
+the other clients' records and the other half of the non-members.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,15 +37,15 @@ class MembershipOptions:
     """Flags of the attack."""
 
     shadows: int = option(4, "number of shadow federations for RMIA and LiRA; 0 for none")
-    lira: bool = option(False, "run LiRA too, which needs 16 shadows or more")
-    full: bool = option(True, "run the white-box network with label, loss and gradient of the final layer too")
-    attack_epochs: int = option(50, "epochs of the white-box network")
+    lira: bool = option(False, "also run LiRA, which needs at least 16 shadows")
+    full: bool = option(True, "also run the white-box network with label, loss and gradient of the final layer")
+    attack_epochs: int = option(50, "training epochs of the white-box network")
     attack_lr: float = option(1e-3, "learning rate of the white-box network")
 
 
 @dataclass(frozen=True)
 class AttackMembership:
-    """All attacks by all attackers on one federation."""
+    """Run all attacks by all attackers on one federation."""
 
     config: Config
     options: MembershipOptions
@@ -53,7 +53,7 @@ class AttackMembership:
     run: Path
 
     def __call__(self, progress: Progress, done: JobResults) -> Membership:
-        """Observe the last broadcast, and run the attacks of each attacker."""
+        """Observe the last broadcast and run the attacks of each attacker."""
         config, options, training = self.config, self.options, self.config.training
         federation, data = load_or_train(config, self.run, progress, done.basis)
         records = membership.divide_records(config, data)
@@ -65,7 +65,7 @@ class AttackMembership:
             name: membership.Attacker("V-out", attacks.run(observed, name != PUBLISHED, progress))
             for name, observed in seen.items()
         }
-        quality = asdict(measure_quality(federation, data))  # of the model after the rounds that were observed
+        quality = asdict(measure_quality(federation, data))  # quality of the model after the observed rounds
         sizes = dict(zip(("own", "known", "victims", "fresh"), map(len, records.parts), strict=True))
         return Membership(**quality, defence=config.defence.name, seed=training.seed, records=sizes, attackers=found)
 
@@ -74,7 +74,7 @@ class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
     """Membership inference."""
 
     name = "membership"
-    summary = "which records the other clients trained on"
+    summary = "infer which records the other clients trained on"
     options = MembershipOptions
     result = Membership
     needs_shared = False
@@ -83,7 +83,7 @@ class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
     )
 
     def shared(self, request: AttackRequest[MembershipOptions], folder: Path) -> list[StudyJob[Result]]:
-        """Return all shadows of all defences."""
+        """Return all shadows for all defences."""
         return membership.shadow_jobs(
             request.config, request.defences, request.options.shadows, folder, label=request.label
         )
@@ -94,7 +94,7 @@ class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
         return AttackMembership(request.config_for(defence), request.options, folder, run)
 
     def show(self, request: AttackRequest[MembershipOptions], results: Results[Membership]) -> Presentation:
-        """Return Table 3, all figures, intervals and ROC curves."""
+        """Return Table 3, all scores, intervals and ROC curves."""
         return present_attacks(results)
 
 
@@ -109,7 +109,7 @@ class AttackerRow(NamedTuple):
 
 
 def attackers(results: Results[Membership]) -> Iterator[AttackerRow]:
-    """Yield every attacker on every defence that did not fail."""
+    """Yield every attacker on every defence for which the attack did not fail."""
     for defence, result in results.items():
         if isinstance(result, Membership):
             for name, found in result.attackers.items():
@@ -130,12 +130,12 @@ def main_rows(results: Results[Membership]) -> Iterator[list[str]]:
 
 
 def best_epoch(found: AttackScores | None) -> str:
-    """Return the best epoch's accuracy on the test itself, in %."""
+    """Format the accuracy in % of the epoch that is best on the test records themselves."""
     return NOTHING if found is None or found.best_on_test is None else f"{100 * found.best_on_test:.1f}"
 
 
 def figure_rows(row: AttackerRow) -> Iterator[list[str]]:
-    """Yield one row per attack, with all figures."""
+    """Yield one row per attack, with all scores."""
     for name, found in row.attacks.items():
         start = [row.defence, row.who, NETWORKS.get(name, name)]
         if isinstance(found, Failure):
@@ -173,7 +173,7 @@ def roc_sections(rows: Sequence[AttackerRow]) -> Iterator[Section]:
 
 
 def judge_attackers(results: Results[Membership]) -> dict[str, Verdict]:
-    """Return the verdict on each defence, by the AUC of the strongest attack."""
+    """Return the verdict on each defence, based on the AUC of the strongest attack."""
     found = {
         defence: [
             MEASURE.assess(name, one.auc, GUESS)
@@ -188,7 +188,7 @@ def judge_attackers(results: Results[Membership]) -> dict[str, Verdict]:
 
 
 def present_attacks(results: Results[Membership]) -> Presentation:
-    """Return Table 3, and the sections: all figures, intervals, ROC curves."""
+    """Return Table 3 and the sections: all scores, intervals, ROC curves."""
     rows, verdicts = list(attackers(results)), judge_attackers(results)
     metric = rows[0].result.metric if rows else "accuracy"
     figures = [cells for row in rows for cells in figure_rows(row)]

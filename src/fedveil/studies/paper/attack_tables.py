@@ -35,7 +35,7 @@ ACCURACY = "accuracy"
 def attack_graph(
     study: AttackStudy[O, A], plan: ExhibitPlan, folder: Path, seeds: Sequence[int] | None = None
 ) -> JobGraph[AttackResults[A]]:
-    """Return the jobs of an attack on all data sets, seed by seed; tables and figures of one attack share them."""
+    """Return the jobs of an attack on all data sets, seed by seed; the exhibits of one attack share them."""
     options, graphs = study.options(**plan.settings.attack), dict[tuple[str, int], JobGraph[Results[A]]]()
     for seed in range(plan.settings.seeds) if seeds is None else seeds:
         for group in plan.settings.runs:
@@ -55,7 +55,7 @@ def attack_graph(
 
 
 class FigurePair(NamedTuple):
-    """A figure by the paper's protocol and by ours; None where there is none."""
+    """An estimate by the paper's protocol and one by ours; None if there is none."""
 
     theirs: Estimate | None = None
     ours: Estimate | None = None
@@ -68,7 +68,7 @@ class TableMeasure:
     Attributes:
         title: title of the row.
         fraction: whether values are fractions, which are shown in per cent.
-        theirs, ours: formats of values by the paper's protocol and by ours.
+        theirs, ours: formats for values by the paper's protocol and by ours.
     """
 
     title: str
@@ -88,8 +88,8 @@ class AttackEntry:
     """One measure of one attacker on one defence: the paper's value, and ours by seed.
 
     Attributes:
-        attacker: name of the attacker; "" if the measure has none, or the attack failed.
-        failed: reason if there are no values.
+        attacker: name of the attacker; "" if the measure has none, or if the attack failed.
+        failed: why there are no values; "" if there are.
     """
 
     data: str
@@ -102,7 +102,7 @@ class AttackEntry:
 
     @property
     def rate(self) -> Estimate | None:
-        """Return the success over seeds, if it was measured."""
+        """The success rate over seeds; None if it was not measured."""
         return mean_over_seeds([pair.ours for pair in self.pairs if pair.ours is not None], fraction=True)
 
     def row(self, measure: TableMeasure) -> list[str]:
@@ -128,17 +128,17 @@ def present_attack(
     single: str,
     chart: Intervals,
 ) -> Presentation:
-    """Return a row per data set, measure, defence and attacker, and success in a chart and in the summary.
+    """Return a row per data set, measure, defence and attacker, with the success rate in a chart and in the summary.
 
     Args:
         plan: plan of the exhibit.
         results: results by data set, defence and seed.
-        figures: function of a result, an attacker and a measure.
+        figures: function that returns a pair for a result, an attacker and a measure.
         measures: the paper's measures.
-        success: the measure in the chart and in the summary.
-        title: the attack, in the summary.
+        success: the measure shown in the chart and in the summary.
+        title: name of the attack in the summary.
         protocol: name of the paper's protocol in the header.
-        single: description of the intervals of a single seed; several seeds have Student's.
+        single: description of the intervals for a single seed; several seeds have Student's intervals.
         chart: the chart without its rows.
     """
     rows, marks, headline = list[list[str]](), dict[Interval, None](), list[tuple[str, str, str]]()
@@ -166,7 +166,7 @@ def present_attack(
 
 
 def _summarise(successes: Sequence[AttackEntry]) -> tuple[str, str] | None:
-    """Return success on plain and veil in the paper and in ours, with the best adaptive attacker; None without both."""
+    """Return success on plain and veil in the paper and here, with the best adaptive attacker; None without both."""
     rates = {(one.defence, one.attacker): 100 * one.rate.value for one in successes if one.rate}
     if not {("plain", PUBLISHED), ("veil", PUBLISHED)} <= rates.keys():
         return None
@@ -199,7 +199,7 @@ def point(value: float) -> Estimate:
 
 
 def mean_over_seeds(found: Sequence[Estimate], *, fraction: bool) -> Estimate | None:
-    """Average one value per seed, with Student's interval clipped to possible values; keep a single one as it is."""
+    """Average one value per seed, with Student's interval clipped to possible values; keep a single value as it is."""
     if len(found) < 2:
         return found[0] if found else None
     over = average([one.value for one in found])
@@ -217,7 +217,7 @@ def _require_seeds(seeds: Mapping[int, A | Failure]) -> list[A] | Failure:
 
 
 def _membership_figures(result: Membership, attacker: str, measure: str) -> FigurePair:
-    """Return the success on one set of layers: with the paper's choice of the epoch, and with that of known records."""
+    """Return the success on one set of layers: with the epoch chosen as in the paper, and chosen on known records."""
     found = result.attackers[attacker].attacks.get(measure) if attacker in result.attackers else None
     if not isinstance(found, AttackScores):
         return FigurePair()
@@ -225,7 +225,7 @@ def _membership_figures(result: Membership, attacker: str, measure: str) -> Figu
 
 
 def _inversion_figures(result: Inversion, attacker: str, measure: str) -> FigurePair:
-    """Return one measure of the generator's images: by the attacked model itself, and by the evaluator."""
+    """Return one measure of the generator's images, judged by the attacked model itself and by the evaluator."""
     if attacker not in result.attackers:
         return FigurePair()
     found = result.attackers[attacker]
@@ -269,7 +269,7 @@ MEMBERSHIP_KIND, INVERSION_KIND = TypeAdapter(AttackResults[Membership]), TypeAd
 
 
 def present_table4(plan: ExhibitPlan, results: AttackResults[Inversion]) -> Presentation:
-    """Return the table, and in its note the success of a generator without any model, and of real images."""
+    """Return the table; its note has the success of a generator without any model, and of real images."""
     shown, limits = present_inversion(plan, results), []
     for data, ours in results.items():
         found = {seed: one for seeds in ours.values() for seed, one in seeds.items() if isinstance(one, Inversion)}

@@ -1,4 +1,4 @@
-"""Figures 4 and 5: images by model inversion, and images from gradients."""
+"""Figures 4 and 5: images from model inversion and images from gradients."""
 
 import math
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def _grid(results: Results[Inversion]) -> ImageGrid | Failure:
 
 
 def inversion_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Grids]:
-    """Return the jobs of Table 4's attacks with the first seed."""
+    """Return the jobs for Table 4's attacks with the first seed."""
     attacks = attack_graph(INVERSION, plan, folder, seeds=(0,))
     return JobGraph(
         attacks.jobs,
@@ -76,7 +76,7 @@ def _configs(plan: ExhibitPlan) -> dict[str, Config]:
 
 
 def gradient_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Results[Gradients]]:
-    """Return the jobs of all batches of all variants."""
+    """Return the jobs for all batches of all variants."""
     options = GradientOptions(**plan.settings.attack)  # type: ignore[arg-type]
     configs = _configs(plan)
     jobs = {
@@ -87,7 +87,7 @@ def gradient_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Results[Gradient
 
 
 def present_fig5(plan: ExhibitPlan, results: Results[Gradients]) -> Presentation:
-    """Return a row for each defence and view, a chart of the PSNR, and the images."""
+    """Return a row for each defence and view, a PSNR chart, and the images."""
     pictures = gallery("Figure 5: images from gradients", results, BATCH, "PSNR in dB below each picture.")
     sections = [chart("Figure 5: PSNR of the images", results, BATCH), *pictures]
     uploads = [f"{name} {views['V-up'].near:.1f}" for name, views in view_figures(results, BATCH).items()]

@@ -1,4 +1,4 @@
-"""Tables and figures of the paper: a plan in TOML, and the functions that compute and present it."""
+"""Tables and figures of the paper: a plan in TOML, and the functions that compute and present them."""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -16,22 +16,22 @@ from fedveil.studies.study import JobGraph
 
 SCALES = ("quick", "cpu", "paper")
 LOSS: Mapping[str, Value] = {"loss": "squared_error"}
-"""The paper's loss, of every plan that names no other."""
+"""The paper's loss, used by every plan that does not name another."""
 T = TypeVar("T")
 R = TypeVar("R")
 RunValue = Value | list[Value] | dict[str, Value]
-"""One value, a list of values to combine with all others, or a value that depends on another."""
+"""One value, a list of values to combine with all others, or a value that depends on another key."""
 
 
 class ScaleSettings(BaseModel):
-    """Settings that decide the results at one scale.
+    """Settings that determine the results at one scale.
 
     Attributes:
         about: how this scale differs from the paper's setting.
         defences: defences to attack.
-        data: our name of each data set of the paper.
+        data: our name for each of the paper's data sets.
         attack: options of the attack.
-        seeds: number of repetitions of each attack; training runs have their seeds in `common` or `runs`.
+        seeds: number of repetitions of each attack; the seeds of training runs are in `common` or `runs`.
         common: values that all groups of runs share.
         runs: groups of configurations.
         run: a single configuration.
@@ -58,7 +58,7 @@ class PlanFile(BaseModel):
         note: note below its table.
         comparison: note below the table that compares the veil with plain training.
         why: differences from the paper, with reasons.
-        same_as: name of another file whose scales are used.
+        same_as: name of another file whose scales are used instead.
         columns: columns of the paper's table.
         scales: settings by scale.
         paper: the paper's values.
@@ -80,9 +80,9 @@ class ExhibitPlan:
 
     Attributes:
         name: name on the command line.
-        file: what is the same at all scales.
+        file: content that is the same at all scales.
         scale: one of SCALES.
-        settings: validated settings of the scale; `written` has them as they are in the file, without `about`.
+        settings: validated settings of the scale; `written` has the same settings as in the file, without `about`.
         device: device to compute on.
     """
 
@@ -95,12 +95,12 @@ class ExhibitPlan:
 
     @property
     def title(self) -> str:
-        """Return the title on the page."""
+        """The title on the page."""
         return self.file.title
 
     @property
     def where(self) -> str:
-        """Return the prefix of error messages."""
+        """The prefix of error messages."""
         return f"{self.name}.toml, {self.scale}"
 
     def paper_values(self, kind: type[T]) -> T:
@@ -127,8 +127,8 @@ class Exhibit:
     """A table or figure of the paper.
 
     Attributes:
-        graph: returns the jobs of a plan, which compute plain values for the disk.
-        present: presents plain values from the disk.
+        graph: returns the jobs for a plan, which compute plain values to store on disk.
+        present: presents plain values that were read from disk.
     """
 
     graph: Callable[[ExhibitPlan, Path], JobGraph[JsonValue]]
@@ -141,7 +141,7 @@ def make_exhibit(
     present: Callable[[ExhibitPlan, R], Presentation],
     omitted: frozenset[str] = frozenset(),
 ) -> Exhibit:
-    """Make an exhibit of functions on typed results; the omitted fields are not written to disk."""
+    """Make an exhibit from functions on typed results; the omitted fields are not written to disk."""
 
     def plain_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[JsonValue]:
         found = graph(plan, folder)

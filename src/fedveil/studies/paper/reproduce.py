@@ -35,7 +35,7 @@ StoredExhibit = Mapping[str, JsonValue]
 
 
 class AvailableExhibit(NamedTuple):
-    """An exhibit whose results are there."""
+    """An exhibit whose results are available."""
 
     plan: ExhibitPlan
     stored: StoredExhibit
@@ -43,7 +43,7 @@ class AvailableExhibit(NamedTuple):
 
 
 def select_names(names: Sequence[str]) -> list[str]:
-    """Return the exhibits of "all" or of names, in the paper's order."""
+    """Return the named exhibits, or all for "all", in the paper's order."""
     for name in names:
         if name not in (*EXHIBITS, "all"):
             fix = f"use all, or some of {', '.join(EXHIBITS)}"
@@ -52,7 +52,7 @@ def select_names(names: Sequence[str]) -> list[str]:
 
 
 def has_failure(results: JsonValue) -> bool:
-    """Whether any part of the results failed."""
+    """Return whether any part of the results failed."""
     if isinstance(results, dict):
         return bool(results.get("failed")) or any(map(has_failure, results.values()))
     return isinstance(results, list) and any(map(has_failure, results))
@@ -64,10 +64,10 @@ def _settings(plan: ExhibitPlan) -> dict[str, JsonValue]:
 
 
 def read_exhibit(plan: ExhibitPlan, folder: Path) -> StoredExhibit | None:
-    """Read an exhibit's file if it was made with the plan's settings."""
+    """Read an exhibit's file if it was computed with the plan's settings."""
     try:
         found = read_json(folder / f"{plan.name}.json")
-    except ValueError:  # a BadArgument is one
+    except ValueError:  # a BadArgument is a ValueError
         return None
     return found if isinstance(found, dict) and found.items() >= _settings(plan).items() else None
 
@@ -125,12 +125,12 @@ def reproduce(
     show: Show = lambda name, fraction, what: None,
     on_done: Callable[[ExhibitPlan, Presentation], None] = lambda plan, presented: None,
 ) -> Path:
-    """Compute the exhibits that are not in the folder yet, write the page of all that are, and return its path.
+    """Compute the exhibits that are not in the folder yet, write a page with all that are, and return its path.
 
     Args:
         names: names of exhibits, or "all".
         scale: "quick", "cpu" or "paper".
-        folder: gets NAME.json for each exhibit, report.html, and work/ with everything needed to resume.
+        folder: folder for NAME.json for each exhibit, report.html, and work/ with everything needed to resume.
         workers: number of processes; one per core by default.
         device: device to compute on.
         show: called with (job, fraction done, current step).
@@ -162,7 +162,7 @@ def reproduce(
 
 
 def _write_page(found: Mapping[str, AvailableExhibit], plan: ExhibitPlan, folder: Path) -> Path:
-    """Write one page of all available exhibits, with a summary first; `plan` is any of the same scale."""
+    """Write one page with all available exhibits, after a summary; `plan` is any plan of the same scale."""
     available = [found[name] for name in EXHIBITS if name in found]
     rows = [row for one in available for row in one.presented.headline]
     sections: list[Section] = [Table("Summary", ["", "the paper", "ours"], rows, TEXTS.note)] if rows else []
@@ -174,7 +174,7 @@ def _write_page(found: Mapping[str, AvailableExhibit], plan: ExhibitPlan, folder
 
 
 def _sections(plan: ExhibitPlan, stored: StoredExhibit, presented: Presentation) -> list[Section]:
-    """Return the table, its other sections, the differences from the paper, and the settings."""
+    """Return the table, the other sections, the differences from the paper, and the settings."""
     main: Section = Text(plan.title, [presented.note, plan.settings.about])
     if presented.rows:
         note = f"{presented.note} Scale: {plan.settings.about}"
@@ -196,7 +196,7 @@ def _sections(plan: ExhibitPlan, stored: StoredExhibit, presented: Presentation)
 
 
 def join_headlines(presented: Mapping[str, Presentation]) -> str:
-    """Return our figures of the first exhibit on accuracy, and of the first one on attacks."""
+    """Return our results from the first exhibit on accuracy and from the first one on attacks."""
     groups = (("table2", "table1", "fig3"), ("table3", "table4", "fig5"))
     found = [[presented[name].headline for name in names if name in presented] for names in groups]
     rows = [row for headlines in found for row in next(filter(None, headlines), ())]

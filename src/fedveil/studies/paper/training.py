@@ -1,4 +1,4 @@
-"""Tables 1 and 2 and Figure 3: training runs of a plan, and the veil beside plain training and other defences."""
+"""Tables 1 and 2 and Figure 3: training runs, and the veil compared with plain training and other defences."""
 
 import dataclasses
 import hashlib
@@ -47,7 +47,7 @@ class Run:
 
 
 def list_configs(plan: ExhibitPlan) -> list[Config]:
-    """Return every combination of the values that a group of runs lists, once for each of its seeds.
+    """Return every combination of the values listed in each group of runs, once for each of its seeds.
 
     Groups share the values in `common`. A value that depends on another names it:
     batch_size = { of = "clients", 1 = 40, 5 = 8 }.
@@ -110,7 +110,7 @@ def _to_run(config: Config, trained: TrainedRun | Failure) -> Run:
 
 
 def select(runs: Sequence[Run], **values: str | int) -> list[Run]:
-    """Return the runs with these values; a number may be given as text."""
+    """Return the runs with the given values; a number may be given as text."""
     return [run for run in runs if all(str(getattr(run, key)) == str(value) for key, value in values.items())]
 
 
@@ -141,14 +141,14 @@ def format_pair(values: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The veil, or the baseline, beside plain training with the same seeds.
+    """The veil or the baseline, compared with plain training with the same seeds.
 
     Attributes:
         where: values that the runs share.
         plain, other: the metric at the end, by seed.
-        largest: largest difference at the end between two runs of one seed.
-        largest_anywhere: largest difference anywhere on the curves of one seed.
-        loss: largest relative difference of test losses at the end; None where the metric is the loss.
+        largest: largest difference at the end between two runs with the same seed.
+        largest_anywhere: largest difference anywhere on two curves with the same seed.
+        loss: largest relative difference of test losses at the end; None if the metric is the loss.
     """
 
     where: Setting
@@ -160,12 +160,12 @@ class Comparison:
 
     @property
     def means(self) -> float:
-        """Return the absolute difference of the means."""
+        """The absolute difference of the means."""
         return abs(statistics.fmean(self.other) - statistics.fmean(self.plain))
 
     @property
     def deviations(self) -> tuple[float, float]:
-        """Return both standard deviations over seeds."""
+        """Both standard deviations over seeds."""
         return deviation(self.plain), deviation(self.other)
 
     @property
@@ -175,7 +175,7 @@ class Comparison:
 
 
 def compare_runs(runs: Sequence[Run], keys: Sequence[str], other: str = "veil") -> Iterator[Comparison]:
-    """Compare the veil or the baseline with plain training for every setting of the keys that has seeds of both."""
+    """Compare the veil or the baseline with plain training, for every setting of the keys that has seeds with both."""
     for values in dict.fromkeys(tuple(getattr(run, key) for key in keys) for run in runs):
         where: Setting = dict(zip(keys, values, strict=True))
         plain, others = (
@@ -212,7 +212,7 @@ HEADER3 = ("network", "loss", "clients", "seeds", "largest difference of means, 
 def paper_cells(
     plan: ExhibitPlan, printed: Sequence[float], runs: Sequence[Run], key: str, forms: tuple[str, str], scale: float = 1
 ) -> list[str]:
-    """Return the paper's value and ours for each column of the paper's table; `key` is what columns differ in."""
+    """Return the paper's value and ours for each column of the paper's table; columns differ in `key`."""
     cells = []
     for column, value in zip(plan.file.columns, printed, strict=True):
         cells += [f"{value:{forms[0]}}", format_runs(select(runs, **{key: column}), forms[1], scale)]
@@ -220,7 +220,7 @@ def paper_cells(
 
 
 def present_table1(plan: ExhibitPlan, results: list[Run]) -> Presentation:
-    """Return the paper's values beside ours, then the veil beside plain training."""
+    """Return the paper's values beside ours, then the veil compared with plain training."""
     paper, rows, beside = plan.paper_values(DefenceValues), list[list[str]](), list[list[str]]()
     for defence, values in paper.items():
         for clients, printed in values.items():
@@ -252,7 +252,7 @@ def largest_gap(paper: DefenceValues) -> float:
 
 
 def present_table2(plan: ExhibitPlan, results: list[Run]) -> Presentation:
-    """Return the paper's values beside ours, then the veil and the baseline beside plain training."""
+    """Return the paper's values beside ours, then the veil and the baseline compared with plain training."""
     paper, rows = plan.paper_values(dict[str, DefenceValues]), list[list[str]]()
     for printed_as, data in plan.settings.data.items():
         for clients in next(iter(paper[printed_as].values())):
@@ -278,7 +278,7 @@ def present_table2(plan: ExhibitPlan, results: list[Run]) -> Presentation:
 def _comparison_tables(
     plan: ExhibitPlan, runs: Sequence[Run], veils: Sequence[Comparison], baselines: Sequence[Comparison]
 ) -> list[Section]:
-    """Return the veil and the baseline beside plain training, one table for each loss."""
+    """Return the veil and the baseline compared with plain training, in one table for each loss."""
     rows: dict[str, list[list[str]]] = {}
     names = ("plain", "veil", BASELINE)
     header = ("data", "network", "clients", "seeds", *names, "overlap", *DIFFERENCES)
@@ -322,7 +322,7 @@ def present_fig3(plan: ExhibitPlan, results: list[Run]) -> Presentation:
 
 
 def _largest_difference(plain: Line, other: Line) -> tuple[str, str]:
-    """Format the largest difference of two mean curves, and the pooled standard deviation there."""
+    """Format the largest difference between two mean curves, and the pooled standard deviation there."""
     pairs = zip(plain, other, strict=True)
     far, pooled = max((abs(p[1] - o[1]), pooled_deviation(p[2], o[2])) for p, o in pairs)
     return f"{far:.2f}", f"{pooled:.2f}"
