@@ -118,7 +118,7 @@ def test_help_names_every_command_and_attack(capsys):
         (["attack", GUESS, "--defence", "plain,dbcl", "--sigma", "1"], ["--sigma does not apply to"]),
         (["train", "--dp-clip", "1"], ["fedveil train", "dp_clip without dp_noise", "--dp-clip 1 --dp-noise 1"]),
         (["train", "gone.toml"], ["gone.toml: cannot be read", "Fix: name a TOML file that is there"]),
-        (["train", "mine.csv", "--target", "y"], ["mine.csv: it is a table", "--data csv --path mine.csv"]),
+        (["train", "mine.csv", "--target", "y"], ["mine.csv: this is a table", "--data csv --path mine.csv"]),
         (["train", "--data", "mine.csv", "--target", "y"], ["is a file or folder", "--data csv --path mine.csv"]),
         (["train", "--data", "."], ["is a file or folder", "--data images --path ."]),
         (["train", "quoted.toml"], ["lr must be a valid number, got '0.001'", "Fix: write lr without quotes"]),
