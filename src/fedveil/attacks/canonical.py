@@ -33,7 +33,7 @@ TINY = 1e-30
 
 
 def element_slots(plan: Plan) -> Pool:
-    """Return the slots of each element of the flat vector of all tensors."""
+    """Flatten all tensors into one vector, and return the slots of each of its elements."""
     return Pool.build(plan.layout.entries, dict(plan.pieces), plan.layout.device)
 
 

@@ -89,7 +89,7 @@ EVERYTHING = FlagSet()
 
 
 def parse(start: C, prog: str, words: Sequence[str], about: str, shown: FlagSet = EVERYTHING) -> C:
-    """Return a command with its flags parsed. Help, and flags that tyro refuses, raise SystemExit."""
+    """Return a command with its flags parsed; raise SystemExit for --help and for flags that tyro rejects."""
     kind, rules = type(start), shown.registry()
     return tyro.cli(kind, prog=prog, args=words, description=about, default=start, config=MARKERS, registry=rules)
 

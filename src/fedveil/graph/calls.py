@@ -174,7 +174,7 @@ class Call:
         return units if isinstance(self.output, Tensor) else [units]
 
     def broadcast(self, operand: Traced) -> Units:
-        """Return the operand's units with as many dims as the output."""
+        """Return the operand's units, expanded to the number of dims of the output."""
         return operand.units.each(lambda factor: align(factor, self.rank))
 
     def distinct_dims(self, operand: Traced) -> Dims:

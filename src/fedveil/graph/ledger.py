@@ -241,8 +241,8 @@ class Ledger:
     ) -> tuple[Tensor, ...]:
         """Give both operands of an element-wise operation the same order and return the order of the result.
 
-        `distinct_a` and `distinct_b` are the dims along which the elements of `a` and `b` may differ. Along all other
-        dims, a tensor is broadcast, and permuting the other one does not change it.
+        `distinct_a` and `distinct_b` are the dims along which the elements of `a` and `b` may differ. Along every
+        other dim an operand is broadcast, so permuting the other operand leaves it unchanged.
         """
         left = [(factor, self._fold(factor, dims - distinct_b)) for factor in a if (dims := varying_dims(factor))]
         right = [(factor, self._fold(factor, dims - distinct_a)) for factor in b if (dims := varying_dims(factor))]

@@ -237,7 +237,7 @@ def choose_loss(config: Config, data: Data | None = None) -> Config:
 def check_loss(config: Config, data: Data) -> None:
     """Refuse a loss that does not fit the data or, without a loss, targets for which the choice is ambiguous.
 
-    Whether the targets match the model's outputs is checked by the federation.
+    The federation checks that the targets fit the model's outputs.
     """
     loss = config.training.loss
     if data.classes:

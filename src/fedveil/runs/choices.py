@@ -108,7 +108,7 @@ def parse_settings(words: Iterable[str]) -> dict[str, Scalar]:
 
 
 def applicable_values(config: Config) -> dict[str, Value]:
-    """Return the configuration values that apply to the configuration's own choices."""
+    """Return the configuration values that apply to the chosen data, model and defence."""
     choices = Choices(config.data.name, config.model.name, (config.defence.name,))
     return {key: value for key, value in config.flat().items() if choices.accepts(key)}
 

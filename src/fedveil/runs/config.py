@@ -169,7 +169,7 @@ class LimitSettings(Settings):
     hostile: Annotated[int, Field(ge=0)] | None = _key(None, "hostile clients to tolerate per round", rare=True)
     max_records: Positive | None = _key(None, "maximum number of records counted for a client", rare=True)
     max_share: Fraction | None = _key(None, "maximum weight of a client in the mean", rare=True)
-    max_norm: AboveZero | None = _key(None, "refuse gradients with a larger norm", rare=True)
+    max_norm: AboveZero | None = _key(None, "refuse gradients whose norm exceeds this value", rare=True)
     norm_factor: Annotated[float, Field(ge=1)] | None = _key(
         None, "refuse gradients whose norm exceeds the round's median by this factor", rare=True
     )

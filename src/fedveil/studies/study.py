@@ -71,7 +71,7 @@ def gather(
 
 
 def publish(study: Study[S, R], request: S, results: R, folder: Path, command: str) -> Presentation:
-    """Write results.json and report.html, and return the presentation for the terminal."""
+    """Write results.json and report.html, and return the `Presentation` to print."""
     from fedveil.report import write  # jobs do not need it
 
     plain, presented = {"command": command, "results": to_jsonable_python(results)}, study.present(request, results)
