@@ -117,13 +117,8 @@ def test_help_names_every_command_and_attack(capsys):
         (["train", "--model", "resnet21"], ["there is no model 'resnet21'", "'resnet20'"]),
         (["attack", GUESS, "--defence", "plain,dbcl", "--sigma", "1"], ["--sigma does not apply to"]),
         (["train", "--dp-clip", "1"], ["fedveil train", "dp_clip without dp_noise", "--dp-clip 1 --dp-noise 1"]),
-<<<<<<< HEAD
         (["train", "gone.toml"], ["gone.toml: cannot be read", "Fix: name a TOML file that exists"]),
-        (["train", "mine.csv", "--target", "y"], ["mine.csv: it is a table", "--data csv --path mine.csv"]),
-=======
-        (["train", "gone.toml"], ["gone.toml: cannot be read", "Fix: name a TOML file that is there"]),
         (["train", "mine.csv", "--target", "y"], ["mine.csv: this is a table", "--data csv --path mine.csv"]),
->>>>>>> w-lc
         (["train", "--data", "mine.csv", "--target", "y"], ["is a file or folder", "--data csv --path mine.csv"]),
         (["train", "--data", "."], ["is a file or folder", "--data images --path ."]),
         (["train", "quoted.toml"], ["lr must be a valid number, got '0.001'", "Fix: write lr without quotes"]),
