@@ -1,7 +1,7 @@
 """Rules that combine clients' vectors when some clients may be hostile.
 
-Each rule takes a matrix whose rows are the clients' vectors, and `hostile`, the number of rows that may be arbitrary. It
-returns one vector. All clients have the same weight: a hostile client could claim any weight.
+Each rule takes a matrix whose rows are the clients' vectors, and `hostile`, the number of rows that may be arbitrary.
+It returns one vector. All clients have the same weight: a hostile client could claim any weight.
 
 - Median and trimmed mean of each coordinate: Yin, Chen, Kannan, Bartlett, "Byzantine-Robust Distributed Learning:
   Towards Optimal Statistical Rates", ICML 2018.
