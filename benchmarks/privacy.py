@@ -23,9 +23,9 @@ from benchmarks.timing import machine, table
 from fedveil import Entropy
 from fedveil.data import Data, load, split
 from fedveil.defences import Defence, Plain, Private, Veil
-from fedveil.defences.accountant import epsilon
 from fedveil.federation import Federation
 from fedveil.models import mlp
+from fedveil.privacy.accounting import epsilon
 
 CLIP, DELTA, EVERY = 1.0, 1e-5, 10
 LOSSES = ("squared_error", "cross_entropy")

@@ -16,13 +16,14 @@ from fedveil.models import mlp
 SOURCE = Path(fedveil.__file__).parent
 EVERYONE = {"checks", "errors", "files", "locks", "lookup", "plain_json", "progress", "signals", "wire"}  # for all
 LEAVES = ("data", "models", "records", "report")
-CORE = {"graph", "scheme", "defences", "federation"}
+CORE = {"graph", "scheme", "privacy", "defences", "federation"}
 BELOW = {
     **{leaf: set() for leaf in (*LEAVES, "graph", "secagg")},
     "data": {"records"},
     "scheme": {"graph"},
-    "defences": {"graph", "scheme"},
-    "federation": {"graph", "scheme", "defences", "secagg", "records"},
+    "privacy": {"graph", "scheme"},
+    "defences": {"graph", "scheme", "privacy"},
+    "federation": {*CORE, "secagg", "records"},
     "attacks": {*CORE, "secagg", "records"},
     "runs": {*CORE, *LEAVES},
     "flower": {*CORE, "secagg", "records"},

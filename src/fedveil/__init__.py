@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from fedveil.errors import FedveilError
     from fedveil.federation import Federation, History, Limits
     from fedveil.graph import Plan, Symmetry, analyse
+    from fedveil.privacy import Privacy
     from fedveil.runs.folder import load_model
     from fedveil.scheme import (
         Aggregate,
@@ -36,6 +37,7 @@ __all__ = [
     "Limits",
     "Perturbation",
     "Plan",
+    "Privacy",
     "Symmetry",
     "Update",
     "Veil",
@@ -45,7 +47,12 @@ __all__ = [
     "load_model",
 ]
 
-_HOMES = {"FedveilError": "errors", "Veil": "defences", "load_model": "runs.folder"}  # all other names: scheme
+_HOMES = {
+    "FedveilError": "errors",
+    "Privacy": "privacy",
+    "Veil": "defences",
+    "load_model": "runs.folder",
+}  # those of no other: scheme
 _HOMES |= dict.fromkeys(("Federation", "History", "Limits"), "federation")
 _HOMES |= dict.fromkeys(("Plan", "Symmetry", "analyse"), "graph")
 

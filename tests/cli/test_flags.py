@@ -116,7 +116,7 @@ def test_help_names_every_command_and_attack(capsys):
         (["train", "--model", "cnn", "--layers", "2"], ["--layers does not apply to --model cnn", "it is for mlp"]),
         (["train", "--model", "resnet21"], ["there is no model 'resnet21'", "'resnet20'"]),
         (["attack", GUESS, "--defence", "plain,dbcl", "--sigma", "1"], ["--sigma does not apply to"]),
-        (["train", "--dp-clip", "1"], ["fedveil train", "dp_clip without dp_noise", "--dp-clip 1 --dp-noise 1"]),
+        (["train", "--clip", "2"], ["fedveil train", "clip without epsilon or noise", "--epsilon 3"]),
         (["train", "gone.toml"], ["gone.toml: cannot be read", "Fix: name a TOML file that exists"]),
         (["train", "mine.csv", "--target", "y"], ["mine.csv: this is a table", "--data csv --path mine.csv"]),
         (["train", "--data", "mine.csv", "--target", "y"], ["is a file or folder", "--data csv --path mine.csv"]),

@@ -18,12 +18,12 @@ from torch import nn
 
 from fedveil import Entropy, cli, errors
 from fedveil.defences import DBCL, PPDL, Plain, Private, Samples, Veil
-from fedveil.defences.accountant import Accountant, epsilon
 from fedveil.defences.clipping import clip_vector
 from fedveil.defences.plain import PlainRound, PlainUpdate, average
 from fedveil.defences.private import PrivateRound, find_moving_buffers
 from fedveil.federation import Federation
 from fedveil.models import cnn, resnet
+from fedveil.privacy.accounting import Accountant, epsilon
 from fedveil.runs.build import build_defence
 from fedveil.runs.config import configure
 from fedveil.scheme.losses import CrossEntropy, SquaredError
@@ -348,15 +348,14 @@ def test_a_missing_library_is_named_with_its_install_line(monkeypatch):
 # From the command line
 
 
-@pytest.mark.parametrize("half", [{"dp_clip": 1.0}, {"dp_noise": 1.0}])
-def test_half_of_the_settings_is_refused(half):
-    for build in (lambda: configure(half), lambda: build_defence(config_of(**half))):
-        with pytest.raises(errors.BadArgument, match=r"(?s)dp_\w+ without dp_\w+ .*--dp-clip 1 --dp-no"):
+def test_settings_without_noise_are_refused():
+    for build in (lambda: configure({"clip": 2.0}), lambda: build_defence(config_of(unit="client"))):
+        with pytest.raises(errors.BadArgument, match=r"(?s)without epsilon or noise.*--epsilon 3"):
             build()
 
 
 def test_train_prints_what_was_spent_and_resumes(tmp_path, capsys):
-    flags = "--defence veil --loss cross_entropy --hidden 8 --batch-size 256 --dp-clip 1 --dp-noise 2 --dp-delta 1e-6"
+    flags = "--defence veil --loss cross_entropy --hidden 8 --batch-size 256 --unit client --noise 2 --delta 1e-6"
     command = ["train", *flags.split(), "--clients", "4", "--out", str(tmp_path), "--json"]
     assert cli.main([*command, "--epochs", "1"]) == 0
     assert cli.main([*command, "--epochs", "2", "--resume"]) == 0
@@ -366,6 +365,6 @@ def test_train_prints_what_was_spent_and_resumes(tmp_path, capsys):
         assert summary["epsilon_replace"] == epsilon(summary["rounds"], 2.0, 1e-6, replace=True)
         assert summary["delta"] == 1e-6
     assert second["rounds"] == 2 * first["rounds"]
-    assert "--dp-clip 1.0 --dp-noise 2.0 --dp-delta 1e-06" in second["repeat"]
+    assert "--noise 2.0 --delta 1e-06 --unit client" in second["repeat"]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["epsilon"] == second["epsilon"]

@@ -301,7 +301,7 @@ def test_no_client_counts_more_than_the_clip_whoever_contributes_nothing(absent,
     session.broadcast()
     sums = Sums(session.defence, session.client, model, torch.zeros(2, 4).double())
     hellos = tuple(party.hello("a run") for party in list(parties().values())[:4])
-    opening = Opening("a run", 0, 0, hellos, *sums.layout(session.round))
+    opening = Opening("a run", 0, 0, hellos, *sums.layout(session.round, len(hellos)))
     long, none = torch.full((2, 4), 5.0).double(), torch.full((2, 4), torch.nan).double()
     updates = [long, *[torch.zeros(2, 4).double()] * (3 - absent), *[none] * absent]
     words = [encode_words({"gradient/weight": own}, 50, opening, clip) for own in updates]

@@ -20,7 +20,7 @@ OPTIONAL = ("flwr", "nvflare", "pillow", "dp-accounting", "httpx", "pandas", "te
 EXTRAS = {
     "nvflare": ["fedveil", "flare-kit", "kit"],
     "images": ["fedveil", "train", "--data", "images", "--path", "pictures", "--epochs", "1"],
-    "dp": ["fedveil", "train", "--data", "digits", "--epochs", "1", "--dp-clip", "1", "--dp-noise", "1"],
+    "dp": ["fedveil", "train", "--data", "digits", "--epochs", "1", "--noise", "1"],
 }
 
 

@@ -14,8 +14,8 @@ from fedveil.attacks.scores import Estimate
 from fedveil.attacks.whitebox import Recipe
 from fedveil.cli.studies import AuditCommand
 from fedveil.data import Data, DataPart
-from fedveil.defences.accountant import epsilon
 from fedveil.errors import BadArgument
+from fedveil.privacy.accounting import epsilon
 from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.config import configure
 from fedveil.studies.audit import harden
@@ -273,7 +273,7 @@ def test_measures_that_differ_by_the_veil_only_share_their_shadows(tmp_path):
 def test_noise_spends_the_budget_that_the_measure_names_and_hardly_less():
     for budget in harden.UNIT_NOISE:
         values = harden.private(budget)
-        assert 0.999 * budget < epsilon(values["epochs"], values["dp_noise"], values["dp_delta"]) <= budget
+        assert 0.999 * budget < epsilon(values["epochs"], values["noise"], values["delta"]) <= budget
 
 
 def test_costs_are_paired_by_seed_and_the_best_attacker_is_that_of_the_mean():

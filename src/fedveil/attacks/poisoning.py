@@ -215,7 +215,7 @@ class HostileEngine(LocalEngine[B, U]):
         self.strategy, self.hostile, self._limits = strategy, range(count - hostile, count), limits or Limits()
         self._norms: list[float] = []  # of honest uploads, round by round
 
-    def updates(self, broadcast: B, clients: Sequence[int], number: int) -> list[U]:
+    def updates(self, broadcast: B, clients: Sequence[int], number: int, members: int | None = None) -> list[U]:
         """Return each client's upload; hostile clients see the honest uploads first."""
         uploads = super().updates(broadcast, clients, number)
         pairs = zip(clients, uploads, strict=True)

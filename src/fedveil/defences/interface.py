@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from torch import Tensor, nn
 
 from fedveil.defences.state import State, StateValue
-from fedveil.errors import UpdateRefused
+from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.plan import Plan
 from fedveil.scheme import Aggregate, Loss
@@ -16,10 +16,13 @@ from fedveil.scheme.result import recover_each
 from fedveil.wire import Packed, Tensors, Values
 
 if TYPE_CHECKING:
-    from fedveil.defences.accountant import Accountant
+    from fedveil.privacy.accounting import Accountant
+    from fedveil.privacy.gradients import RecordGradients
 
 B = TypeVar("B")  # a broadcast
 U = TypeVar("U")  # an update
+NO_RECORDS = "the gradients of single records are known only without a defence, or with a veil"
+RECORDS_FIX = 'use defence="plain", or fedveil.Veil(multiplicative=1.0, decoys=2)'
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +55,28 @@ class DefenceRound(ABC, Generic[B, U]):
     def combine(self, results: Sequence[Aggregate]) -> Aggregate | None:
         """Combine results of `recover_each`; return None to leave this to the server's aggregation rule."""
         return None
+
+    def sum_template(self) -> Tensors:
+        """Return tensors like the sums of per-record gradients that `from_sums` takes, on the meta device."""
+        raise BadArgument("privacy", NO_RECORDS, RECORDS_FIX)
+
+    def from_sums(self, sums: Tensors) -> U:
+        """Return an update with these sums of per-record gradients, one row per pass, in place of gradients."""
+        raise BadArgument("privacy", NO_RECORDS, RECORDS_FIX)
+
+    def recover_total(self, total: Tensors, records: float, members: int | None, survivors: int = 0) -> Aggregate:
+        """Return the gradient from a sum of integers.
+
+        Args:
+            total: the sum, by the names of `sum_template`.
+            records: of all clients in the sum.
+            members: the number of clients that were asked, under secure aggregation.
+            survivors: the number of clients in the sum, under secure aggregation.
+        """
+        raise BadArgument("sum", "only sums of integers are recovered without a mean")
+
+    def count_lost(self) -> None:
+        """Take note that clients have revealed a sum that the server could not open."""
 
     def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
         """Complete the result of secure aggregation, a mean over `clients` clients."""
@@ -88,6 +113,7 @@ class DefenceServer(ABC, Generic[B, U]):
     accountant: "Accountant | None" = None  # of a differentially private defence
     plan: Plan | None = None  # of a veil: which part of the model is perturbed
     draws: int = 0  # of a veil that keeps its noise: how often it was drawn
+    has_budget: bool = True  # of a differentially private defence: whether one more round is within its epsilon
 
     @abstractmethod
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> DefenceRound[B, U]:
@@ -113,8 +139,20 @@ class DefenceClient(ABC, Generic[B, U]):
     def accumulate(self, broadcast: B, total: U | None, update: U) -> tuple[B, U]:
         """Add the update of the same client's next batch; return the broadcast to continue with, and the sum."""
 
+    def sample(self, records: int) -> tuple[Tensor, Tensor] | None:
+        """Return the indices of a round's records, and which of these count; None leaves the choice to the seed."""
+        return None
+
+    def record_gradients(self, broadcast: B) -> "RecordGradients":
+        """Return how to compute the gradients of single records."""
+        raise BadArgument("privacy", NO_RECORDS, RECORDS_FIX)
+
     def upload(self, update: U, client: int = 0) -> U:
         """Return the update to send, given the one computed in this round; by default, the same."""
+        return update
+
+    def prepare_sum(self, update: U, members: int | None) -> U:
+        """Return an upload as it enters a sum over `members` clients; None without secure aggregation."""
         return update
 
     def state(self, client: int) -> State:
@@ -157,10 +195,13 @@ class Defence(ABC, Generic[B, U]):
 
     name: str  # as printed
     fusable: bool = True  # batches of several clients may go through one `step` as if they were one client's
-    linear: bool = False  # the weighted mean of updates may replace them; rounds implement `Ranges`
+    integer_sums: bool = False  # updates are integers, which are added and not averaged
+    linear: bool = False  # the weighted mean of updates may stand for all of them; its rounds have `Ranges`
     durable: bool = False  # a round must be on disk before the next broadcast, for privacy accounting
-    repeatable: bool = False  # secrets follow from a seed; servers and clients on a network refuse this
-    dp_clip: float | None = None  # maximum norm of a client's gradient, in a differentially private defence
+    repeatable: bool = False  # secrets follow from a seed; a server and clients on a network refuse that
+    dp_clip: float | None = None  # maximum norm of a client's gradient, of a differentially private defence
+    has_record_gradients: bool = False  # clients can compute the gradient of a single record
+    sampling_rate: float | None = None  # at which clients draw their own samples of records
     clippable: bool = False  # clients compute the gradient itself, and can clip it
     largest_factor: float = 1.0  # maximum factor on an update's values
     remote_settings: ClassVar[tuple[str, ...]] = ()  # attributes, also arguments, that a server may set on clients
@@ -182,6 +223,10 @@ class Defence(ABC, Generic[B, U]):
     @abstractmethod
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
         """Prepare clients for a run; `model` defines the architecture."""
+
+    def for_records(self) -> "Defence[B, U]":
+        """Return the variant of this defence that a guarantee for records needs; by default itself."""
+        return self
 
     @abstractmethod
     def client_view(self, model: nn.Module, broadcast: B) -> nn.Module:

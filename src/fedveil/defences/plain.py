@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from fedveil.scheme.losses import sample_weights
 from fedveil.scheme.outputs import compute_outputs, head_axis, slope
 from fedveil.scheme.recover import are_moderate, bound_magnitudes, check_finite, smooth
 from fedveil.wire import Packed, Tensors, Values, strip_prefix
+
+if TYPE_CHECKING:
+    from fedveil.privacy.gradients import RecordGradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +44,13 @@ class Plain(Defence[nn.Module, PlainUpdate]):
 
     linear = True
     clippable = True
+    has_record_gradients = True
 
     def __init_subclass__(cls, **named: object) -> None:
         """Require each class to say whether clients can clip: one that changes gradients must not inherit it."""
         super().__init_subclass__(**named)
-        cls.clippable = cls.__dict__.get("clippable", False)
+        for trait in ("clippable", "has_record_gradients"):
+            setattr(cls, trait, cls.__dict__.get(trait, False))
 
     def __init__(self, rounding: int | None = None) -> None:
         self.name = "plain" if rounding is None else "rounding baseline"
@@ -90,6 +95,19 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
         if not size.isfinite():  # the squares overflow
             size = gradient.double().pow(2).mean().sqrt().to(gradient.dtype)
         return gradient + torch.finfo(gradient.dtype).eps * size * draw
+
+    def sum_template(self) -> Tensors:
+        """Return one row per parameter that gets a gradient."""
+        return {
+            name: own.new_empty((1, *own.shape), device="meta", dtype=torch.float64) for name, own in self._trained()
+        }
+
+    def from_sums(self, sums: Tensors) -> PlainUpdate:
+        """Return the sums as gradients."""
+        return PlainUpdate({name: sums[name][0].to(own.dtype) for name, own in self._trained()}, {})
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, own) for name, own in self.broadcast.named_parameters() if own.requires_grad]
 
     def expect(self, update: PlainUpdate, last: Mapping[str, Tensor] | None = None) -> Tensors:
         """Predict the gradients, each as one row."""
@@ -162,6 +180,12 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
             share = sample_weights(outputs, samples.weights, self.loss)
             delta = slope(self.loss, outputs, samples.targets, self.axis) * share
         return PlainUpdate(compute_gradients(broadcast, [outputs], [delta]), buffers)
+
+    def record_gradients(self, broadcast: nn.Module) -> "RecordGradients":
+        """Return the gradients of the loss of each record."""
+        from fedveil.privacy.gradients import RecordGradients  # most runs do not need it
+
+        return RecordGradients.of_model(broadcast, self.loss)
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
         """Sum gradients; running statistics continue from the last batch."""

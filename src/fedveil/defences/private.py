@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.checks import check_range, is_number
-from fedveil.defences.accountant import Accountant, import_library
 from fedveil.defences.clipping import clip_vector, split_vector
 from fedveil.defences.encoding import copy_buffers
 from fedveil.defences.interface import B, Codec, Defence, DefenceClient, DefenceRound, DefenceServer, U
 from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
+from fedveil.privacy.accounting import Accountant, import_library
+from fedveil.privacy.mechanism import add_noise, make_grid, quantise
 from fedveil.scheme import Aggregate, Entropy, Loss
 from fedveil.scheme.outputs import compute_outputs
 from fedveil.wire import Tensors
@@ -25,7 +26,9 @@ class Private(Defence[B, U]):
 
         g_k   client k's gradient, as the inner defence recovers it from k's update alone
         c_k = g_k min(1, clip / |g_k|),  |.| over all parameters together
-        G   = (sum_k c_k + N(0, (noise clip)^2 I)) / K,  K the number of clients in the round
+        G   = (sum_k c_k + noise) / K,  K the number of clients in the round
+
+    The noise is discrete Gaussian on a fine grid, of standard deviation noise x clip (`fedveil.privacy.mechanism`).
 
     Every client has weight 1 / K, not |D_k| / |D|, which would reveal how much data it has.
 
@@ -46,16 +49,24 @@ class Private(Defence[B, U]):
         clip: maximum norm of a client's contribution.
         noise: noise multiplier (standard deviation of the noise on the sum / clip). With 0, gradients are clipped, but
             nothing is guaranteed.
-        delta: the delta for which epsilon is computed; choose it far below 1 / clients.
-        entropy: `Entropy.for_tests(seed)` for reproducible tests, in which nothing is private; by default, noise comes
-            from the operating system.
+        delta: for which epsilon is computed; far below 1 / clients.
+        budget: the epsilon that the rounds of a run may spend; by default any.
+        entropy: `Entropy.for_tests(seed)` for repeatable tests, in which nothing is private; otherwise noise comes from
+            the operating system.
     """
 
     durable = True
     fusable = False
 
     def __init__(
-        self, inner: Defence[B, U], clip: float, noise: float, *, delta: float = 1e-5, entropy: Entropy | None = None
+        self,
+        inner: Defence[B, U],
+        clip: float,
+        noise: float,
+        *,
+        delta: float = 1e-5,
+        budget: float | None = None,
+        entropy: Entropy | None = None,
     ) -> None:
         if inner.dp_clip is not None:
             raise BadArgument("Private", f"{inner.name} is already private", "wrap a defence once")
@@ -68,7 +79,7 @@ class Private(Defence[B, U]):
         self.inner, self.delta = inner, float(delta)
         self.dp_clip, self.name = self.clip, f"{inner.name}+dp"
         self.entropy = entropy or Entropy()
-        self.accountant = Accountant(self.noise, self.delta)  # shared by all runs with this object
+        self.accountant = Accountant(self.noise, self.delta, budget=budget)  # of all runs with this object
         self.repeatable = self.entropy.for_tests_only or inner.repeatable
         self.clippable, self.largest_factor = inner.clippable, inner.largest_factor
 
@@ -114,6 +125,11 @@ class PrivateServer(DefenceServer[B, U]):
         """The number of times the inner server drew noise to keep."""
         return self.inner.draws
 
+    @property
+    def has_budget(self) -> bool:  # type: ignore[override]
+        """Whether one more round stays within the budget."""
+        return self.accountant.has_budget
+
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "PrivateRound[B, U]":
         """Create the inner server's broadcast."""
         return PrivateRound(self.settings, self.accountant, self.inner.start_round(model, members), members)
@@ -131,7 +147,7 @@ class PrivateServer(DefenceServer[B, U]):
                 what = f"the rounds so far had {name} = {spent:g}, not {own:g}"
                 raise BadArgument("Private", what, "continue with the settings of the first part of the run")
         self.inner.restore(read_state("Private", state, "inner", dict))
-        self.accountant.restore(state)
+        self.accountant.restore(read_state("Private", state, "rounds", int), read_state("Private", state, "own", dict))
 
 
 class PrivateRound(DefenceRound[B, U]):
@@ -201,8 +217,8 @@ class PrivateRound(DefenceRound[B, U]):
         known, settings = self._members is not None and len(self._members) == clients, self._settings
         self._accountant.count(self._members if known else None)
         if settings.noise:
-            drawn = torch.from_numpy(settings.entropy.normal(len(total))).to(total.device)
-            total = total + (settings.noise * settings.clip) * drawn
+            grid = make_grid(settings.noise, settings.clip, len(total))
+            total = add_noise(quantise(total, grid), settings.entropy) * grid.unit
         return split_vector(total / clients, like)
 
 

@@ -19,6 +19,7 @@ from fedveil.lookup import import_object, list_installed
 
 if TYPE_CHECKING:
     from fedveil.defences.interface import AnyCodec, AnyDefence
+    from fedveil.privacy.settings import Privacy
 
 GROUP = "fedveil.defences"
 EXAMPLE = "my_package.defences:Mine"
@@ -102,11 +103,22 @@ def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, 
     return defence
 
 
-def add_privacy(defence: "AnyDefence", clip: float, noise: float, delta: float) -> "AnyDefence":
-    """Add differential privacy for clients to a defence."""
-    from fedveil.defences.private import Private
+def add_privacy(defence: "str | AnyDefence", privacy: "Privacy", default_rate: float) -> "AnyDefence":
+    """Return a defence with differential privacy on top.
 
-    return Private(defence, clip, noise, delta=delta)
+    Args:
+        defence: the defence; by its name, the variant that the guarantee needs.
+        privacy: settings.
+        default_rate: probability that a record is in a round, unless `privacy` has one.
+    """
+    from fedveil.defences.private import Private
+    from fedveil.defences.record_private import RecordPrivate
+
+    own, found = build(defence) if isinstance(defence, str) else defence, privacy.resolve(default_rate)
+    assert found.noise is not None
+    if privacy.unit == "client":
+        return Private(own, found.clip, found.noise, delta=found.delta, budget=found.epsilon)
+    return RecordPrivate(own.for_records() if isinstance(defence, str) else own, found)
 
 
 def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,13 @@ from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, P
 from fedveil.scheme.client import client_step, client_view
 from fedveil.scheme.losses import Function
 from fedveil.scheme.messages import check_broadcast
+from fedveil.scheme.noise import DEFAULT_DECOYS
 from fedveil.scheme.perturbation import bound_passes, bound_rounding, expect_passes
 from fedveil.scheme.recover import bound_magnitudes
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
+
+if TYPE_CHECKING:
+    from fedveil.privacy.gradients import RecordGradients
 
 HeadMode = Literal["linear", "exposed"]
 
@@ -54,6 +58,7 @@ class Veil(Defence[Broadcast, Update]):
 
     name = "veil"
     linear = True
+    has_record_gradients = True
 
     def __init__(
         self,
@@ -94,6 +99,18 @@ class Veil(Defence[Broadcast, Update]):
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "VeilClient":
         """Return a client, which needs only the model and the broadcast."""
         return VeilClient(model)
+
+    def for_records(self) -> "Veil":
+        """Return a veil with decoys and without factors, which would change the norms of gradients."""
+        own = self.noise
+        return Veil(
+            own.groups,
+            own.additive,
+            1.0,
+            permute=own.permute,
+            decoys=own.decoys or DEFAULT_DECOYS,
+            entropy=self._entropy,
+        )
 
     def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
         """Return the model as the paper sends it: base plus offset."""
@@ -136,6 +153,18 @@ class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
         """Recover the gradient from the weighted sum."""
         return self.perturbation.recover(updates, weights)
 
+    def sum_template(self) -> Tensors:
+        """Return one row per pass."""
+        passes = self.perturbation.template().passes
+        return {name: own.to(torch.float64) for name, own in passes.items()}
+
+    def from_sums(self, sums: Tensors) -> Update:
+        """Return an update with these passes; its buffers are the broadcast's."""
+        like = self.perturbation.template()
+        passes = {name: own.to(like.passes[name].dtype) for name, own in sums.items()}
+        buffers = {name: self.broadcast.buffers[name].expand(own.shape) for name, own in like.buffers.items()}
+        return dataclasses.replace(like, passes=passes, buffers=buffers)
+
     def release(self, *, reuse: bool = False) -> None:
         """Drop the secret; noise that is kept for all rounds stays with the server."""
         self.perturbation.release(reuse=reuse)
@@ -164,6 +193,12 @@ class VeilClient(DefenceClient[Broadcast, Update]):
     def step(self, broadcast: Broadcast, samples: Samples, client: int = 0) -> Update:
         """Compute the update for one batch; see `fedveil.client_step`."""
         return client_step(self._model, broadcast, samples.inputs, samples.targets, samples.weights)
+
+    def record_gradients(self, broadcast: Broadcast) -> "RecordGradients":
+        """Return the gradients of each record for each candidate."""
+        from fedveil.privacy.gradients import RecordGradients  # most runs do not need it
+
+        return RecordGradients.of_broadcast(self._model, broadcast)
 
     def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:
         """Sum passes; perturbed running statistics continue from the last batch."""

@@ -19,8 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from fedveil.defences.state import State
 from fedveil.errors import BadArgument
-from fedveil.files import OWNER, refusals, temporary_name, write_whole
+from fedveil.files import OWNER, make_folder, refusals, temporary_name, write_whole
 
 LOG = logging.getLogger("fedveil")
 CPU = torch.device("cpu")
@@ -206,3 +207,19 @@ def load_for(path: Path, key: str, device: torch.device) -> Content | None:
         LOG.warning("%s; it is computed again", error)
         return None
     return state if state["key"] == key else None
+
+
+def load_private(file: Path | None) -> State:
+    """Load the defence's state from the client's file; empty if there is none yet."""
+    if file is None or not file.exists():
+        return {}
+    try:
+        return load(file)
+    except Damaged as error:  # an older state would draw the same noise again
+        raise BadArgument(error.where, error.what, "delete it: this client then draws a new private state") from None
+
+
+def save_private(file: Path, state: State) -> None:
+    """Save the defence's state to a file that only its owner can read."""
+    make_folder(file.parent, 0o700)
+    save(file, state)

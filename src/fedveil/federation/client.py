@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,7 +25,6 @@ from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, S
 from fedveil.defences.registry import build_for_client, find_codec, find_record, refuse_repeatable
 from fedveil.defences.state import State
 from fedveil.errors import Aborted, BadArgument, FedveilError
-from fedveil.federation import checkpoint
 from fedveil.federation.prepare import make_shards
 from fedveil.federation.protocol import (
     CHALLENGE,
@@ -41,7 +39,6 @@ from fedveil.federation.protocol import (
     refuse_old,
     write,
 )
-from fedveil.files import make_folder
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Given, Source, as_source, check_sources
 from fedveil.scheme.losses import Function, Loss, find_loss
@@ -60,12 +57,33 @@ Data = Given | Callable[[], Given]
 
 
 def compute_update(
-    own: DefenceClient[B, U], broadcast: B, shards: Shards, dtype: torch.dtype, client: int, number: int, whole: bool
+    own: DefenceClient[B, U],
+    broadcast: B,
+    shards: Shards,
+    dtype: torch.dtype,
+    client: int,
+    number: int,
+    whole: bool,
+    members: int | None = None,
 ) -> U:
-    """Compute a client's upload in round `number`, from its next batch or from all its records, batch by batch."""
-    if not whole:
-        samples = Samples(*shards.take(shards.rows(client, number)))
-        return own.upload(own.step(broadcast, samples, client), client)
+    """Compute a client's upload in round `number`, from a sample, from its next batch, or from all its records.
+
+    `members` is the number of clients in the sum, under secure aggregation.
+    """
+    sample = own.sample(shards.sizes[client])
+    if sample is not None:
+        rows, included = sample
+        inputs, targets = shards.take(rows + shards.starts[client])
+        update = own.step(broadcast, Samples(inputs, targets, included.to(dtype)), client)
+    elif not whole:
+        update = own.step(broadcast, Samples(*shards.take(shards.rows(client, number))), client)
+    else:
+        update = _accumulate_shard(own, broadcast, shards, dtype, client)
+    return own.prepare_sum(own.upload(update, client), members)
+
+
+def _accumulate_shard(own: DefenceClient[B, U], broadcast: B, shards: Shards, dtype: torch.dtype, client: int) -> U:
+    """Compute the update for all records of a client, batch by batch."""
     total: U | None = None
     for rows in shards.shard(client):
         inputs, targets = shards.take(rows)
@@ -73,7 +91,7 @@ def compute_update(
         update = own.step(broadcast, Samples(inputs, targets, weights), client)
         broadcast, total = own.accumulate(broadcast, total, update)
     assert total is not None
-    return own.upload(total, client)
+    return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,22 +100,6 @@ class ClientState:
 
     last: LastAsk | None = None
     private: State = field(default_factory=dict)  # the defence's state: SPN's head, PPDL's source of noise
-
-
-def load_private(file: Path | None) -> State:
-    """Load the defence's state from the client's file; empty if there is none yet."""
-    if file is None or not file.exists():
-        return {}
-    try:
-        return checkpoint.load(file)
-    except checkpoint.Damaged as error:  # an older state would draw the same noise again
-        raise BadArgument(error.where, error.what, "delete it: this client then draws a new private state") from None
-
-
-def save_private(file: Path, state: State) -> None:
-    """Save the defence's state to a file that only its owner can read."""
-    make_folder(file.parent, 0o700)
-    checkpoint.save(file, state)
 
 
 @contextlib.contextmanager

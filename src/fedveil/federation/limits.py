@@ -97,12 +97,17 @@ def limits_for(defence: AnyDefence, limits: Limits | None) -> Limits | None:
         raise BadArgument(
             "Limits", what, "pass an instance, such as limits=fedveil.Limits(aggregator='median', hostile=1)"
         )
+    if limits is not None and defence.integer_sums:
+        what = "limits and aggregation rules judge single updates, whose noise is not enough"
+        raise BadArgument("Limits", what, "set limits=None: the clipping norm bounds every record")
     if limits is None or defence.dp_clip is None:
         return limits
     neutral = Limits(max_records=limits.max_records, max_share=limits.max_share, norm_factor=limits.norm_factor)
     if limits != neutral:
         what = "differential privacy clips each update and returns only their noisy sum"
-        raise BadArgument("Limits", what, "leave out aggregator, hostile and max_norm; --dp-clip bounds every client")
+        raise BadArgument(
+            "Limits", what, "leave out aggregator, hostile and max_norm; the clipping norm bounds every client"
+        )
     return dataclasses.replace(limits, norm_factor=None)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import check_boolean
 from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound, B, DefenceClient, Samples, U
-from fedveil.defences.registry import find_codec
+from fedveil.defences.registry import add_privacy, find_codec
 from fedveil.defences.state import State
 from fedveil.errors import BadArgument, NonFiniteUpdate
 from fedveil.federation import checkpoint
@@ -35,6 +36,7 @@ from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss, couples_samples
 
 if TYPE_CHECKING:
+    from fedveil.privacy import Privacy
     from fedveil.secagg import Party, Roster
 
 BATCH_SIZE = 32  # default number of records
@@ -88,10 +90,10 @@ class LocalEngine(Generic[B, U]):
         for client, update in zip(clients, updates, strict=True):
             yield Reply((client,), update, self.claim_records(client))
 
-    def updates(self, broadcast: B, clients: Sequence[int], number: int) -> list[U]:
-        """Compute each client's update in a round."""
+    def updates(self, broadcast: B, clients: Sequence[int], number: int, members: int | None = None) -> list[U]:
+        """Compute each client's update in a round, under secure aggregation for a sum over `members` clients."""
         own, shards, dtype, whole = self.client, self.shards, self.dtype, self.whole_shard
-        return [compute_update(own, broadcast, shards, dtype, client, number, whole) for client in clients]
+        return [compute_update(own, broadcast, shards, dtype, client, number, whole, members) for client in clients]
 
     def claim_records(self, client: int) -> int:
         """Return the number of records that a client claims."""
@@ -105,11 +107,11 @@ class LocalEngine(Generic[B, U]):
         weights = _weights(sizes, tuple([len(own) for own in rows]), self.dtype, targets.device)
         return self.client.upload(self.client.step(broadcast, Samples(inputs, targets, weights)))
 
-    def create_parties(self, codec: AnyCodec) -> "Roster":
+    def create_parties(self, codec: AnyCodec, integers: bool = False) -> "Roster":
         """Create an identity for each client, for secure aggregation; return their roster."""
         from fedveil.secagg import Identity, Party, Policy, Roster
 
-        self._codec = codec
+        self._codec, self._integers = codec, integers
         identities = [Identity.new(f"client-{client}") for client in self.members()]
         roster = Roster({own.name: own.public() for own in identities})
         policy = Policy(min_records=1, max_sums_per_run=2**53, max_sums_per_day=2**53, key_hours=24 * 365)
@@ -129,11 +131,12 @@ class LocalEngine(Generic[B, U]):
         from fedveil.federation.sums import encode_words
 
         clients = [int(member) for member in members]
-        updates = self.updates(own_round.broadcast, clients, number)
+        updates = self.updates(own_round.broadcast, clients, number, len(terms.opening.roster))
         for client, update in zip(clients, updates, strict=True):
             _, tensors = self._codec.encode_update(update)
-            words = encode_words(tensors, self.claim_records(client), terms.opening, terms.clip)
-            if not words[1]:  # a remote client would contribute nothing; here nothing is hidden
+            records = self.claim_records(client)
+            words = encode_words(tensors, records, terms.opening, terms.clip, integers=self._integers)
+            if not words[1]:  # a remote client contributes nothing then; here nothing is hidden
                 what = "its update holds NaN or infinity, although the records are finite"
                 raise NonFiniteUpdate(f"client {client}", what)
             party = self._parties[client]
@@ -180,6 +183,7 @@ class Federation(Server):
         participation: fraction of the clients that take part in a round.
         limits: bounds on each client, and how clients' gradients are combined: `fedveil.Limits`. By default clients are
             trusted, and their weighted mean is used.
+        privacy: differential privacy: `fedveil.Privacy` (docs/defences/privacy.md).
         secure_aggregation: clients mask their updates, and the server sees only sums (docs/secure-aggregation.md). In
             one process this serves to test it and to measure its cost.
         fuse: run the batches of all clients through one pass where no module and no loss couples samples; a model whose
@@ -202,6 +206,7 @@ class Federation(Server):
         whole_shard: bool = False,
         participation: float = 1.0,
         limits: Limits | None = None,
+        privacy: "Privacy | None" = None,
         secure_aggregation: bool = False,
         fuse: bool = True,
         seed: int = 0,
@@ -222,8 +227,11 @@ class Federation(Server):
         output = one_output(model, inputs)  # refuses records that the model does not accept
         loss = usual_loss(model, sources) if loss is None else loss
         policy = RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0)
-        super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         size = choose_batch_size(clients, batch_size, BATCH_SIZE)
+        if privacy is not None:
+            largest = max(len(source) for source in sources)
+            defence = add_privacy(defence, privacy, 1.0 if whole_shard else min(1.0, size / largest))
+        super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         self.shards = make_shards(model, self.loss, sources, size, seed, self.dtype)
         warn_of_activation(model, self.loss, output)
         refuse_single(model, self.shards)
@@ -242,7 +250,7 @@ class Federation(Server):
         if secure_aggregation:
             from fedveil.secagg import threshold
 
-            roster = self.clients.create_parties(find_codec(self.defence))
+            roster = self.clients.create_parties(find_codec(self.defence), self.defence.integer_sums)
             self._start_secure(client, self._example, roster, Entropy().token(), sum(self.shards.sizes))
             threshold(taking_part)  # refuses too few
 
@@ -254,6 +262,8 @@ class Federation(Server):
     @property
     def rounds_per_epoch(self) -> int:
         """The number of rounds in which the largest client sees each of its records once."""
+        if self.defence.sampling_rate is not None:
+            return math.ceil(1 / self.defence.sampling_rate)
         return 1 if self.whole_shard else self.shards.rounds_per_epoch
 
     def _read_test(self, test: Given) -> Source:

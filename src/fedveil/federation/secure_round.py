@@ -163,7 +163,7 @@ class SecureRound:
             known = self._greetings[names[name]]
             self._greetings[names[name]] = replace(known, uses=known.uses + 1)
         hellos = tuple(self._greetings[names[name]].hello for name in order)
-        return Opening(self._session, number, self._attempt, hellos, *self.sums.layout(own_round))
+        return Opening(self._session, number, self._attempt, hellos, *self.sums.layout(own_round, len(order)))
 
     def _open(self, attempt: _Attempt, faults: FaultLog) -> Words:
         """Settle until all remaining clients agree, then reveal; return the sum."""
@@ -197,6 +197,7 @@ class SecureRound:
                 return self.sums.aggregate(own_round, total, opening)
             except (Aborted, UpdateRefused) as error:
                 why = error.what
+        own_round.count_lost()
         return Aggregate({}, {}, 0.0, notes={"skipped": why})
 
     def _greet(self, members: Sequence[Member], faults: FaultLog) -> list[Member]:

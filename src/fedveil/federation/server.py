@@ -27,7 +27,7 @@ from fedveil.federation.optimise import Optimizer, Schedule, make_optimizer, mak
 from fedveil.federation.prepare import read_held_out
 from fedveil.federation.protocol import Engine, FaultKind, FaultLog, Member
 from fedveil.federation.rounds import Observer, RoundKind, RoundPolicy
-from fedveil.federation.state import LOG, LOWER, Folder, Snapshot, StoredServer, find_non_finite_state
+from fedveil.federation.state import LOG, LOWER, SPENT, Folder, Snapshot, StoredServer, find_non_finite_state
 from fedveil.federation.targets import attribute_targets
 from fedveil.graph.analyse import refuse_wrapped
 from fedveil.graph.inputs import Inputs
@@ -110,7 +110,7 @@ class Server(StoredServer):
         self.clip_norm = None if clip_norm is None else check_positive(where, "clip_norm", clip_norm)
         policy.check(where)
         self.policy, self.seed, self._started = policy, seed, False
-        self.round, self.best, self.history, self.changed = 0, None, History(), []
+        self.round, self.best, self.history, self.changed, self.stopped = 0, None, History(), [], None
         self._alone = OneThread(where)
         self._run, self._behind = secrets.token_bytes(16), False
         self._undoable = False  # whether an interrupted round is undone
@@ -149,6 +149,8 @@ class Server(StoredServer):
         with self._alone:
             if self._before is not None:
                 self._undo()
+            if not self.defence_server.has_budget:
+                raise BadArgument("privacy", SPENT, "use the model as it is, or start a run with a larger epsilon")
             result = self._exchange(on_exchange)
             self._advance(result)
             return result
@@ -334,7 +336,7 @@ class Server(StoredServer):
         started = time.perf_counter() - (records[-1].seconds if records else 0.0)  # of a resumed run
         if plan.test is not None and records and records[-1].evaluated is False:
             self._complete(plan, started)
-        while self.round < plan.last and not self.has_stalled(plan.patience):
+        while self.round < plan.last and not self.has_stalled(plan.patience) and self._has_budget():
             rate = float(self.optimizer.param_groups[0]["lr"])
             result = self._exchange()
             if self._undoable:

@@ -35,6 +35,7 @@ LOG = logging.getLogger("fedveil")
 Folder = str | os.PathLike[str]
 Setting = Mapping[str, object]  # values by their name in messages
 OPTIMIZER, RECORDS = "optimizer", "records"
+SPENT = "one more round would exceed the budget of epsilon"
 LOWER = "lower the learning rate; earlier checkpoints are still there"
 CHUNK = 2**20  # values that are hashed at once
 CHECKSUM = 8  # bytes: enough to notice a change
@@ -128,12 +129,20 @@ class StoredServer(ABC):
     round: int
     best: tuple[float, dict[str, Tensor]] | None
     history: History
+    stopped: str | None  # why training ended early
     changed: list[str]  # settings that differ from those of the resumed run
     _alone: AbstractContextManager[None]  # refuses a second thread
     _run: bytes  # identifies this run's checkpoints
     _behind: bool  # the last checkpoint on disk is bad, and the previous one was used
     _before: Snapshot | None  # taken before a round or an evaluation that is not complete yet
     _saved: tuple[object, ...] | None  # identifies the state that was saved last
+
+    def _has_budget(self) -> bool:
+        """Whether the defence's epsilon allows one more round; if not, say so."""
+        if not self.defence_server.has_budget:
+            self.stopped = f"after round {self.round}: {SPENT}"
+            LOG.warning("fedveil: training stops %s", self.stopped)
+        return self.defence_server.has_budget
 
     def state(self) -> CheckpointState:
         """Return the content of a checkpoint."""

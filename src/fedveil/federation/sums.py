@@ -24,7 +24,7 @@ from fedveil.scheme.result import Aggregate
 from fedveil.secagg import Aborted, Opening
 from fedveil.secagg.fixed import HIGHEST, LARGEST, LOWEST, decode_rows, encode_rows, wrapped_rows
 from fedveil.secagg.messages import HEAD
-from fedveil.wire import Tensors, add_prefix
+from fedveil.wire import Tensors, add_prefix, strip_prefix
 
 FIRST_EXPONENT = 24  # for rows about which nothing is known yet
 FIRST_RECORDS = 2**17  # total over all clients, assumed until the first sum shows it
@@ -81,8 +81,8 @@ class Packing:
         """The size of each row."""
         return tuple([part.size // part.rows if part.rows else 0 for part in self.parts for _ in range(part.rows)])
 
-    def pack(self, tensors: Mapping[str, Tensor], records: int, opening: Opening) -> Words:
-        """Return a client's update, multiplied by its number of records, in fixed point.
+    def pack(self, tensors: Mapping[str, Tensor], records: int, opening: Opening, *, weigh: bool = True) -> Words:
+        """Return a client's update, times its records unless it is a sum, in fixed point.
 
         An update that is not finite, or too large to be scaled, contributes nothing: zero records and all zeros.
         """
@@ -94,21 +94,24 @@ class Packing:
         if not np.abs(values).max(initial=0.0) < LARGEST:  # NaN too
             return no_words(opening)
         clients = len(opening.roster)
-        found = encode_rows(values * records, opening.rows, row_bits(opening), clients, opening.checks)
+        found = encode_rows(
+            values * records if weigh else values, opening.rows, row_bits(opening), clients, opening.checks
+        )
         return np.concatenate([np.array([1, records], np.uint64), found])
 
-    def unpack(self, total: Words, opening: Opening) -> tuple[int, Tensors]:
-        """Return the number of records in a sum of words, and the weighted mean of the updates, with counters rounded.
+    def unpack(self, total: Words, opening: Opening, *, weigh: bool = True) -> tuple[int, Tensors]:
+        """Return the records behind a sum of words, and the weighted mean of the updates, with counters rounded.
 
-        Clipped updates are divided by the number of clients: a word chosen by one client must not scale the others.
+        Clipped updates are divided by the number of clients: a word that a client chooses must not scale the others.
+        Without weights the sum itself is returned.
         """
-        records = int(total[1] if opening.checks else total[0])  # clipped clients count once, whatever they claim
+        records = int(total[1] if opening.checks or not weigh else total[0])  # clipped clients count once
         if not records:
             what = "no client contributed to it: training has diverged, or all of them failed"
             raise Aborted("sum", "the sum", what, "look at the clients' logs")
         if not 1 <= records < 2**53:
             raise Aborted("sum", "the sum", f"its clients have {records} records in total", "look for a hostile client")
-        values = decode_rows(total[HEAD:], opening.rows, row_bits(opening)) / records
+        values = decode_rows(total[HEAD:], opening.rows, row_bits(opening)) / (records if weigh else 1)
         found, start = {}, 0
         for part in self.parts:
             own = torch.from_numpy(values[start : start + part.size]).reshape(part.shape)
@@ -172,15 +175,25 @@ def check_combination(defence: AnyDefence, model: nn.Module, limits: Limits | No
             raise BadArgument(where, what, "set momentum=0.1")
 
 
-def encode_words(tensors: Mapping[str, Tensor], records: int, opening: Opening, clip: float | None = None) -> Words:
-    """Client: encode an update as words; with differential privacy, clip it and count it as one record."""
+def encode_words(
+    tensors: Mapping[str, Tensor], records: int, opening: Opening, clip: float | None = None, *, integers: bool = False
+) -> Words:
+    """Client: return its update as words.
+
+    Args:
+        tensors: the encoded update.
+        records: its weight.
+        opening: of the attempt.
+        clip: with differential privacy for clients, clip the gradient to this norm, and count it once.
+        integers: the update is a sum of integers, which is not weighted.
+    """
     if clip is not None:
         if not all(bool(own.isfinite().all()) for own in tensors.values()):
             return no_words(opening)
         gradients = {name: own for name, own in tensors.items() if name.startswith("gradient/")}
         flat, _, _ = clip_vector(torch.cat([own.reshape(-1).double() for own in gradients.values()]), clip)
         tensors, records = split_vector(flat, gradients), 1
-    return Packing.from_tensors(tensors).pack(tensors, records, opening)
+    return Packing.from_tensors(tensors).pack(tensors, records, opening, weigh=not integers)
 
 
 class Sums:
@@ -198,15 +211,19 @@ class Sums:
         self, defence: AnyDefence, client: AnyClient, model: nn.Module, example: Inputs, records: int | None = None
     ) -> None:
         self.model, self.codec, self.clip = model, find_codec(defence), defence.dp_clip
+        self.integers = defence.integer_sums
         self.packing: Packing | None = None
         self._example, self._client = example, client
         self._expected: Mapping[str, Tensor] | None = None
         self._records = records or FIRST_RECORDS
         self.wider = 0  # additional bits of headroom in the next attempt
 
-    def layout(self, own_round: AnyRound) -> RowFormat:
-        """Return the format of an attempt's words."""
+    def layout(self, own_round: AnyRound, clients: int) -> RowFormat:
+        """Return the format of the words of an attempt with this many clients."""
         _, template = self.codec.template(own_round.base, self.model)
+        if self.integers:
+            self.packing = packing = Packing.from_tensors(template)
+            return RowFormat((secagg.bits(clients, 0),) * len(packing.rows), packing.rows, False)  # no fractional bits
         if self.clip is not None:
             template = {name: own for name, own in template.items() if name.startswith("gradient/")}
         self.packing = packing = Packing.from_tensors(template)
@@ -247,7 +264,9 @@ class Sums:
             self.wider += WIDER
             what = f"{len(wrapped)} of its {len(opening.rows)} rows wrapped around"
             raise Aborted("sum", "the sum", f"{what}; the next round has {WIDER} more bits of headroom")
-        records, tensors = self.packing.unpack(total, opening)
+        records, tensors = self.packing.unpack(total, opening, weigh=not self.integers)
+        if self.integers:
+            return own_round.recover_total(strip_prefix("sum", tensors), records, clients, int(total[0]))
         values, template = self.codec.template(own_round.base, self.model)
         own = add_prefix("buffer", dict(self.model.named_buffers())) if self.clip is not None else {}
         tensors = {name: (tensors | own)[name] for name in template}  # in the model's order

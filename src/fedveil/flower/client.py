@@ -10,7 +10,8 @@ from torch import nn
 
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
-from fedveil.federation.client import ClientSession, ClientState, Data, hide_failures, load_private, save_private
+from fedveil.federation.checkpoint import load_private, save_private
+from fedveil.federation.client import ClientSession, ClientState, Data, hide_failures
 from fedveil.federation.protocol import LastAsk
 from fedveil.flower.wrapping import unwrap, wrap
 from fedveil.records.sources import Given

@@ -18,7 +18,8 @@ from torch import nn
 
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import FedveilError
-from fedveil.federation.client import ClientSession, ClientState, load_private, save_private
+from fedveil.federation.checkpoint import load_private, save_private
+from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.protocol import clean
 from fedveil.records.sources import Given
 from fedveil.scheme.losses import Function

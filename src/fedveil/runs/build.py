@@ -2,8 +2,10 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +28,11 @@ from fedveil.runs.choices import check_network, parse_settings
 from fedveil.runs.config import Config, DataSettings, LimitSettings, LossName, ModelSettings, TrainingSettings
 from fedveil.scheme import CrossEntropy, Loss, find_loss
 
-LOSSES: dict[Task, LossName] = {"classification": "cross_entropy", "regression": "squared_error"}  # the default loss
-TASKS: dict[str, Task] = {"bank": "regression", "diabetes": "regression"}  # the default task
+if TYPE_CHECKING:
+    from fedveil.privacy import Privacy
+
+LOSSES: dict[Task, LossName] = {"classification": "cross_entropy", "regression": "squared_error"}  # by default
+TASKS: dict[str, Task] = {"bank": "regression", "diabetes": "regression"}  # without --task
 TASKS |= dict.fromkeys(("digits", "cifar10", "cifar100", "images", "lesion"), "classification")
 NEEDS = {"binary_cross_entropy": "targets from 0 to 1", "poisson": "counts"}
 
@@ -137,12 +142,32 @@ def _call_factory(spec: str, kind: str, example: str, made: type) -> object:
 
 
 def build_defence(config: Config) -> AnyDefence:
-    """Return the defence of a configuration, with differential privacy if it is configured."""
-    privacy = config.privacy
+    """Return the defence of a configuration; under privacy for records, its variant for them."""
     defence = registry.build(config.defence.name, config.flat(), parse_settings(config.defence.settings))
-    if privacy.dp_clip is None or privacy.dp_noise is None:
-        return defence
-    return registry.add_privacy(defence, privacy.dp_clip, privacy.dp_noise, privacy.dp_delta)
+    own = config.privacy
+    return defence.for_records() if has_privacy(config) and own.unit == "record" else defence
+
+
+def has_privacy(config: Config) -> bool:
+    """Return whether a configuration asks for differential privacy."""
+    return config.privacy.epsilon is not None or config.privacy.noise is not None
+
+
+def build_privacy(config: Config, largest: int) -> "Privacy | None":
+    """Return the settings of differential privacy for clients with at most `largest` records."""
+    if not has_privacy(config):
+        return None
+    from fedveil.privacy import Privacy
+
+    own, training = config.privacy, config.training
+    per_epoch = 1 if training.whole_shard else count_batches(largest, training.batch_size)
+    rate = own.rate
+    if own.unit == "record":
+        rate = rate or (1.0 if training.whole_shard else min(1.0, training.batch_size / largest))
+        per_epoch = math.ceil(1 / rate)
+    return Privacy(
+        rounds=training.epochs * per_epoch, **own.model_dump(exclude={"secure_aggregation", "rate"}), rate=rate
+    )
 
 
 def build_limits(settings: LimitSettings) -> Limits | None:
@@ -214,6 +239,7 @@ def build_federation(config: Config, data: Data, defence: AnyDefence | None = No
         whole_shard=training.whole_shard,
         participation=training.participation,
         limits=build_limits(config.limits),
+        privacy=build_privacy(config, largest),
         secure_aggregation=config.privacy.secure_aggregation,
         fuse=training.fuse,
         seed=training.seed,

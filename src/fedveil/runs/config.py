@@ -153,12 +153,21 @@ class TrainingSettings(Settings):
     )
 
 
-class PrivacySettings(Settings):
-    """Limits on what the server sees: differential privacy (clip and noise together) and secure aggregation."""
+NEEDS_NOISE = ("clip", "rate", "noise_by", "unit")
 
-    dp_clip: AboveZero | None = _key(None, "clip each client's gradient to this norm")
-    dp_noise: NonNegative | None = _key(None, "noise multiplier (standard deviation / clipping norm)")
-    dp_delta: Between = _key(1e-5, "delta at which epsilon is reported", rare=True)
+
+class PrivacySettings(Settings):
+    """Differential privacy (docs/defences/privacy.md), and secure aggregation."""
+
+    epsilon: AboveZero | None = _key(None, "budget of differential privacy; the noise follows from it")
+    noise: NonNegative | None = _key(None, "noise multiplier (standard deviation / clipping norm)")
+    clip: AboveZero = _key(1.0, "clip the gradient of each record, or client, to this norm")
+    delta: Between = _key(1e-5, "delta at which epsilon holds", rare=True)
+    unit: Literal["record", "client"] = _key("record", "what is protected: each record, or each client", rare=True)
+    rate: Fraction | None = _key(None, "probability that a record is in a round; by default from batch_size", rare=True)
+    noise_by: Literal["server", "clients"] = _key("server", "who adds the noise", rare=True)
+    colluding: Positive = _key(1, "clients that may reveal their noise", rare=True)
+    vanishing: Annotated[int, Field(ge=0)] = _key(0, "clients that may drop out of a sum", rare=True)
     secure_aggregation: bool = _key(False, "mask updates, so that the server sees only their sum")
 
 
@@ -289,10 +298,11 @@ def explain(error: ValidationError) -> tuple[str, str | None]:
 def _check_together(config: Config, where: str) -> None:
     """Refuse values that contradict one another."""
     privacy, training = config.privacy, config.training
-    if (privacy.dp_clip is None) != (privacy.dp_noise is None):
-        given, missing = ("dp_clip", "dp_noise") if privacy.dp_noise is None else ("dp_noise", "dp_clip")
-        fix = "use --dp-clip 1 --dp-noise 1, or neither"
-        raise BadArgument(where, f"{given} without {missing} protects nothing", fix)
+    if privacy.epsilon is None and privacy.noise is None:
+        changed = [name for name in NEEDS_NOISE if getattr(privacy, name) != PrivacySettings.model_fields[name].default]
+        if changed:
+            fix = "add --epsilon 3"
+            raise BadArgument(where, f"{changed[0]} without epsilon or noise protects nothing", fix)
     if training.label_smoothing and training.loss not in (None, "cross_entropy"):
         raise BadArgument(where, f"label_smoothing does not apply to {training.loss}", "use --loss cross_entropy")
 

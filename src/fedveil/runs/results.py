@@ -114,7 +114,7 @@ def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: i
         max((record.error for record in history.records), default=0.0),
         history.records[-1].seconds if history.records else 0.0,
         repeat,
-        f"early, after {patience} evaluations without improvement" if server.has_stalled(patience) else None,
+        f"early, after {patience} evaluations without improvement" if server.has_stalled(patience) else server.stopped,
     )
 
 

@@ -69,7 +69,7 @@ def _check_outputs(head: PublicHead, outputs: Tensor) -> None:
         raise ModelMismatch(head.path[:80], what, SAME_CODE)
 
 
-def _add_alpha(head: PublicHead, values: Tensors) -> Tensors:
+def add_alpha(head: PublicHead, values: Tensors) -> Tensors:
     """Add a row of ones to the head, whose output is alpha: the sum of its inputs, plus 1 if its bias has noise."""
     weight = values[head.weight]
     shape = list(weight.shape)
@@ -114,7 +114,7 @@ def client_step(
         what = f"got {samples} inputs and {targets.shape[0]} targets; their numbers must be equal and at least 1"
         raise BadArgument("client_step", what)
     head, loss = broadcast.head, broadcast.loss
-    values = _add_alpha(head, broadcast.parameters) if head else broadcast.parameters
+    values = add_alpha(head, broadcast.parameters) if head else broadcast.parameters
     links = find_links(model, inputs, values) if head and not head.within else None
     if head and links and isinstance(inputs, Tensor):
         with torch.no_grad():

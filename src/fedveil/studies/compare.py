@@ -8,7 +8,7 @@ from pathlib import Path
 from fedveil.checks import check_count
 from fedveil.defences.registry import names
 from fedveil.report import Facts, Section, Text, count
-from fedveil.runs.build import build_federation, load_data
+from fedveil.runs.build import build_federation, has_privacy, load_data
 from fedveil.runs.config import Config
 from fedveil.runs.page import cost_section, curve_sections, quality
 from fedveil.runs.results import primary_metric
@@ -66,8 +66,8 @@ class CompareStudy(Study[CompareRequest, Runs]):
         )
 
     def present(self, request: CompareRequest, results: Runs) -> Presentation:
-        """Return the table, curves of the first seed, the cost and the configuration."""
-        config, private = request.config, request.config.privacy.dp_clip is not None
+        """Return the table, curves of the first seed, cost, configuration."""
+        config, private = request.config, has_privacy(request.config)
         metrics = [run.history.metrics for runs in results.values() for run in _successes(runs)]
         metric = primary_metric({name for found in metrics for name in found})
         first = {name: runs[0].history for name, runs in results.items() if isinstance(runs[0], TrainedRun)}
@@ -101,8 +101,8 @@ def _successes(runs: SeedRuns) -> list[TrainedRun]:
 
 
 def _row(defence: str, runs: SeedRuns, plain: SeedRuns, metric: str, config: Config) -> list[str]:
-    """Return the row of a defence: metric with its spread over seeds, largest difference from plain, cost, epsilon."""
-    done, private = _successes(runs), config.privacy.dp_clip is not None
+    """Return the row of a defence: metric with spread over seeds, largest difference from plain, cost, epsilon."""
+    done, private = _successes(runs), has_privacy(config)
     if len(done) < len(runs):
         number = next(number for number, run in enumerate(runs) if isinstance(run, Failure))
         return failed_row(defence, len(HEADER) + private, f"failed with seed {config.training.seed + number}")

@@ -34,7 +34,7 @@ CROSS_ENTROPY: Values = {"loss": "cross_entropy", "groups": 1}
 UNDEFENDED = {"squared_error": "no veil at all", "cross_entropy": "no veil at all, cross-entropy"}
 OWN_KEYS = (
     *("defence", "loss", "label_smoothing", "weight_decay", "whole_shard", "decoys", "keep_noise", "seed"),
-    *("dp_clip", "dp_noise", "dp_delta"),
+    *("clip", "noise", "delta", "unit", "epsilon"),
 )
 """Keys that the measures set and flags may not."""
 OPTIONS = {"cifar10": AuditOptions(trials=5, broadcasts=1)}  # a broadcast takes 20 CPU seconds
@@ -62,7 +62,7 @@ def private(epsilon: int) -> Values:
     """
     noise = UNIT_NOISE[epsilon] * math.sqrt(DP_ROUNDS)
     rounds: Values = {"whole_shard": True, "epochs": DP_ROUNDS, "optimizer": "sgd", "momentum": 0.0, "lr": DP_RATE}
-    return {**CROSS_ENTROPY, **rounds, "dp_clip": 1.0, "dp_noise": noise, "dp_delta": 1e-5}
+    return {**CROSS_ENTROPY, **rounds, "unit": "client", "clip": 1.0, "noise": noise, "delta": 1e-5}
 
 
 def measures(base: Values) -> dict[str, Values]:

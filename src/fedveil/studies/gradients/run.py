@@ -24,7 +24,15 @@ from fedveil.errors import BadArgument
 from fedveil.federation.local import Federation
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
-from fedveil.runs.build import build_defence, build_loss, build_model, build_optimizer, load_data, move_to_device
+from fedveil.runs.build import (
+    build_defence,
+    build_loss,
+    build_model,
+    build_optimizer,
+    build_privacy,
+    load_data,
+    move_to_device,
+)
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resume_federation
 from fedveil.scheme import Broadcast
@@ -182,6 +190,7 @@ def few_clients(
         [(part.tensor, part.targets) for part in parts],
         build_defence(config),
         optimizer,
+        privacy=build_privacy(config, max(len(part.targets) for part in parts)),
         batch_size=batch_size,
         loss=build_loss(config.training),
         whole_shard=whole_shard,

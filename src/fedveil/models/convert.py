@@ -1,0 +1,45 @@
+"""Models without BatchNorm, made from models that have it."""
+
+import copy
+import math
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from fedveil.checks import check_count
+
+GROUPS = 16  # by default, as in De et al. (arXiv 2204.13650)
+
+
+def with_group_norm(model: nn.Module, groups: int = GROUPS) -> nn.Module:
+    """Return a copy of a model with GroupNorm in place of each BatchNorm, which mixes the records of a batch.
+
+    Weights and biases are kept, running statistics are not: the converted model has to be trained.
+
+    Args:
+        model: any model.
+        groups: of channels; where these cannot be divided by it, their greatest common divisor.
+
+    >>> from torch import nn
+    >>> with_group_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), groups=4)[1].num_groups
+    4
+    """
+    check_count("with_group_norm", "groups", groups)
+    if isinstance(model, _NormBase) and not isinstance(model, _InstanceNorm):
+        return _convert(model, groups)
+    found = copy.deepcopy(model)
+    for parent in list(found.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _NormBase) and not isinstance(child, _InstanceNorm):
+                setattr(parent, name, _convert(child, groups))
+    return found
+
+
+def _convert(norm: _NormBase, groups: int) -> nn.GroupNorm:
+    channels = norm.num_features
+    found = nn.GroupNorm(math.gcd(groups, channels), channels, norm.eps, affine=norm.affine)
+    found.train(norm.training)
+    if norm.affine:
+        found.weight, found.bias = norm.weight, norm.bias
+    return found

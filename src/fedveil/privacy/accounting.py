@@ -1,0 +1,210 @@
+"""What rounds of noise cost: epsilon, and the noise that a target epsilon needs, computed by Google's dp-accounting.
+
+A round adds noise of standard deviation noise x clip to a sum that one unit (a record, or a client) can change by at
+most clip. With a sampling rate below 1 each record is in a round's sum with that probability, independently, and
+nobody knows which are. Data sets are neighbours if one record is replaced by a null record, whose gradient is 0: the
+number of records is public (dp-accounting's REPLACE_SPECIAL). The epsilon of replacing a record by any other is larger.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import ModuleType
+
+from fedveil.errors import BadArgument
+
+_INTERVAL = 1e-3  # of privacy loss; the result is an upper bound at any interval, here by less than 2e-4
+_LOWEST, _HIGHEST = 1e-2, 1e6  # of a noise multiplier that is searched for
+_STEPS = 1.02  # between numbers of rounds for which epsilon is computed
+_EVERY = 50  # up to here it is computed for each
+
+
+def import_library() -> ModuleType:
+    """Return dp-accounting, an optional dependency."""
+    try:
+        import dp_accounting
+    except ImportError as error:
+        what = f"privacy is accounted for with dp-accounting, which cannot be imported ({error})"
+        raise BadArgument("privacy", what, "pip install 'fedveil[dp]'") from error
+    found: ModuleType = dp_accounting
+    return found
+
+
+@lru_cache(maxsize=1024)
+def epsilon(
+    rounds: int, noise: float, delta: float, rate: float = 1.0, *, replace: bool = False, group: int = 1
+) -> float:
+    """Return the epsilon that rounds spend, at a delta.
+
+    Rounds may be chosen with knowledge of those before. Without sampling they are together as private as one round
+    with noise / sqrt(rounds) (Dong, Roth and Su, arXiv 1905.02383), whose epsilon is known exactly (Balle and Wang,
+    arXiv 1805.06530). With sampling, their privacy loss distributions are composed numerically (Koskela et al., arXiv
+    1906.03049), with an upper bound of the error in the result.
+
+    Args:
+        rounds: in which the unit could take part.
+        noise: noise multiplier: standard deviation of the noise on the sum over clip.
+        delta: above 0 and below 1.
+        rate: probability that a record is in a round's sample.
+        replace: neighbours differ in what a record or client contributes, not in whether it contributes.
+        group: the number of records that belong together, such as those of one person.
+    """
+    _check(rounds, noise, delta, rate, group, replace)
+    if not rounds:
+        return 0.0
+    if not noise:
+        return math.inf
+    if rate >= 1:
+        change = group * (2 if replace else 1)
+        return float(import_library().get_epsilon_gaussian(noise / math.sqrt(rounds) / change, delta))
+    return float(_distribution(noise, rate, replace, group).self_compose(rounds).get_epsilon_for_delta(delta))
+
+
+@lru_cache(maxsize=64)
+def _distribution(noise: float, rate: float, replace: bool, group: int):  # type: ignore[no-untyped-def]
+    """Return the privacy loss distribution of one round with sampling."""
+    library = import_library()
+    pld = library.pld.privacy_loss_distribution
+    if group > 1:
+        chances = [math.comb(group, k) * rate**k * (1 - rate) ** (group - k) for k in range(group + 1)]
+        return pld.from_mixture_gaussian_mechanism(
+            noise, sensitivities=range(group + 1), sampling_probs=chances, value_discretization_interval=_INTERVAL
+        )
+    relation = library.NeighboringRelation.REPLACE_ONE if replace else library.NeighboringRelation.REPLACE_SPECIAL
+    return pld.from_gaussian_mechanism(
+        noise, sampling_prob=rate, value_discretization_interval=_INTERVAL, neighboring_relation=relation
+    )
+
+
+def renyi_epsilon(rounds: int, noise: float, delta: float, rate: float = 1.0) -> float:
+    """Return the epsilon by Rényi divergences of integer orders: larger, and proven without numerical integration."""
+    _check(rounds, noise, delta, rate, 1)
+    if not rounds:
+        return 0.0
+    if not noise:
+        return math.inf
+    library = import_library()
+    accountant = library.rdp.RdpAccountant([*range(2, 256), 512, 1024])
+    event = library.GaussianDpEvent(noise)
+    accountant.compose(event if rate >= 1 else library.PoissonSampledDpEvent(rate, event), rounds)
+    return float(accountant.get_epsilon(delta))
+
+
+@lru_cache(maxsize=64)
+def solve_noise(target: float, rounds: int, delta: float, rate: float = 1.0) -> float:
+    """Return the smallest noise multiplier, up to 0.1 %, with which `rounds` rounds spend at most `target`."""
+    if not target > 0 or not math.isfinite(target):
+        raise BadArgument("privacy", f"epsilon must be a positive number, got {target!r}", "use epsilon=3")
+    low, high = _LOWEST, 1.0
+    while epsilon(rounds, high, delta, rate) > target:
+        low, high = high, 2 * high
+        if high > _HIGHEST:
+            what = f"no noise gives epsilon {target:g} in {rounds} rounds at rate {rate:g} and delta {delta:g}"
+            raise BadArgument("privacy", what, "use a larger epsilon or fewer rounds")
+    while high > low * 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if epsilon(rounds, middle, delta, rate) > target else (low, middle)
+    return high
+
+
+@lru_cache(maxsize=64)
+def affordable_rounds(budget: float, noise: float, delta: float, rate: float = 1.0) -> int:
+    """Return the largest number of rounds that spend at most a budget of epsilon."""
+    if not noise:
+        return 0
+    low, high = 0, 1
+    while epsilon(high, noise, delta, rate) <= budget:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if epsilon(middle, noise, delta, rate) <= budget else (low, middle)
+    return low
+
+
+def milestone(rounds: int) -> int:
+    """Return the number of rounds, at least `rounds` and at most 2 % more, for which a running epsilon is computed.
+
+    Rounds take milliseconds, and so does epsilon: it need not be computed for each of them.
+
+    >>> [milestone(rounds) for rounds in (7, 50, 51, 1000)]
+    [7, 50, 51, 1014]
+    """
+    if rounds <= _EVERY:
+        return rounds
+    power = math.ceil(math.log(rounds / _EVERY) / math.log(_STEPS) - 1e-9)
+    return max(rounds, math.floor(_EVERY * _STEPS**power))
+
+
+class Accountant:
+    """Counts the rounds in which each client took part.
+
+    Args:
+        noise: noise multiplier.
+        delta: for which epsilon is computed.
+        rate: sampling rate of records; 1 if the unit is a client.
+        budget: the epsilon that may be spent; by default any.
+    """
+
+    def __init__(self, noise: float, delta: float, rate: float = 1.0, budget: float | None = None) -> None:
+        self.noise, self.delta, self.rate, self.budget = noise, delta, rate, budget
+        self._all, self._by_client = 0, dict[int | str, int]()
+
+    @property
+    def rounds(self) -> int:
+        """The maximum number of rounds of a client. A round whose clients are unknown counts for all."""
+        return self._all + max(self._by_client.values(), default=0)
+
+    def epsilon(self, *, replace: bool = False, group: int = 1, running: bool = False) -> float:
+        """Return the epsilon that the rounds so far have spent, for the client with most of them.
+
+        Args:
+            replace: neighbouring data differ in what a record or client contributes, not in whether it contributes.
+            group: the number of records that belong together.
+            running: return an upper bound that is computed for few numbers of rounds only.
+        """
+        rounds = milestone(self.rounds) if running and self.rate < 1 else self.rounds
+        if self.budget is not None and rounds > self.rounds:
+            rounds = max(self.rounds, min(rounds, affordable_rounds(self.budget, self.noise, self.delta, self.rate)))
+        return epsilon(rounds, self.noise, self.delta, self.rate, replace=replace, group=group)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether one more round stays within the budget."""
+        return self.budget is None or self.rounds < affordable_rounds(self.budget, self.noise, self.delta, self.rate)
+
+    def by_client(self) -> dict[int | str, float]:
+        """Return the epsilon of each client that is known by name."""
+        return {
+            client: epsilon(self._all + rounds, self.noise, self.delta, self.rate)
+            for client, rounds in self._by_client.items()
+        }
+
+    def count(self, clients: Sequence[int | str] | None = None) -> None:
+        """Count a round: for its clients, or for everyone if these are unknown."""
+        if clients is None:
+            self._all += 1
+            return
+        for client in clients:
+            self._by_client[client] = self._by_client.get(client, 0) + 1
+
+    def state(self) -> dict[str, int | dict[int | str, int]]:
+        """Return the counts."""
+        return {"rounds": self._all, "own": dict(self._by_client)}
+
+    def restore(self, rounds: int, own: Mapping[int | str, int]) -> None:
+        """Continue from the counts."""
+        self._all, self._by_client = rounds, dict(own)
+
+
+def _check(rounds: int, noise: float, delta: float, rate: float, group: int, replace: bool = False) -> None:
+    where = "epsilon"
+    if not 0 < delta < 1:
+        raise BadArgument(where, f"delta must be above 0 and below 1, got {delta!r}", "use delta=1e-5")
+    if rounds < 0 or not noise >= 0:
+        raise BadArgument(where, f"rounds and noise must be 0 or more, got {rounds!r} and {noise!r}")
+    if not 0 < rate <= 1:
+        raise BadArgument(where, f"rate must be above 0 and at most 1, got {rate!r}")
+    if group < 1:
+        raise BadArgument(where, f"group must be at least 1, got {group!r}")
+    if replace and group > 1 and rate < 1:
+        raise BadArgument(where, "replacement of several records with sampling is not accounted for", "use group alone")

@@ -1,0 +1,333 @@
+"""Sums of per-record gradients, each clipped to a norm.
+
+    S_j = sum_i g_ij min(1, clip / |g_ij|)
+
+g_ij is the gradient of record i's loss for candidate j of a veil's head; without a veil there is one j. The norm is
+over all parameters together. Three ways give the same sum (tests/privacy/test_gradients.py):
+
+- a stack of Linear and ReLU: a gradient of a layer is a product of two vectors, so its norm is the product of theirs,
+  and one product of matrices gives the clipped sum; no per-record gradient is formed;
+- torch.func.vmap over records, in chunks; a Linear that takes one row per record is treated as in a stack;
+- one record after another, for models that vmap cannot run, and for operations after a veiled head.
+
+Gradients are computed in the model's dtype; they are scaled and summed in float64. So each contribution has a norm of
+at most `clip` in exact arithmetic, and the rounding error of the sum is bounded by `summation_error`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fedveil.errors import BadArgument
+from fedveil.graph.inputs import Inputs, count, each
+from fedveil.privacy.row_layers import ForwardVaries, RowLayer, find_row_layers, run_with_taps
+from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward
+from fedveil.scheme.losses import USERS, Loss
+from fedveil.scheme.messages import Broadcast, PublicHead
+from fedveil.scheme.outputs import are_classes, compute_outputs, head_axis, slope, spread
+from fedveil.wire import Tensors
+
+EPS = torch.finfo(torch.float64).eps
+MEMORY = 2**28  # bytes for per-record gradients, by default
+RECORDS, CHEAP = 32, 2**25  # chunks of more records than this have at most so many bytes: more take longer to allocate
+Single = Callable[[Inputs, Tensor], Tensors]
+Back = Callable[[Tensor], tuple[Tensors, Tensors]]
+
+
+@dataclass(frozen=True, eq=False)
+class RecordGradients:
+    """How to compute the gradients of each record.
+
+    Attributes:
+        model: gives the architecture.
+        values: of its parameters and buffers; of a veiled head with a row for alpha.
+        trainable: names of the parameters that get a gradient.
+        slopes: returns the derivatives of the records' losses with respect to the outputs, one row per candidate.
+        candidates: their number.
+        head: of a veil.
+        single: the gradients of one record, one row per candidate, by autograd.
+        loss: what the slopes are of.
+    """
+
+    model: nn.Module
+    values: Tensors
+    trainable: tuple[str, ...]
+    slopes: Callable[[Tensor, Tensor], Tensor]
+    candidates: int
+    head: PublicHead | None
+    single: Single
+    loss: Loss
+
+    @classmethod
+    def of_model(cls, model: nn.Module, loss: Loss) -> "RecordGradients":
+        """Return the gradients of plain training."""
+        refuse_coupling(loss)
+        axis = head_axis(model)
+        parameters = {name: own.detach() for name, own in model.named_parameters()}
+        buffers = {name: own.detach() for name, own in model.named_buffers()}
+        trainable = tuple([name for name, own in model.named_parameters() if own.requires_grad])
+
+        def slopes(outputs: Tensor, targets: Tensor) -> Tensor:
+            return slope(loss, outputs, targets, axis).unsqueeze(0)
+
+        def single(inputs: Inputs, targets: Tensor) -> Tensors:
+            leaves = {name: parameters[name].requires_grad_() for name in trainable}
+            with torch.enable_grad():
+                outputs = compute_outputs(model, inputs, parameters | leaves | buffers)
+                back = slopes(outputs.detach(), targets)[0]
+                found = torch.autograd.grad(outputs, list(leaves.values()), back, allow_unused=True)
+            pairs = zip(leaves.items(), found, strict=True)
+            return {name: (torch.zeros_like(p) if own is None else own).unsqueeze(0) for (name, p), own in pairs}
+
+        return cls(model, parameters | buffers, trainable, slopes, 1, None, single, loss)
+
+    @classmethod
+    def of_broadcast(cls, model: nn.Module, broadcast: Broadcast) -> "RecordGradients":
+        """Return the gradients of a veiled model, for each candidate of its head."""
+        refuse_coupling(broadcast.loss)
+        head = broadcast.head
+        if head is not None and not head.decoys:
+            what = "the paper's terms for squared error do not tell the norm of a record's gradient"
+            raise BadArgument("privacy", what, "use candidates: fedveil.Veil(decoys=2)")
+        values = add_alpha(head, broadcast.parameters) if head else dict(broadcast.parameters)
+
+        def slopes(outputs: Tensor, targets: Tensor) -> Tensor:
+            ones = torch.ones(len(targets), dtype=outputs.dtype, device=outputs.device)
+            return cotangents(broadcast.loss, head, outputs, targets, ones)
+
+        def single(inputs: Inputs, targets: Tensor) -> Tensors:
+            return client_step(model, broadcast, inputs, targets).passes
+
+        every, candidates = values | dict(broadcast.buffers), len(head.candidates) if head else 1
+        return cls(model, every, broadcast.trainable, slopes, candidates, head, single, broadcast.loss)
+
+    def parameters(self) -> int:
+        """Return the number of values in one gradient."""
+        return sum(self.trimmed(name, self.values[name].unsqueeze(0)).numel() for name in self.trainable)
+
+    def trimmed(self, name: str, rows: Tensor) -> Tensor:
+        """Return gradients of a parameter, one per row, without alpha's part."""
+        head = self.head
+        if head is None or name not in (head.weight, head.bias):
+            return rows
+        dim = 1 + (head.dim if name == head.weight else 0)
+        return rows.narrow(dim, 0, len(head.direction))
+
+
+def dense_targets(loss: Loss, head: PublicHead | None, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return dense targets, for outputs with one row per record."""
+    outputs = outputs if head is None else outputs[:, : len(head.direction)]
+    classes = head is None and are_classes(outputs, targets) and targets.numel() != outputs.numel()
+    return spread(targets, outputs) if classes else loss.dense(targets, outputs)
+
+
+def refuse_coupling(loss: Loss) -> None:
+    """Refuse a loss under which a record has no gradient of its own."""
+    if loss.couples:
+        what = f"{loss.name} compares records of a batch with one another, so no record has a gradient of its own"
+        raise BadArgument("privacy", what, "use a loss with one value per record, such as cross_entropy")
+
+
+def summation_error(records: int, clip: float) -> float:
+    """Bound the norm of the rounding error of a sum of `records` clipped gradients in float64."""
+    return 2 * records * (records + 8) * EPS * clip
+
+
+@torch.no_grad()
+def clipped_sums(
+    task: RecordGradients, inputs: Inputs, targets: Tensor, included: Tensor, clip: float, memory: int = MEMORY
+) -> Tensors:
+    """Return the clipped sums by parameter, in float64, one row per candidate.
+
+    A record whose gradient is not finite contributes 0, without a word: a refusal would reveal it.
+
+    Args:
+        task: how to compute gradients.
+        inputs: of the records.
+        targets: of the records.
+        included: True for each record that counts; the others are computed and dropped.
+        clip: maximum norm of a record's contribution.
+        memory: bytes for per-record gradients; records are taken in chunks that need no more.
+    """
+    links = find_links(task.model, inputs, task.values) if task.head is None or not task.head.within else None
+    chunks: Iterable[tuple[slice, Found]] = _chunks(task, inputs, targets, memory)
+    if links and isinstance(inputs, Tensor):
+        chunks = [(slice(None), ({}, _of_stack(task, links, inputs, targets)))]
+    total: Tensors = {}
+    for rows, found in chunks:
+        for name, own in _clip(task, *found, included[rows], clip).items():
+            total[name] = total[name].add_(own) if name in total else own
+    return {name: total[name] if total else zero_sums(task, name) for name in task.trainable}
+
+
+def zero_sums(task: RecordGradients, name: str) -> Tensor:
+    """Return the sums of a parameter's gradients over no records."""
+    return torch.zeros_like(task.trimmed(name, torch.stack([task.values[name]] * task.candidates)), dtype=torch.float64)
+
+
+def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> Tensor:
+    """Return the factor of each record's gradient, from its squared norm, a sum of so many terms."""
+    slack = 1 + (terms + 16) * EPS
+    norms = squares.sqrt() * slack
+    factors = torch.where(norms > clip, clip / norms, torch.ones_like(norms)) / slack
+    return torch.where(included & squares.isfinite(), factors, torch.zeros_like(factors))
+
+
+def norms(rows: Tensor) -> Tensor:
+    """Return the norms of the rows in float64.
+
+    Numbers whose squares underflow count as 0. With another factor so large that their product exceeds a clip of 1e-6,
+    that factor's squares overflow, the product is NaN, and the record is dropped.
+    """
+    found: Tensor = torch.linalg.vector_norm(rows.double(), dim=-1)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A Linear's gradients for records: products of the cotangent of its output and its input.
+
+    Attributes:
+        weight, bias: names of the parameters that get a gradient.
+        own: cotangents, with dims (candidates, records, outputs).
+        entered: inputs, with dims (records, inputs).
+    """
+
+    weight: str | None
+    bias: str | None
+    own: Tensor
+    entered: Tensor
+
+    @classmethod
+    def of_layer(cls, task: RecordGradients, weight: str, bias: str | None, own: Tensor, entered: Tensor) -> "Product":
+        """Return the products of a layer, without alpha's part and without what is not trained."""
+        if task.head is not None and weight == task.head.weight:
+            own = own[..., : len(task.head.direction)]
+        names = [name if name in task.trainable else None for name in (weight, bias)]
+        return cls(names[0], names[1], own, entered)
+
+    def squares(self) -> Tensor:
+        """Return the squared norms, with dims (candidates, records)."""
+        own, entered = norms(self.own), norms(self.entered)  # whose squares may underflow, while their product is large
+        return torch.square(own * entered * bool(self.weight)) + torch.square(own * bool(self.bias))
+
+    def sums(self, factors: Tensor, whole: bool) -> Tensors:
+        """Return the sums for factors with dims (candidates, records); those that are 0 drop a record."""
+        scaled, entered, found = self.own * factors.unsqueeze(2), self.entered.double(), Tensors()
+        if not whole:
+            scaled = scaled.masked_fill_((factors == 0).unsqueeze(2), 0.0)
+            entered = entered.nan_to_num(0.0, 0.0, 0.0)  # of a record that is dropped
+        if self.weight:
+            found[self.weight] = torch.bmm(scaled.transpose(1, 2), entered.expand(len(scaled), -1, -1))
+        if self.bias:
+            found[self.bias] = scaled.sum(1)
+        return found
+
+
+Found = tuple[Tensors, list[Product]]  # gradients with dims (records, candidates, ...); products for what is not there
+
+
+def _of_stack(task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor) -> list[Product]:
+    """Return the products of a stack of Linear and ReLU."""
+    seen = forward(links, task.values, inputs)
+    back = task.slopes(seen[-1], targets)
+    products: list[Product] = []
+    for number in reversed(range(len(links))):
+        path = links[number]
+        if path is None:
+            back = back * seen[number + 1].sign()
+            continue
+        weight = f"{path}.weight"
+        products.append(Product.of_layer(task, weight, f"{path}.bias", back, seen[number]))
+        if number:
+            back = back @ task.values[weight]
+    return [product for product in products if product.weight or product.bias]
+
+
+def _clip(task: RecordGradients, gradients: Tensors, products: list[Product], included: Tensor, clip: float) -> Tensors:
+    """Return the clipped sums of a chunk, and empty `gradients`."""
+    parts = [torch.square(norms(own.flatten(2))).T for own in gradients.values()]
+    squares = torch.stack(parts + [product.squares() for product in products]).sum(0)
+    factors = clip_factors(squares, included, clip, task.parameters())
+    whole, found = bool(factors.all()), Tensors()
+    for name in list(gradients):
+        own = gradients.pop(name)  # frees it
+        flat = own.flatten(2) if whole else own.flatten(2).masked_fill((factors.T == 0).unsqueeze(2), 0.0)
+        found[name] = torch.einsum("kr,rkp->kp", factors, flat.double()).view(own.shape[1:])
+    for product in products:
+        found |= product.sums(factors, whole)
+    return found
+
+
+def _chunks(task: RecordGradients, inputs: Inputs, targets: Tensor, memory: int) -> Iterator[tuple[slice, Found]]:
+    """Yield chunks of records that need so many bytes."""
+    loop, inside, records = needs_loop(task), False, count(inputs)
+    layers: list[RowLayer] = []
+    if records and not loop:
+        layers, outputs = find_row_layers(task, inputs)
+        inside = outputs.dim() == 2 and not isinstance(task.loss, USERS)
+        targets = dense_targets(task.loss, task.head, outputs.expand(records, -1), targets) if inside else targets
+    size = _chunk_size(task, layers, memory)
+    for start in range(0, records, size):
+        rows = slice(start, min(start + size, records))
+        some, wanted = _take(inputs, rows), targets[rows]
+        try:
+            found = (_looped(task, some, wanted), []) if loop else _mapped(task, layers, some, wanted, inside)
+        except ForwardVaries:
+            found = _mapped(task, [], some, wanted, inside)
+        except RuntimeError:  # vmap has no rule for an operation of the model, or forward looks at values
+            loop, found = True, (_looped(task, some, wanted), [])
+        yield rows, found
+
+
+def _chunk_size(task: RecordGradients, layers: list[RowLayer], memory: int) -> int:
+    """Return how many records need so many bytes: for all gradients, and in float64 for those of one parameter."""
+    sizes = [task.values[name].numel() for name in set(task.trainable) - {own.weight for own in layers}]
+    rows = sum(task.values[own.weight].shape[1] + own.tap.numel() for own in layers)
+    item = max(own.dtype.itemsize for own in task.values.values()) * min(2, task.candidates)  # two: to stack candidates
+    each_needs = task.candidates * (item * (sum(sizes) + rows) + 16 * max(sizes, default=0))
+    return max(1, min(RECORDS, memory // each_needs), min(CHEAP, memory) // each_needs)
+
+
+def _take(inputs: Inputs, rows: slice) -> Inputs:
+    return each(lambda own: own[rows], inputs)
+
+
+def needs_loop(task: RecordGradients) -> bool:
+    """Return whether what follows a veiled head runs for each candidate."""
+    return task.head is not None and task.head.tail != "alike"
+
+
+def _mapped(task: RecordGradients, layers: list[RowLayer], inputs: Inputs, targets: Tensor, inside: bool) -> Found:
+    """Compute the gradients of records with vmap, and products for `layers`; `inside`: slopes too are from vmap."""
+    left_out = {name for layer in layers for name in (layer.weight, layer.bias)}
+    leaves = {name: task.values[name] for name in task.trainable if name not in left_out}
+    taps = {layer.weight: layer.tap for layer in layers}
+    if not inside:
+        outputs = torch.func.vmap(lambda record: run_with_taps(task, {}, {}, record)[0], randomness="different")(inputs)
+        targets = task.slopes(outputs, targets).movedim(1, 0)  # of each record alone: forward may mix those of a batch
+
+    def gradients(record: Inputs, target: Tensor) -> tuple[Tensors, Tensors, Tensors]:
+        run = torch.func.vjp(lambda own, taps: run_with_taps(task, own, taps, record), leaves, taps, has_aux=True)
+        outputs, back, entered = cast(tuple[Tensor, Back, Tensors], run)
+        slopes = task.slopes(outputs.unsqueeze(0), target.unsqueeze(0)).squeeze(1) if inside else target
+        rows = [back(row) for row in slopes]
+        join = torch.cat if len(rows) > 1 else itemgetter(0)  # without a copy
+        found = {name: join([task.trimmed(name, row[0][name].unsqueeze(0)) for row in rows]) for name in leaves}
+        return found, {name: join([row[1][name].reshape(1, -1) for row in rows]) for name in taps}, entered
+
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no rule for vmap
+        found, cotangents, entered = torch.func.vmap(gradients, randomness="different")(inputs, targets)
+    pairs = [(cotangents[own.weight].movedim(1, 0), entered[own.weight].flatten(1)) for own in layers]
+    return found, [Product.of_layer(task, own.weight, own.bias, *pair) for own, pair in zip(layers, pairs, strict=True)]
+
+
+def _looped(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Tensors:
+    """Compute the gradients of one record after another."""
+    found = [task.single(_take(inputs, slice(i, i + 1)), targets[i : i + 1]) for i in range(count(inputs))]
+    return {name: torch.stack([one[name] for one in found]) for name in task.trainable}

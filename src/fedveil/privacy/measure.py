@@ -1,0 +1,111 @@
+"""A measured epsilon: what an auditor who guesses which canaries were in the data proves about the true one.
+
+Each of m canaries is in the data with probability 1/2. The auditor sees the run, and guesses r of them; v guesses are
+right. If the run were (epsilon, delta)-private, so many right guesses would be unlikely: the bound is the smallest
+epsilon for which they are not (Steinke, Nasr and Jagielski, arXiv 2305.08846, theorem 5.2). How many are guessed has to
+be fixed before the run. At delta = 1e-5 and 95 % the bound cannot exceed about 8, however many canaries there are.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, stats
+
+Reals = NDArray[np.float64]
+Booleans = NDArray[np.bool_]
+LARGEST = 50.0  # epsilon that is searched for
+
+
+def epsilon_lower_bound(right: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95) -> float:
+    """Return an epsilon that the true one exceeds, except with probability 1 - confidence."""
+
+    def excess(epsilon: float) -> float:
+        return p_value(right, guesses, canaries, epsilon, delta) - (1 - confidence)
+
+    if excess(0.0) >= 0:
+        return 0.0
+    if excess(LARGEST) < 0:
+        return LARGEST
+    return float(optimize.brentq(excess, 0.0, LARGEST, xtol=1e-6))
+
+
+def p_value(right: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
+    """Return a bound of the probability of so many right guesses under an (epsilon, delta)-private run."""
+    chance = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
+    beta = float(chance.sf(right - 1))
+    steps = np.arange(1, canaries + 1)
+    mass = np.cumsum(chance.pmf(right - steps))
+    return min(1.0, beta + 2 * canaries * delta * float(np.max(mass / steps, initial=0.0)))
+
+
+def gaussian_estimate(inside: Reals, outside: Reals, delta: float, confidence: float = 0.95) -> float:
+    """Return the epsilon of the Gaussian mechanism that scores of canaries inside and outside the data look like.
+
+    Sharper than the bound, and not proven: it assumes normal scores. The lower end of an interval of their distance.
+    """
+    distance = (inside.mean() - outside.mean()) / outside.std(ddof=1)
+    error = math.sqrt(
+        inside.var(ddof=1) / outside.var(ddof=1) / len(inside) + 1 / len(outside) + distance**2 / (2 * len(outside))
+    )
+    mu = float(distance - stats.norm.ppf(confidence) * error)
+    if mu <= 0:
+        return 0.0
+
+    def excess(epsilon: float) -> float:
+        tail = epsilon + stats.norm.logcdf(-epsilon / mu - mu / 2)
+        return float(stats.norm.cdf(-epsilon / mu + mu / 2) - math.exp(tail) - delta)
+
+    return 0.0 if excess(0.0) < 0 else float(optimize.brentq(excess, 0.0, 5000.0))
+
+
+@dataclass(frozen=True)
+class MeasuredEpsilon:
+    """The result of one run with canaries.
+
+    Attributes:
+        claimed: by the accountant.
+        bound: the true epsilon exceeds it with 95 % confidence.
+        estimate: of the true epsilon, not proven.
+        delta: for all three.
+        right, guesses, canaries: on which they rest.
+    """
+
+    claimed: float
+    bound: float
+    estimate: float
+    delta: float
+    right: int
+    guesses: int
+    canaries: int
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether the claim is refuted with 95 % confidence."""
+        return self.bound > self.claimed
+
+    def __str__(self) -> str:
+        verdict = "REFUTED" if self.contradicts else "not refuted"
+        return (
+            f"claimed {self.claimed:.3g}, measured at least {self.bound:.3g} (95 %): {verdict}; "
+            f"estimate {self.estimate:.3g} (assumes Gaussian scores, not a proof)"
+        )
+
+
+def measure(scores: Reals, included: Booleans, claimed: float, delta: float, guesses: int) -> MeasuredEpsilon:
+    """Guess that the canaries with the highest scores were included and those with the lowest were not.
+
+    Args:
+        scores: of each canary, higher if it was probably included.
+        included: the truth.
+        claimed: epsilon.
+        delta: of the claim.
+        guesses: their number, fixed beforehand.
+    """
+    order = np.argsort(scores)
+    low, high = order[: guesses // 2], order[len(order) - (guesses - guesses // 2) :]
+    right = int(included[high].sum() + (~included[low]).sum())
+    bound = epsilon_lower_bound(right, guesses, len(scores), delta)
+    estimate = gaussian_estimate(scores[included], scores[~included], delta)
+    return MeasuredEpsilon(claimed, bound, estimate, delta, right, guesses, len(scores))

@@ -1,0 +1,112 @@
+"""Exact random draws: Bernoulli trials, Poisson samples and discrete Gaussian noise.
+
+Nothing here rounds a probability. A trial compares 53 random bits with a probability that was computed in float64; the
+few that are too close to tell, about one in 2^46, are decided in exact arithmetic with as many more bits as they need.
+Floating-point noise would be wrong in two ways: some values near the tail cannot occur, and which ones can depends on
+the sum that the noise is added to.
+"""
+
+import math
+from decimal import Decimal, localcontext
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedveil.scheme.noise import Entropy
+
+Integers = NDArray[np.int64]
+Booleans = NDArray[np.bool_]
+SCALE = 2**20  # standard deviation of discrete Gaussian noise, in units of its grid
+_BITS = 53
+_GUARD = 2.0**-46  # relative error of a probability in float64 is far below it
+_DIGITS = 60  # decimal, of the exact arithmetic
+
+
+def poisson_sample(entropy: Entropy, records: int, rate: float) -> Integers:
+    """Return the indices of a sample that contains each of `records` records independently with probability `rate`."""
+    if rate >= 1:
+        return np.arange(records)
+    drawn = (entropy.words(records) >> np.uint64(64 - _BITS)).astype(np.int64)
+    threshold = Fraction(rate) * 2**_BITS  # exact: `rate` is a float
+    found = drawn < math.floor(threshold)
+    for index in np.flatnonzero(drawn == math.floor(threshold)):  # the next bits decide
+        found[index] = _trial(entropy, threshold - math.floor(threshold))
+    return np.flatnonzero(found)
+
+
+def _trial(entropy: Entropy, probability: Fraction) -> bool:
+    """Return True with a rational probability, bit by bit."""
+    while True:
+        probability *= 2**64
+        word, whole = int(entropy.words(1)[0]), math.floor(probability)
+        if word != whole:
+            return word < whole
+        probability -= whole
+
+
+def exponential_trials(entropy: Entropy, numerators: NDArray[np.uint64], denominator: int) -> Booleans:
+    """Return True with probability exp(-n / denominator) for each integer n."""
+    words = entropy.words(len(numerators)) >> np.uint64(64 - _BITS)
+    uniform = words.astype(np.float64) * 2.0**-_BITS  # the drawn number is at least this, by less than 2^-53
+    chance = np.exp(-(numerators.astype(np.float64) / denominator))
+    found: Booleans = uniform + 2.0**-_BITS <= chance * (1 - _GUARD)
+    for index in np.flatnonzero(~found & (uniform < chance * (1 + _GUARD))):
+        found[index] = _exponential_trial(entropy, int(words[index]), Fraction(int(numerators[index]), denominator))
+    return found
+
+
+def _exponential_trial(entropy: Entropy, word: int, exponent: Fraction) -> bool:
+    """Complete a trial of probability exp(-exponent) whose first bits are known."""
+    bits = _BITS
+    if not exponent:
+        return True
+    with localcontext() as context:
+        while True:
+            context.prec = _DIGITS + bits // 3
+            chance = Fraction((-(Decimal(exponent.numerator) / Decimal(exponent.denominator))).exp())
+            error = chance / 10 ** (context.prec - 10)  # the exponent is rounded before, by much less
+            if Fraction(word + 1, 2**bits) <= chance - error:
+                return True
+            if Fraction(word, 2**bits) >= chance + error:
+                return False
+            word, bits = (word << 64) | int(entropy.words(1)[0]), bits + 64
+
+
+def discrete_gaussian(entropy: Entropy, count: int) -> Integers:
+    """Draw integers n with probability proportional to exp(-n^2 / (2 SCALE^2)).
+
+    Rejection from a discrete Laplace distribution (Canonne, Kamath and Steinke, arXiv 2004.00010, algorithm 3), many at
+    a time. The tail is complete: only draws beyond 2^31, 2,048 standard deviations, would overflow.
+    """
+    found, filled = np.empty(count, np.int64), 0
+    while filled < count:
+        laplace = _discrete_laplace(entropy, count - filled + (count - filled) // 2 + 16)
+        distance = (np.abs(laplace) - SCALE).astype(np.int64)
+        kept = laplace[exponential_trials(entropy, np.square(distance).astype(np.uint64), 2 * SCALE**2)]
+        used = kept[: count - filled]
+        found[filled : filled + len(used)] = used
+        filled += len(used)
+    return found
+
+
+def _discrete_laplace(entropy: Entropy, attempts: int) -> Integers:
+    """Draw at most `attempts` integers n with probability proportional to exp(-|n| / SCALE)."""
+    words = entropy.words(attempts)
+    low = words % np.uint64(SCALE)  # SCALE is a power of two: uniform
+    negative = (words >> np.uint64(63)).astype(bool)
+    kept = exponential_trials(entropy, low, SCALE)
+    low, negative = low[kept], negative[kept]
+    size = low.astype(np.int64) + SCALE * _geometric(entropy, len(low))
+    kept = ~(negative & (size == 0))  # 0 must not count twice
+    found: Integers = np.where(negative, -size, size)[kept]
+    return found
+
+
+def _geometric(entropy: Entropy, count: int) -> Integers:
+    """Draw the number of successes before the first failure, of trials that succeed with probability exp(-1)."""
+    found, going = np.zeros(count, np.int64), np.arange(count)
+    while len(going):
+        going = going[exponential_trials(entropy, np.ones(len(going), np.uint64), 1)]
+        found[going] += 1
+    return found

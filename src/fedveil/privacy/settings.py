@@ -1,0 +1,126 @@
+"""The settings of differential privacy, as users give them, and with everything filled in."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fedveil.checks import check_choice, check_count, is_number
+from fedveil.errors import BadArgument
+from fedveil.privacy.accounting import import_library, solve_noise
+from fedveil.privacy.gradients import MEMORY
+from fedveil.privacy.mechanism import MOST_RECORDS, Grid, count_shares, make_grid
+
+Unit = Literal["record", "client"]
+NoiseSource = Literal["server", "clients"]
+LOWEST, HIGHEST = 1e-6, 1e6  # of clip: squares and products stay far inside float64
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Differential privacy of a run.
+
+    Give a target `epsilon` and the number of `rounds`, and the noise follows; or give `noise`, and epsilon is reported.
+
+    Attributes:
+        epsilon: the budget. Training stops before it is exceeded.
+        noise: noise multiplier (standard deviation of the noise on the sum / clip); 0 only clips.
+        delta: the probability with which epsilon may not hold; far below 1 / records.
+        clip: maximum norm of a record's gradient, or of a client's.
+        unit: what is protected: one "record", or all records of a "client".
+        rate: the probability that a record is in a round's sample; by default batch_size / the largest client's
+            records. Only for records: the clients of a round are not secret.
+        rounds: for which the noise is chosen.
+        noise_by: "server", which the clients then trust; or "clients", in shares whose sum is enough. They need secure
+            aggregation.
+        colluding: how many clients may tell the others or the server their shares of the noise; each client knows its
+            own, so at least 1.
+        vanishing: how many clients may drop out of a sum without reducing its noise.
+        memory: bytes that a client may use for per-record gradients.
+        allow_factors: accept a veil with factors. The guarantee holds, and accuracy suffers: norms and noise are those
+            of perturbed gradients.
+    """
+
+    epsilon: float | None = None
+    noise: float | None = None
+    delta: float = 1e-5
+    clip: float = 1.0
+    unit: Unit = "record"
+    rate: float | None = None
+    rounds: int | None = None
+    noise_by: NoiseSource = "server"
+    colluding: int = 1
+    vanishing: int = 0
+    memory: int = MEMORY
+    allow_factors: bool = False
+
+    def __post_init__(self) -> None:
+        where = "Privacy"
+        check_choice(where, "unit", self.unit, ("record", "client"))
+        check_choice(where, "noise_by", self.noise_by, ("server", "clients"))
+        for name, low, high in (("clip", LOWEST, HIGHEST), ("noise", 0.0, 1e6), ("epsilon", 1e-6, 1e6)):
+            value = getattr(self, name)
+            if value is not None and (not is_number(value) or not low <= value <= high):
+                raise BadArgument(where, f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
+        if not is_number(self.delta) or not 0 < self.delta < 1:
+            raise BadArgument(where, f"delta must be above 0 and below 1, got {self.delta!r}", "use delta=1e-5")
+        if self.rate is not None and (not is_number(self.rate) or not 0 < self.rate <= 1):
+            raise BadArgument(where, f"rate must be above 0 and at most 1, got {self.rate!r}", "use rate=0.01")
+        if self.rounds is not None:
+            check_count(where, "rounds", self.rounds)
+        check_count(where, "colluding", self.colluding)
+        check_count(where, "vanishing", self.vanishing, 0)
+        check_count(where, "memory", self.memory)
+        if self.unit == "client" and self.rate not in (None, 1):
+            raise BadArgument(where, "rate is for records", "leave rate out, and use participation=")
+        if self.unit == "client" and self.noise_by == "clients":
+            raise BadArgument(where, "clients add noise for records only", 'use noise_by="server" or unit="record"')
+        if self.epsilon is None and self.noise is None:
+            raise BadArgument(where, "it needs epsilon or noise", "use epsilon=3 and rounds=, or noise=1.0")
+        if self.epsilon is not None and self.noise is None and self.rounds is None:
+            what = "the noise for an epsilon depends on the number of rounds"
+            raise BadArgument(where, what, "pass rounds=, too, or noise=")
+
+    def resolve(self, default_rate: float) -> "Privacy":
+        """Return the settings with a rate and a noise multiplier.
+
+        Args:
+            default_rate: used unless a rate is given.
+        """
+        rate = 1.0 if self.unit == "client" else self.rate if self.rate is not None else default_rate
+        noise = self.noise
+        if noise is None:
+            assert self.epsilon is not None
+            assert self.rounds is not None
+            noise = solve_noise(self.epsilon, self.rounds, self.delta, rate)
+        elif noise:
+            import_library()  # refuse to start if it is missing
+        return replace(self, rate=rate, noise=noise)
+
+    def grid(self, numbers: int, candidates: int, members: int | None) -> Grid:
+        """Return the grid of a sum of gradients, from public numbers alone.
+
+        Args:
+            numbers: in one gradient.
+            candidates: the number of gradients per record.
+            members: the number of clients that are asked, under secure aggregation.
+        """
+        assert self.noise is not None
+        if self.noise_by == "server":
+            return make_grid(self.noise, self.clip, numbers)
+        if members is None:
+            what = "noise in shares needs secure aggregation: a single update has only one share"
+            raise BadArgument("privacy", what, 'set secure_aggregation=True, or noise_by="server"')
+        shares = count_shares(members, self.colluding, self.vanishing)
+        return make_grid(self.noise, self.clip, numbers, candidates=candidates, shares=shares)
+
+    def capacity(self, records: int) -> int:
+        """Return how many records a client computes gradients for in a round, so that the time tells nothing.
+
+        Samples are larger with probability below 1e-9; those take longer.
+        """
+        assert self.rate is not None
+        if self.rate * records > MOST_RECORDS / 2:
+            what = f"a sample of {self.rate * records:,.0f} records is larger than rounding errors are bounded for"
+            raise BadArgument("privacy", what, f"use a rate with at most {MOST_RECORDS // 2:,} records per client")
+        mean, spread = self.rate * records, math.sqrt(records * self.rate * (1 - self.rate))
+        return max(1, min(records, math.ceil(mean + 6 * spread + 6)))

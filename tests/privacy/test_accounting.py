@@ -1,0 +1,118 @@
+"""Epsilon against independent computations: integrals, Monte Carlo, Rényi divergences and closed forms."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import integrate, optimize, stats
+
+from fedveil.errors import BadArgument
+from fedveil.privacy.accounting import Accountant, epsilon, milestone, renyi_epsilon, solve_noise
+
+DELTA = 1e-5
+SETTINGS = [
+    (rate, rounds, target)
+    for rate, rounds in ((0.004, 200), (0.0155, 600), (0.05, 100), (0.2, 40), (1.0, 10))
+    for target in (0.5, 1.0, 3.0, 8.0)
+]
+
+
+def one_round(budget, noise, rate):
+    """Delta of one round by integration: a record is removed, or added."""
+    p, q = (
+        stats.norm(0, noise).pdf,
+        lambda x: (1 - rate) * stats.norm.pdf(x, 0, noise) + rate * stats.norm.pdf(x, 1, noise),
+    )
+    grid = np.linspace(-12 * noise, 1 + 12 * noise, 200_001)
+    return max(
+        integrate.trapezoid(np.maximum(0, a(grid) - math.exp(budget) * b(grid)), grid) for a, b in ((p, q), (q, p))
+    )
+
+
+@pytest.mark.parametrize(("noise", "rate"), [(0.9, 0.0155), (2.0, 0.1), (0.7, 0.3)])
+def test_one_round_is_the_integral(noise, rate):
+    exact = optimize.brentq(lambda budget: one_round(budget, noise, rate) - DELTA, 1e-6, 50)
+    assert exact <= epsilon(1, noise, DELTA, rate) * (1 + 1e-6)
+    assert epsilon(1, noise, DELTA, rate) == pytest.approx(exact, rel=2e-3)
+
+
+def closed_form(rounds, noise, delta):
+    """Epsilon of Gaussian noise without sampling (Balle and Wang)."""
+    mu = math.sqrt(rounds) / noise
+    find = lambda e: stats.norm.cdf(mu / 2 - e / mu) - math.exp(e + stats.norm.logcdf(-mu / 2 - e / mu)) - delta  # noqa: E731
+    return optimize.brentq(find, 0, 500)
+
+
+@pytest.mark.parametrize(("rounds", "noise"), [(1, 1.0), (30, 5.0), (400, 50.0)])
+def test_rounds_without_sampling_have_a_closed_form(rounds, noise):
+    assert epsilon(rounds, noise, DELTA) == pytest.approx(closed_form(rounds, noise, DELTA), rel=1e-6)
+    assert epsilon(rounds, noise, DELTA, replace=True) == pytest.approx(closed_form(rounds, noise / 2, DELTA), rel=1e-6)
+
+
+@pytest.mark.parametrize(("rate", "rounds", "target"), SETTINGS)
+def test_the_noise_for_a_target_meets_it(rate, rounds, target):
+    noise = solve_noise(target, rounds, DELTA, rate)
+    assert target * 0.98 < epsilon(rounds, noise, DELTA, rate) <= target
+    assert renyi_epsilon(rounds, noise, DELTA, rate) > target * 0.98  # proven, and looser
+    assert epsilon(rounds, noise / 4, DELTA, rate) > 1.5 * target  # a planted error is not within any tolerance
+
+
+def test_many_rounds_agree_with_monte_carlo():
+    """Delta at an epsilon, from sampled privacy losses (of 600 rounds in which a record is there)."""
+    rate, noise, rounds, trials = 0.0155, 0.9, 600, 30_000
+    draw = np.random.default_rng(0)
+    loss = np.zeros(trials)
+    for _ in range(rounds):
+        x = draw.normal(0, noise, trials) + (draw.random(trials) < rate)
+        loss += np.log1p(rate * np.expm1((2 * x - 1) / (2 * noise**2)))
+    for budget in (0.5, 1.0, 1.5):
+        excess = np.maximum(0, 1 - np.exp(budget - loss))
+        error = excess.std() / math.sqrt(trials)
+        delta = optimize.brentq(lambda d: epsilon(rounds, noise, d, rate) - budget, 1e-9, 0.5, xtol=1e-7)  # noqa: B023
+        assert abs(excess.mean() - delta) < 6.5 * error + 1e-4  # one in 10^10 trials
+
+
+def test_a_group_costs_more_than_a_record_and_less_than_the_generic_bound():
+    alone = epsilon(600, 0.9, DELTA, 0.0155)
+    pair = epsilon(600, 0.9, DELTA, 0.0155, group=2)
+    assert 2 * alone < pair < 3 * alone
+    assert epsilon(10, 5.0, DELTA, group=3) == pytest.approx(epsilon(10, 5.0 / 3, DELTA), rel=1e-9)
+
+
+def test_a_running_epsilon_is_an_upper_bound_within_a_few_rounds():
+    for rounds in range(1, 3000):
+        assert rounds <= milestone(rounds) <= 1.02 * rounds + 1
+    assert len({milestone(rounds) for rounds in range(1, 3000)}) < 270
+    spent = Accountant(1.0, DELTA, 0.01)
+    for _ in range(60):
+        spent.count(["a", "b"])
+    spent.count(["a"])
+    assert spent.rounds == 61
+    assert spent.epsilon() <= spent.epsilon(running=True) <= 1.02 * spent.epsilon()
+    assert spent.by_client()["a"] > spent.by_client()["b"]
+    assert spent.epsilon() == spent.by_client()["a"]
+
+
+def test_an_accountant_continues_from_its_counts():
+    first, second = Accountant(1.0, DELTA), Accountant(1.0, DELTA)
+    first.count([0, 1])
+    first.count()
+    second.restore(**first.state())
+    assert (second.rounds, second.epsilon()) == (2, first.epsilon())
+
+
+@pytest.mark.parametrize(
+    "given", [(1, 1.0, 0.0), (1, 1.0, 1.0), (-1, 1.0, 1e-5), (1, -1.0, 1e-5), (1, 1.0, 1e-5, 0.0), (1, 1.0, 1e-5, 1.1)]
+)
+def test_impossible_settings_are_refused(given):
+    with pytest.raises(BadArgument):
+        epsilon(*given)
+
+
+def test_no_rounds_cost_nothing_and_no_noise_everything():
+    assert epsilon(0, 1.0, DELTA, 0.1) == renyi_epsilon(0, 1.0, DELTA) == 0.0
+    assert math.isinf(epsilon(1, 0.0, DELTA, 0.1))
+    with pytest.raises(BadArgument, match="several records with sampling"):
+        epsilon(1, 1.0, DELTA, 0.1, replace=True, group=2)
+    with pytest.raises(BadArgument, match="epsilon must be a positive number"):
+        solve_noise(0.0, 10, DELTA)
