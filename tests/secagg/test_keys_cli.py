@@ -68,7 +68,7 @@ def test_a_policy_names_the_server_that_a_client_answers(tmp_path, capsys):
         (tmp_path / "alice.policy").unlink(missing_ok=True)
         assert main(["keys", "policy", key, "--server", server]) == 0
         assert Policy.read(tmp_path / "alice.policy") == Policy(server=Identity.load(tmp_path / "server.key").public())
-    assert "alice answers the server" in capsys.readouterr().out
+    assert "alice answers only the server" in capsys.readouterr().out
     assert main(["keys", "policy", key, "--server", line]) == 2
     assert "exists and is not overwritten" in capsys.readouterr().err
     for wrong in ("", "abc", "server"):
