@@ -1,4 +1,4 @@
-"""What a guarantee for each record costs in accuracy: five clients, five seeds, several budgets.
+"""The cost in accuracy of a guarantee for each record: five clients, five seeds, several budgets.
 
     FEDVEIL_DATA=../shared/data python -m benchmarks.budgets [--data digits bank] [--seeds 5]
 

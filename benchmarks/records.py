@@ -1,4 +1,4 @@
-"""What clipping each record's gradient costs over a plain step, beside Opacus, if it is installed.
+"""The cost of clipping each record's gradient over a plain step, beside Opacus, if it is installed.
 
     python -m benchmarks.records [--repeats 25] [--wall] [--cold]
 
@@ -37,7 +37,7 @@ def plain(model: nn.Module, inputs: Tensor, targets: Tensor) -> Work:
 def ours(model: nn.Module, inputs: Tensor, targets: Tensor) -> Work:
     """The clipped sum of this library."""
     loss, included = find_loss("cross_entropy"), torch.ones(len(targets), dtype=torch.bool)
-    return lambda: clipped_sums(RecordGradients.of_model(model, loss), inputs, targets, included, 1.0)
+    return lambda: clipped_sums(RecordGradients.from_model(model, loss), inputs, targets, included, 1.0)
 
 
 def opacus_hooks(model: nn.Module, inputs: Tensor, targets: Tensor) -> Work:

@@ -7,7 +7,15 @@ import pytest
 from scipy import integrate, optimize, stats
 
 from fedveil.errors import BadArgument
-from fedveil.privacy.accounting import Accountant, epsilon, milestone, renyi_epsilon, solve_noise
+from fedveil.privacy.accounting import (
+    MOST_ROUNDS,
+    Accountant,
+    affordable_rounds,
+    epsilon,
+    milestone,
+    renyi_epsilon,
+    solve_noise,
+)
 
 DELTA = 1e-5
 SETTINGS = [
@@ -116,3 +124,7 @@ def test_no_rounds_cost_nothing_and_no_noise_everything():
         epsilon(1, 1.0, DELTA, 0.1, replace=True, group=2)
     with pytest.raises(BadArgument, match="epsilon must be a positive number"):
         solve_noise(0.0, 10, DELTA)
+
+
+def test_a_budget_that_never_ends_is_cut_off():
+    assert affordable_rounds(8.0, 1e3, DELTA) == MOST_ROUNDS

@@ -83,7 +83,7 @@ def distance(found, wanted):
 @pytest.mark.parametrize("way", ["default", "chunks", "loop"])
 def test_every_way_gives_the_sum_of_a_loop(kind, loss, way, monkeypatch):
     model, inputs, targets = make(kind)
-    task = RecordGradients.of_model(model, find_loss(loss))
+    task = RecordGradients.from_model(model, find_loss(loss))
     if way == "loop":
         monkeypatch.setattr(gradients, "find_links", lambda *given: None)
         monkeypatch.setattr(gradients, "needs_loop", lambda task: True)
@@ -104,7 +104,7 @@ def test_records_that_do_not_count_or_are_not_finite_contribute_nothing(kind):
     spoilt = inputs.clone()
     spoilt[3] = float("nan")
     spoilt[4] = float("inf")
-    task = RecordGradients.of_model(model, find_loss("cross_entropy"))
+    task = RecordGradients.from_model(model, find_loss("cross_entropy"))
     assert distance(clipped_sums(task, spoilt, targets, included, CLIP), wanted) < 1e-12
     nothing = clipped_sums(task, inputs, targets, torch.zeros(9, dtype=torch.bool), CLIP)
     assert all(not own.any() for own in nothing.values())
@@ -116,7 +116,7 @@ def test_no_contribution_is_longer_than_clip(kind, dtype):
     """In exact arithmetic, whatever the floats round to."""
     model, inputs, targets = make(kind)
     model, inputs = model.to(dtype), inputs.to(dtype)
-    task = RecordGradients.of_model(model, find_loss("cross_entropy"))
+    task = RecordGradients.from_model(model, find_loss("cross_entropy"))
     clip, longest = 1e-3, Fraction(0)
     for row in range(9):
         included = torch.arange(9) == row
@@ -201,7 +201,7 @@ def make_dense(kind):
 @pytest.mark.parametrize("kind", [*ALONE, *SHARED, "frozen", "frozen weight"])
 def test_linear_layers_with_one_row_per_record_are_products(kind, loss):
     model, inputs, targets = make_dense(kind)
-    task = RecordGradients.of_model(model, find_loss(loss))
+    task = RecordGradients.from_model(model, find_loss(loss))
     found = {layer.weight for layer in gradients.find_row_layers(task, inputs)[0]}
     assert found == {"first.weight", "head.weight"} | ({"mid.weight"} if kind in ALONE else set())
     every = torch.ones(9, dtype=torch.bool)
@@ -214,7 +214,7 @@ def test_linear_layers_with_one_row_per_record_are_products(kind, loss):
 
 def test_a_forward_that_calls_a_layer_more_often_than_for_the_first_record():
     model, inputs, targets = make_dense("varies")
-    task = RecordGradients.of_model(model, find_loss("squared_error"))
+    task = RecordGradients.from_model(model, find_loss("squared_error"))
     found = clipped_sums(task, inputs, targets, torch.ones(9, dtype=torch.bool), CLIP)  # once, twice, then once
     assert model.calls == 3
     model.kind = "layer norm"
@@ -225,11 +225,11 @@ def test_a_users_loss_and_outputs_at_several_positions():
     model, inputs, targets = make("convolution")
     own = find_loss(lambda outputs, wanted: nn.functional.cross_entropy(outputs, wanted, reduction="none"))
     every = torch.ones(9, dtype=torch.bool)
-    found = clipped_sums(RecordGradients.of_model(model, own), inputs, targets, every, CLIP)
+    found = clipped_sums(RecordGradients.from_model(model, own), inputs, targets, every, CLIP)
     assert distance(found, oracle(model, "cross_entropy", inputs, targets, CLIP)) < 1e-12
     layers = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 5)).double()  # outputs (9, 2, 5)
     rows = torch.randn(9, 2, 6).double()
-    task = RecordGradients.of_model(layers, find_loss("cross_entropy"))
+    task = RecordGradients.from_model(layers, find_loss("cross_entropy"))
     total = {name: torch.zeros_like(p) for name, p in layers.named_parameters()}
     for row in range(9):
         value = nn.functional.cross_entropy(layers(rows[row]), targets[row].expand(2), reduction="sum")
@@ -243,7 +243,7 @@ def test_a_users_loss_and_outputs_at_several_positions():
 @pytest.mark.parametrize("kind", ["stack", "convolution"])
 def test_no_records_have_sums_of_0(kind):
     model, inputs, targets = make(kind)
-    task = RecordGradients.of_model(model, find_loss("cross_entropy"))
+    task = RecordGradients.from_model(model, find_loss("cross_entropy"))
     found = clipped_sums(task, inputs[:0], targets[:0], torch.ones(0, dtype=torch.bool), CLIP)
     shapes = {name: (1, *p.shape) for name, p in model.named_parameters()}
     assert {name: tuple(own.shape) for name, own in found.items()} == shapes
@@ -253,7 +253,7 @@ def test_no_records_have_sums_of_0(kind):
 def recover(model, inputs, targets, multiplicative):
     plan = fedveil.analyse(model, one(inputs, 0))
     perturbation = fedveil.Veil(multiplicative=multiplicative, decoys=2).perturb(model, plan, "cross_entropy")
-    task = RecordGradients.of_broadcast(model, perturbation.broadcast)
+    task = RecordGradients.from_broadcast(model, perturbation.broadcast)
     found = clipped_sums(task, inputs, targets, torch.ones(9, dtype=torch.bool), CLIP)
     broadcast = perturbation.broadcast
     return perturbation.recover([Update(broadcast.round, broadcast.model, 1, found, {})], [1.0]).gradients
@@ -276,10 +276,10 @@ def test_other_factors_change_what_is_clipped():
 def test_what_has_no_gradient_per_record_is_refused():
     model, inputs, _ = make("stack")
     with pytest.raises(BadArgument, match="no record has a gradient of its own"):
-        RecordGradients.of_model(model, find_loss(fedveil.BatchLoss(nn.CrossEntropyLoss())))
+        RecordGradients.from_model(model, find_loss(fedveil.BatchLoss(nn.CrossEntropyLoss())))
     plan = fedveil.analyse(model, inputs[:1])
     with pytest.raises(BadArgument, match=r"(?s)squared error.*decoys=2"):
-        RecordGradients.of_broadcast(model, fedveil.Veil().perturb(model, plan, "squared_error").broadcast)
+        RecordGradients.from_broadcast(model, fedveil.Veil().perturb(model, plan, "squared_error").broadcast)
 
 
 class Branching(nn.Module):
@@ -296,7 +296,7 @@ class Branching(nn.Module):
 def test_a_model_that_vmap_cannot_run_goes_record_by_record():
     _, inputs, targets = make("stack")
     model = Branching().double()
-    task = RecordGradients.of_model(model, find_loss("cross_entropy"))
+    task = RecordGradients.from_model(model, find_loss("cross_entropy"))
     found = clipped_sums(task, inputs, targets, torch.ones(9, dtype=torch.bool), CLIP)
     assert distance(found, oracle(model, "cross_entropy", inputs, targets, CLIP)) < 1e-12
 
@@ -309,7 +309,7 @@ def test_gradients_whose_factors_underflow_are_not_longer_than_clip(size):
         model[0].weight.fill_(1.0)
         model[1].weight.fill_(size)
     inputs, targets = torch.tensor([[3.0 / size]]).double(), torch.tensor([[-1.0]]).double()
-    task = RecordGradients.of_model(model, find_loss("squared_error"))
+    task = RecordGradients.from_model(model, find_loss("squared_error"))
     found = clipped_sums(task, inputs, targets, torch.tensor([True]), 1e-6)
     assert sum(float(own.square().sum()) for own in found.values()) <= 1e-12
 
@@ -329,7 +329,7 @@ class Centred(nn.Module):
 def test_records_do_not_influence_one_another_even_if_forward_mixes_them(loss):
     _, inputs, targets = make("stack")
     own = find_loss(loss if loss != "function" else lambda y, t: nn.functional.cross_entropy(y, t, reduction="none"))
-    task = RecordGradients.of_model(Centred().double(), own)
+    task = RecordGradients.from_model(Centred().double(), own)
     alone = clipped_sums(task, inputs[:1], targets[:1], torch.tensor([True]), CLIP)
     among = clipped_sums(task, inputs, targets, torch.arange(9) == 0, CLIP)
     assert distance(among, {name: value[0] for name, value in alone.items()}) < 1e-12

@@ -43,7 +43,7 @@ def test_a_record_changes_the_rounded_sum_by_at_most_the_sensitivity(dtype):
         torch.randn(40, 20, dtype=dtype),
         torch.randint(0, 5, (40,)),
     )
-    task = RecordGradients.of_model(model, find_loss("cross_entropy"))
+    task = RecordGradients.from_model(model, find_loss("cross_entropy"))
     numbers, clip, every = task.parameters(), 1e-3, torch.ones(40, dtype=torch.bool)
     grid = make_grid(9000.0, clip, numbers)
     whole = clipped_sums(task, inputs, targets, every, clip)

@@ -27,7 +27,7 @@ LENGTH = 10.0  # of a canary's gradient before it is clipped, over the clipping 
 GUESSES = 0.5  # fraction of the canaries that the auditor guesses
 MOST = 3000  # canaries, by default: more cost sharpness at delta = 1e-5
 Sampler = Callable[[int, int], NDArray[np.int64]]
-"""Returns which of so many canaries are in a round, by its number."""
+"""Takes the number of canaries and of the round, and returns the canaries that are in it."""
 
 
 class CanaryClient:

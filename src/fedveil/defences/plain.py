@@ -99,14 +99,14 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
     def sum_template(self) -> Tensors:
         """Return one row per parameter that gets a gradient."""
         return {
-            name: own.new_empty((1, *own.shape), device="meta", dtype=torch.float64) for name, own in self._trained()
+            name: own.new_empty((1, *own.shape), device="meta", dtype=torch.float64) for name, own in self._trainable()
         }
 
     def from_sums(self, sums: Tensors) -> PlainUpdate:
         """Return the sums as gradients."""
-        return PlainUpdate({name: sums[name][0].to(own.dtype) for name, own in self._trained()}, {})
+        return PlainUpdate({name: sums[name][0].to(own.dtype) for name, own in self._trainable()}, {})
 
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, own) for name, own in self.broadcast.named_parameters() if own.requires_grad]
 
     def expect(self, update: PlainUpdate, last: Mapping[str, Tensor] | None = None) -> Tensors:
@@ -185,7 +185,7 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
         """Return the gradients of the loss of each record."""
         from fedveil.privacy.gradients import RecordGradients  # most runs do not need it
 
-        return RecordGradients.of_model(broadcast, self.loss)
+        return RecordGradients.from_model(broadcast, self.loss)
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
         """Sum gradients; running statistics continue from the last batch."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedveil.defences.interface import (
     NO_RECORDS,
@@ -55,7 +56,7 @@ class RecordPrivate(Defence[object, SumUpdate]):
 
     Guarantees: anyone who sees the models after the rounds, even all other clients together, learns about one record
       no more than epsilon and delta allow (`fedveil.privacy.accounting`). With noise by clients and secure aggregation
-      the server is no exception. Neighbouring data give the same messages but for the noisy sum.
+      the same holds for a server that follows the protocol. Neighbouring data give the same messages but for the sum.
     Not covered: the numbers N_k, what was chosen by looking at the data (settings, preprocessing, test records that
       decide when to stop), and the time that a client takes for a sample larger than `Privacy.capacity`.
 
@@ -118,7 +119,8 @@ def count_numbers(model: nn.Module) -> int:
 def refuse_batch_norm(model: nn.Module) -> None:
     """Refuse a model whose outputs for one record depend on the others of its batch."""
     for path, module in model.named_modules():
-        if isinstance(module, _NormBase) and (module.training or module.running_mean is None):
+        couples = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
+        if couples and (module.training or module.running_mean is None):
             what = f"{path or 'the model'} is {type(module).__name__}, which mixes the records of a batch"
             fix = "use fedveil.models.with_group_norm(model), or model.eval() to keep its statistics"
             raise BadArgument("privacy", what, fix)
@@ -198,7 +200,8 @@ class RecordPrivateRound(DefenceRound[object, SumUpdate]):
             members: of the attempt, under secure aggregation.
             survivors: of them, those in the sum.
         """
-        if members is not None and survivors < members - self._settings.privacy.vanishing:
+        shared = self._settings.privacy.noise_by == "clients"
+        if shared and members is not None and survivors < members - self._settings.privacy.vanishing:
             what = f"{survivors} of {members} clients are in it, and noise is missing if more than "
             raise Aborted("few", "the sum", f"{what}{self._settings.privacy.vanishing} vanish")
         privacy, candidates = self._settings.privacy, len(next(iter(self.template.values())))

@@ -198,7 +198,7 @@ class VeilClient(DefenceClient[Broadcast, Update]):
         """Return the gradients of each record for each candidate."""
         from fedveil.privacy.gradients import RecordGradients  # most runs do not need it
 
-        return RecordGradients.of_broadcast(self._model, broadcast)
+        return RecordGradients.from_broadcast(self._model, broadcast)
 
     def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:
         """Sum passes; perturbed running statistics continue from the last batch."""

@@ -1,4 +1,4 @@
-"""What rounds of noise cost: epsilon, and the noise that a target epsilon needs, computed by Google's dp-accounting.
+"""The cost of rounds with noise: epsilon, and the noise that a target epsilon needs, by Google's dp-accounting.
 
 A round adds noise of standard deviation noise x clip to a sum that one unit (a record, or a client) can change by at
 most clip. With a sampling rate below 1 each record is in a round's sum with that probability, independently, and
@@ -16,6 +16,7 @@ from fedveil.errors import BadArgument
 _INTERVAL = 1e-3  # of privacy loss; the result is an upper bound at any interval, here by less than 2e-4
 _LOWEST, _HIGHEST = 1e-2, 1e6  # of a noise multiplier that is searched for
 _STEPS = 1.02  # between numbers of rounds for which epsilon is computed
+MOST_ROUNDS = 2**20  # for which epsilon is computed
 _EVERY = 50  # up to here it is computed for each
 
 
@@ -109,12 +110,14 @@ def solve_noise(target: float, rounds: int, delta: float, rate: float = 1.0) -> 
 
 @lru_cache(maxsize=64)
 def affordable_rounds(budget: float, noise: float, delta: float, rate: float = 1.0) -> int:
-    """Return the largest number of rounds that spend at most a budget of epsilon."""
+    """Return the largest number of rounds that spend at most a budget of epsilon, up to a million."""
     if not noise:
         return 0
     low, high = 0, 1
-    while epsilon(high, noise, delta, rate) <= budget:
+    while high <= MOST_ROUNDS and epsilon(high, noise, delta, rate) <= budget:
         low, high = high, 2 * high
+    if high > MOST_ROUNDS:
+        return low
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if epsilon(middle, noise, delta, rate) <= budget else (low, middle)

@@ -64,7 +64,7 @@ class RecordGradients:
     loss: Loss
 
     @classmethod
-    def of_model(cls, model: nn.Module, loss: Loss) -> "RecordGradients":
+    def from_model(cls, model: nn.Module, loss: Loss) -> "RecordGradients":
         """Return the gradients of plain training."""
         refuse_coupling(loss)
         axis = head_axis(model)
@@ -87,7 +87,7 @@ class RecordGradients:
         return cls(model, parameters | buffers, trainable, slopes, 1, None, single, loss)
 
     @classmethod
-    def of_broadcast(cls, model: nn.Module, broadcast: Broadcast) -> "RecordGradients":
+    def from_broadcast(cls, model: nn.Module, broadcast: Broadcast) -> "RecordGradients":
         """Return the gradients of a veiled model, for each candidate of its head."""
         refuse_coupling(broadcast.loss)
         head = broadcast.head
@@ -108,9 +108,9 @@ class RecordGradients:
 
     def parameters(self) -> int:
         """Return the number of values in one gradient."""
-        return sum(self.trimmed(name, self.values[name].unsqueeze(0)).numel() for name in self.trainable)
+        return sum(self.trim_alpha(name, self.values[name].unsqueeze(0)).numel() for name in self.trainable)
 
-    def trimmed(self, name: str, rows: Tensor) -> Tensor:
+    def trim_alpha(self, name: str, rows: Tensor) -> Tensor:
         """Return gradients of a parameter, one per row, without alpha's part."""
         head = self.head
         if head is None or name not in (head.weight, head.bias):
@@ -157,7 +157,7 @@ def clipped_sums(
     links = find_links(task.model, inputs, task.values) if task.head is None or not task.head.within else None
     chunks: Iterable[tuple[slice, Found]] = _chunks(task, inputs, targets, memory)
     if links and isinstance(inputs, Tensor):
-        chunks = [(slice(None), ({}, _of_stack(task, links, inputs, targets)))]
+        chunks = [(slice(None), ({}, _stack_products(task, links, inputs, targets)))]
     total: Tensors = {}
     for rows, found in chunks:
         for name, own in _clip(task, *found, included[rows], clip).items():
@@ -167,7 +167,9 @@ def clipped_sums(
 
 def zero_sums(task: RecordGradients, name: str) -> Tensor:
     """Return the sums of a parameter's gradients over no records."""
-    return torch.zeros_like(task.trimmed(name, torch.stack([task.values[name]] * task.candidates)), dtype=torch.float64)
+    return torch.zeros_like(
+        task.trim_alpha(name, torch.stack([task.values[name]] * task.candidates)), dtype=torch.float64
+    )
 
 
 def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> Tensor:
@@ -204,7 +206,9 @@ class Product:
     entered: Tensor
 
     @classmethod
-    def of_layer(cls, task: RecordGradients, weight: str, bias: str | None, own: Tensor, entered: Tensor) -> "Product":
+    def from_layer(
+        cls, task: RecordGradients, weight: str, bias: str | None, own: Tensor, entered: Tensor
+    ) -> "Product":
         """Return the products of a layer, without alpha's part and without what is not trained."""
         if task.head is not None and weight == task.head.weight:
             own = own[..., : len(task.head.direction)]
@@ -232,7 +236,9 @@ class Product:
 Found = tuple[Tensors, list[Product]]  # gradients with dims (records, candidates, ...); products for what is not there
 
 
-def _of_stack(task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor) -> list[Product]:
+def _stack_products(
+    task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor
+) -> list[Product]:
     """Return the products of a stack of Linear and ReLU."""
     seen = forward(links, task.values, inputs)
     back = task.slopes(seen[-1], targets)
@@ -243,7 +249,7 @@ def _of_stack(task: RecordGradients, links: Sequence[str | None], inputs: Tensor
             back = back * seen[number + 1].sign()
             continue
         weight = f"{path}.weight"
-        products.append(Product.of_layer(task, weight, f"{path}.bias", back, seen[number]))
+        products.append(Product.from_layer(task, weight, f"{path}.bias", back, seen[number]))
         if number:
             back = back @ task.values[weight]
     return [product for product in products if product.weight or product.bias]
@@ -277,11 +283,11 @@ def _chunks(task: RecordGradients, inputs: Inputs, targets: Tensor, memory: int)
         rows = slice(start, min(start + size, records))
         some, wanted = _take(inputs, rows), targets[rows]
         try:
-            found = (_looped(task, some, wanted), []) if loop else _mapped(task, layers, some, wanted, inside)
+            found = (_run_loop(task, some, wanted), []) if loop else _run_vmap(task, layers, some, wanted, inside)
         except ForwardVaries:
-            found = _mapped(task, [], some, wanted, inside)
+            found = _run_vmap(task, [], some, wanted, inside)
         except RuntimeError:  # vmap has no rule for an operation of the model, or forward looks at values
-            loop, found = True, (_looped(task, some, wanted), [])
+            loop, found = True, (_run_loop(task, some, wanted), [])
         yield rows, found
 
 
@@ -303,7 +309,7 @@ def needs_loop(task: RecordGradients) -> bool:
     return task.head is not None and task.head.tail != "alike"
 
 
-def _mapped(task: RecordGradients, layers: list[RowLayer], inputs: Inputs, targets: Tensor, inside: bool) -> Found:
+def _run_vmap(task: RecordGradients, layers: list[RowLayer], inputs: Inputs, targets: Tensor, inside: bool) -> Found:
     """Compute the gradients of records with vmap, and products for `layers`; `inside`: slopes too are from vmap."""
     left_out = {name for layer in layers for name in (layer.weight, layer.bias)}
     leaves = {name: task.values[name] for name in task.trainable if name not in left_out}
@@ -318,16 +324,18 @@ def _mapped(task: RecordGradients, layers: list[RowLayer], inputs: Inputs, targe
         slopes = task.slopes(outputs.unsqueeze(0), target.unsqueeze(0)).squeeze(1) if inside else target
         rows = [back(row) for row in slopes]
         join = torch.cat if len(rows) > 1 else itemgetter(0)  # without a copy
-        found = {name: join([task.trimmed(name, row[0][name].unsqueeze(0)) for row in rows]) for name in leaves}
+        found = {name: join([task.trim_alpha(name, row[0][name].unsqueeze(0)) for row in rows]) for name in leaves}
         return found, {name: join([row[1][name].reshape(1, -1) for row in rows]) for name in taps}, entered
 
     with sdpa_kernel(SDPBackend.MATH):  # the others have no rule for vmap
         found, cotangents, entered = torch.func.vmap(gradients, randomness="different")(inputs, targets)
     pairs = [(cotangents[own.weight].movedim(1, 0), entered[own.weight].flatten(1)) for own in layers]
-    return found, [Product.of_layer(task, own.weight, own.bias, *pair) for own, pair in zip(layers, pairs, strict=True)]
+    return found, [
+        Product.from_layer(task, own.weight, own.bias, *pair) for own, pair in zip(layers, pairs, strict=True)
+    ]
 
 
-def _looped(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Tensors:
+def _run_loop(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Tensors:
     """Compute the gradients of one record after another."""
     found = [task.single(_take(inputs, slice(i, i + 1)), targets[i : i + 1]) for i in range(count(inputs))]
     return {name: torch.stack([one[name] for one in found]) for name in task.trainable}

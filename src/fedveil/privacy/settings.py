@@ -116,7 +116,7 @@ class Privacy:
     def capacity(self, records: int) -> int:
         """Return how many records a client computes gradients for in a round, so that the time tells nothing.
 
-        Samples are larger with probability below 1e-9; those take longer.
+        Samples are larger with probability below 1e-8; those take longer.
         """
         assert self.rate is not None
         if self.rate * records > MOST_RECORDS / 2:
