@@ -45,6 +45,13 @@ class Failure(Result):
 
 
 R = TypeVar("R", bound=Result, covariant=True)
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def successes(results: Mapping[K, V | Failure]) -> dict[K, V]:
+    """Return the results of the jobs that did not fail."""
+    return {name: found for name, found in results.items() if not isinstance(found, Failure)}
 
 
 class JobWork(Protocol[R]):

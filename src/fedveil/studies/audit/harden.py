@@ -141,12 +141,6 @@ class MeasureRow:
         return f"{self.name} (membership {membership} %, cost {cost} points)"
 
 
-def mean_fraction(values: Sequence[float]) -> Estimate:
-    """Return the mean of fractions, with Student's interval clipped to [0, 1]."""
-    found = average(values)
-    return Estimate(found.value, max(0.0, found.low), min(1.0, found.high))
-
-
 def largest_mean(values: Mapping[str, Sequence[float]]) -> tuple[str, Estimate | None]:
     """Return the name with the largest mean, and that mean.
 
@@ -175,7 +169,7 @@ def measure_row(name: str, audits: Sequence[AuditResult], plain: Sequence[AuditR
         "guess, dB": average(floor) if floor else None,
     }
     for label, own in attackers.items():
-        figures[f"agreement {label}, %"] = mean_fraction([one.agreement.value for one in own])
+        figures[f"agreement {label}, %"] = average([one.agreement.value for one in own], least=0.0, most=1.0)
     return MeasureRow(name, attacker, figures)
 
 

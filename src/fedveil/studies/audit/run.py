@@ -278,7 +278,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
 
         return JobGraph([*audits.jobs, *rounds], collect)
 
-    def show(self, request: AttackRequest[AuditOptions], results: Results[AuditResult]) -> Presentation:
+    def show(self, request: AttackRequest[AuditOptions], results: Mapping[str, AuditResult]) -> Presentation:
         """Return the verdict, the table, charts, and instructions for reading them."""
         return page.show(results)
 

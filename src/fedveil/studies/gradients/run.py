@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -297,7 +297,7 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
         jobs = {name: self.batches(request, name, request.config_for(name)) for name in request.defences}
         return join_parts(jobs, lambda parts: Gradients(request.config.training.seed, parts))
 
-    def show(self, request: AttackRequest[GradientOptions], results: Results[Gradients]) -> Presentation:
+    def show(self, request: AttackRequest[GradientOptions], results: Mapping[str, Gradients]) -> Presentation:
         """Return the table, a chart for the smallest batch, and pictures for every batch size."""
         return page.show(results, sorted(request.options.batches()))
 

@@ -178,15 +178,6 @@ def gallery(title: str, found: Curious) -> list[Section]:
     return [Pictures(title, [f"round {number + 1}" for number in range(len(rounds))], rows, TEXTS.notes["pictures"])]
 
 
-def show(results: Results[Curious]) -> Presentation:
-    """Return the table and the pictures."""
-    found = {name: one for name, one in results.items() if isinstance(one, Curious)}
-    rows = [[name, *row] for name, one in found.items() for row in view_rows(one)]
-    sections = [part for name, one in found.items() for part in gallery(f"What the server sees, {name}", one)]
-    verdicts = " ".join(f"{name}: {verdict(one)}" for name, one in found.items())
-    return Presentation("", verdicts or "No verdict: the attack failed.", HEADER, rows, NOTE, sections)
-
-
 OWN = 64  # number of held-out records from which the server knows typical outputs of the model
 MAX_SEARCH = 16  # maximum number of records in a view for a search, whose duration grows with it
 DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
@@ -375,9 +366,12 @@ class ServerStudy(AttackStudy[ServerOptions, Curious]):
         jobs = {defence: self.rounds(request, defence) for defence in request.defences}
         return join_parts(jobs, lambda parts: Curious(list(parts.values())))
 
-    def show(self, request: AttackRequest[ServerOptions], results: Results[Curious]) -> Presentation:
+    def show(self, request: AttackRequest[ServerOptions], results: Mapping[str, Curious]) -> Presentation:
         """Return one row per view, and pictures."""
-        return show(results)
+        rows = [[name, *row] for name, one in results.items() for row in view_rows(one)]
+        sections = [part for name, one in results.items() for part in gallery(f"What the server sees, {name}", one)]
+        verdicts = " ".join(f"{name}: {verdict(one)}" for name, one in results.items())
+        return Presentation("", verdicts or "No verdict: the attack failed.", HEADER, rows, NOTE, sections)
 
 
 SERVER = ServerStudy()

@@ -5,7 +5,7 @@ sees the model, public images and a class index; only the evaluation sees privat
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, option
 from fedveil.studies.basis import Basis
 from fedveil.studies.federations import load_or_train, measure_quality, observe_strongest
 from fedveil.studies.inversion import results as page
@@ -261,7 +261,7 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
         """Return the attack on one defence."""
         return Invert(request.config_for(defence), request.options, folder, self.run_folder(request, defence, folder))
 
-    def show(self, request: AttackRequest[InversionOptions], results: Results[Inversion]) -> Presentation:
+    def show(self, request: AttackRequest[InversionOptions], results: Mapping[str, Inversion]) -> Presentation:
         """Return the table, success compared with guessing, pictures, success by class, and the paper's protocol."""
         return page.show(results)
 

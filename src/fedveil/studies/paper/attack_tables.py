@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from pydantic import TypeAdapter
 
@@ -17,7 +17,7 @@ from fedveil.runs.config import configure
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results
 from fedveil.studies.inversion.results import Inversion
 from fedveil.studies.inversion.run import INVERSION
-from fedveil.studies.jobs import Failure, JobResults
+from fedveil.studies.jobs import Failure, JobResults, successes
 from fedveil.studies.membership.attacks import AttackScores, Membership
 from fedveil.studies.membership.run import MEMBERSHIP
 from fedveil.studies.paper.plan import LOSS, ExhibitPlan, make_exhibit
@@ -30,6 +30,7 @@ A = TypeVar("A", bound=Membership | Inversion)
 Seeds = dict[int, A | Failure]
 AttackResults = dict[str, dict[str, Seeds[A]]]  # by data set, defence and seed
 ACCURACY = "accuracy"
+FigurePair = tuple[Estimate | None, Estimate | None]  # by the paper's protocol and by ours; None if there is none
 
 
 def attack_graph(
@@ -52,13 +53,6 @@ def attack_graph(
         return found
 
     return JobGraph([job for graph in graphs.values() for job in graph.jobs], collect)
-
-
-class FigurePair(NamedTuple):
-    """An estimate by the paper's protocol and one by ours; None if there is none."""
-
-    theirs: Estimate | None = None
-    ours: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +83,7 @@ class AttackEntry:
 
     Attributes:
         attacker: name of the attacker; "" if the measure has none, or if the attack failed.
+        pairs: for each seed, the estimates by the paper's protocol and by ours; None if there is none.
         failed: why there are no values; "" if there are.
     """
 
@@ -103,17 +98,17 @@ class AttackEntry:
     @property
     def rate(self) -> Estimate | None:
         """The success rate over seeds; None if it was not measured."""
-        return mean_over_seeds([pair.ours for pair in self.pairs if pair.ours is not None], fraction=True)
+        return mean_over_seeds([ours for _, ours in self.pairs if ours is not None], fraction=True)
 
     def row(self, measure: TableMeasure) -> list[str]:
         """Return the row of the table."""
         where, paper = [self.data, measure.title, self.defence], f"{self.paper:.2f}"
         if self.failed:
             return [*where, "", paper, "", self.failed]
-        theirs = measure.format([pair.theirs for pair in self.pairs], measure.theirs)
-        ours = measure.format([pair.ours for pair in self.pairs], measure.ours)
-        known = self.attacker in ("", PUBLISHED)
-        return [*where, self.attacker or NOTHING, paper if known else NOTHING, theirs, ours]
+        theirs, ours = zip(*self.pairs, strict=True)
+        known = paper if self.attacker in ("", PUBLISHED) else NOTHING
+        values = measure.format(theirs, measure.theirs), measure.format(ours, measure.ours)
+        return [*where, self.attacker or NOTHING, known, *values]
 
 
 def present_attack(
@@ -159,9 +154,11 @@ def present_attack(
         if summary := _summarise(successes):
             headline.append((f"{title}, {data}, success in %", *summary))
     header = ("data", "measure", "defence", "attacker", "paper", f"ours, {protocol}", "ours")
-    count = plan.settings.seeds
-    several = f"Means over {count} seeds with Student's 95 % interval; all seeds draw on the same images."
-    note, sections = f"{plan.file.note} {several if count > 1 else single}", [dataclasses.replace(chart, rows=[*marks])]
+    if plan.settings.seeds > 1:
+        single = (
+            f"Means over {plan.settings.seeds} seeds with Student's 95 % interval; all seeds draw on the same images."
+        )
+    note, sections = f"{plan.file.note} {single}", [dataclasses.replace(chart, rows=[*marks])]
     return Presentation(plan.title, "", header, rows, note, sections, headline=headline)
 
 
@@ -183,55 +180,44 @@ def _entries(
     where: tuple[str, str, str], printed: float, seeds: Seeds[A], figures: Callable[[A, str, str], FigurePair]
 ) -> list[AttackEntry]:
     """Return one measure under one defence, attacker by attacker; `where` is (data set, measure, defence)."""
-    results, measure = _require_seeds(seeds), where[1]
-    if isinstance(results, Failure):
-        return [AttackEntry(*where, "", printed, failed=f"failed: {results.failed}")]
+    results, measure = list(successes(seeds).values()), where[1]
+    for seed, result in seeds.items():
+        if isinstance(result, Failure):
+            failed = f"failed: seed {seed}: {result.failed}" if len(seeds) > 1 else f"failed: {result.failed}"
+            return [AttackEntry(*where, "", printed, failed=failed)]
     if measure == ACCURACY:
-        return [AttackEntry(*where, "", printed, [FigurePair(None, point(result.test)) for result in results])]
+        return [AttackEntry(*where, "", printed, [(None, average([result.test])) for result in results])]
     attackers = dict.fromkeys(name for result in results for name in result.attackers)
-    pairs = {name: [figures(result, name, measure) for result in results] for name in attackers}
-    return [AttackEntry(*where, name, printed, own) for name, own in pairs.items()]
-
-
-def point(value: float) -> Estimate:
-    """Return an estimate without an interval."""
-    return Estimate(value, value, value)
+    return [
+        AttackEntry(*where, name, printed, [figures(result, name, measure) for result in results]) for name in attackers
+    ]
 
 
 def mean_over_seeds(found: Sequence[Estimate], *, fraction: bool) -> Estimate | None:
     """Average one value per seed, with Student's interval clipped to possible values; keep a single value as it is."""
     if len(found) < 2:
         return found[0] if found else None
-    over = average([one.value for one in found])
-    return Estimate(over.value, max(0.0, over.low), min(1.0 if fraction else math.inf, over.high))
-
-
-def _require_seeds(seeds: Mapping[int, A | Failure]) -> list[A] | Failure:
-    """Return the results of all seeds, or why one of them failed."""
-    results: list[A] = []
-    for seed, result in seeds.items():
-        if isinstance(result, Failure):
-            return Failure(f"seed {seed}: {result.failed}") if len(seeds) > 1 else result
-        results.append(result)
-    return results or Failure("it was not attacked")
+    return average([one.value for one in found], least=0.0, most=1.0 if fraction else math.inf)
 
 
 def _membership_figures(result: Membership, attacker: str, measure: str) -> FigurePair:
     """Return the success on one set of layers: with the epoch chosen as in the paper, and chosen on known records."""
     found = result.attackers[attacker].attacks.get(measure) if attacker in result.attackers else None
     if not isinstance(found, AttackScores):
-        return FigurePair()
-    return FigurePair(None if found.best_on_test is None else point(found.best_on_test), found.accuracy)
+        return None, None
+    return None if found.best_on_test is None else average([found.best_on_test]), found.accuracy
 
 
 def _inversion_figures(result: Inversion, attacker: str, measure: str) -> FigurePair:
     """Return one measure of the generator's images, judged by the attacked model itself and by the evaluator."""
     if attacker not in result.attackers:
-        return FigurePair()
-    found = result.attackers[attacker]
-    if measure == "value":
-        return FigurePair(found.as_received, found.codes)
-    return FigurePair(point(getattr(found.as_received, measure)), point(getattr(found.codes, measure)))
+        return None, None
+    theirs, ours = result.attackers[attacker].as_received, result.attackers[attacker].codes
+    return (
+        (theirs, ours)
+        if measure == "value"
+        else (average([getattr(theirs, measure)]), average([getattr(ours, measure)]))
+    )
 
 
 present_table3 = partial(
@@ -272,7 +258,7 @@ def present_table4(plan: ExhibitPlan, results: AttackResults[Inversion]) -> Pres
     """Return the table; its note has the success of a generator without any model, and of real images."""
     shown, limits = present_inversion(plan, results), []
     for data, ours in results.items():
-        found = {seed: one for seeds in ours.values() for seed, one in seeds.items() if isinstance(one, Inversion)}
+        found = {seed: one for seeds in ours.values() for seed, one in successes(seeds).items()}
         if every := list(found.values()):
             floor = percent(mean_over_seeds([one.floor for one in every], fraction=True))
             ceiling = percent(mean_over_seeds([one.ceiling for one in every], fraction=True))

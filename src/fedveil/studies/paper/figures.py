@@ -1,6 +1,7 @@
 """Figures 4 and 5: images from model inversion and images from gradients."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from fedveil.studies.gradients.results import HEADER, Gradients, chart, gallery,
 from fedveil.studies.gradients.run import GRADIENTS, GradientOptions
 from fedveil.studies.inversion.results import Inversion, gallery_rows, picture_rows
 from fedveil.studies.inversion.run import INVERSION
-from fedveil.studies.jobs import Failure
+from fedveil.studies.jobs import Failure, successes
 from fedveil.studies.paper.attack_tables import attack_graph
 from fedveil.studies.paper.plan import LOSS, ExhibitPlan, make_exhibit
 from fedveil.studies.presentation import Presentation
@@ -34,11 +35,11 @@ class ImageGrid:
 Grids = dict[str, ImageGrid | Failure]  # by data set
 
 
-def _grid(results: Results[Inversion]) -> ImageGrid | Failure:
-    first = next((one for one in results.values() if isinstance(one, Inversion)), None)
-    if first is None or first.gallery is None:
-        return Failure("no attack was made")
-    return ImageGrid(first.classes, first.gallery.shape, gallery_rows(results))
+def _grid(results: Mapping[str, Inversion]) -> ImageGrid | Failure:
+    for first in results.values():
+        if first.gallery:
+            return ImageGrid(first.classes, first.gallery.shape, gallery_rows(results))
+    return Failure("no attack was made")
 
 
 def inversion_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Grids]:
@@ -47,7 +48,7 @@ def inversion_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Grids]:
     return JobGraph(
         attacks.jobs,
         lambda done: {
-            data: _grid({defence: seeds[0] for defence, seeds in found.items()})
+            data: _grid(successes({defence: seeds[0] for defence, seeds in found.items()}))
             for data, found in attacks.collect(done).items()
         },
     )
@@ -86,8 +87,9 @@ def gradient_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Results[Gradient
     return join_parts(jobs, lambda parts: Gradients(configs["plain"].training.seed, parts))
 
 
-def present_fig5(plan: ExhibitPlan, results: Results[Gradients]) -> Presentation:
+def present_fig5(plan: ExhibitPlan, every: Results[Gradients]) -> Presentation:
     """Return a row for each defence and view, a PSNR chart, and the images."""
+    results = successes(every)
     pictures = gallery("Figure 5: images from gradients", results, BATCH, "PSNR in dB below each picture.")
     sections = [chart("Figure 5: PSNR of the images", results, BATCH), *pictures]
     uploads = [f"{name} {views['V-up'].near:.1f}" for name, views in view_figures(results, BATCH).items()]
