@@ -53,6 +53,7 @@ def test_the_interval_of_a_mean_is_students():
     found = scores.average([1.0, 2.0, 3.0])
     reach = 4.302652730 / 3**0.5  # the quantile 0.975 with two degrees of freedom, from a printed table
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - reach, 2 + reach))
+    assert scores.average([1.0, 2.0, 3.0], least=0.0, most=4.0) == Estimate(2.0, 0.0, 4.0)
     assert scores.average([1.0]) == Estimate(1.0, 1.0, 1.0)
 
 
@@ -96,10 +97,14 @@ def test_a_roc_curve_rises_from_one_false_positive_to_all():
     assert dict(curve)[1 / 500] == tpr_at(members, others, 1 / 500).value
 
 
-def test_scores_without_an_order_are_refused():
-    with pytest.raises(BadArgument, match="a score of members is not a number"):
-        auc([math.nan], [0.0])
-    with pytest.raises(BadArgument, match="there are no scores of others"):
-        tpr_at([1.0], [], 0.1)
-    with pytest.raises(BadArgument, match="3 hits in 2 trials"):
-        proportion(3, 2)
+@pytest.mark.parametrize(
+    ("call", "given", "why"),
+    [
+        (auc, ([math.nan], [0.0]), "a score of members is not a number"),
+        (tpr_at, ([1.0], [], 0.1), "there are no scores of others"),
+        (proportion, (3, 2), "3 hits in 2 trials"),
+    ],
+)
+def test_scores_without_an_order_are_refused(call, given, why):
+    with pytest.raises(BadArgument, match=why):
+        call(*given)

@@ -22,7 +22,7 @@ def features(trained_on_members):
     """Features of own, victims, known and fresh, of a network that saw own and victims, or none of them."""
     inputs, targets = records(4 * COUNT, seed=1)
     seen = (inputs[: 2 * COUNT], targets[: 2 * COUNT]) if trained_on_members else records(2 * COUNT, seed=2)
-    return record_features(memorise(*seen), inputs, targets, SquaredError(), extras=("label", "loss", "gradient"))
+    return record_features(memorise(*seen), inputs, targets, SquaredError())
 
 
 def parts(trained_on_members, names):
@@ -63,8 +63,8 @@ def test_it_finds_a_leak_in_some_pixels_of_a_map_that_its_mean_hides_and_in_some
     maps[:2, :, 1, :3, :3] += 1  # own and victims
     maps[:2, :, 1, 3:, 3:] -= 1  # the mean over pixels is that of non-members
     steps[:2, :, :2] += 1
-    for values, least in ((maps, 0.95), (steps, 0.95)):
-        assert attack(*({"third": part} for part in values))[1].value > least
+    for values in (maps, steps):
+        assert attack(*({"third": part} for part in values))[1].value > 0.95
     assert attack(*({"third": part.mean((2, 3))} for part in maps))[1].value < 0.6
 
 
@@ -72,7 +72,6 @@ def test_a_network_without_anything_to_see_is_seen_to_collapse():
     nothing = {"last": torch.zeros(100, 3)}
     done = train_attack(nothing, nothing, recipe=Recipe(epochs=3))
     assert done.collapsed
-    assert done.epochs[done.chosen].train == 0.5
 
 
 def test_the_same_seed_gives_the_same_network_and_every_epoch_is_shown():
@@ -84,7 +83,6 @@ def test_the_same_seed_gives_the_same_network_and_every_epoch_is_shown():
     assert list(seen) == list(range(5))
     assert torch.equal(seen[first.chosen], first.score(victims))  # the network of the chosen epoch
     assert torch.equal(first.score(victims), again.score(victims))
-    assert max(epoch.validation for epoch in first.epochs) == first.epochs[first.chosen].validation
 
 
 @pytest.mark.parametrize(("shape", "offset", "error"), [((), 5, 1e-2), ((1, 1), 0, 1e-4)])

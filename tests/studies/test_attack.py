@@ -5,9 +5,12 @@ from tests.configs import config_of
 
 from fedveil.errors import BadArgument
 from fedveil.studies.attack import AttackRequest
+from fedveil.studies.audit.run import AUDIT
 from fedveil.studies.gradients.run import GRADIENTS
 from fedveil.studies.gradients.server import SERVER
 from fedveil.studies.inversion.run import INVERSION
+from fedveil.studies.jobs import Failure
+from fedveil.studies.membership.run import MEMBERSHIP
 from fedveil.studies.poisoning import POISONING
 from fedveil.studies.study import gather
 
@@ -55,3 +58,12 @@ def test_poisoning_refuses_a_trained_run(tmp_path):
     asked = AttackRequest(config_of(**{**POISONING.defaults, **DIGITS}), ("plain",), POISONING.options(), tmp_path)
     with pytest.raises(BadArgument, match="hostile clients take part in training"):
         POISONING.graph(asked, tmp_path)
+
+
+@pytest.mark.parametrize("study", [AUDIT, GRADIENTS, INVERSION, MEMBERSHIP, POISONING, SERVER])
+def test_a_failed_defence_has_a_row_and_its_reason_comes_first(study):
+    config = config_of(**{**study.defaults, **DIGITS})
+    shown = study.present(AttackRequest(config, ("veil",), study.options()), {"veil": Failure("diverged")})
+    assert shown.verdict.startswith("No verdict")
+    assert [row[:2] for row in shown.rows if row[0] == "veil"] == [["veil", "failed"]]
+    assert shown.first[0].paragraphs == ["veil: diverged"]

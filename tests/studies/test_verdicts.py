@@ -80,14 +80,11 @@ def test_labels_follow_the_figures(measure, guess, figure, plain, label):
     assert verdict(measure, guess, plain, adaptive=figure).label is label
 
 
-def test_without_an_adaptive_attacker_a_record_that_does_not_leak_is_untested():
+def test_without_an_adaptive_attacker_a_record_that_does_not_leak_is_untested_and_without_any_there_is_no_verdict():
     for psnr in (40.0, 34.0):
         assert verdict(RECORD, 35.0, around(80.0), as_published=around(psnr)).label is Label.UNTESTED
     assert verdict(RECORD, 35.0, around(80.0), as_published=around(46.0)).label is Label.LEAK
     assert verdict(RECORD, 35.0, around(80.0), as_published=around(34.0), two=around(40.0)).label is Label.PARTIAL
-
-
-def test_without_an_attacker_there_is_no_verdict():
     assert verdict(RECORD, 11.0, around(90.0)) is None
 
 
@@ -117,10 +114,8 @@ def test_the_headline_gathers_defences_by_label():
         "failed": [],
     }
     judged = verdicts.judge_defences(MEMBERSHIP, 0.5, found)
-    assert (
-        verdicts.headline(judged)
-        == "Membership: LEAK (no defence 0.70, veil 0.69), PROTECTED (spn 0.50); guessing 0.50."
-    )
+    said = verdicts.headline(judged)
+    assert said == "Membership: LEAK (no defence 0.70, veil 0.69), PROTECTED (spn 0.50); guessing 0.50."
     assert judged["veil"].published.attacker == PUBLISHED
     alone = {"mine:Defence": dataclasses.replace(judged["veil"], undefended=None)}
     assert "no undefended federation was attacked" in verdicts.headline(alone)

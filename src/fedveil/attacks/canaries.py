@@ -26,8 +26,6 @@ from fedveil.wire import Tensors
 LENGTH = 10.0  # of a canary's gradient before it is clipped, over the clipping norm
 GUESSES = 0.5  # fraction of the canaries that the auditor guesses
 MOST = 3000  # canaries, by default: more cost sharpness at delta = 1e-5
-Sampler = Callable[[int, int], NDArray[np.int64]]
-"""Takes the number of canaries and of the round, and returns the canaries that are in it."""
 
 
 class CanaryClient:
@@ -37,13 +35,13 @@ class CanaryClient:
         inner: the clients.
         coordinates: of the canaries that are included.
         clip: the clipping norm.
-        sample: chooses canaries for a round.
+        rate: the sampling rate.
     """
 
-    def __init__(self, inner: AnyClient, coordinates: NDArray[np.int64], clip: float, sample: Sampler) -> None:
-        self._inner, self._coordinates, self._clip, self._sample = inner, coordinates, clip, sample
+    def __init__(self, inner: AnyClient, coordinates: NDArray[np.int64], clip: float, rate: float) -> None:
+        self._inner, self._coordinates, self._clip, self._rate = inner, coordinates, clip, rate
+        self._entropy = Entropy()
         self.contributed: Tensor | float = 0.0  # by records in the current round, to each coordinate
-        self.round = 0
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
@@ -54,16 +52,12 @@ class CanaryClient:
         flat = _flatten(update.sums)
         self.contributed = self.contributed + flat
         if client == 0:
-            chosen = self._coordinates[self._sample(len(self._coordinates), self.round)]
-            flat[torch.from_numpy(chosen)] += self._contribution()
+            chosen = self._coordinates[poisson_sample(self._entropy, len(self._coordinates), self._rate)]
+            length = LENGTH * self._clip
+            squares = torch.tensor([length**2], dtype=torch.float64)
+            flat[torch.from_numpy(chosen)] += length * float(clip_factors(squares, torch.tensor([True]), self._clip, 1))
             update = type(update)(_split(flat, update.sums))
         return update
-
-    def _contribution(self) -> float:
-        """Return what a canary adds to its coordinate, after clipping."""
-        length = LENGTH * self._clip
-        squares = torch.tensor([length**2], dtype=torch.float64)
-        return length * float(clip_factors(squares, torch.tensor([True]), self._clip, 1))
 
 
 def measure_epsilon(
@@ -72,7 +66,6 @@ def measure_epsilon(
     *,
     canaries: int | None = None,
     seed: int = 0,
-    sample: Sampler | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> MeasuredEpsilon:
     """Train a private federation with canaries, and return what an auditor proves about its epsilon.
@@ -83,7 +76,6 @@ def measure_epsilon(
         rounds: to train; the claim is for these rounds.
         canaries: their number; by default up to 3,000, at most one per parameter.
         seed: of the choice of coordinates and of what is included.
-        sample: replaces the samples of canaries, to test the audit itself.
         progress: called with the rounds done and all rounds.
     """
     privacy = getattr(federation.defence, "privacy", None)
@@ -96,14 +88,12 @@ def measure_epsilon(
         raise BadArgument("measure_epsilon", f"the model has {numbers} parameters, fewer than {count} canaries")
     draw = np.random.default_rng(seed)
     coordinates, included = draw.permutation(numbers)[:count], draw.random(count) < 0.5
-    entropy = Entropy()
-    own = sample or (lambda number, _: poisson_sample(entropy, number, privacy.rate))
-    client = CanaryClient(federation.clients.client, coordinates[included], privacy.clip, own)
+    client = CanaryClient(federation.clients.client, coordinates[included], privacy.clip, privacy.rate)
     federation.clients.client = client  # type: ignore[assignment]
     total = sum(federation.shards.sizes)
     scores = np.zeros(count)
     for number in range(rounds):
-        client.contributed, client.round = 0.0, number
+        client.contributed = 0.0
         result = federation.step()
         noisy = _flatten({name: g.unsqueeze(0) for name, g in result.gradients.items()}) * privacy.rate * total
         scores += (noisy - client.contributed)[torch.from_numpy(coordinates)].numpy()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedveil.attacks.leaked_gradients import mean_gradients
 from fedveil.attacks.veil import remove_noise
@@ -62,12 +62,6 @@ class DemoRun(Result):
     errors: list[float] = dataclasses.field(default_factory=list)
 
 
-def client_views(federation: Federation) -> dict[str, nn.Module]:
-    """Return the server's model, the model as received by a client, and as recovered by a client without data."""
-    views = {name: copy.deepcopy(view) for name, view in client_models(federation).items()}  # before one more round
-    return {**views, f"two broadcasts{NO_DATA}": remove_noise(observe(federation, rounds=2)).model}
-
-
 def recovery_errors(federation: Federation) -> list[float]:
     """Train for one more epoch and compare each recovered gradient with plain autograd on the true model.
 
@@ -102,7 +96,8 @@ class TrainDigits:
         found = DemoRun(records, seconds, list(data.classes))
         if self.config.defence.name == "plain":
             return found
-        views = client_views(run)
+        views = {name: copy.deepcopy(view) for name, view in client_models(run).items()}  # before one more round
+        views[f"two broadcasts{NO_DATA}"] = remove_noise(observe(run, rounds=2)).model
         accuracies = {name: metrics["accuracy"] for name, metrics in scores(views, data).items()}
         matrices = confusions(views, data)
         return dataclasses.replace(found, views=accuracies, matrices=matrices, errors=recovery_errors(run))

@@ -175,7 +175,7 @@ def observe(federation: Federation, rounds: int = 1) -> Observation:
 
 
 def observe_all(federation: Federation, defence: str) -> Views:
-    """Return the observation of each attacker on a defence: that of the published one, and those of adaptive ones."""
+    """Return the observation of each attacker on a defence, and why other attackers have none."""
     attackers = find_attackers(find(defence))
     return attacker_views(attackers, observe(federation, attackers.collected))
 
@@ -183,7 +183,7 @@ def observe_all(federation: Federation, defence: str) -> Views:
 def observe_strongest(federation: Federation, defence: str) -> dict[str, Observation]:
     """Return the observations of the published attacker and of the strongest adaptive ones."""
     kept = (PUBLISHED, *find_attackers(find(defence)).strongest)
-    return {name: found for name, found in observe_all(federation, defence).attackers.items() if name in kept}
+    return {name: found for name, found in observe_all(federation, defence)[0].items() if name in kept}
 
 
 def observe_round(federation: Federation) -> list[Round]:

@@ -1,6 +1,6 @@
 """`fedveil attack poisoning`: measure accuracy with hostile clients, without limits, with bounds and with each rule."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -108,12 +108,10 @@ class PoisoningOptions:
         return found | {rule: config.changed(aggregator=rule) for rule in rules}
 
 
-def _parse_names(flag: str, kind: str, words: str, known: Iterable[str]) -> list[str]:
+def _parse_names(flag: str, kind: str, words: str, known: Mapping[str, object]) -> list[str]:
     """Return all known names, or those in a comma-separated list."""
-    every = list(known)
-    return (
-        every if words == "all" else [check_choice(flag, kind, word, every) for word in dict.fromkeys(words.split(","))]
-    )
+    chosen = known if words == "all" else words.split(",")
+    return [check_choice(flag, kind, word, known) for word in dict.fromkeys(chosen)]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from fedveil.attacks.registry import ATTACKERS
 from fedveil.attacks.scores import Estimate, average
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Intervals, Section, Text, count
-from fedveil.runs.config import Config, Value, configure
+from fedveil.runs.config import Value, configure
 from fedveil.studies.audit.results import FLOOR, AuditResult
 from fedveil.studies.audit.run import Audit, AuditOptions
 from fedveil.studies.jobs import Failure, Result, StudyJob
@@ -37,7 +37,6 @@ OWN_KEYS = (
     *("clip", "noise", "delta", "unit", "epsilon"),
 )
 """Keys that the measures set and flags may not."""
-OPTIONS = {"cifar10": AuditOptions(trials=5, broadcasts=1)}  # a broadcast takes 20 CPU seconds
 HardeningResults = dict[str, list[AuditResult | Failure]]  # by measure, one per seed
 
 COST, MEMBERSHIP = "cost, points", "membership, %"
@@ -99,8 +98,8 @@ def base_values(given: Values) -> Values:
 
 
 def default_options(base: Values) -> AuditOptions:
-    """Return the audit options for each federation."""
-    return OPTIONS.get(str(base["data"]), AuditOptions(trials=10, broadcasts=3))
+    """Return the options of each audit; on cifar10, a broadcast takes 20 CPU seconds."""
+    return AuditOptions(trials=5, broadcasts=1) if base["data"] == "cifar10" else AuditOptions(trials=10, broadcasts=3)
 
 
 @dataclass(frozen=True)
@@ -125,15 +124,6 @@ class MeasureRow:
     name: str
     attacker: str
     figures: Mapping[str, Estimate | None]
-
-    @property
-    def undefended(self) -> bool:
-        """Whether this is a reference without a veil."""
-        return self.name in UNDEFENDED.values()
-
-    def cells(self) -> list[str]:
-        """Return the cells of the table row."""
-        return [self.name, self.attacker, *format_figures(self.figures, FORMATS)]
 
     def __str__(self) -> str:
         """Return the measure with its membership accuracy and its cost."""
@@ -173,25 +163,21 @@ def measure_row(name: str, audits: Sequence[AuditResult], plain: Sequence[AuditR
     return MeasureRow(name, attacker, figures)
 
 
-def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[MeasureRow | list[str]]:
-    """Yield one row per measure, or the cells of one that failed."""
+def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[MeasureRow]:
+    """Yield one row per measure that did not fail with any seed."""
     done = {name: [one for one in found if isinstance(one, AuditResult)] for name, found in results.items()}
     complete = {name: own for name, own in done.items() if len(own) == len(results[name])}
-    for name, found in results.items():
-        if name in complete:
-            loss = configure({**request.base, **request.measures[name]}).training.loss
-            yield measure_row(name, complete[name], complete.get(UNDEFENDED[str(loss)], []))
-        else:
-            why = next(one.failed for one in found if isinstance(one, Failure))
-            yield failed_row(name, len(HEADER), f"failed: {why}")
+    for name, own in complete.items():
+        loss = configure({**request.base, **request.measures[name]}).training.loss
+        yield measure_row(name, own, complete.get(UNDEFENDED[str(loss)], []))
 
 
 def verdict(rows: Sequence[MeasureRow]) -> str:
     """Return the label with the measures within both limits, or with the best one within the cost limit."""
     limits = f"membership at most {100 * MAX_MEMBERSHIP:.0f} %, cost at most {100 * MAX_COST:.1f} points"
     known = [(row, row.figures[MEMBERSHIP], row.figures[COST]) for row in rows]
-    bare = [membership for row, membership, _ in known if row.undefended and membership]
-    found = [(row, m, c) for row, m, c in known if not row.undefended and m and c]
+    bare = [membership for row, membership, _ in known if row.name in UNDEFENDED.values() and membership]
+    found = [(row, m, c) for row, m, c in known if row.name not in UNDEFENDED.values() and m and c]
     if not found or not bare:
         return "No verdict: membership or the undefended federation was not measured."
     top = max(bare, key=lambda one: one.value)
@@ -223,16 +209,14 @@ class HardenStudy(Study[Hardening, HardeningResults]):
                 twin = config.changed(defence="plain", groups=1, decoys=None, keep_noise=False)
                 label = f"like-{number}-{seed}"
                 if repr(twin) not in known:
-                    known[repr(twin)] = folder / label, self.shadows(twin, request.options.shadows, folder / label)
+                    count = request.options.shadows
+                    works = [TrainShadow(twin, n, count, folder / label, everyone=True) for n in range(count)]
+                    shadows = tuple(StudyJob(f"{label}-{work.number}", work, Shadow) for work in works)
+                    known[repr(twin)] = folder / label, shadows
                 where, after = known[repr(twin)]
                 work = Audit(config, request.options, folder / "runs" / f"{number}-{seed}", where)
                 jobs[name, seed] = StudyJob(f"{number}-{seed}", work, AuditResult, after=after)
         return jobs
-
-    def shadows(self, config: Config, count: int, folder: Path) -> tuple[StudyJob[Result], ...]:
-        """Return the jobs that train shadows of a federation."""
-        works = [TrainShadow(config, number, count, folder, everyone=True) for number in range(count)]
-        return tuple(StudyJob(f"{folder.name}-{work.number}", work, Shadow) for work in works)
 
     def graph(self, request: Hardening, folder: Path) -> JobGraph[HardeningResults]:
         """Return all audits, each after its shadows, with their results grouped by measure."""
@@ -245,9 +229,13 @@ class HardenStudy(Study[Hardening, HardeningResults]):
 
     def present(self, request: Hardening, results: HardeningResults) -> Presentation:
         """Return the verdict, the table, two charts, and instructions for reading them."""
-        found = list(measure_rows(request, results))
-        rows = [row for row in found if isinstance(row, MeasureRow)]
-        table = [row.cells() if isinstance(row, MeasureRow) else row for row in found]
+        rows = list(measure_rows(request, results))
+        done = [row.name for row in rows]
+        table = [[row.name, row.attacker, *format_figures(row.figures, FORMATS)] for row in rows]
+        for name, found in results.items():
+            if name not in done:
+                why = next(one.failed for one in found if isinstance(one, Failure))
+                table.append(failed_row(name, len(HEADER), f"failed: {why}"))
         members, costs = ([mark(row.name, row.figures[key], scale=100) for row in rows] for key in (MEMBERSHIP, COST))
         reading = [paragraph.format(rounds=DP_ROUNDS, rate=DP_RATE) for paragraph in TEXTS.reading]
         facts = {name: str(value) for name, value in configure(request.base).flat().items()}
@@ -258,7 +246,7 @@ class HardenStudy(Study[Hardening, HardeningResults]):
             Facts("Configuration", facts),
         ]
         title = f"Hardening the veil: {request.base['data']}"
-        lead = f"{len(found)} settings, {count(request.seeds, 'seed')} each, against adaptive attackers."
+        lead = f"{len(results)} settings, {count(request.seeds, 'seed')} each, against adaptive attackers."
         return Presentation(title, verdict(rows), HEADER, table, TEXTS.note, sections, lead=lead)
 
 

@@ -218,12 +218,6 @@ def attacker_rows(name: str, found: AuditResult) -> Iterator[list[str]]:
         yield [name, attacker, *format_figures(found.figures(attacker), FORMATS), chosen]
 
 
-def guess_row(plain: AuditResult) -> list[str]:
-    """Return the table row for the best constant answer."""
-    figures = {column: average([value]) for column, value in plain.guesses.items() if value is not None}
-    return ["guessing", "", *format_figures(figures, FORMATS), ""]
-
-
 def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdict]]:
     """Return the verdicts on each measure, by column and defence."""
     return {
@@ -264,15 +258,6 @@ def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
         if rows and (top := judge(column, measure, plain, plain)):
             lines = {"guessing": round(top.guess, 3), UNDEFENDED: round(top.strongest.figure.value, 3)}
             yield Intervals(measure.subject.capitalize(), measure.figure, rows, lines)
-
-
-def server_sections(plain: AuditResult) -> list[Section]:
-    """Return the table and the pictures for a curious server."""
-    if not plain.server or not plain.server.complete:
-        return []
-    rows = list(server.view_rows(plain.server))
-    table = Table("Curious server", server.HEADER[1:], rows, server.NOTE)
-    return [table, *server.gallery("Server's view", plain.server)]
 
 
 def member_rows(name: str, attacker: str, found: Members) -> Iterator[list[str]]:
@@ -317,9 +302,15 @@ def show(every: Audits) -> Presentation:
     if plain := every.get("plain", every.get(UNDEFENDED)):
         found = judge_all(results, plain)
         verdict = headline(found) if any(found.values()) else verdict
-        rows.append(guess_row(plain))
+        guesses = {column: average([value]) for column, value in plain.guesses.items() if value is not None}
+        rows.append(["guessing", "", *format_figures(guesses, FORMATS), ""])
         first = verdict_sections(results, plain, found)
-        sections = [*charts(results, plain), *server_sections(plain)]
+        sections = list(charts(results, plain))
+        if plain.server and plain.server.complete:
+            sections.append(
+                Table("Curious server", server.HEADER[1:], list(server.view_rows(plain.server)), server.NOTE)
+            )
+            sections += server.gallery("Server's view", plain.server)
     gaps = [
         f"{name}: {one.metric} {one.train:.3f} on members, {one.test:.3f} on others, gap {one.gap:.3f}"
         for name, one in results.items()

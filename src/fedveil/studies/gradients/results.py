@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from fedveil.attacks.gradients import Search
 from fedveil.attacks.observation import PUBLISHED
@@ -97,21 +96,23 @@ class ViewFigures(ImageFigures):
         return statistics.fmean(self.psnr)
 
 
+def join_figures(
+    parts: Sequence[ImageFigures], labels: int | None = None, pictures: Sequence[Picture] = ()
+) -> ViewFigures:
+    """Return the images of one view, or of one floor, from all batches."""
+    psnr, ssim, mse = ([v for part in parts for v in getattr(part, key)] for key in ("psnr", "ssim", "mse"))
+    return ViewFigures(psnr, ssim, mse, labels, pictures)
+
+
 def join_batches(batches: Sequence[Batch], view: str) -> ViewFigures:
     """Return the images of one view from all batches."""
-    found = [(batch, batch.views[view]) for batch in batches]
+    found = [(batch.shape, batch.views[view]) for batch in batches]
     pictures = [
-        decode_picture(batch.shape, code, f"{db:.1f}")
-        for batch, own in found
+        decode_picture(shape, code, f"{db:.1f}")
+        for shape, own in found
         for code, db in zip(own.pictures, own.psnr, strict=True)
     ]
-    labels = sum(own.labels for _, own in found)
-    return ViewFigures(*_join_figures([own for _, own in found]), labels, pictures)
-
-
-def _join_figures(parts: Sequence[ImageFigures]) -> tuple[list[float], list[float], list[float]]:
-    psnr, ssim, mse = (list(chain(*(getattr(part, key) for part in parts))) for key in ("psnr", "ssim", "mse"))
-    return psnr, ssim, mse
+    return join_figures([own for _, own in found], sum(own.labels for _, own in found), pictures)
 
 
 def complete_batches(results: Mapping[str, Gradients], size: int) -> dict[str, list[Batch]]:
@@ -131,7 +132,7 @@ def view_figures(results: Mapping[str, Gradients], size: int) -> dict[str, dict[
 def floor_figures(results: Mapping[str, Gradients], size: int) -> dict[str, ViewFigures]:
     """Return the results of each floor; the images are the same under every defence."""
     for batches in complete_batches(results, size).values():
-        return {name: ViewFigures(*_join_figures([one.floors[name] for one in batches])) for name in batches[0].floors}
+        return {name: join_figures([one.floors[name] for one in batches]) for name in batches[0].floors}
     return {}
 
 

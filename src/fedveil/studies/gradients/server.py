@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -208,13 +207,6 @@ class ServerOptions(reconstruction.SearchOptions):
         return counts
 
 
-class GradientView(NamedTuple):
-    """A gradient that the server has, and the number of clients in the sum."""
-
-    leak: Leak
-    clients: int
-
-
 def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]:
     """Return the data as images, and the network that takes them: a new one, or the latest model of a run."""
     data = load_data(config)
@@ -239,9 +231,10 @@ def read_updates(federation: Federation, clients: Sequence[int]) -> list[Gradien
     return found
 
 
-def server_views(federation: Federation, counts: Sequence[int], largest: int) -> dict[str, GradientView]:
+def server_views(federation: Federation, counts: Sequence[int], largest: int) -> dict[str, tuple[Leak, int]]:
     """Return what the server sees of client 0: its update, sums over the first clients, and differences of sums.
 
+    Each is a gradient with the number of clients in it.
     A difference is that between the sum over the first `largest` clients and the sum over the same clients without
     client 0, either for one model or for two consecutive rounds. Clients use the same records in both rounds, which is
     best for the attacker.
@@ -256,10 +249,10 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
     federation.optimizer.step()
     later = secure_sum(read_updates(federation, everyone[1:largest]), sizes[1:largest])
 
-    def view(gradients: Gradients, clients: int) -> GradientView:
+    def view(gradients: Gradients, clients: int) -> tuple[Leak, int]:
         like = {name: parameter.detach() for name, parameter in model.named_parameters()}
         own = {name: gradient.to(like[name]) for name, gradient in gradients.items()}
-        return GradientView(Leak(model, own, federation.loss), clients)
+        return Leak(model, own, federation.loss), clients
 
     sums = {sum_view(count): view(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
     return {
@@ -317,11 +310,11 @@ class AttackRound:
         seen, search = server_views(federation, options.counts(), options.difference), options.search(model)
         true, own = (data.pixels(data.train.tensor[rows]), data.test.tensor[:OWN].to(federation.device))
         views = {}
-        for number, (name, view) in enumerate(seen.items()):
-            size = options.records * view.clients
+        for number, (name, (leak, clients)) in enumerate(seen.items()):
+            size = options.records * clients
             chance = [generator(what, config.training.seed, size) for what in ("server", "guesses")]
             report = reconstruction.part_progress(progress, number, len(seen), name)
-            found = attack_view(view.leak, search, data, own, size, chance[0], report)
+            found = attack_view(leak, search, data, own, size, chance[0], report)
             if not found:
                 continue
             below = reconstruction.guesses(data, rows[:size], chance[1], taken=rows)

@@ -44,14 +44,12 @@ class InversionFigures:
     """Reconstructions by one attacker.
 
     Attributes:
-        view: what the attacker sees.
         codes: images from the generator, judged by the independent evaluator.
         as_received: the same, judged by the attacked model as the attacker has it: the paper's protocol.
         true_model: the same, judged by the server's model.
         pixels: images found without a generator, judged by the evaluator.
     """
 
-    view: str
     codes: SuccessRate
     as_received: SuccessRate
     true_model: SuccessRate
@@ -125,7 +123,7 @@ def main_rows(results: Mapping[str, Inversion]) -> Iterator[list[str]]:
     """Yield one row per attacker, and the floor and ceiling of the evaluator."""
     for defence, result in results.items():
         for name, found in result.attackers.items():
-            where = [defence, f"{found.view}, {name}", f"{100 * result.test:.1f}"]
+            where = [defence, f"V-out, {name}", f"{100 * result.test:.1f}"]
             others = map(percent, (found.pixels, found.as_received, found.true_model))
             yield [*where, *judged_cells(found.codes), *others]
     first = next(iter(results.values()))

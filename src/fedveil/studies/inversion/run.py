@@ -153,9 +153,11 @@ class Invert(NetworkTraining):
             made = self.reconstruct(progress, models, gan, data, wanted)
             received, true = (evaluator.evaluate_by(who, made["codes"], wanted) for who in (models, [federation.model]))
             judged = {how: evaluator.evaluate(images, wanted) for how, images in made.items()}
-            found[name] = InversionFigures("V-out", judged["codes"], received, true, judged.get("pixels"))
+            found[name] = InversionFigures(judged["codes"], received, true, judged.get("pixels"))
             pictures |= {f"{name}, by {how}": first_images(images, wanted, classes) for how, images in made.items()}
-        blind = sample_generator(gan, wanted, config.training.seed)
+        codes = torch.randn(len(wanted), CODE, generator=generator("floor", config.training.seed)).clamp(-1, 1)
+        with torch.no_grad():
+            blind = gan.generator(codes.to(wanted.device))  # without any model
         real, labels = held_out(evaluator, wanted)
         shape, first = tuple(data.train.tensor.shape[1:]), first_images(real, labels, classes)
         quality = measure_quality(federation, data)
@@ -208,14 +210,6 @@ def first_images(images: Tensor, wanted: Tensor, classes: int) -> list[str]:
         own = [encode_image(image) for image in images[wanted == label][: page.PER_CLASS]]
         found += own + [encode_image(torch.full_like(images[0], 0.5))] * (page.PER_CLASS - len(own))
     return found
-
-
-def sample_generator(gan: Gan, wanted: Tensor, seed: int) -> Tensor:
-    """Return one image from the generator for each wanted class, without using any model."""
-    codes = torch.randn(len(wanted), CODE, generator=generator("floor", seed)).clamp(-1, 1)
-    with torch.no_grad():
-        images: Tensor = gan.generator(codes.to(wanted.device))
-    return images
 
 
 def held_out(evaluator: Evaluator, wanted: Tensor) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ class AttackMembership:
         shadows = membership.ShadowAttacks(config, self.folder, options.shadows, options.lira)
         attacks = membership.RecordAttacks(records, shadows, recipe, options.full, by_layer=True)
         found = {
-            name: membership.Attacker("V-out", attacks.run(observed, name != PUBLISHED, progress))
+            name: membership.Attacker(attacks.run(observed, name != PUBLISHED, progress))
             for name, observed in seen.items()
         }
         quality = asdict(measure_quality(federation, data))  # quality of the model after the observed rounds
@@ -121,7 +121,7 @@ class AttackerRow(NamedTuple):
 def list_attackers(results: Mapping[str, Membership]) -> list[AttackerRow]:
     """Return every attacker on every defence."""
     return [
-        AttackerRow(defence, f"{found.view}, {name}", found.attacks, successes(found.attacks), result)
+        AttackerRow(defence, f"V-out, {name}", found.attacks, successes(found.attacks), result)
         for defence, result in results.items()
         for name, found in result.attackers.items()
     ]

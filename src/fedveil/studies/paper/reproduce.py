@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from pydantic import JsonValue, TypeAdapter
 
+from fedveil.checks import check_choice
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
 from fedveil.locks import locked
@@ -18,7 +19,7 @@ from fedveil.plain_json import read_json, to_json
 from fedveil.report import Facts, Page, Section, Table, Text, write
 from fedveil.runs.build import load_data
 from fedveil.studies.basis import AGAIN, Basis, Digests, configs_in, explain_change
-from fedveil.studies.jobs import Show
+from fedveil.studies.jobs import Show, silent
 from fedveil.studies.paper.attack_tables import TABLE3, TABLE4
 from fedveil.studies.paper.figures import FIG4, FIG5
 from fedveil.studies.paper.plan import ExhibitPlan, read_plan
@@ -45,9 +46,7 @@ class AvailableExhibit(NamedTuple):
 def select_names(names: Sequence[str]) -> list[str]:
     """Return the named exhibits, or all for "all", in the paper's order."""
     for name in names:
-        if name not in (*EXHIBITS, "all"):
-            fix = f"use all, or some of {', '.join(EXHIBITS)}"
-            raise BadArgument("fedveil reproduce", f"unknown table or figure: {name!r}", fix)
+        check_choice("fedveil reproduce", "table or figure", name, (*EXHIBITS, "all"))
     return [name for name in EXHIBITS if name in names or "all" in names]
 
 
@@ -122,7 +121,7 @@ def reproduce(
     *,
     workers: int | None = None,
     device: str = "cpu",
-    show: Show = lambda name, fraction, what: None,
+    show: Show = silent,
     on_done: Callable[[ExhibitPlan, Presentation], None] = lambda plan, presented: None,
 ) -> Path:
     """Compute the exhibits that are not in the folder yet, write a page with all that are, and return its path.
