@@ -16,7 +16,7 @@ from fedveil.attacks.first_layer import (
     record_from_agreeing_rows,
     record_from_gradient,
 )
-from fedveil.attacks.leaked_gradients import Leak, from_difference, from_masked_difference
+from fedveil.attacks.leaked_gradients import Leak, from_difference
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.defences import PPDL, Plain, Veil
 from fedveil.models import cnn, mlp
@@ -48,15 +48,6 @@ def test_two_veiled_broadcasts_give_it_too_outside_of_the_attacker_s_own_inputs(
     assert abs(float(direction @ wanted / wanted.norm())) > 1 - 1e-4  # the formula leaves out the step's square
     floor = quality(observed.inputs.mean(0), true, 1.0)
     assert quality(rebuild_veiled_record(observed), true, 1.0) > floor + 3
-
-
-def test_elements_that_were_not_sent_are_not_matched():
-    gains = []
-    for seed in range(5):
-        observed, true = observe_digits(PPDL(0.1, seed=seed), own=400, seed=seed)
-        masked, plain = (record_from_gradient(f(observed), "0") for f in (from_masked_difference, from_difference))
-        gains.append(gain(masked, observed, true) - gain(plain, observed, true))
-    assert sorted(gains)[2] > 0  # the median: where a unit lost its bias, a mask can cost something
 
 
 def test_rank_one_fits_the_elements_that_were_sent():

@@ -93,7 +93,7 @@ def test_distances_are_those_of_plain_loops_over_the_elements_that_were_received
 def test_settings_that_do_not_fit_are_refused():
     leak = leak_gradient(build("relu"), INPUTS[:1], TARGETS[:1])
     for call, why in (
-        (lambda: Search("magic"), "unknown method 'magic'"),
+        (lambda: Search("magic"), "there is no method 'magic'"),
         (lambda: search(leak, Search("cosine")), "cosine needs labels"),
         (lambda: search(leak, Search("dlg"), torch.tensor([0])), "dlg finds its own labels"),
     ):

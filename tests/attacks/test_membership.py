@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
-from tests.attacks.leaking import CLASSES, memorise, records
+from tests.attacks.victims import CLASSES, memorise, records
 from tests.attacks.victims import chance as seeded
 
 from fedveil.attacks import membership

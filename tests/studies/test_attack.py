@@ -43,8 +43,8 @@ DIGITS = {"data": "digits", "train_size": 200, "test_size": None, "defence": "pl
         (SERVER, {}, {"sums": "2,x"}, "sums over '2,x' clients"),
         (SERVER, {}, {"sums": "2,2"}, "sums over '2,2' clients"),
         (SERVER, {}, {"sums": "0"}, "sums over '0' clients"),
-        (SERVER, {}, {"difference": 1}, "a sum over 1 clients"),
-        (SERVER, {}, {"rounds": 0}, "0 rounds of 1 records per client"),
+        (SERVER, {}, {"difference": 1}, "--difference must be an integer of at least 2"),
+        (SERVER, {}, {"rounds": 0}, "--rounds must be an integer of at least 1"),
     ],
 )
 def test_what_cannot_be_attacked_is_refused_before_anything_is_trained(tmp_path, study, changes, options, what):

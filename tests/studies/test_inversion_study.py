@@ -100,16 +100,6 @@ def test_success_is_judged_beside_the_generator_alone():
     assert judge_attackers({"plain": inversion(published=0.12)})["plain"].label is Label.NOTHING
 
 
-@pytest.mark.slow
-def test_digits_are_recovered_from_a_plain_federation(run):
-    victim = [*VICTIM, "--epochs", "15", "--width", "8"]
-    enough = ["--codes", "20", "--steps", "150", "--restarts", "2", "--gan-epochs", "80", "--gan-lr", "2e-3"]
-    code, captured, folder = run(*victim, *enough, "--judge-epochs", "8", "--judge-width", "16", "--defence", "plain")
-    assert code == 0, captured.err
-    found = json.loads((folder / "results.json").read_text())["results"]["plain"]
-    assert found["attackers"]["as published"]["codes"]["low"] > found["floor"]["high"]
-
-
 @given(st.integers(0, 1000), st.booleans())
 def test_distances_are_those_of_loops(seed, same_class):
     random = torch.Generator().manual_seed(seed)

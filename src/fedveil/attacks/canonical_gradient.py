@@ -114,15 +114,15 @@ class SignViolation:
         return VIOLATION * wrong / (own.square().sum() + others.square().sum())
 
 
-def from_canonical_difference(observed: Observation, at: int = -2) -> Leak:
+def from_canonical_difference(observed: Observation) -> Leak:
     """Derive the mean gradient of all other clients at the canonical model, as far as two veiled broadcasts reveal it.
 
-    Needs the round `at`, which the attacker answered, and the one after it. The server uses plain SGD, or Adam in its
+    Needs the last round that the attacker answered, and the one after it. The server uses plain SGD, or Adam in its
     first round. If heads have candidates for their noise, the pair whose difference is a step of Adam is used or, if
     there is none, the closest pair: decoys are redrawn in each round, and the model hardly changes.
     """
-    batch = observed.own_batch(observed.consecutive(at)[0])
-    pairs = canonical_pairs(observed, at)
+    batch = observed.own_batch(observed.consecutive()[0])
+    pairs = canonical_pairs(observed)
     blocks, lr = find_blocks(pairs[0].plan), observed.learning_rate
     fits = [fit_signs(blocks, *pair.weights, lr) for pair in pairs]
     (misfit, signs), signed = min(zip(fits, pairs, strict=True), key=lambda both: both[0][0])
@@ -134,9 +134,9 @@ def from_canonical_difference(observed: Observation, at: int = -2) -> Leak:
     return leak_from_directions(observed, model, pair, own, blocks)
 
 
-def canonical_pairs(observed: Observation, at: int = -2) -> list[RoundPair]:
-    """Bring the round `at` and the one after it to canonical form: one pair for every two candidates."""
-    first, second = (seen.broadcast for seen in observed.consecutive(at))
+def canonical_pairs(observed: Observation) -> list[RoundPair]:
+    """Bring the last two rounds to canonical form: one pair for every two candidates."""
+    first, second = (seen.broadcast for seen in observed.consecutive())
     if not isinstance(first, Broadcast) or not isinstance(second, Broadcast):
         raise DoesNotApply("two broadcasts", "these broadcasts are not veiled")
     plan = analyse_architecture(observed)

@@ -3,8 +3,11 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
+
+from pydantic import TypeAdapter
 
 from fedveil.checks import check_choice
 from fedveil.data import one_tensor
@@ -15,7 +18,7 @@ from fedveil.runs.build import load_data
 from fedveil.runs.config import Config, Value
 from fedveil.studies.federations import TrainedRun, TrainRun
 from fedveil.studies.jobs import Failure, JobWork, Result, StudyJob, successes
-from fedveil.studies.presentation import Presentation, capitalise, failed_row
+from fedveil.studies.presentation import Presentation, capitalise, failed_row, read_toml
 from fedveil.studies.study import JobGraph, Study
 
 O = TypeVar("O")  # noqa: E741
@@ -137,6 +140,12 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
             first=[*failed, *shown.first],
             lead=lead if shown.verdict else "",
         )
+
+
+@cache
+def read_federations() -> dict[str, dict[str, dict[str, Value]]]:
+    """Return the federations in federations.toml, by purpose and name."""
+    return TypeAdapter(dict[str, dict[str, dict[str, Value]]]).validate_python(read_toml("federations.toml"))
 
 
 def check_defences(names: Sequence[str], known: Sequence[str], flag: str) -> None:

@@ -82,16 +82,13 @@ class CompareStudy(Study[CompareRequest, Runs]):
             cost_section(first),
             Facts("Configuration", {name: str(value) for name, value in config.flat().items()}),
         ]
+        title, header = f"{config.data.name}, {config.model.name}: defences compared", [*HEADER, *["epsilon"] * private]
+        rows = [_row(name, runs, results.get("plain", []), metric, config) for name, runs in results.items()]
+        note = f"Mean and standard deviation over {count(request.seeds, 'seed')}; bytes without names and shapes."
         where = f"{config.model.name} on {config.data.name} with {count(config.data.clients, 'client')}"
-        return Presentation(
-            f"{config.data.name}, {config.model.name}: defences compared",
-            verdict(results, metric),
-            [title.format(metric) for title in HEADER] + ["epsilon"] * private,
-            [_row(name, runs, results.get("plain", []), metric, config) for name, runs in results.items()],
-            f"Mean and standard deviation over {count(request.seeds, 'seed')}; bytes without names and shapes.",
-            sections,
-            lead=f"{len(results)} ways to train {where}. Curves: first seed.",
-        )
+        lead = f"{len(results)} ways to train {where}. Curves: first seed."
+        header = [column.format(metric) for column in header]
+        return Presentation(title, verdict(results, metric), header, rows, note, sections, lead=lead)
 
 
 def _row(defence: str, runs: SeedRuns, plain: SeedRuns, metric: str, config: Config) -> list[str]:

@@ -101,22 +101,17 @@ def constant_metric(data: Data) -> float:
     return float((test == torch.mode(train).values).double().mean())
 
 
-def load_or_train(
-    config: Config, folder: Path, progress: Progress, basis: Basis | None = None
-) -> tuple[Federation, Data]:
+def load_or_train(config: Config, folder: Path, progress: Progress, basis: Basis) -> tuple[Federation, Data]:
     """Return the federation of a configuration after its last round; an unfinished run of a study is resumed.
 
-    A run that a study trained on another basis (version, data or code) is trained again from the start. Without
-    `basis`, for attacks that depend on the job that trains it, it is used as it is. A user's run, whose basis has a
-    checkpoint, is only read.
+    A run that a study trained on another basis (version, data or code) is trained again from the start. A user's run,
+    whose basis has a checkpoint, is only read.
     """
     data = load_data(config)
-    if basis and basis.checkpoint is not None:
-        return resume_federation(config, folder, data), data
-    if basis:
+    if basis.checkpoint is None:
         remove_stale_run(folder, basis.training, progress)
-    if not is_finished(config, folder):
-        train(config, folder, resume=True, on_round=round_progress(config.training.epochs, progress), data=data)
+        if not is_finished(config, folder):
+            train(config, folder, resume=True, on_round=round_progress(config.training.epochs, progress), data=data)
     return resume_federation(config, folder, data), data
 
 

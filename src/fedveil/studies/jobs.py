@@ -33,7 +33,7 @@ Show = Callable[[str, float, str], None]  # the job, and its progress
 POLL = 0.2  # seconds
 
 
-def silent(name: str, fraction: float, what: str) -> None:
+def show_nothing(name: str, fraction: float, what: str) -> None:
     """Show no progress."""
 
 
@@ -147,7 +147,7 @@ def run_jobs(
     folder: Path,
     *,
     workers: int | None = None,
-    show: Show = silent,
+    show: Show = show_nothing,
     digests: Digests | None = None,
 ) -> JobResults:
     """Run the jobs that have no valid result in the folder, and return all results.

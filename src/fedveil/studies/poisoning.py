@@ -17,7 +17,7 @@ from fedveil.progress import Progress
 from fedveil.report import NOTHING, Intervals, Section, Table, Text
 from fedveil.runs.build import build_federation, build_limits, build_model, load_data
 from fedveil.runs.config import Config, LimitSettings, Value
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option, read_federations
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 from fedveil.studies.presentation import Presentation, mark, read_texts
 from fedveil.studies.study import JobGraph
@@ -164,9 +164,7 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
     name = "poisoning"
     summary = "measure what hostile clients do to the model, with and without limits"
     options = PoisoningOptions
-    defaults = dict(  # noqa: RUF012
-        defence="plain,veil", data="digits", clients=5, model="mlp", lr=1e-2, hostile=1
-    )
+    defaults = read_federations()["attack"]["poisoning"]
 
     def check(self, request: AttackRequest[PoisoningOptions]) -> None:
         """Refuse a federation that cannot be attacked."""

@@ -11,6 +11,7 @@ from fedveil.attacks.scores import Estimate, average
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Intervals, Section, Text, count
 from fedveil.runs.config import Value, configure
+from fedveil.studies.attack import read_federations
 from fedveil.studies.audit.results import FLOOR, AuditResult
 from fedveil.studies.audit.run import Audit, AuditOptions
 from fedveil.studies.jobs import Failure, Result, StudyJob
@@ -21,12 +22,7 @@ from fedveil.studies.verdicts import MAX_COST, MAX_MEMBERSHIP
 
 TEXTS = read_texts()["harden"]
 Values = Mapping[str, Value]
-BASES: Mapping[str, Values] = {
-    "digits": {"train_size": 500, "clients": 2, "epochs": 150, "groups": 10},
-    "cifar10": {"train_size": 1000, "test_size": 2000, "clients": 2, "epochs": 40, "groups": 10},
-}
-"""Federations by data set; other data sets use the clients and epochs of digits."""
-WHOLE_SHARDS: Mapping[str, Values] = {"digits": {"lr": 0.01}, "cifar10": {"epochs": 150, "lr": 0.001}}
+FEDERATIONS = read_federations()
 DP_ROUNDS, DP_RATE = 10, 0.01
 UNIT_NOISE = {1: 3.7307, 3: 1.3906, 10: 0.4999}
 """Minimum noise multiplier for one round, by epsilon, at delta 1e-5; T rounds need sqrt(T) times as much."""
@@ -72,13 +68,8 @@ def measures(base: Values) -> dict[str, Values]:
         f"as it is: m = {base.get('groups', 1)}": {},
         **({"m = 1": {"groups": 1}} if base.get("groups", 1) != 1 else {}),
         "noise kept over rounds": {"keep_noise": True},
-        "whole shards": {"whole_shard": True, **WHOLE_SHARDS.get(str(base["data"]), {})},
-        "cross-entropy, 2 decoys": {**CROSS_ENTROPY, "decoys": 2},
-        "cross-entropy, 7 decoys": {**CROSS_ENTROPY, "decoys": 7},
-        "label smoothing 0.1": {**CROSS_ENTROPY, "label_smoothing": 0.1},
-        "label smoothing 0.3": {**CROSS_ENTROPY, "label_smoothing": 0.3},
-        "weight decay 0.003": {"weight_decay": 0.003},
-        "weight decay 0.01": {"weight_decay": 0.01},
+        "whole shards": {"whole_shard": True, **FEDERATIONS["whole_shards"].get(str(base["data"]), {})},
+        **FEDERATIONS["measures"],
         **{f"{name}, with the veil": changes for name, changes in budgets.items()},
         **{f"{name}, no veil": {**changes, **plain} for name, changes in budgets.items()},
         UNDEFENDED["squared_error"]: plain,
@@ -93,7 +84,8 @@ def base_values(given: Values) -> Values:
             flag = name.replace("_", "-")
             raise BadArgument("fedveil audit --harden", f"it sets --{flag} itself", f"leave out --{flag}")
     data = str(given.get("data", "digits"))
-    usual = BASES.get(data, {name: BASES["digits"][name] for name in ("clients", "epochs")})
+    bases = FEDERATIONS["harden"]
+    usual = bases.get(data, {name: bases["digits"][name] for name in ("clients", "epochs")})
     return {"data": data, "loss": "squared_error", **usual, **given}
 
 

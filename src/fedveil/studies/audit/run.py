@@ -1,7 +1,7 @@
 """`fedveil audit`: measure what a client learns under each defence, with published and adaptive attackers."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,11 +17,11 @@ from fedveil.attacks.whitebox import Recipe
 from fedveil.data import Data
 from fedveil.defences.registry import find
 from fedveil.federation.evaluate import predict
-from fedveil.progress import Progress
+from fedveil.progress import Progress, silent
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_model
 from fedveil.runs.config import Config, Value
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option, read_federations
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelFigures, average_figures
 from fedveil.studies.federations import load_or_train, measure_quality, observe, observe_all
@@ -168,6 +168,7 @@ class Audit:
         config, options = self.config, self.options
         federation, data = load_or_train(config, self.run, progress, done.basis)
         quality = measure_quality(federation, data)
+        measured = quality.metric, quality.train, quality.test, quality.gap
         attacks = None
         if config.data.clients > 1:
             shadows = membership.ShadowAttacks(config, self.folder, options.shadows, options.lira)
@@ -183,20 +184,12 @@ class Audit:
             seen, left_out = observe_all(federation, config.defence.name)
             for name, observed in seen.items():
                 members = infer_members(attacks, observed, name != PUBLISHED) if attacks else None
-                found = model_figures(observed.model, federation.model, data, members)
-                figures.setdefault(name, []).append(found)
+                figures.setdefault(name, []).append(model_figures(observed.model, federation.model, data, members))
         rebuilt, not_rebuilt = rebuild(progress, config, data, options.trials)
-        return AuditResult(
-            **asdict(quality),
-            defence=config.defence.name,
-            broadcasts=count,
-            trials=options.trials,
-            attackers={name: average_figures(own) for name, own in figures.items()},
-            rebuilt=rebuilt,
-            guessing=constant_answer(federation.model, data),
-            inapplicable=left_out,
-            not_rebuilt=not_rebuilt,
-        )
+        attackers = {name: average_figures(own) for name, own in figures.items()}
+        guessing = constant_answer(federation.model, data)
+        found = AuditResult(*measured, config.defence.name, count, options.trials, attackers, rebuilt, guessing)
+        return replace(found, inapplicable=left_out, not_rebuilt=not_rebuilt)
 
 
 def infer_members(attacks: membership.RecordAttacks, observed: Observation, cleaned: bool) -> Members:
@@ -207,7 +200,7 @@ def infer_members(attacks: membership.RecordAttacks, observed: Observation, clea
     elif not attacks.shadows.count:
         left_out[membership.SHADOWS] = "no shadows were requested"
     scored: dict[str, membership.AttackScores] = {}
-    for name, found in attacks.run(observed, cleaned, lambda fraction, what: None).items():
+    for name, found in attacks.run(observed, cleaned, silent).items():
         if isinstance(found, Failure):
             left_out[name] = found.failed
         else:
@@ -223,7 +216,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
     options = AuditOptions
     result = AuditResult
     needs_shared = False
-    defaults = {"clients": 2, "epochs": 150}  # noqa: RUF012
+    defaults = read_federations()["attack"]["audit"]
 
     def shared(self, request: AttackRequest[AuditOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return the shadows for all defences and the undefended federation; LiRA needs every record in some shadow."""
@@ -269,15 +262,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         return page.show(results)
 
 
-_DIGITS: Mapping[str, Value] = {"data": "digits", "train_size": 500, "epochs": 150, "groups": 10}
-_BANK: Mapping[str, Value] = {"data": "bank", "clients": 3, "epochs": 8}
-_LOSS: Mapping[str, Value] = {"loss": "squared_error"}  # the paper's
-SUITE: Mapping[str, Mapping[str, Value]] = {
-    "digits, 2 clients": {**_DIGITS, **_LOSS, "clients": 2},
-    "digits, 5 clients": {**_DIGITS, **_LOSS, "clients": 5},
-    "bank, two classes": {**_BANK, **_LOSS, "task": "classification", "groups": 2},
-    "bank, one output": {**_BANK, **_LOSS},
-}
+SUITE: Mapping[str, Mapping[str, Value]] = read_federations()["suite"]
 """The federations that `fedveil audit` measures without --data."""
 
 AUDIT = AuditStudy()

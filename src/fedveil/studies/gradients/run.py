@@ -36,7 +36,7 @@ from fedveil.runs.build import (
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resume_federation
 from fedveil.scheme import Broadcast
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option, read_federations
 from fedveil.studies.federations import ATTACKER, observe, observe_round
 from fedveil.studies.gradients import results as page
 from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View
@@ -159,13 +159,10 @@ def compare_images(found: Reconstruction, data: Data, true: Tensor, labels: Sequ
     """Compare the images of a search with the victim's batch, which the search does not see."""
     pixels = data.pixels(found.inputs)
     pixels = pixels[match(pixels, true)]
-    return View(
-        **dataclasses.asdict(figures(pixels, true)),
-        labels=shared_labels(found.labels.tolist(), labels),
-        distance=found.distance if math.isfinite(found.distance) else None,
-        broken=sum(not math.isfinite(distance) for distance in found.distances),
-        pictures=[encode_image(image) for image in pixels],
-    )
+    near = psnr(pixels, true), ssim(pixels, true), mse(pixels, true), shared_labels(found.labels.tolist(), labels)
+    distance = found.distance if math.isfinite(found.distance) else None
+    broken = sum(not math.isfinite(distance) for distance in found.distances)
+    return View(*near, distance, broken, [encode_image(image) for image in pixels])
 
 
 def plain_sgd(lr: float) -> MakeOptimizer:
@@ -221,11 +218,6 @@ def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]
     return leaks, observed
 
 
-def figures(found: Tensor, true: Tensor) -> ImageFigures:
-    """Return the distance of each image from its original."""
-    return ImageFigures(psnr(found, true), ssim(found, true), mse(found, true))
-
-
 def shared_labels(found: Sequence[int], true: Sequence[int]) -> int:
     """Count the labels of a batch that were found, in any order."""
     return sum(min(found.count(label), true.count(label)) for label in set(true))
@@ -250,8 +242,8 @@ def guesses(data: Data, rows: Tensor, chance: torch.Generator, taken: Tensor | N
 
 def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> dict[str, ImageFigures]:
     """Compare guesses with the images of the rows."""
-    found = guesses(data, rows, chance)
-    return {name: figures(images.to(true).expand_as(true), true) for name, images in found.items()}
+    found = {name: images.to(true).expand_as(true) for name, images in guesses(data, rows, chance).items()}
+    return {name: ImageFigures(psnr(own, true), ssim(own, true), mse(own, true)) for name, own in found.items()}
 
 
 class GradientStudy(AttackStudy[GradientOptions, Gradients]):
@@ -260,10 +252,7 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
     name = "gradients"
     summary = "reconstruct images from gradients (DLG, iDLG, Inverting Gradients)"
     options = GradientOptions
-    defaults = dict(  # noqa: RUF012
-        **dict(data="cifar10", train_size=1000, clients=2, model="lenet", norm="none"),
-        **dict(loss="cross_entropy", optimizer="sgd", momentum=0.0, lr=0.1),
-    )
+    defaults = read_federations()["attack"]["gradients"]
 
     def check(self, request: AttackRequest[GradientOptions]) -> None:
         """Refuse a federation that cannot be attacked."""

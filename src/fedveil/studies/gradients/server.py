@@ -16,6 +16,7 @@ from fedveil.attacks.leaked_gradients import Gradients, Leak, secure_sum
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.attacks.scores import Estimate
 from fedveil.attacks.similarity import psnr, ssim
+from fedveil.checks import check_count
 from fedveil.data import Data
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.federation.local import Federation
@@ -24,7 +25,7 @@ from fedveil.records.shards import generator
 from fedveil.report import Picture, Pictures, Section
 from fedveil.runs.build import build_optimizer, load_data
 from fedveil.runs.config import Config
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option, read_federations
 from fedveil.studies.gradients import run as reconstruction
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 from fedveil.studies.presentation import Presentation, decode_picture, encode_image, read_texts, text
@@ -199,11 +200,8 @@ class ServerOptions(reconstruction.SearchOptions):
         counts = reconstruction.parse_counts(self.sums)
         if not counts:
             raise BadArgument("--sums", f"sums over {self.sums!r} clients", "use distinct numbers such as 2,4,10")
-        if self.difference < 2:
-            raise BadArgument("--difference", f"a sum over {self.difference} clients is too small", "use at least two")
-        if self.rounds < 1 or self.records < 1:
-            what = f"{self.rounds} rounds of {self.records} records per client"
-            raise BadArgument("fedveil attack server", what, "use at least one of each")
+        for name, least in (("difference", 2), ("rounds", 1), ("records", 1)):
+            check_count("fedveil attack server", f"--{name}", getattr(self, name), least)
         return counts
 
 
@@ -342,7 +340,7 @@ class ServerStudy(AttackStudy[ServerOptions, Curious]):
     name = "server"
     summary = "measure what a curious server learns from updates, sums (secure aggregation) and their differences"
     options = ServerOptions
-    defaults = {"data": "digits", "clients": 100, "defence": "plain,veil"}  # noqa: RUF012
+    defaults = read_federations()["attack"]["server"]
 
     def rounds(self, request: AttackRequest[ServerOptions], defence: str) -> dict[str, StudyJob[ServerRound]]:
         """Return one job per round."""

@@ -15,7 +15,7 @@ from fedveil.attacks.whitebox import Recipe
 from fedveil.progress import Progress
 from fedveil.report import NOTHING, Curves, Intervals, Section, Table, Text
 from fedveil.runs.config import Config
-from fedveil.studies.attack import AttackRequest, AttackStudy, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, option, read_federations
 from fedveil.studies.federations import load_or_train, measure_quality, observe_strongest
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, successes
 from fedveil.studies.membership import attacks as membership
@@ -79,9 +79,7 @@ class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
     options = MembershipOptions
     result = Membership
     needs_shared = False
-    defaults = dict(  # noqa: RUF012
-        data="cifar10", train_size=4000, test_size=4000, clients=2, model="cnn", width=16, epochs=25
-    )
+    defaults = read_federations()["attack"]["membership"]
 
     def shared(self, request: AttackRequest[MembershipOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return all shadows for all defences."""

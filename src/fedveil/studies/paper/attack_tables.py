@@ -1,9 +1,8 @@
-"""Tables 3 and 4: each data set of a plan is attacked under every defence, once per seed."""
+"""Tables 3 and 4 and Figures 4 and 5: attacks under every defence."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -12,10 +11,12 @@ from pydantic import TypeAdapter
 
 from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.scores import Estimate, average
-from fedveil.report import NOTHING, Interval, Intervals
-from fedveil.runs.config import configure
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results
-from fedveil.studies.inversion.results import Inversion
+from fedveil.report import NOTHING, Interval, Intervals, Section
+from fedveil.runs.config import Config, Value, configure
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts
+from fedveil.studies.gradients.results import HEADER, Gradients, chart, gallery, table_rows, view_figures
+from fedveil.studies.gradients.run import GRADIENTS, GradientOptions
+from fedveil.studies.inversion.results import Inversion, gallery_rows, picture_rows
 from fedveil.studies.inversion.run import INVERSION
 from fedveil.studies.jobs import Failure, JobResults, successes
 from fedveil.studies.membership.attacks import AttackScores, Membership
@@ -30,6 +31,7 @@ A = TypeVar("A", bound=Membership | Inversion)
 Seeds = dict[int, A | Failure]
 AttackResults = dict[str, dict[str, Seeds[A]]]  # by data set, defence and seed
 ACCURACY = "accuracy"
+BATCH = 1  # images in a batch of Figure 5
 FigurePair = tuple[Estimate | None, Estimate | None]  # by the paper's protocol and by ours; None if there is none
 
 
@@ -111,54 +113,55 @@ class AttackEntry:
         return [*where, self.attacker or NOTHING, known, *values]
 
 
-def present_attack(
-    plan: ExhibitPlan,
-    results: AttackResults[A],
-    *,
-    figures: Callable[[A, str, str], FigurePair],
-    measures: Mapping[str, TableMeasure],
-    success: str,
-    title: str,
-    protocol: str,
-    single: str,
-    chart: Intervals,
-) -> Presentation:
-    """Return a row per data set, measure, defence and attacker, with the success rate in a chart and in the summary.
+@dataclass(frozen=True)
+class AttackTable:
+    """How an attack is presented, from its plan.
 
-    Args:
-        plan: plan of the exhibit.
-        results: results by data set, defence and seed.
-        figures: function that returns a pair for a result, an attacker and a measure.
-        measures: the paper's measures.
-        success: the measure shown in the chart and in the summary.
+    Attributes:
         title: name of the attack in the summary.
         protocol: name of the paper's protocol in the header.
         single: description of the intervals for a single seed; several seeds have Student's intervals.
+        success: the measure shown in the chart and in the summary.
         chart: the chart without its rows.
+        measures: the paper's measures.
+    """
+
+    title: str
+    protocol: str
+    single: str
+    success: str
+    chart: Intervals
+    measures: dict[str, TableMeasure]
+
+
+def present_attack(
+    plan: ExhibitPlan, results: AttackResults[A], *, figures: Callable[[A, str, str], FigurePair]
+) -> Presentation:
+    """Return a row per data set, measure, defence and attacker, with the success rate in a chart and in the summary.
+
+    `figures` returns a pair for a result, an attacker and a measure.
     """
     rows, marks, headline = list[list[str]](), dict[Interval, None](), list[tuple[str, str, str]]()
-    paper = plan.paper_values(PaperValues)
+    paper, table = plan.paper_values(PaperValues), TypeAdapter(AttackTable).validate_python(plan.file.table)
     for printed_as, data in plan.settings.data.items():
         entries = [
             entry
-            for measure in measures
+            for measure in table.measures
             for defence, seeds in results[data].items()
             for entry in _entries((data, measure, defence), paper[printed_as][measure][defence], seeds, figures)
         ]
-        rows += [entry.row(measures[entry.measure]) for entry in entries]
-        successes = [entry for entry in entries if entry.measure == success]
-        for one in successes:
+        rows += [entry.row(table.measures[entry.measure]) for entry in entries]
+        rates = [entry for entry in entries if entry.measure == table.success]
+        for one in rates:
             group = f"{data}, {one.defence}"
             marks[Interval("paper", one.paper, group=group)] = None
             marks[mark(f"ours, {one.attacker or PUBLISHED}", one.rate, group, 100)] = None
-        if summary := _summarise(successes):
-            headline.append((f"{title}, {data}, success in %", *summary))
-    header = ("data", "measure", "defence", "attacker", "paper", f"ours, {protocol}", "ours")
-    if plan.settings.seeds > 1:
-        single = (
-            f"Means over {plan.settings.seeds} seeds with Student's 95 % interval; all seeds draw on the same images."
-        )
-    note, sections = f"{plan.file.note} {single}", [dataclasses.replace(chart, rows=[*marks])]
+        if summary := _summarise(rates):
+            headline.append((f"{table.title}, {data}, success in %", *summary))
+    header = ("data", "measure", "defence", "attacker", "paper", f"ours, {table.protocol}", "ours")
+    count = plan.settings.seeds
+    several = f"Means over {count} seeds with Student's 95 % interval; all seeds draw on the same images."
+    note, sections = f"{plan.file.note} {several if count > 1 else table.single}", [replace(table.chart, rows=[*marks])]
     return Presentation(plan.title, "", header, rows, note, sections, headline=headline)
 
 
@@ -220,43 +223,13 @@ def _inversion_figures(result: Inversion, attacker: str, measure: str) -> Figure
     )
 
 
-present_table3 = partial(
-    present_attack,
-    title="Table 3, membership, last three layers",
-    protocol="its choice",
-    single="One seed; 95 % intervals over records.",
-    measures={
-        ACCURACY: TableMeasure("accuracy"),
-        "last": TableMeasure("ASR, last layer"),
-        "second": TableMeasure("ASR, second to last"),
-        "third": TableMeasure("ASR, third to last"),
-        "three": TableMeasure("ASR, last three"),
-    },
-    success="three",
-    chart=Intervals("Table 3: last three layers", "attack success, %", (), {"guessing": 50.0}),
-    figures=_membership_figures,
-)
-present_inversion = partial(
-    present_attack,
-    title="Table 4, model inversion",
-    protocol="self-judged",
-    single="One seed; Wilson's 95 % intervals over images.",
-    measures={
-        ACCURACY: TableMeasure("accuracy"),
-        "nearest": TableMeasure("KNN distance", fraction=False, theirs=".4g", ours=".3f"),
-        "centroid": TableMeasure("feature distance", fraction=False, theirs=".4g", ours=".3f"),
-        "value": TableMeasure("ASR"),
-    },
-    success="value",
-    chart=Intervals("Table 4: attack success", "success, ours by the evaluator, %", (), {}, low=0.0, high=100.0),
-    figures=_inversion_figures,
-)
+present_table3 = partial(present_attack, figures=_membership_figures)
 MEMBERSHIP_KIND, INVERSION_KIND = TypeAdapter(AttackResults[Membership]), TypeAdapter(AttackResults[Inversion])
 
 
 def present_table4(plan: ExhibitPlan, results: AttackResults[Inversion]) -> Presentation:
     """Return the table; its note has the success of a generator without any model, and of real images."""
-    shown, limits = present_inversion(plan, results), []
+    shown, limits = present_attack(plan, results, figures=_inversion_figures), []
     for data, ours in results.items():
         found = {seed: one for seeds in ours.values() for seed, one in successes(seeds).items()}
         if every := list(found.values()):
@@ -266,9 +239,88 @@ def present_table4(plan: ExhibitPlan, results: AttackResults[Inversion]) -> Pres
                 f"{data}: a generator without any model {floor}, held-out real images {ceiling}, "
                 f"guessing {100 / len(every[0].classes):.1f}."
             )
-    return dataclasses.replace(shown, note=" ".join([shown.note, *limits]))
+    return replace(shown, note=" ".join([shown.note, *limits]))
 
 
 OMITTED = {"table3": frozenset({"roc", "collapsed", "known", "broadcasts"}), "table4": frozenset({"right", "gallery"})}
 TABLE3 = make_exhibit(MEMBERSHIP_KIND, partial(attack_graph, MEMBERSHIP), present_table3, OMITTED["table3"])
 TABLE4 = make_exhibit(INVERSION_KIND, partial(attack_graph, INVERSION), present_table4, OMITTED["table4"])
+
+
+@dataclass(frozen=True)
+class ImageGrid:
+    """Encoded images of one data set: rows with a label each, under the names of their classes."""
+
+    classes: list[str]
+    shape: tuple[int, ...]
+    rows: list[tuple[str, list[str]]]
+
+
+Grids = dict[str, ImageGrid | Failure]  # by data set
+
+
+def _grid(results: Mapping[str, Inversion]) -> ImageGrid | Failure:
+    for first in results.values():
+        if first.gallery:
+            return ImageGrid(first.classes, first.gallery.shape, gallery_rows(results))
+    return Failure("no attack was made")
+
+
+def inversion_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Grids]:
+    """Return the jobs for Table 4's attacks with the first seed."""
+    attacks = attack_graph(INVERSION, plan, folder, seeds=(0,))
+    return JobGraph(
+        attacks.jobs,
+        lambda done: {
+            data: _grid(successes({defence: seeds[0] for defence, seeds in found.items()}))
+            for data, found in attacks.collect(done).items()
+        },
+    )
+
+
+def present_fig4(plan: ExhibitPlan, results: Grids) -> Presentation:
+    """Return a grid of pictures for each data set."""
+    sections: list[Section] = [
+        picture_rows(f"Figure 4: {data}", found.classes, found.shape, found.rows)
+        for data, found in results.items()
+        if isinstance(found, ImageGrid)
+    ]
+    rows = [[data, f"failed: {found.failed}"] for data, found in results.items() if isinstance(found, Failure)]
+    return Presentation(plan.title, "", ("data", "result"), rows, plan.file.note, sections)
+
+
+def _configs(plan: ExhibitPlan) -> dict[str, Config]:
+    """Return the configuration of each variant: plain, PPDL with each variance, veil."""
+    changes: dict[str, dict[str, Value]] = {"plain": {"defence": "plain"}}
+    for variance in plan.settings.variances:
+        noise: dict[str, Value] = {"defence": "ppdl", "ppdl": "noise", "sigma": math.sqrt(variance)}
+        changes[f"ppdl, variance {variance:g}"] = noise
+    changes["veil"] = {"defence": "veil"}
+    common = plan.settings.run | {"device": plan.device}
+    return {name: configure({**LOSS, **common, **own}, plan.where) for name, own in changes.items()}
+
+
+def gradient_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Results[Gradients]]:
+    """Return the jobs for all batches of all variants."""
+    options = GradientOptions(**plan.settings.attack)  # type: ignore[arg-type]
+    configs = _configs(plan)
+    jobs = {
+        name: GRADIENTS.batches(AttackRequest(config, (name,), options, label="gradients-"), name, config)
+        for name, config in configs.items()
+    }
+    return join_parts(jobs, lambda parts: Gradients(configs["plain"].training.seed, parts))
+
+
+def present_fig5(plan: ExhibitPlan, every: Results[Gradients]) -> Presentation:
+    """Return a row for each defence and view, a PSNR chart, and the images."""
+    results = successes(every)
+    pictures = gallery("Figure 5: images from gradients", results, BATCH, "PSNR in dB below each picture.")
+    sections = [chart("Figure 5: PSNR of the images", results, BATCH), *pictures]
+    uploads = [f"{name} {views['V-up'].near:.1f}" for name, views in view_figures(results, BATCH).items()]
+    question, paper = "Figure 5, images from gradients, PSNR in dB", "no numbers; veil like PPDL with variance 0.1"
+    rows, headline = table_rows(results, [BATCH]), [(question, paper, ", ".join(uploads))]
+    return Presentation(plan.title, "", HEADER, rows, plan.file.note, sections, headline=headline)
+
+
+FIG4 = make_exhibit(TypeAdapter(Grids), inversion_graph, present_fig4)
+FIG5 = make_exhibit(TypeAdapter(Results[Gradients]), gradient_graph, present_fig5)
