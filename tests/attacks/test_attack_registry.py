@@ -40,8 +40,7 @@ def test_every_built_in_defence_has_attackers():
         own = find_attackers(record)
         assert own is ATTACKERS[record.name]
         assert set(own.strongest) <= set(own.models)
-        assert bool(own.strongest) == bool(own.models)
-        assert not own.generic
+        assert (bool(own.strongest), own.generic) == (bool(own.models), {})
     assert [own.collected for own in (*ATTACKERS.values(), Attackers())] == [1, 6, 1, 6, 1, 6]
     assert ATTACKERS["veil"].shadows == "plain"
 

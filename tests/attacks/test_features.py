@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedveil.attacks.features import layer_outputs, losses, record_features
-from fedveil.attacks.whitebox import make_standardiser
 from fedveil.defences import DBCL, SPN, Veil
 from fedveil.models import cnn, densenet, mlp, resnet
 from fedveil.scheme import CrossEntropy, SquaredError
@@ -67,15 +66,6 @@ def test_views_of_every_defence_have_three_layers_and_a_head(build, defence):
     assert all(len(values) == 7 and torch.isfinite(values).all() for values in found.values())
     assert found["label"].argmax(1).tolist() == CLASSES.tolist()
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in view.modules())
-
-
-def test_a_veils_factors_vanish_when_features_are_standardised():
-    net, veil = made(lambda: cnn(3, 5, width=4, size=16)), Veil(permute=False)
-    view = veil.client_view(net, Session(veil, net, IMAGES[:2]).broadcast())
-    for plain, veiled in zip(layer_outputs(net, IMAGES)[1:], layer_outputs(view, IMAGES)[1:], strict=True):
-        a, b = (make_standardiser({"layer": v})({"layer": v})["layer"] for v in (plain, veiled))
-        assert torch.allclose(a, b, atol=1e-3)
-        assert not torch.allclose(plain, veiled, rtol=0.1)
 
 
 @pytest.mark.parametrize("loss", [CrossEntropy(), SquaredError()])

@@ -52,12 +52,6 @@ def test_scores_win_on_a_model_that_leaks_and_guess_on_one_that_cannot(pool, lea
         assert (result.value > 0.95) if leaks else (0.5 in result), (name, result)
 
 
-def test_class_means_are_those_of_known_non_members():
-    values, classes = torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 1, 2])
-    known, known_classes = torch.tensor([3.0, 5.0, 10.0]), torch.tensor([0, 0, 1])
-    assert calibrated_scores(values, classes, known, known_classes).tolist() == [3.0, 8.0, 1.0]  # class 2: mean of all
-
-
 @given(seed=st.integers(0, 2**32 - 1))
 def test_log_odds_are_those_of_softmax(seed):
     chance = np.random.default_rng(seed)
@@ -96,11 +90,14 @@ def test_rmia_counts_population_records_that_are_less_likely_members(a):
     assert np.allclose(membership.rmia(target, shadow, inside, population, a=a), want)
 
 
-def test_a_is_chosen_on_a_shadow_and_falls_back_without_one_to_spare(pool):
+def test_a_is_chosen_on_a_shadow_or_falls_back_and_class_means_are_those_of_known_non_members(pool):
     shadows = pool["shadows"]
     shadow = np.exp(-np.logaddexp(0, -confidence(shadows.outputs / shadows.temperature, shadows.classes)))
     assert choose_a(shadow, shadows.inside) in membership.GRID
     assert choose_a(shadow[:2], shadows.inside[:2]) == membership.FALLBACK
+    values, classes = torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 1, 2])
+    known, known_classes = torch.tensor([3.0, 5.0, 10.0]), torch.tensor([0, 0, 1])
+    assert calibrated_scores(values, classes, known, known_classes).tolist() == [3.0, 8.0, 1.0]  # class 2: mean of all
 
 
 @given(records=st.integers(2, 40), pairs=st.integers(1, 4), seed=st.integers(0, 100))

@@ -59,10 +59,15 @@ def test_it_finds_a_leak_in_some_pixels_of_a_map_that_its_mean_hides_and_in_some
     assert attack(*({"third": part.mean((2, 3))} for part in maps))[1].value < 0.6
 
 
-def test_a_network_without_anything_to_see_is_seen_to_collapse():
+def test_a_network_without_anything_to_see_collapses_and_too_few_records_and_bad_recipes_are_refused():
     nothing = {"last": torch.zeros(100, 3)}
     done = train_attack(nothing, nothing, recipe=Recipe(epochs=3))
     assert done.collapsed
+    few = {"last": torch.zeros(3, 2)}
+    with pytest.raises(BadArgument, match="there are 3 known records of each kind"):
+        train_attack(few, few)
+    with pytest.raises(BadArgument, match="0 epochs"):
+        Recipe(epochs=0)
 
 
 def test_the_same_seed_gives_the_same_network_and_every_epoch_is_shown():
@@ -85,11 +90,3 @@ def test_standardising_removes_scale_and_offset_of_units_and_channels(shape, off
     assert torch.allclose(same, other, atol=error)
     assert torch.allclose(same[:, :2].transpose(0, 1).flatten(1).mean(1), torch.zeros(2), atol=1e-6)
     assert (same[:, 2] == 0).all()
-
-
-def test_too_few_records_and_bad_recipes_are_refused():
-    few = {"last": torch.zeros(3, 2)}
-    with pytest.raises(BadArgument, match="there are 3 known records of each kind"):
-        train_attack(few, few)
-    with pytest.raises(BadArgument, match="0 epochs"):
-        Recipe(epochs=0)

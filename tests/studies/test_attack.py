@@ -33,7 +33,6 @@ DIGITS = {"data": "digits", "train_size": 200, "test_size": None, "defence": "pl
         (INVERSION, {}, {"codes": 0}, "must be at least 1, got 0"),
         (INVERSION, {}, {"codes": 5}, "5 cannot be divided among 4 broadcasts"),
         (POISONING, {}, {"attacks": "sign-flop"}, "there is no attack 'sign-flop'"),
-        (POISONING, {}, {"rules": "meadian"}, "there is no rule 'meadian'"),
         (POISONING, {}, {"seeds": 0}, "--seeds must be an integer of at least 1"),
         (POISONING, {"hostile": 2}, {}, "krum against 2 hostile clients needs 7, not 5"),
         (POISONING, {"hostile": 5}, {"rules": "none"}, "5 of 5 clients"),

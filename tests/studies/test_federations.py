@@ -17,9 +17,7 @@ def silent(fraction, what):
 
 
 @pytest.mark.parametrize("defence", DEFENCES)
-def test_an_attacker_observes_what_travelled_and_its_own_records_and_a_finished_run_is_not_trained_again(
-    defence, tmp_path
-):
+def test_an_attacker_observes_what_travelled_and_a_finished_run_is_not_trained_again(defence, tmp_path):
     config = CONFIG.changed(defence=defence)
     federation, data = load_or_train(config, tmp_path, silent, Basis())
     written = (tmp_path / "checkpoint.pt").stat().st_mtime_ns

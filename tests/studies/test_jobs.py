@@ -154,21 +154,13 @@ def kill_while_it_waits(tmp_path, workers):
     return children
 
 
-def is_alive(process):
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find children")
 def test_workers_end_with_the_process_that_started_them(tmp_path):
     started = kill_while_it_waits(tmp_path, workers=2)
     assert int((tmp_path / "waits").read_text()) in started
     assert len(started) >= 3  # two workers, and the tracker of their semaphores
     deadline = time.monotonic() + 60
-    while any(map(is_alive, started)):
+    while any(Path(f"/proc/{process}").exists() for process in started):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

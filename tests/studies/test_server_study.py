@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from tests.configs import config_of
+from tests.oracle import flat
 from torch import nn
 
 from fedveil import cli
@@ -52,15 +53,14 @@ def federation_of(defence, clients=10, dtype=torch.float64, data=DIGITS, sizes=N
 
 
 def relative(found, wanted):
-    both = [torch.cat([some[name].double().flatten() for name in wanted]) for some in (found, wanted)]
-    return float((both[0] - both[1]).norm() / both[1].norm())
+    own, true = (flat({name: one[name].double() for name in wanted}) for one in (found, wanted))
+    return float((own - true).norm() / true.norm())
 
 
 def digit_gradients(leak, rows, model=None):
     """The mean gradient of some digits, by plain autograd."""
-    return mean_gradients(
-        model or leak.model, leak.loss, DIGITS.train.tensor[rows].double(), DIGITS.train.targets[rows]
-    )
+    inputs, targets = DIGITS.train.tensor[rows].double(), DIGITS.train.targets[rows]
+    return mean_gradients(model or leak.model, leak.loss, inputs, targets)
 
 
 def attack_round(config, options, number=0):

@@ -11,7 +11,7 @@ from fedveil.federation.evaluate import evaluating
 from fedveil.graph.inputs import ModuleCall, record_calls
 from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, one_hot
 
-LAYERS = ("last", "second", "third")  # to last
+LAYERS = ("last", "second", "third")  # counted from the end
 SIDE = 8  # maps are limited to 8 x 8 pixels and sequences to 64 steps; larger ones are averaged down to that
 BATCH = 500
 

@@ -1,6 +1,7 @@
 """Measures of how well scores separate members from others. Scores are larger for members, here and in every attack.
 
-All intervals are two-sided at `level`. They account for the sampling of the scored records, not for that of the model.
+All intervals are two-sided, at 95 % by default. They account for the sampling of the scored records, not for that of
+the model.
 """
 
 import math

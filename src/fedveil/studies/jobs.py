@@ -43,7 +43,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Failure(Result):
-    """Takes the place of a result, and says why a job failed."""
+    """The result of a job that failed, with the reason."""
 
     failed: str
 
@@ -105,7 +105,7 @@ class JobResults:
 
 
 def read_result(job: StudyJob[R], folder: Path, basis: Basis | None = None) -> R | str | None:
-    """Read a job's stored result; return text if it is no longer valid, saying why; None if it is missing or failed."""
+    """Read a job's stored result; return the reason if it is no longer valid, and None if it is missing or failed."""
     path = folder / f"{job.name}.json"
     try:
         found = read_json(path)

@@ -199,7 +199,7 @@ def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]
 
     V-diff is available to every client. V-up is the victim's update, a stress test. For a veil there is also the update
     paired with the true model, which no participant has: the pair behind the paper's figure. Added to these are the
-    leaks that an attacker who knows the defence derives (`Record.leaks`), if they apply.
+    leaks that an attacker who knows the defence derives (`Attackers.leaks`), if they apply.
     """
     true = copy.deepcopy(federation.model)
     rounds = observe_round(federation)

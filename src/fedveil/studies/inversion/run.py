@@ -193,7 +193,7 @@ def first_images(images: Tensor, wanted: Tensor, classes: int) -> list[str]:
 
 
 def held_out(evaluator: Evaluator, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return held-out private images of the wanted classes, at most as many as wanted, and their classes."""
+    """Return held-out private images and their classes, for each class at most the number that is wanted."""
     test, classes = evaluator.data.test, range(len(evaluator.data.classes))
     rows = torch.cat([(test.targets == label).nonzero()[:, 0][: int((wanted == label).sum())] for label in classes])
     return evaluator.data.pixels(test.tensor[rows]).to(evaluator.device), test.targets[rows].to(evaluator.device)

@@ -108,7 +108,7 @@ class TrainShadow:
     """Train a federation like the attacked one on half of the pool, and write its outputs on the whole pool.
 
     The pool is that of `divide_records`, with the same `everyone` as for the attack. If `matched`, the federation
-    trains on as many records as the attacked one, provided that half of the pool has that many.
+    trains on the same number of records as the attacked one, or on half of the pool if that is smaller.
     """
 
     config: Config
