@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 
 import torch
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, JsonValue, TypeAdapter
 from torch import Tensor
 
 from fedveil.attacks.scores import Estimate
@@ -59,7 +59,7 @@ class PageTexts(BaseModel):
     notes: dict[str, str] = {}
 
 
-def read_toml(name: str) -> object:
+def read_toml(name: str) -> dict[str, JsonValue]:
     """Read a TOML file that comes with the studies."""
     return tomllib.loads(files("fedveil.studies").joinpath(name).read_text(encoding="utf-8"))
 
