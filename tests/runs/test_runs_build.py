@@ -11,7 +11,7 @@ from fedveil.runs.folder import train
 SIGMOID = "tests.cli.test_inspection:sigmoid"
 
 
-@pytest.mark.parametrize("model", ["mlp", "cnn", "lenet", "resnet8", "densenet", SIGMOID])
+@pytest.mark.parametrize("model", ["mlp", "cnn", "lenet", "resnet8", SIGMOID])
 def test_models_are_built_for_the_data_and_the_same_seed_gives_the_same_start(model):
     config = config_of(model=model, labels="5-9")
     data = load_data(config)

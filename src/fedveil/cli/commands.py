@@ -11,11 +11,7 @@ if TYPE_CHECKING:
     from fedveil.studies.attack import AttackStudy
 
 COMMANDS = {
-    "inspect": (
-        "inspection:inspect",
-        "show which layers of a model can be perturbed",
-        "my_package:net --input 3,32,32",
-    ),
+    "inspect": ("inspection:inspect", "show which layers of a model can be perturbed", "my_nets:net --input 3,32,32"),
     "train": ("training:TrainCommand", "train a federation, from flags or a TOML file", "--epochs 5 --out runs/a"),
     "compare": ("studies:CompareCommand", "compare defences on one federation", "--defences plain,veil --seeds 3"),
     "attack": ("studies:AttackCommand", "measure what a curious participant learns", "membership --defence plain,veil"),

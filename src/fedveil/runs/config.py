@@ -92,7 +92,7 @@ class DataSettings(NamedSettings):
 class ModelSettings(NamedSettings):
     """The network."""
 
-    model: str = _key("mlp", "mlp, cnn, lenet, resnet8 to resnet56, densenet, or package.module:factory")
+    model: str = _key("mlp", "mlp, cnn, lenet, resnet8 to resnet56, or package.module:factory")
     layers: Positive = _key(3, "number of hidden layers", "mlp")
     hidden: Positive = _key(50, "units per hidden layer", "mlp")
     bias: bool = _key(True, "add a bias to each layer", "mlp")
@@ -223,13 +223,6 @@ HOME = {key: section for section, kind in SECTIONS.items() for key in kind.model
 """The section of each key."""
 CODE = ("data", "model", "defence")
 """Keys that may name code, as package.module:name."""
-ABSENT = {
-    "local_epochs": (
-        "clients send gradients of a perturbed model, which only the server can update, so there are no local epochs; "
-        "whole_shard lets clients use all their records in every round"
-    )
-}
-"""Keys that users may expect but that do not exist, each with the reason."""
 
 
 def format_flags(values: Mapping[str, Value]) -> str:
@@ -246,14 +239,6 @@ def format_flags(values: Mapping[str, Value]) -> str:
     return shlex.join(words)
 
 
-def _suggest(key: str) -> str:
-    """Return a fix for an unknown key."""
-    if key in ABSENT:
-        return ABSENT[key]
-    near = difflib.get_close_matches(key, HOME, 1)
-    return f"did you mean {near[0]!r} in [{HOME[near[0]]}]?" if near else "use one of " + ", ".join(HOME)
-
-
 def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, object]]:
     """Return keys by section; refuse a key that is unknown, in the wrong section or given twice."""
     found: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
@@ -265,7 +250,9 @@ def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, 
         for raw, value in group.items() if isinstance(group, Mapping) else [(section, group)]:
             key = section if inside and raw == "name" else raw.replace("-", "_")
             if key not in HOME:
-                raise BadArgument(where, f"there is no key {raw!r}", _suggest(key))
+                near = difflib.get_close_matches(key, HOME, 1)
+                fix = f"did you mean {near[0]!r} in [{HOME[near[0]]}]?" if near else "use one of " + ", ".join(HOME)
+                raise BadArgument(where, f"there is no key {raw!r}", fix)
             home = HOME[key]
             if inside and section != home:
                 raise BadArgument(where, f"{raw!r} is in section [{section}]", f"move it to [{home}]")
@@ -304,7 +291,7 @@ def _check_together(config: Config, where: str) -> None:
             fix = "add --epsilon 3"
             raise BadArgument(where, f"{changed[0]} without epsilon or noise protects nothing", fix)
     if training.label_smoothing and training.loss not in (None, "cross_entropy"):
-        raise BadArgument(where, f"label_smoothing does not apply to {training.loss}", "use --loss cross_entropy")
+        raise BadArgument(where, f"label_smoothing does not apply to {training.loss}", "leave it out")
 
 
 def refuse_code(values: Mapping[str, object], where: str, named: Collection[str] = ()) -> None:
@@ -332,12 +319,10 @@ def read_file(path: Path) -> dict[str, object]:
     """Return the sections and keys of a TOML file or a run's config.json, not validated; null means not given."""
     if path.suffix != ".json":
         return dict(read_toml(path))
-    found: dict[str, object] = {}
-    for key, value in check_schema(read_json(path), str(path)).items():
+    found = check_schema(read_json(path), str(path))
+    for key, value in found.items():
         if isinstance(value, dict):
             found[key] = {name: own for name, own in value.items() if own is not None}
-        elif value is not None:
-            found[key] = value
     return found
 
 
