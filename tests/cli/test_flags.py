@@ -108,7 +108,6 @@ def test_help_names_every_command_and_attack(capsys):
         (["train", "--batch-size", "0"], ["--batch-size: must be greater than or equal to 1, got 0"]),
         (["train", "--epochs", "x"], ["--epochs", "INT", "'x'"]),
         (["train", "--loss", "foo"], ["--loss", "foo", "cross_entropy"]),
-        (["train", "--local-epochs", "3"], ["no --local-epochs: clients send gradients of a", "--whole-shard"]),
         (["train", "--data", "csv", "--ignore", "a", "--ignore", "b"], ["--ignore is given twice", "FIRST SECOND"]),
         (["train", "--sigma", "1"], ["--sigma does not apply to --defence veil", "it is for ppdl"]),
         (["train", "--data", "digits", "--ignore", "x"], ["--ignore does not apply to --data digits"]),

@@ -98,12 +98,12 @@ def test_a_download_that_breaks_off_or_has_a_wrong_checksum_is_not_kept(server, 
 
 def test_a_failure_says_which_file_to_put_where(server, tmp_path, monkeypatch):
     server.content = None
-    with refused(server.url, "the server answered 404 Not Found", f"put {TAR} into"):
+    with refused(server.url, "HTTP Error 404: Not Found", f"put {TAR} into"):
         get("cifar10", tmp_path)
-    with refused("the download failed", "File name too long", f"put {TAR} into"):
+    with refused("the download failed: ", "File name too long", f"put {TAR} into"):
         get("cifar10", tmp_path / ("x" * 300))
     offer(monkeypatch, f"http://127.0.0.1:9/{TAR}")
-    with refused("http://127.0.0.1:9", "cannot be reached", f"put {TAR} into {tmp_path / 'cifar10'}"):
+    with refused("http://127.0.0.1:9", "Connection refused", f"put {TAR} into {tmp_path / 'cifar10'}"):
         get("cifar10", tmp_path)
 
 
@@ -135,9 +135,9 @@ def test_the_bank_is_taken_out_of_its_zips_and_loads(server, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("served", "text"),
     [
-        (b"no zip", "the download failed (File is not a zip file)"),
+        (b"no zip", "the download failed: File is not a zip file"),
         (nested(BANK + b"?"), "is not the expected file"),
-        (nested(bytes(10**7), zipfile.ZIP_DEFLATED), "the download failed (it is larger than 1000000 bytes)"),
+        (nested(bytes(10**7), zipfile.ZIP_DEFLATED), "the download failed: it is larger than 1000000 bytes"),
     ],
     ids=["no zip", "another file", "a bomb"],
 )

@@ -73,7 +73,7 @@ def test_callbacks_reach_the_board(tmp_path, capsys):
     assert len(found.Scalars("error")) == values[-1].step
 
 
-@pytest.mark.parametrize("page", ["how-to/gpu.md", "losses.md", "hostile.md", "reference/scheme.md"])
+@pytest.mark.parametrize("page", ["how-to/gpu.md", "inputs.md", "losses.md", "hostile.md", "reference/scheme.md"])
 def test_a_page_runs(tmp_path, page):
     names = run_page(DOCS / page, tmp_path, ELSEWHERE)
     assert "recovered" not in names or names["recovered"].error < 1e-5

@@ -18,7 +18,6 @@ from fedveil.scheme import LOSSES
     [
         ({"epoch": 3}, "there is no key 'epoch'.\n  Fix: did you mean 'epochs' in [training]?"),
         ({"qqq": 3}, "use one of data, path"),
-        ({"local_epochs": 3}, "whole_shard lets clients use all their records"),
         ({"epochs": "many"}, "epochs must be a valid integer, got 'many'"),
         ({"epochs": True}, "epochs must be a valid integer, got True"),
         ({"loss": "squared"}, "loss must be 'absolute_error', 'binary_cross_entropy'"),
