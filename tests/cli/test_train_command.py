@@ -40,8 +40,6 @@ def test_data_sets_are_listed_and_downloaded_where_they_can(capsys, monkeypatch,
     assert main(["data", "list"]) == 0
     states = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert {("digits", "embedded"), ("bank", "missing")} <= set(map(tuple, states))
-        " ".join(line.split()[:2]) for line in capsys.readouterr().out.splitlines()
-    }
     assert main(["data", "get", "lesion", "--to", str(tmp_path)]) == 2
     assert "'lesion' cannot be downloaded automatically" in capsys.readouterr().err
 
@@ -103,7 +101,7 @@ def test_flags_toml_and_a_pasted_command_mean_the_same(houses):
     command = format_command(from_flags)
     assert "--ignore id 'size in m2' --categorical zip" in command
     assert parse(*shlex.split(command)) == from_flags
-    assert configure(json.loads(json.dumps(from_flags.to_sections()))) == from_flags
+    assert configure(json.loads(json.dumps(from_flags.model_dump()))) == from_flags
     assert parse("run.toml", "--ignore", "label").data.ignore == ("label",)
     names = ("a b", "it's", "$HOME", 'say "x"', "grün", "*", ";")
     assert shlex.split(format_flags({"ignore": names})) == ["--ignore", *names]

@@ -89,13 +89,12 @@ def test_images_are_decoded_once_and_again_if_they_change(kind, tmp_path, monkey
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b"", lambda b: b[:600] + b"\x7f" * 40 + b[640:]])
-def test_a_damaged_cache_is_built_again(damage, source, cache):
+def test_a_damaged_cache_is_built_again(damage, cache, tmp_path):
+    source = write_folder(tmp_path / "pets", class_folders())
     first = load("images", path=source, size=8)
     (path,) = cache.iterdir()
     path.write_bytes(damage(path.read_bytes()))
     assert torch.equal(first.train.inputs, load("images", path=source, size=8).train.inputs)
-    with np.load(path) as stored:
-        assert stored["images"].shape == (10, 3, 8, 8)
     path.unlink()
     os.mkfifo(path)  # reading it would never end
     assert torch.equal(first.train.inputs, load("images", path=source, size=8).train.inputs)

@@ -54,10 +54,10 @@ def test_the_network_of_dlg_has_its_size_and_sigmoids_take_permutations_only(act
 
 def test_what_cannot_be_built_is_refused():
     calls = {
-        "unknown activation 'tanh'": lambda: lenet(activation="tanh"),
+        "there is no activation 'tanh'": lambda: lenet(activation="tanh"),
         "depth must be one of 8, 20, 32, 44, 56, got 18": lambda: resnet(18),
         'norm must be "batch" or "none"': lambda: resnet(20, norm="layer"),
-        "layers must be at least 1, got 0": lambda: mlp(3, 1, layers=0),
+        "layers must be an integer of at least 1, got 0": lambda: mlp(3, 1, layers=0),
     }
     for text, call in calls.items():
         with pytest.raises(BadArgument, match=text):

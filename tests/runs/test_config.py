@@ -39,7 +39,7 @@ def test_bad_values_are_refused_with_the_nearest_good_one(values, text):
 def test_sections_and_keys_alone_give_the_same_configuration_and_are_read_again():
     nested = configure({"data": {"name": "bank", "clients": 3}, "training": {"lr": 1}})
     assert nested == configure({"data": "bank", "clients": 3, "lr": 1.0})
-    assert configure(nested.to_sections()) == nested
+    assert configure(nested.model_dump()) == nested
     assert nested.changed(lr=2.0).training.lr == 2.0
     assert (nested.data.name, nested.model.name, nested.defence.name) == ("bank", "mlp", "veil")
     assert format_command(nested) == "--data bank --clients 3 --lr 1.0"

@@ -42,10 +42,7 @@ Example: fedveil train --data digits --defence veil --epochs 5
 AUDIT = "fedveil.studies.audit.run:AUDIT"
 GROUP = "fedveil.attacks"
 ATTACKS = {
-    "gradients": (
-        "fedveil.studies.gradients.run:GRADIENTS",
-        "reconstruct images from gradients (DLG, iDLG, Inverting Gradients)",
-    ),
+    "gradients": ("fedveil.studies.gradients.run:GRADIENTS", "reconstruct images from gradients (DLG and others)"),
     "inversion": ("fedveil.studies.inversion.run:INVERSION", "reconstruct what the classes look like (GMI)"),
     "membership": ("fedveil.studies.membership.run:MEMBERSHIP", "infer which records the other clients trained on"),
     "poisoning": ("fedveil.studies.poisoning:POISONING", "measure what hostile clients can do, and how limits help"),

@@ -124,10 +124,6 @@ class FederationCommand:
         """Names of the defences."""
         return (self.config.defence.name,)
 
-    def run(self) -> None:
-        """Run the command."""
-        raise NotImplementedError
-
     def file_values(self) -> dict[str, object]:
         """Return the values in the file; a command on several defences ignores the file's defence."""
         if self.file and self.file.suffix.lower() in TABLES:

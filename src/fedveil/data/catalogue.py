@@ -185,9 +185,7 @@ def _find_files(info: DatasetInfo, path: Path | None) -> Path:
     if info.files:
         folder = path or data_folder() / info.name
         where = folder if path is None or path.is_dir() else folder.parent
-        fix = (
-            f"put {info.wanted} into {where}, or set FEDVEIL_DATA, or pass path=, or run `fedveil data get {info.name}`"
-        )
+        fix = f"put {info.wanted} into {where}, set FEDVEIL_DATA, pass path=, or run `fedveil data get {info.name}`"
         if path is None or path.is_dir():
             found = _find_inside(info, folder)
             if found is None:

@@ -67,7 +67,9 @@ def _load(
     """
     batches = path.is_file() and path.name.endswith((".tar.gz", ".tgz", ".tar"))
     if batches or (path / form.batches[0]).is_file():
-        arrays = use_cache(_cache_key(form, path), lambda: _read_batches(form, path))
+        files = [path] if path.is_file() else [path / name for name in form.batches]
+        key = form.name, str(path.resolve()), *(stamp(file) for file in files if file.exists())
+        arrays = use_cache(key, lambda: _read_batches(form, path))
         images = ImageSet(arrays["pixels"], arrays["targets"], arrays["train"], arrays["test"], form.classes)
     else:
         archive = open_archive(path)
@@ -80,12 +82,6 @@ def _load(
 
 
 cifar10, cifar100 = functools.partial(_load, TEN), functools.partial(_load, HUNDRED)
-
-
-def _cache_key(form: _Variant, source: Path) -> tuple[str, ...]:
-    """Return everything that the content of the batches depends on."""
-    files = [source] if source.is_file() else [source / name for name in form.batches]
-    return form.name, str(source.resolve()), *(stamp(file) for file in files if file.exists())
 
 
 def _read_batches(form: _Variant, source: Path) -> Arrays:

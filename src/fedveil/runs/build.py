@@ -157,13 +157,11 @@ def build_privacy(config: Config, largest: int) -> "Privacy | None":
 
     own, training = config.privacy, config.training
     per_epoch = 1 if training.whole_shard else count_batches(largest, training.batch_size)
-    rate = own.rate
+    values = own.model_dump(exclude={"secure_aggregation"})
     if own.unit == "record":
-        rate = rate or (1.0 if training.whole_shard else min(1.0, training.batch_size / largest))
-        per_epoch = math.ceil(1 / rate)
-    return Privacy(
-        rounds=training.epochs * per_epoch, **own.model_dump(exclude={"secure_aggregation", "rate"}), rate=rate
-    )
+        rate = own.rate or (1.0 if training.whole_shard else min(1.0, training.batch_size / largest))
+        per_epoch, values["rate"] = math.ceil(1 / rate), rate
+    return Privacy(rounds=training.epochs * per_epoch, **values)
 
 
 def build_limits(settings: LimitSettings) -> Limits | None:
@@ -196,9 +194,8 @@ def build_schedule(
         return None
     if settings.schedule == "plateau":
         return ReduceLROnPlateau
-    return partial(
-        CosineAnnealingLR, T_max=settings.epochs * (rounds_per_epoch if settings.schedule_every == "round" else 1)
-    )
+    steps = settings.epochs * (rounds_per_epoch if settings.schedule_every == "round" else 1)
+    return partial(CosineAnnealingLR, T_max=steps)
 
 
 def move_to_device(model: nn.Module, device: str) -> nn.Module:

@@ -195,13 +195,9 @@ class Config(BaseModel):
     privacy: PrivacySettings = PrivacySettings()
     limits: LimitSettings = LimitSettings()
 
-    def to_sections(self) -> dict[str, dict[str, Value]]:
-        """Return the values by section and key, as in a TOML file."""
-        return self.model_dump()
-
     def flat(self) -> dict[str, Value]:
         """Return the values by key."""
-        return {key: value for section in self.to_sections().values() for key, value in section.items()}
+        return {key: value for section in self.model_dump().values() for key, value in section.items()}
 
     def changed(self, **values: Value) -> "Config":
         """Return a validated copy with the given values replaced."""
