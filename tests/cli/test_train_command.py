@@ -6,7 +6,6 @@ import os
 import shlex
 import signal
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -130,24 +129,6 @@ def test_a_mistake_in_the_data_is_reported_with_its_fix_before_a_folder_is_made(
     assert not (houses / "runs").exists()
 
 
-def numbers(records, seed):
-    x = np.random.default_rng(seed).normal(size=(records, 3))
-    return x, (x[:, 0] > 0).astype(np.int64)
-
-
-def arrays():
-    return numbers(60, 0), numbers(40, 1)
-
-
-def apart():
-    (x, y), (u, v) = arrays()
-    return x, u, y, v
-
-
-def floats():
-    return [(torch.from_numpy(x), torch.from_numpy(y).float()) for x, y in arrays()]
-
-
 def masks():
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 1))
 
@@ -161,6 +142,14 @@ def part(records=40, seed=0):
 
 def pairs():
     return part(), part(20, 1)
+
+
+def apart():
+    return *part(), *part(20, 1)
+
+
+def floats():
+    return [(inputs["numbers"], targets.float()) for inputs, targets in pairs()]
 
 
 NAMED = from_records("named", *(((x["ids"], x["numbers"]), y) for x, y in pairs()), classes=["low", "high"])

@@ -51,10 +51,6 @@ def test_the_threat_model_has_the_figures_of_the_audit(row):
     assert [float(number) for number in re.findall(r"\d+(?:\.\d+)?", shown.removeprefix(row))[:3]] == agreement
 
 
-def test_the_readme_fits_on_one_and_a_half_screens():
-    assert len(README.read_text().splitlines()) <= 75
-
-
 def test_the_python_block_trains_on_arrays(tmp_path, capsys):
     ((_, code),) = blocks(README, "python")
     assert len([line for line in code.splitlines() if line]) == 8

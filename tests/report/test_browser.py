@@ -1,4 +1,4 @@
-"""The page in a browser: it fits, complains of nothing, loads nothing, shows values, changes theme, saves figures."""
+"""The page in a browser: it fits, complains of nothing, shows values, changes theme, saves figures."""
 
 import pytest
 from tests.report import demo
@@ -156,15 +156,6 @@ def test_a_figure_is_saved_by_keyboard_and_its_button_has_a_name(tab, page, tmp_
     path = tab.download(lambda: tab.press("Enter"), tmp_path)
     assert path.stat().st_size > 10_000
     assert tab.run("document.activeElement.className") == "png"
-
-
-def test_the_page_asks_for_nothing_but_itself(tab, page, tmp_path):
-    tab.asked.clear()
-    tab.open(page)
-    saved(tab, tmp_path, 0)
-    asked = [address for address in tab.asked if not address.startswith("data:")]
-    assert asked == [page.as_uri()]
-    assert not tab.complaints
 
 
 def test_a_figure_of_any_title_is_saved(tab, tmp_path):
