@@ -184,15 +184,12 @@ def test_data_of_several_tensors_trains_a_model_that_takes_it_and_is_resumed(spe
     assert train(capsys, *words, "--epochs", "9", "--resume")["rounds"] == 9 * 3
 
 
-def test_a_class_at_each_pixel_is_trained_and_counted(tmp_path, capsys):
+def test_a_class_at_each_pixel_is_trained_and_an_attack_takes_one_tensor_only(tmp_path, capsys):
     words = ["--data", f"{HERE}:pictures", "--model", f"{HERE}:masks", *LONGER, "--out", str(tmp_path / "run")]
     assert train(capsys, *words)["accuracy"] > 0.8
     assert "Answers on the test data" in (tmp_path / "run" / "report.html").read_text()
     with pytest.raises(TypeError, match="inside the factory"):  # an error of the user's own code
         main(["train", "--data", f"{HERE}:broken", "--out", str(tmp_path / "run")])
-
-
-def test_an_attack_on_records_of_several_tensors_says_that_it_takes_one(tmp_path, capsys):
     words = ["attack", "membership", "--data", f"{HERE}:pairs", "--model", f"{HERE}:Both", "--clients", "2"]
     assert main([*words, "--defence", "plain", "--epochs", "1", "--out", str(tmp_path / "a")]) == 2
     assert "this takes only records of one tensor" in capsys.readouterr().err

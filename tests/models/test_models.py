@@ -31,13 +31,10 @@ def test_networks_have_the_papers_sizes_and_a_veil_covers_them_whole(kind):
     plan = fedveil.analyse(net, IMAGE)
     assert plan.coverage == 1
     assert not plan.pinned
-
-
-@pytest.mark.parametrize("shortcut", ["A", "B"])
-def test_resnets_without_norm_take_positive_factors_everywhere(shortcut):
-    plan = fedveil.analyse(resnet(20, norm="none", shortcut=shortcut), IMAGE)
-    assert plan.coverage == 1
-    assert {axis.symmetry.words for axis in plan.axes} == {"positive"}
+    for shortcut in ("A", "B") if kind == 20 else ():
+        plan = fedveil.analyse(resnet(20, norm="none", shortcut=shortcut), IMAGE)
+        assert plan.coverage == 1
+        assert {axis.symmetry.words for axis in plan.axes} == {"positive"}
 
 
 @pytest.mark.parametrize(("activation", "symmetry"), [("relu", "positive"), ("sigmoid", "pinned")])

@@ -129,8 +129,8 @@ def _luminance(colour):
 
 
 def _contrast(one, other):
-    high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
+    low, high = sorted(_luminance(colour) + 0.05 for colour in (one, other))
+    return high / low
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
