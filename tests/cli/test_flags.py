@@ -195,16 +195,13 @@ def test_help_fits_on_two_screens_and_shows_what_applies(monkeypatch, capsys):
     assert "ppdl: standard deviation of the noise" in everything
 
 
-def test_names_of_flags_are_unique():
+def test_names_of_flags_are_unique_and_keys_of_data_sets_are_the_options_of_their_loaders():
     assert sum(len(section.model_fields) for section in SECTIONS.values()) == len(HOME)
     attacks, audits = commands.AttackCommand.starts(), commands.AuditCommand.starts()
     for start in (TrainCommand(), commands.CompareCommand(), *attacks.values(), *audits.values()):
         own = [field.name for field in fields(start) if field.name not in ("defence", "config")]
         options = [field.name for field in fields(start.attack)] if hasattr(start, "attack") else []
         assert len({*own, *options, *HOME}) == len(own) + len(options) + len(HOME)
-
-
-def test_keys_of_data_sets_are_the_options_of_their_loaders():
     for name in CATALOGUE:
         options = {*inspect.signature(find_loader(name)).parameters} & HOME.keys() - {"seed"}
         choices = Choices(name, "mlp", ("veil",))

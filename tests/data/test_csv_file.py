@@ -151,7 +151,7 @@ def test_a_word_for_missing_may_be_a_value(tmp_path):
     assert load("csv", path=path, target="region", categorical="region").classes == ("?", "EU", "NA")
 
 
-def test_records_with_missing_cells_are_dropped_on_request(tmp_path):
+def test_records_with_missing_cells_are_dropped_or_imputed_on_request_and_targets_never_filled_in(tmp_path):
     found = load("csv", path=write_rows(tmp_path, *GAPS), target="y", missing="drop")
     assert len(found.train.targets) + len(found.test.targets) == 10
     assert found.notes[1:3] == (
@@ -161,9 +161,6 @@ def test_records_with_missing_cells_are_dropped_on_request(tmp_path):
     targets = torch.cat([found.original_units(part.targets) for part in (found.train, found.test)]).flatten()
     torch.testing.assert_close(targets.sort().values, torch.tensor([0.5, 0.5, 1.5, 2.5, 3.5, 4.5, 4.5, 5.5, 6.5, 7.5]))
     assert set(found.columns["colour"]) <= {"red", "None", "unknown"}  # among words "None" is one
-
-
-def test_missing_cells_are_imputed_on_request_from_the_training_part_and_targets_never(tmp_path):
     for seed in range(5):
         found = load("csv", path=write_rows(tmp_path, *GAPS), target="y", missing="impute", seed=seed)
         assert len(found.train.targets) + len(found.test.targets) == 14

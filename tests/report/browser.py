@@ -74,8 +74,7 @@ class Tab:
 
     def press(self, key):
         """Press a key, as a keyboard does."""
-        text = {"Enter": "\r", " ": " "}.get(key, "")
-        code = {"Enter": 13, "Tab": 9, " ": 32}[key]
+        text, code = {"Enter": ("\r", 13), "Tab": ("", 9)}[key]
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, text=text, windowsVirtualKeyCode=code)
 
