@@ -190,7 +190,7 @@ ANY_FORM = "use <class>/<image> with at least two classes, or train/<class>/<ima
         ({"README.md": b"", "cat/a.txt": b""}, {}, ["there are no images in it (.jpg, .jpeg, .png", ANY_FORM]),
         ({"a.png": picture((1, 1, 1))}, {}, ["member a.png: an image must be in the folder of its class", ANY_FORM]),
         (pets(dogs=0), {}, ["all images are in one folder, cat, and so belong to one class", ANY_FORM]),
-        (pets() | pets(top="more/"), {}, ["member more/cat/0.png", "side by side, as for cat"]),
+        (pets() | pets(top="more/"), {}, ["member more/cat/0.png", "all class folders must have the same parent"]),
         (pets() | {"train/0.png": picture((1, 1, 1))}, {}, ["member train/0.png", "if train or test is a class here"]),
         (pets(1, 1), {}, ["2 classes with one image each leave none to test on"]),
         (class_folders(), {"test_share": 0.2}, ["it is already divided into train/ and test/"]),

@@ -93,8 +93,10 @@ def read_resource(file: str, kind: type[T]) -> T:
 
 
 CATALOGUE = read_resource("catalogue.toml", dict[str, DatasetInfo])
+"""The data sets by name."""
 Words = Annotated[tuple[str, ...], BeforeValidator(str.split)]
 NAMES = read_resource("names.toml", dict[str, dict[str, Words]])
+"""Names of classes, columns and categories in published data sets."""
 
 
 def load(name: str, *, path: str | Path | None = None, **options: object) -> "Data":

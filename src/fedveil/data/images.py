@@ -146,7 +146,7 @@ def _find_class_folders(archive: Archive) -> list[ImageFile]:
     first = next(iter(images.values()))
     for name, image in images.items():
         if len(image.parts) < 2 or image.parent.parent != first.parent.parent:
-            what = f"an image must be in the folder of its class, and these folders side by side, as for {first}"
+            what = "an image must be in the folder of its class, and all class folders must have the same parent"
             raise BadArgument(archive.where(name), what, ANY_FORM)
     if len({image.parent for image in images.values()}) < 2:
         what = f"all images are in one folder, {first.parent}, and so belong to one class"

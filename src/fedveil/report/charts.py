@@ -66,7 +66,7 @@ def thin(points: Sequence[Point], limit: int) -> tuple[Point, ...]:
         heights = {index: y for index, (_, y) in enumerate(points[start : start + size], start)}
         drawn = [index for index, y in heights.items() if not math.isnan(y)]
         kept |= {choose(drawn, key=heights.__getitem__) for choose in (min, max) if drawn}
-        kept |= set([index for index in heights if index not in drawn][:1])
+        kept |= set([index for index, y in heights.items() if math.isnan(y)][:1])  # the first gap
     return tuple(points[index] for index in sorted(kept))
 
 
