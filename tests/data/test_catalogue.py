@@ -31,7 +31,6 @@ def test_every_data_set_has_a_source_a_licence_and_a_loader_with_typed_options()
         ("digits", {"flat": "yes"}, ["flat must be a valid boolean, got 'yes'"]),
         ("cifar10", {"size": 20}, ["size must be 32, 16 or 8, got 20"]),
         ("lesion", {"size": 65}, ["size must be less than or equal to 64, got 65"]),
-        ("bank", {"task": "classify"}, ["task must be 'classification' or 'regression', got 'classify'"]),
         ("csv", {"ignore": [3]}, ["ignore must be a valid string, got [3]"]),
         ("digits", {"path": "x"}, ["it comes with the library and takes no path"]),
         ("images", {}, ["load('images'): it needs a path", "load('images', path="]),
