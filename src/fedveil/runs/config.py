@@ -129,7 +129,7 @@ class DefenceSettings(NamedSettings):
 class TrainingSettings(Settings):
     """The training loop."""
 
-    loss: LossName | None = _key(None, "training loss; by default cross_entropy for classes, otherwise squared_error")
+    loss: LossName | None = _key(None, "loss; by default cross_entropy for classes, otherwise squared_error")
     label_smoothing: BelowOne = _key(0.0, "for cross_entropy: fraction of each target spread over classes", rare=True)
     optimizer: Literal["adam", "adamw", "sgd"] = _key("adam", "the server's optimizer")
     lr: AboveZero = _key(1e-3, "learning rate")
