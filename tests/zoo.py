@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import torch
+from benchmarks.networks.mobile import densenet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedveil.models import cnn, densenet, mlp, resnet
+from fedveil.models import cnn, mlp, resnet
 
 
 class Bottleneck(nn.Module):
@@ -118,7 +119,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "ResNet20, BatchNorm": (lambda: resnet(20, width=8), IMAGE),
     "ResNet20, BatchNorm, B": (lambda: resnet(20, width=8, shortcut="B"), IMAGE),
     "ResNet20, no norm": (lambda: resnet(20, width=8, norm="none"), IMAGE),
-    "DenseNet": (lambda: densenet(growth=4, layers=3), IMAGE),
+    "DenseNet": (densenet, IMAGE),
     "Bottleneck ResNet": (bottleneck, IMAGE),
     "Depthwise": (depthwise, IMAGE),
     "Fire modules": (fire, IMAGE),

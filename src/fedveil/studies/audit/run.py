@@ -94,9 +94,9 @@ class AuditOptions:
     trials: int = option(20, "number of records for the attacker to rebuild, each in a new federation")
     broadcasts: int = option(10, "number of broadcasts to sample under a veil, each with new noise")
     network: bool = option(True, "also infer membership with white-box networks")
-    shadows: int = option(2, "number of shadow federations for RMIA, an even number; 0 for none")
+    shadows: int = option(2, "number of shadow federations for RMIA, which must be even; 0 for none")
     lira: bool = option(False, "also run LiRA, which needs at least 16 shadows")
-    server: bool = option(True, "also attack as a curious server, if records are images")
+    server: bool = option(True, "also attack as a curious server if the records are images")
 
 
 EPOCHS = 30  # training epochs of the attack network

@@ -54,10 +54,10 @@ SEARCHES = {"cosine": (800, 2), "idlg": (150, 4)}  # steps and restarts; dlg has
 class SearchOptions:
     """Flags for a search by gradients."""
 
-    method: str | None = option(None, "dlg, idlg or cosine; by default cosine if the network has a ReLU, else idlg")
+    method: str | None = option(None, "dlg, idlg or cosine; by default cosine if the network has ReLU, otherwise idlg")
     steps: int | None = option(None, "number of steps of a search; by default 800 for cosine, 150 for the others")
     restarts: int | None = option(None, "number of restarts of a search; by default 2 for cosine, 4 for the others")
-    smooth: float = option(1e-2, "weight of the total variation (cosine)")
+    smooth: float = option(1e-2, "for cosine: weight of the total variation")
 
     def search(self, model: nn.Module) -> Search:
         """Return the settings of a search: from the flags, with defaults that suit the network."""
@@ -71,8 +71,8 @@ class SearchOptions:
 class GradientOptions(SearchOptions):
     """Flags of the attack."""
 
-    images: int = option(8, "number of the victim's images; each batch size uses as many as fill whole batches")
-    victim_batch: str = option("1,4,8", "number of records in the victim's batch, as a comma-separated list of sizes")
+    images: int = option(8, "number of the victim's images; an incomplete batch is left out")
+    victim_batch: str = option("1,4,8", "comma-separated list of batch sizes of the victim")
 
     def batches(self) -> list[int]:
         """Return the victim's batch sizes."""

@@ -190,9 +190,9 @@ DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
 class ServerOptions(reconstruction.SearchOptions):
     """Flags of the attack."""
 
-    rounds: int = option(8, "number of rounds, each in a new federation with other records")
-    sums: str = option("2,4,10,100", "number of clients in a sum, as a comma-separated list")
-    difference: int = option(10, "number of clients in a sum from which the sum over all but one of them is subtracted")
+    rounds: int = option(8, "number of rounds, each in a new federation with different records")
+    sums: str = option("2,4,10,100", "comma-separated list of numbers of clients in a sum")
+    difference: int = option(10, "number of clients in the larger of two sums that differ by one client")
     records: int = option(1, "number of records in a client's batch")
 
     def counts(self) -> list[int]:

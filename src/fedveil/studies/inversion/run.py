@@ -38,14 +38,14 @@ class InversionOptions:
 
     codes: int = option(20, "number of reconstructions of each private class, divided among the broadcasts")
     broadcasts: int = option(4, "number of broadcasts of the last model, each with new noise or a new sketch")
-    steps: int = option(300, "number of steps of the search for a code; the original has 1500")
-    restarts: int = option(2, "number of restarts of that search; the original has 5")
+    steps: int = option(300, "number of steps of the search for a code; 1500 in the original")
+    restarts: int = option(2, "number of restarts of that search; 5 in the original")
     pixel_steps: int = option(200, "number of steps of the search without a generator; 0 to skip it")
     public_size: int = option(8000, "maximum number of public images")
-    gan_epochs: int = option(30, "training epochs of the generator; the original has 100")
-    gan_width: int = option(16, "width of the generator; the original has 64 for 32 x 32 images")
-    gan_lr: float = option(1e-3, "learning rate of the generator; the original has 2e-4")
-    judge_epochs: int = option(12, "training epochs of the independent evaluator")
+    gan_epochs: int = option(30, "number of training epochs of the generator; 100 in the original")
+    gan_width: int = option(16, "width of the generator; 64 in the original, for 32 x 32 images")
+    gan_lr: float = option(1e-3, "learning rate of the generator; 2e-4 in the original")
+    judge_epochs: int = option(12, "number of training epochs of the independent evaluator")
     judge_width: int = option(32, "width of the independent evaluator")
 
     def __post_init__(self) -> None:
