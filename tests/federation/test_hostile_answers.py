@@ -65,17 +65,17 @@ class Round:
                 replies.append(decode_answer(data, self.ask, self.codec, self.round, self.model, client, client)[0])
             except FedveilError:
                 refused.add(client)
-        outcome = aggregate(self.round, replies, self.model, self.limits)
-        assert outcome.result is not None
+        result, judged = aggregate(self.round, replies, self.model, self.limits)
+        assert result is not None
         before = dict(self.model.named_buffers())
-        changes = {"parameters": list(outcome.result.gradients.values()), "buffers": [], "counters": []}
-        for name, value in outcome.result.buffers.items():
+        changes = {"parameters": list(result.gradients.values()), "buffers": [], "counters": []}
+        for name, value in result.buffers.items():
             kind = "buffers" if value.is_floating_point() else "counters"
             changes[kind].append(value.double() - before[name].double())
         moved = {
             kind: math.sqrt(sum(float(t.double().square().sum()) for t in found)) for kind, found in changes.items()
         }
-        return moved, refused | set(outcome.refused)
+        return moved, refused | set(judged)
 
     def check(self, mutations):
         """The first clients' answers mutated: only they are refused, and what counts is within the bounds."""

@@ -30,7 +30,7 @@ from fedveil import Entropy, Federation, Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
 from fedveil.errors import BadArgument, ModelMismatch, TooFewAnswers
 from fedveil.federation.protocol import MaskedAnswer, Step, read
-from fedveil.federation.sums import Packing, RowFormat, Sums, check_combination, encode_words
+from fedveil.federation.sums import Packing, Sums, check_combination, encode_words
 from fedveil.models import mlp, resnet
 from fedveil.secagg import Identity, Opening, Party, Roster
 from fedveil.wire import read_kind
@@ -381,8 +381,8 @@ def test_words_and_back():
         "buffer/count": [7.0],
     }
     hello = parties()["site-0"].hello("a run")
-    layout, counts = RowFormat(packing.choose_exponents(sizes, 100, 0), packing.rows, True), (3, 11, 50, 36)
-    opening = Opening("a run", 0, 0, (hello,) * 4, *layout)
+    exponents, counts = packing.choose_exponents(sizes, 100, 0), (3, 11, 50, 36)
+    opening = Opening("a run", 0, 0, (hello,) * 4, exponents, packing.rows, True)
     with np.errstate(over="ignore"):
         total = sum((packing.pack(update, n, opening) for n in counts), np.zeros(opening.size, np.uint64))
     records, mean = packing.unpack(total, opening)

@@ -2,13 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from fedveil.errors import BadArgument
 from fedveil.scheme.result import Note
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 NO_EVALUATION = "no evaluation: pass test= to fit"
 Value = int | float | Note
@@ -61,7 +56,7 @@ class RoundRecord(Mapping[str, Value]):
 
 @dataclass(repr=False)
 class History:
-    """One record per round."""
+    """One record per round; `pandas.DataFrame(history.records)` makes a table of them."""
 
     records: list[RoundRecord] = field(default_factory=list)
 
@@ -96,11 +91,3 @@ class History:
     def metrics(self) -> Mapping[str, float]:
         """The latest metrics; empty without an evaluation."""
         return self.last.metrics if self.records else {}
-
-    def to_frame(self) -> "DataFrame":
-        """Return a pandas DataFrame with one row per round."""
-        try:
-            from pandas import DataFrame
-        except ImportError as error:
-            raise BadArgument("to_frame", "pandas is not installed", "run pip install pandas") from error
-        return DataFrame([record.to_dict() for record in self.records])

@@ -225,7 +225,7 @@ class Federation(Server):
         sources = check_sources([as_source(f"client {number}", client) for number, client in enumerate(clients)])
         inputs, _ = sources[0].take(range(min(2, len(sources[0]))))
         output = one_output(model, inputs)  # refuses records that the model does not accept
-        loss = usual_loss(model, sources) if loss is None else loss
+        loss = usual_loss(output, sources) if loss is None else loss
         policy = RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0)
         size = choose_batch_size(clients, batch_size, BATCH_SIZE)
         if privacy is not None:

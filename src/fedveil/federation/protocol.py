@@ -266,7 +266,7 @@ class Traffic:
     exchanges: int = 0
     down: int = 0
     up: int = 0
-    seconds_work: float = field(default=0.0)  # computing time of the slowest client, as it reports it
+    seconds_work: float = 0.0  # computing time of the slowest client, as it reports it
 
     def count_down(self, sizes: Sequence[int]) -> None:
         """Count one exchange, from the sizes of its messages to clients."""

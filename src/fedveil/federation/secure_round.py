@@ -14,18 +14,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedveil import secagg
 from fedveil.defences.interface import AnyRound
 from fedveil.errors import BadArgument, UpdateRefused
-from fedveil.federation.protocol import (
-    CHALLENGE,
-    SERVER,
-    Engine,
-    Fault,
-    FaultKind,
-    FaultLog,
-    Member,
-    SecureTerms,
-    Step,
-    describe_refusal,
-)
+from fedveil.federation import protocol
+from fedveil.federation.protocol import SERVER, Engine, Fault, FaultKind, FaultLog, Member, SecureTerms, Step
 from fedveil.federation.rounds import Observer
 from fedveil.federation.sums import Sums, Words
 from fedveil.scheme.result import Aggregate, Note
@@ -148,22 +138,18 @@ class SecureRound:
             faults.add(Fault(SERVER, FaultKind.TOO_FEW, text))
             return None
         self._attempt += 1
-        opening = self._make_opening(number, sorted(names), names, own_round)
+        for member in present:
+            known = self._greetings[member]
+            self._greetings[member] = replace(known, uses=known.uses + 1)
+        hellos = tuple(self._greetings[names[name]].hello for name in sorted(names))
+        layout = self.sums.layout(own_round, len(hellos))
+        opening = Opening(self._session, number, self._attempt, hellos, *layout)
         terms = SecureTerms(opening, self.sums.clip)
         digest, uploads = self.engine.ask_masked(number, own_round, present, terms, self._channels(present))
         attempt = _Attempt(names, opening, Tally(opening, digest, self._roster, self.conduct))
         for member, upload in self._receive(uploads, faults):
             self._take(member, partial(attempt.tally.take_upload, self._name(member), upload), faults)
         return attempt
-
-    def _make_opening(
-        self, number: int, order: Sequence[str], names: Mapping[str, Member], own_round: AnyRound
-    ) -> Opening:
-        for name in order:
-            known = self._greetings[names[name]]
-            self._greetings[names[name]] = replace(known, uses=known.uses + 1)
-        hellos = tuple(self._greetings[names[name]].hello for name in order)
-        return Opening(self._session, number, self._attempt, hellos, *self.sums.layout(own_round, len(order)))
 
     def _open(self, attempt: _Attempt, faults: FaultLog) -> Words:
         """Settle until all remaining clients agree, then reveal; return the sum."""
@@ -205,7 +191,7 @@ class SecureRound:
         stale = {member for member, greeting in self._greetings.items() if greeting.uses >= RENEWAL}
         new = [member for member in members if member not in self._greetings or member in self._doubtful | stale]
         if new:
-            challenge = secrets.token_bytes(CHALLENGE)
+            challenge = secrets.token_bytes(protocol.CHALLENGE)
             step = Step.make(self._session, "hello", challenge + self._key.public_key().public_bytes_raw())
             for member, body in self._receive(self.engine.take_step(step, dict.fromkeys(new, b""), None), faults):
                 hello = self._take(member, partial(self._check_hello, member, body, challenge), faults)
@@ -269,5 +255,5 @@ class SecureRound:
         try:
             return take()
         except Exception as error:  # nothing that a client sends may end the run
-            faults.add(replace(describe_refusal(member, error), kind=FaultKind.MALFORMED))
+            faults.add(replace(protocol.describe_refusal(member, error), kind=FaultKind.MALFORMED))
             return None

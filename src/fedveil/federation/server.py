@@ -20,7 +20,7 @@ from fedveil.defences.interface import AnyClient, AnyDefence, AnyServer, Defence
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, TooFewAnswers
 from fedveil.federation.evaluate import better, deciding_metric, metrics, predict_source
-from fedveil.federation.fitting import Callback, FitPlan, check_monitor, list_callbacks
+from fedveil.federation.fitting import Callback, FitPlan, list_callbacks
 from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, make_optimizer, make_schedule, plateau_value
@@ -28,6 +28,7 @@ from fedveil.federation.prepare import read_held_out
 from fedveil.federation.protocol import Engine, FaultKind, FaultLog, Member
 from fedveil.federation.rounds import Observer, RoundKind, RoundPolicy
 from fedveil.federation.state import LOG, LOWER, SPENT, Folder, Snapshot, StoredServer, find_non_finite_state
+from fedveil.federation.stopping import check_monitor, has_stalled
 from fedveil.federation.targets import attribute_targets
 from fedveil.graph.analyse import refuse_wrapped
 from fedveil.graph.inputs import Inputs
@@ -336,7 +337,7 @@ class Server(StoredServer):
         started = time.perf_counter() - (records[-1].seconds if records else 0.0)  # of a resumed run
         if plan.test is not None and records and records[-1].evaluated is False:
             self._complete(plan, started)
-        while self.round < plan.last and not self.has_stalled(plan.patience) and self._has_budget():
+        while self.round < plan.last and not has_stalled(self.history, plan.patience) and self._has_budget():
             rate = float(self.optimizer.param_groups[0]["lr"])
             result = self._exchange()
             if self._undoable:
@@ -354,7 +355,7 @@ class Server(StoredServer):
         if plan.test is not None and records[-1].evaluated is False:
             records[-1] = self._evaluate(plan.test, records[-1], started)
         self._before = None
-        if plan.folder is not None and (plan.saves(self.round) or self.has_stalled(plan.patience)):
+        if plan.folder is not None and (plan.saves(self.round) or has_stalled(self.history, plan.patience)):
             self.save(plan.folder)  # before anyone learns of the round: it counts, whatever follows
             plan.saved = time.monotonic()
         for call in plan.callbacks:
@@ -370,17 +371,6 @@ class Server(StoredServer):
             unit, more = ("epochs", self.round // self.rounds_per_epoch) if in_epochs else ("rounds", self.round)
             what = f"{unit} count from the start, and round {self.round} is done already"
             LOG.warning("fedveil: fit trains nothing: %s; fit(%s=%d) trains more", what, unit, more + 1)
-
-    def has_stalled(self, patience: int | None) -> bool:
-        """Return whether the last `patience` evaluations brought no improvement."""
-        records = self.history.records
-        if patience is None or not records or not records[-1].evaluated:
-            return False
-        name = deciding_metric(records[-1].metrics)
-        values, best = [value for _, value in self.history.curve(name)], 0
-        for index, value in enumerate(values):
-            best = index if better(name, value, values[best]) else best
-        return len(values) - 1 - best >= patience
 
     def _evaluate(self, test: Source, record: RoundRecord, started: float) -> RoundRecord:
         """Return the record with the metrics on the test data; update the best model and a plateau schedule."""

@@ -173,9 +173,7 @@ class StoredServer(ABC):
 
     def _check_state(self) -> None:
         """Refuse to save a model or an optimizer that is not finite."""
-        name = find_non_finite(select_floats(self.model.state_dict()))
-        name = name or find_non_finite_state(self.optimizer.state_dict())
-        if name is not None:
+        if name := _find_divergence(self.model.state_dict(), self.optimizer.state_dict()):
             raise self._divergence(f"{name} holds NaN or infinity, and such a model is not saved", LOWER)
 
     def _save(self, folder: Path) -> set[int]:
@@ -198,7 +196,9 @@ class StoredServer(ABC):
             try:
                 tag, content = checkpoint.read(path, self.device)
                 state = cast(CheckpointState, content)
-                _check_finite(path, state)
+                if name := _find_divergence(state["model"], state["optimizer"]):
+                    what = f"the checkpoint is from a run that diverged: {name} holds NaN or infinity"
+                    raise checkpoint.Damaged(str(path), what, "start the run again with a lower learning rate")
                 private = self._private_states(folder, tag, state)
             except checkpoint.Damaged as error:
                 damaged.append(error)
@@ -330,9 +330,6 @@ class StoredServer(ABC):
         return Diverged(f"round {self.round}", f"training diverged: {what}", fix)
 
 
-def _check_finite(path: Path, state: CheckpointState) -> None:
-    """Refuse the state of a model that has diverged."""
-    name = find_non_finite(select_floats(state["model"])) or find_non_finite_state(state["optimizer"])
-    if name is not None:
-        what = f"the checkpoint is from a run that diverged: {name} holds NaN or infinity"
-        raise checkpoint.Damaged(str(path), what, "start the run again with a lower learning rate")
+def _find_divergence(model: Mapping[str, Tensor], optimizer: StateDict) -> str | None:
+    """Return the first tensor of a model or its optimizer that holds NaN or infinity; None if all are finite."""
+    return find_non_finite(select_floats(model)) or find_non_finite_state(optimizer)
