@@ -37,7 +37,7 @@ REFUSED = {
     "quantities, hinge": (NUMBERS, 1, "hinge", "hinge compares classes", "loss='squared_error'"),
     "quantities for classes": (NUMBERS, 3, "cross_entropy", "expects class indices", "loss='squared_error'"),
     "floating classes": (CLASSES.double(), 3, "cross_entropy", "torch.float64", r"use targets.long\(\)"),
-    "floating column of classes": (CLASSES[:, None].float(), 3, "hinge", "expects class", r"targets\[:, 0\].long\(\)"),
+    "floating column of classes": (CLASSES[:, None].float(), 3, "hinge", "expects class", r"use targets.long\(\)"),
     "no distribution": (ROWS, 3, "cross_entropy", "expects probabilities", "rows that sum to 1"),
     "negative rows": (torch.randn(SIZE, 3, generator=DRAW), 3, "cross_entropy", "negative", "loss='squared_error'"),
     "several of many": (

@@ -27,10 +27,6 @@ class FitPlan:
     durable: bool  # every round must be saved to disk
     saved: float = field(default_factory=time.monotonic)  # time of the last checkpoint
 
-    def evaluates(self, number: int) -> bool:
-        """Return whether the model is evaluated after a round."""
-        return self.test is not None and self.ends_interval(number)
-
     def ends_interval(self, number: int) -> bool:
         """Return whether a round ends an interval, or the run."""
         return number % self.every == 0 or number >= self.last

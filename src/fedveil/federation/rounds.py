@@ -46,10 +46,9 @@ class RoundPolicy:
     def check(self, where: str) -> None:
         """Refuse values that are out of range."""
         check_fraction(where, "participation", self.participation)
-        for name in ("min_answers", "attempts"):
-            check_count(where, name, getattr(self, name))
-        if self.wait_for is not None:
-            check_count(where, "wait_for", self.wait_for)
+        for name in ("min_answers", "attempts", "wait_for"):
+            if (value := getattr(self, name)) is not None:
+                check_count(where, name, value)
         for name in ("timeout", "patience"):
             check_positive(where, name, getattr(self, name), f"set {name}=600, in seconds")
 

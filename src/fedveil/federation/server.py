@@ -344,7 +344,7 @@ class Server(StoredServer):
                 self._before = Snapshot(self)
             self._advance(result)
             epoch, seconds = self.round / self.rounds_per_epoch, time.perf_counter() - started
-            evaluated = False if plan.evaluates(self.round) else None  # not yet
+            evaluated = False if plan.test is not None and plan.ends_interval(self.round) else None  # not yet
             record = RoundRecord(self.round, epoch, result.error, rate, seconds, evaluated)
             records.append(dataclasses.replace(record, figures=result.figures, notes=result.notes))
             self._complete(plan, started)

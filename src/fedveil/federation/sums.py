@@ -85,10 +85,8 @@ class Packing:
         values = torch.cat(flat).numpy() if flat else np.zeros(0)
         if not np.abs(values).max(initial=0.0) < LARGEST:  # NaN too
             return no_words(opening)
-        clients = len(opening.roster)
-        found = encode_rows(
-            values * records if weigh else values, opening.rows, row_bits(opening), clients, opening.checks
-        )
+        weighted = values * records if weigh else values
+        found = encode_rows(weighted, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
         return np.concatenate([np.array([1, records], np.uint64), found])
 
     def unpack(self, total: Words, opening: Opening, *, weigh: bool = True) -> tuple[int, Tensors]:

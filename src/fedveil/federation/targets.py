@@ -157,17 +157,14 @@ def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | Non
     floats, place = targets.is_floating_point(), class_axis(outputs, targets, axis)
     if outputs.dim() < 2 or outputs.shape[place] < 2:
         what = f"{loss.name} compares classes, but the model has one output: nothing can be learned"
-        fix = f"use {QUANTITIES}" if floats else f"use {PER_CLASS}, or {QUANTITIES} with targets.float()"
-        raise BadArgument("targets", what, f"use {YES_NO}, {QUANTITIES}, or {PER_CLASS}" if is_binary(targets) else fix)
+        raise BadArgument("targets", what, f"use {YES_NO}, {QUANTITIES} (targets.float()), or {PER_CLASS}")
     if not floats:
         return
     if targets.shape != outputs.shape and not _has_positions(targets, outputs):
         wanted = f"class indices, or probabilities of shape {tuple(outputs.shape)}"
         what = f"they are {targets.dtype} of shape {tuple(targets.shape)}, but {loss.name} expects {wanted}"
-        column = "[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else ""
-        integers = bool((targets == targets.round()).all())
-        quantities = f"use {QUANTITIES}, and a model with one output per quantity"
-        raise BadArgument("targets", what, f"use targets{column}.long() for classes" if integers else quantities)
+        fix = f"use targets.long() of shape {tuple(without(outputs.shape, place))} for classes, or {QUANTITIES}"
+        raise BadArgument("targets", what, f"{fix} with one output per quantity")
     if isinstance(loss, losses.Hinge) and not is_binary(targets):
         what = "hinge expects one-hot rows, but some values are not 0 or 1"
         raise BadArgument("targets", what, "use loss='cross_entropy'")
