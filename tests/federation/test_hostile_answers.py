@@ -21,8 +21,6 @@ from fedveil.scheme.losses import find_loss
 
 CLIENTS, WRONG = 7, 3  # in each round, that many send what was mutated
 SIZES = (12, 8, 10, 9, 11, 10, 8)
-
-
 DEFENCES = {
     "plain": (Plain, normed, "squared_error"),
     "veil": (Veil, normed, "squared_error"),

@@ -167,11 +167,7 @@ def second(item):
 
 
 TABLE = pandas.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"]})
-
-
 SPARSE = torch.eye(6).to_sparse()
-
-
 LISTED = Records(*pairs()[0])
 
 
@@ -238,8 +234,6 @@ def with_value(place, value):
 
 
 TENSOR = pairs(sizes=(4,))[0]
-
-
 TUPLE = (TENSOR[0][:, :2], TENSOR[0][:, 2:]), TENSOR[1]
 
 
