@@ -241,45 +241,12 @@ def of_tensors(message, chance):
     return packed(values, tensors, read_kind(message))
 
 
-def of_head(message, chance):
-    """The public part of a veiled head: sizes that fit one another, groups, names, dims."""
-    values, tensors = unpacked(message)
-    head = values["values"].get("head")
-    if not isinstance(head, dict):
-        return of_values(message, chance)
-    parameters = [name.removeprefix("parameter/") for name in tensors if name.startswith("parameter/")]
-    how = chance.choice(["candidates", "groups", "outputs", "partition", "names", "dims", "tail", "none"])
-    outputs = chance.choice([0, 1, 3, 4, 5, 10])
-    if how == "candidates":
-        rows = chance.choice([0, 1, 2, 65, 66, 1000])
-        tensors["head/candidates"] = torch.zeros(rows, len(tensors["head/offset"])).double()
-    elif how == "groups":
-        groups = chance.choice([0, 1, 2, 3, 4, 5, 64, 65, 1000])
-        tensors["head/candidates"] = torch.zeros(chance.choice([0, len(tensors["head/candidates"])]), groups).double()
-        tensors["head/offset"] = torch.zeros(groups).double()
-    elif how == "partition":
-        tensors["head/partition"] = of_numbers(tensors["head/partition"], chance)
-    elif how == "names":
-        head["weight"], head["bias"] = chance.choice(parameters), chance.choice([*parameters, None, ""])
-        outputs = len(tensors["parameter/" + head["weight"]])
-    elif how == "dims":
-        head["dim"], head["axis"] = chance.randint(-2, 3), chance.randint(-3, 9)
-    elif how == "tail":
-        head["tail"] = chance.choice(["alike", "reshaped", "stacked", "repeated"])
-        head["noisy_bias"] = chance.random() < 0.5
-    else:
-        values["values"]["head"] = None
-    if how in ("outputs", "names"):
-        tensors["head/direction"], tensors["head/partition"] = torch.ones(outputs), torch.zeros(outputs).long()
-    return packed(values, tensors)
-
-
 def mutated(message, chance):
     """A message after one or two mutations; never the message itself."""
     found, count = message, chance.choice([1, 1, 1, 2])
     while found == message or count > 0:
         count -= 1
-        how = chance.choice([of_bytes, of_values, of_values, of_values, of_tensors, of_tensors, of_tensors, of_head])
+        how = chance.choice([of_bytes, *[of_values] * 3, *[of_tensors] * 4])
         try:
             found = how(found, chance)
         except Exception:  # an earlier mutation left nothing that can be read

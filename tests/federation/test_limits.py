@@ -8,6 +8,7 @@ import torch
 from tests import asks
 from tests.forms import records
 from tests.oracle import built, worst
+from tests.sessions import watch
 
 from fedveil import Entropy, Federation, Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
@@ -273,9 +274,7 @@ def test_what_cannot_be_combined_is_refused():
 def test_an_update_of_the_veil_keeps_its_secret_whatever_is_refused():
     seen, rounds = [], []
     run = hostile(times(1e30), defence="veil", limits=Limits())
-    start = run.defence_server.start_round
-    run.defence_server.start_round = lambda *given: rounds.append(start(*given)) or rounds[-1]
-    run.step(lambda broadcast, updates: seen.extend(updates))
+    watch(run, rounds.append).step(lambda broadcast, updates: seen.extend(updates))
     assert isinstance(seen[0], Update)
     with pytest.raises(BadArgument, match="was released"):
         rounds[0].recover(seen, [1.0] * len(seen))

@@ -289,17 +289,6 @@ def test_a_hello_that_is_copied_from_another_member_is_refused():
     assert record["answers"] == 4
 
 
-def test_policies_bound_the_sums_of_a_run_and_of_a_day():
-    for span, count in (("run", 2), ("day", 3)):
-        known = parties(policy=replace(POLICY, **{f"max_sums_per_{span}": count}))
-        server = server_of("veil", known=known, attempts=1)
-        with pytest.raises(FedveilError, match=f"at most {count} sums per {span}"):
-            server.fit(rounds=5)
-        assert len(server.history.records) == count
-    with pytest.raises(FedveilError, match="at most 3 sums per day"):  # of all runs together
-        server_of("veil", known=known, attempts=1).fit(rounds=1)
-
-
 def test_the_clients_policy_decides_how_many_colluders_a_roster_withstands():
     """Five members withstand two colluders, whatever the server says."""
     for colluders, expected in ((2, contextlib.nullcontext()), (3, pytest.raises(FedveilError))):

@@ -66,7 +66,7 @@ def interrupt_exchange(number):
         if next(rounds) == number:
             raise KeyboardInterrupt
 
-    return make(defence=watch(Plain(), on_recover=stop))
+    return watch(make(), stop)
 
 
 INTERRUPTED = {  # how the run is made, options of fit, its last complete round, how the resumed run is made
@@ -328,16 +328,14 @@ def test_a_round_whose_noise_was_drawn_counts_although_it_is_undone(tmp_path):
 def test_a_resumed_veil_draws_new_secrets_and_ends_as_plain_training(tmp_path):
     seen, data = [], [(inputs.double(), targets.double()) for inputs, targets in pairs(12, 8)]
 
-    def trained(defence, rounds, **how):
-        run = Federation(net().double(), data, defence, adam, batch_size=4)
-        run.fit(rounds=rounds, **how)
-        return run.model.state_dict()
-
-    for rounds in (4, 8):
-        veil = watch(Veil(groups=2), on_broadcast=lambda own: seen.append(own.broadcast.round))
-        found = trained(veil, rounds, folder=tmp_path, resume=True)
+    plain, *veiled = [
+        Federation(net().double(), data, defence, adam, batch_size=4) for defence in ("plain", *["veil"] * 2)
+    ]
+    for run, rounds in zip(veiled, (4, 8), strict=True):
+        watch(run, lambda own: seen.append(own.broadcast.round)).fit(rounds=rounds, folder=tmp_path, resume=True)
+    plain.fit(rounds=8)
     assert len(set(seen)) == 8
-    assert worst(found, trained("plain", 8)) < 1e-9
+    assert worst(veiled[1].model.state_dict(), plain.model.state_dict()) < 1e-9
 
 
 def test_no_secret_is_in_a_checkpoint(tmp_path):
@@ -346,7 +344,7 @@ def test_no_secret_is_in_a_checkpoint(tmp_path):
     def leak(own):
         secrets.extend(own.perturbation.recovery.transform.scale.tolist())
 
-    make(defence=watch(Veil(), on_recover=leak)).fit(rounds=3, folder=tmp_path)
+    watch(make(defence=Veil()), leak).fit(rounds=3, folder=tmp_path)
     saved = pytree.tree_leaves(checkpoint.load(tmp_path / LAST))
     leaves = [torch.as_tensor(leaf).double() for leaf in saved if isinstance(leaf, torch.Tensor | int | float)]
     assert secrets

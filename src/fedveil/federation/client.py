@@ -174,7 +174,10 @@ class ClientSession:
         if self.party is not None or ask.secure:
             answer, private = self._answer_masked(ask, message, digest), self.state.private
         else:
-            answer, private = self._answer(self._decode(ask))
+            task, began = self._decode(ask), time.perf_counter()
+            (values, tensors), records, private = self._update(task, self._model, self.state.private)
+            seconds = time.perf_counter() - began
+            answer = write(Answer(ask.round, ask.token, ask.defence, records, seconds, values, tensors))
         self.state = ClientState(last, private)
         return answer
 
@@ -241,13 +244,6 @@ class ClientSession:
             raise BadArgument("answer", f"the server asks for {ask.defence!r}, but this client requires {own.name!r}")
         refuse_repeatable("answer", own)
         return own
-
-    def _answer(self, task: _Task) -> tuple[bytes, State]:
-        """Return the encoded answer, and the client's private state after it."""
-        began, ask = time.perf_counter(), task.ask
-        (values, tensors), records, private = self._update(task, self._model, self.state.private)
-        seconds = time.perf_counter() - began
-        return write(Answer(ask.round, ask.token, ask.defence, records, seconds, values, tensors)), private
 
     def _update(self, task: _Task, model: nn.Module, private: State, least: int = 2) -> tuple[Packed, int, State]:
         """Compute an update from batches of at least `least` records; return it with its records and private state."""

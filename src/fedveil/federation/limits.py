@@ -79,10 +79,6 @@ class Limits:
         """Return the minimum number of updates in a round, in addition to those that were refused."""
         return 1 if self.aggregator == MEAN else RULES[self.aggregator].needed(max(0, self.hostile - refused))
 
-    def withstood(self, updates: int) -> int:
-        """Return how many of the remaining updates the rule assumes to be hostile: `hostile`, or its maximum."""
-        return 0 if self.aggregator == MEAN else min(self.hostile, RULES[self.aggregator].most(updates))
-
     def records(self, client: Member, claimed: int) -> int:
         """Return the number of records counted for a client that claims `claimed`."""
         known = self.max_records
@@ -267,7 +263,8 @@ def combine(found: Sequence[Aggregate], shares: Sequence[float], limits: Limits,
         rows = torch.stack(list(vectors))
         if limits.aggregator == MEAN:
             return torch.tensor(shares, dtype=rows.dtype, device=rows.device) @ rows
-        return RULES[limits.aggregator].combine(rows, limits.withstood(len(rows)))
+        rule = RULES[limits.aggregator]
+        return rule.combine(rows, min(limits.hostile, rule.most(len(rows))))  # refusals may leave fewer to withstand
 
     gradients = _combine_by_name([one_client.gradients for one_client in found], one)
     first = found[0].buffers

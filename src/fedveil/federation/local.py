@@ -122,25 +122,23 @@ class LocalEngine(Generic[B, U]):
         self, number: int, own_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
     ) -> tuple[bytes, Iterator[tuple[Member, bytes] | Fault]]:
         """Compute the masked updates of clients; masks are bound to the digest of the opening."""
-        digest = hashlib.sha256(json.dumps(terms.values()).encode()).digest()
-        return digest, self._masked_updates(number, own_round, members, terms, digest)
-
-    def _masked_updates(
-        self, number: int, own_round: AnyRound, members: Sequence[Member], terms: SecureTerms, digest: bytes
-    ) -> Iterator[tuple[Member, bytes] | Fault]:
         from fedveil.federation.sums import encode_words
 
+        digest = hashlib.sha256(json.dumps(terms.values()).encode()).digest()
         clients = [int(member) for member in members]
-        updates = self.updates(own_round.broadcast, clients, number, len(terms.opening.roster))
-        for client, update in zip(clients, updates, strict=True):
-            _, tensors = self._codec.encode_update(update)
-            records = self.claim_records(client)
-            words = encode_words(tensors, records, terms.opening, terms.clip, integers=self._integers)
-            if not words[1]:  # a remote client contributes nothing then; here nothing is hidden
-                what = "its update holds NaN or infinity, although the records are finite"
-                raise NonFiniteUpdate(f"client {client}", what)
-            party = self._parties[client]
-            yield client, party.upload(party.admit(terms.opening, digest), words)
+
+        def uploads() -> Iterator[tuple[Member, bytes] | Fault]:
+            updates = self.updates(own_round.broadcast, clients, number, len(terms.opening.roster))
+            for client, update in zip(clients, updates, strict=True):
+                _, tensors = self._codec.encode_update(update)
+                records, party = self.claim_records(client), self._parties[client]
+                words = encode_words(tensors, records, terms.opening, terms.clip, integers=self._integers)
+                if not words[1]:  # a remote client contributes nothing then; here nothing is hidden
+                    what = "its update holds NaN or infinity, although the records are finite"
+                    raise NonFiniteUpdate(f"client {client}", what)
+                yield client, party.upload(party.admit(terms.opening, digest), words)
+
+        return digest, uploads()
 
     def take_step(
         self, step: Step, own: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
@@ -327,7 +325,7 @@ class Federation(Server):
 
 def _couples_samples(model: nn.Module, loss: Loss) -> bool:
     """Return whether the loss, or a normalisation in training mode, couples the samples of a batch."""
-    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    norms = (module for module in model.modules() if isinstance(module, _NormBase))
     return couples_samples(loss) or any(norm.training or norm.running_mean is None for norm in norms)
 
 

@@ -114,15 +114,14 @@ class ClearRound(RoundKind):
             replies.sort(key=lambda reply: members.index(reply.members[0]))  # sums must not depend on arrival
         if observer:
             observer(own_round.broadcast, [reply.update for reply in replies])
-        result: Aggregate | None
-        if self._limits is None:
-            result = _recover(own_round, replies)
-        else:
-            past = self._history.records
-            result, refused = aggregate(own_round, replies, self._model, self._limits, past, left_out, self.min_answers)
+        limits, past = self._limits, self._history.records
+        if limits is not None:
+            result, refused = aggregate(own_round, replies, self._model, limits, past, left_out, self.min_answers)
             for member, error in refused.items():
                 faults.add(describe_refusal(member, error))
             replies = [reply for reply in replies if reply.members[0] not in refused]
+        else:
+            result = _recover(own_round, replies)
         if result is None or self.engine.traffic is None:
             return result
         counts = {"answers": len(replies), "records": sum(reply.records for reply in replies)}

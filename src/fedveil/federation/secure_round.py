@@ -18,7 +18,7 @@ from fedveil.federation import protocol
 from fedveil.federation.protocol import SERVER, Engine, Fault, FaultKind, FaultLog, Member, SecureTerms, Step
 from fedveil.federation.rounds import Observer
 from fedveil.federation.sums import Sums, Words
-from fedveil.scheme.result import Aggregate, Note
+from fedveil.scheme.result import Aggregate
 from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally
 from fedveil.secagg.identity import SIGNATURE, channel_key, tag_message
 from fedveil.secagg.masks import proper_key
@@ -27,6 +27,7 @@ from fedveil.secagg.policy import Policy
 RENEWAL = Policy.key_rounds  # attempts after which clients replace their keys, unless their policies say otherwise
 FAREWELL = 5.0  # seconds that clients have to confirm the end of the run
 Found = TypeVar("Found")
+Messages = tuple[bytes, Mapping[str, bytes]]  # for all clients, and in addition for each by name
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,11 @@ class SecureRound:
             why = error.what
         self.answered = time.perf_counter()
         result = self._decode(own_round, total, attempt.opening, why)
-        notes: dict[str, Note] = dict(result.notes)
-        if new := {name: why for name, why in self.excluded.items() if name not in self._noted}:
-            notes["excluded"] = new
-            self._noted.update(new)
-        figures = dict(result.figures)
-        if self.engine.traffic is not None:
-            figures["answers"] = len(attempt.tally.survivors)
-        return replace(result, figures=figures, notes=notes)
+        new = {name: why for name, why in self.excluded.items() if name not in self._noted}
+        self._noted.update(new)
+        notes = {**result.notes, **({"excluded": new} if new else {})}
+        answers = {} if self.engine.traffic is None else {"answers": len(attempt.tally.survivors)}
+        return replace(result, figures={**result.figures, **answers}, notes=notes)
 
     def close(self) -> None:
         """Tell the clients that the run has ended, so that they forget its keys."""
@@ -155,22 +153,17 @@ class SecureRound:
         """Settle until all remaining clients agree, then reveal; return the sum."""
         tally = attempt.tally
         while not tally.has_agreement():
-            self._take_step(attempt, "settle", *tally.settle(), tally.take_settle_reply, faults)
+            self._take_step(attempt, "settle", tally.settle(), tally.take_settle_reply, faults)
         attempt.revealing = True
-        common, own = tally.reveal(), dict.fromkeys(tally.survivors, b"")
-        self._take_step(attempt, "reveal", common, own, tally.take_reveal_reply, faults)
+        reveal = tally.reveal(), dict.fromkeys(tally.survivors, b"")
+        self._take_step(attempt, "reveal", reveal, tally.take_reveal_reply, faults)
         return tally.total()
 
     def _take_step(
-        self,
-        attempt: _Attempt,
-        step: str,
-        common: bytes,
-        own: Mapping[str, bytes],
-        take: Callable[[str, bytes], None],
-        faults: FaultLog,
+        self, attempt: _Attempt, step: str, messages: Messages, take: Callable[[str, bytes], None], faults: FaultLog
     ) -> None:
-        """Send a step to the clients named in `own`; clients without a valid reply have dropped out."""
+        """Send a step to the clients that get a message of their own; those without a valid reply have dropped out."""
+        common, own = messages
         wanted = {attempt.names[name]: extra for name, extra in own.items()}
         message = Step.make(self._session, step, common)
         for member, body in self._receive(self.engine.take_step(message, wanted, self._channels(wanted)), faults):

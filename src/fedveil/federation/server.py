@@ -243,6 +243,7 @@ class Server(StoredServer):
 
     def _apply(self, result: Aggregate) -> None:
         """Step the optimizer, and replace the buffers; refuse a step after which the model is not finite."""
+        aftermath = NOT_RESTORED if self._before is None else RESTORED
         for name, parameter in self._parameters.items():
             parameter.grad = result.gradients.get(name)
         if self.clip_norm is not None:
@@ -252,18 +253,14 @@ class Server(StoredServer):
         except (RuntimeError, OverflowError) as error:
             if "overflow" not in str(error):
                 raise
-            raise self._divergence(f"the optimizer's step overflows; {self._aftermath}", LOWER) from error
+            raise self._divergence(f"the optimizer's step overflows; {aftermath}", LOWER) from error
         for name, value in result.buffers.items():
             self._buffers[name].copy_(value)
         infinite = find_non_finite(self._changing)
         if infinite is None and self._undoable:
             infinite = find_non_finite_state(self.optimizer.state_dict())
         if infinite is not None:
-            raise self._divergence(f"after the step {infinite} holds NaN or infinity; {self._aftermath}", LOWER)
-
-    @property
-    def _aftermath(self) -> str:
-        return NOT_RESTORED if self._before is None else RESTORED
+            raise self._divergence(f"after the step {infinite} holds NaN or infinity; {aftermath}", LOWER)
 
     def fit(
         self,

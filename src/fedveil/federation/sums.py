@@ -211,12 +211,11 @@ class Sums:
     def layout(self, own_round: AnyRound, clients: int) -> RowFormat:
         """Return the format of the words of an attempt with this many clients."""
         _, template = self.codec.template(own_round.base, self.model)
-        if self.integers:
-            self.packing = packing = Packing.from_tensors(template)
-            return (secagg.bits(clients, 0),) * len(packing.rows), packing.rows, False  # no fractional bits
-        if self.clip is not None:
+        if self.clip is not None and not self.integers:
             template = {name: own for name, own in template.items() if name.startswith("gradient/")}
         self.packing = packing = Packing.from_tensors(template)
+        if self.integers:
+            return (secagg.bits(clients, 0),) * len(packing.rows), packing.rows, False  # no fractional bits
         if self.clip is not None:  # clipped gradients always fit
             exponent = min(max(math.frexp(self.clip)[1] + 1, LOWEST), HIGHEST)
             return (exponent,) * len(packing.rows), packing.rows, False

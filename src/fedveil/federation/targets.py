@@ -58,10 +58,8 @@ def usual_loss(output: Tensor, sources: Sequence[Source]) -> str:
         if not binary or not any(bool(own.any()) for own in known) or all(bool(own.all()) for own in known):
             return "squared_error"
         what = "all targets are floats 0 or 1: are they classes or quantities?"
-        classes = "loss='binary_cross_entropy' for yes or no"
-        if not single:
-            classes = f"loss='cross_entropy' for one-hot rows of classes, {classes} at each output"
-        raise BadArgument("Federation", what, f"name the loss: {classes}, {QUANTITIES}")
+        fix = f"name the loss: {YES_NO}, loss='cross_entropy' for one-hot rows of classes, {QUANTITIES}"
+        raise BadArgument("Federation", what, fix)
     if not single:
         return "cross_entropy"
     if binary:
@@ -137,9 +135,7 @@ def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> T
     targets = targets.long()
     if not are_classes(template, targets):
         wanted = " or ".join(sorted({str(tuple(without(template.shape, dim))) for dim in (-1, 1)}))
-        fix = "use targets[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else f"use targets of shape {wanted}"
-        if targets.shape == template.shape and is_binary(targets):
-            fix = f"use targets.argmax({class_axis(template, targets, axis)}) for one-hot rows, or targets.float()"
+        fix = "use targets[:, 0] for a column, or the argmax of one-hot rows"
         raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but class indices need shape {wanted}", fix)
     if not isinstance(loss, OF_CLASSES) or template.dim() < 3:
         return spread(targets, template, axis).contiguous()
@@ -189,12 +185,10 @@ def _check_probabilities(targets: Tensor, outputs: Tensor) -> None:
 
 def _check_quantities(loss: Loss, targets: Tensor, outputs: Tensor) -> None:
     """Refuse integers that cannot be classes, and negative counts."""
-    single = outputs[0].numel() == 1
     if not targets.is_floating_point():
-        if single or targets.shape == outputs.shape:
+        if outputs[0].numel() == 1 or targets.shape == outputs.shape:
             what = f"they are {targets.dtype}, which means class indices, but {loss.name} compares quantities here"
-            fix = "use targets.float() for quantities" + (f", or {YES_NO}" if single else "")
-            raise BadArgument("targets", what, fix)
+            raise BadArgument("targets", what, f"use targets.float() for quantities, or {YES_NO}")
         return
     if not _has_positions(targets, outputs):
         match_targets(outputs, targets)

@@ -78,7 +78,7 @@ class Stream:
         read_many = getattr(self.dataset, "__getitems__", None)
         items: list[object] = read_many(list(rows)) if read_many else [self.dataset[row] for row in rows]
         for row, item in zip(rows, items, strict=True) if self.collate is default_collate else ():
-            if not _is_pair(item):
+            if not isinstance(item, tuple | list) or len(item) < 2:
                 what = f"it is a {type(item).__name__}, not (input, target)"
                 raise BadArgument(f"{self.who}, record {row}", what, f"use a Dataset of {ITEMS}")
         return items
@@ -112,10 +112,6 @@ class Stream:
 
 
 Source = Rows | Stream
-
-
-def _is_pair(item: object) -> bool:
-    return isinstance(item, tuple | list) and len(item) > 1
 
 
 def _join_arguments(inputs: Sequence[object]) -> Inputs:
