@@ -165,25 +165,21 @@ def test_the_one_before_is_of_the_same_run_and_good(tmp_path, monkeypatch):
     assert seen == [1]  # while the new one is being written, too
 
 
-def test_a_full_disk_costs_neither_checkpoint(tmp_path, monkeypatch):
-    def full(handle):
+@pytest.mark.parametrize("links", [True, False])
+def test_a_full_disk_costs_neither_checkpoint_with_links_or_copies(tmp_path, monkeypatch, links):
+    def full(*given):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     run = federation()
-    run.fit(rounds=4, folder=tmp_path, evaluate_every=2)
+    with monkeypatch.context() as patch:
+        if not links:
+            patch.setattr(os, "link", full)
+        run.fit(rounds=4, folder=tmp_path, evaluate_every=2)
+    assert round_in(tmp_path, PREVIOUS) == 2
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(BadArgument, match="cannot be written: No space left on device"):
         run.fit(rounds=6, folder=tmp_path)
     assert round_in(tmp_path) == round_in(tmp_path, PREVIOUS) == 4
-
-
-def test_where_there_are_no_links_the_one_before_is_a_copy(tmp_path, monkeypatch):
-    def refuse(*names):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "link", refuse)
-    federation().fit(rounds=4, folder=tmp_path, evaluate_every=2)
-    assert round_in(tmp_path, PREVIOUS) == 2
 
 
 def test_a_round_that_is_lost_counts_for_privacy_however_often_that_happens(tmp_path):

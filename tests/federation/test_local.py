@@ -246,16 +246,6 @@ def test_token_ids_reach_the_model_as_whole_numbers_and_train_as_on_one_machine(
     assert found.shards.inputs["ids"].dtype == torch.int64
 
 
-def test_a_test_set_in_the_same_form_is_evaluated():
-    inputs, targets = words()[0]
-    found = Federation(built(Words), words(), "plain", sgd, loss="cross_entropy")
-    last = found.fit(rounds=1, test=(inputs, targets)).last
-    outputs = found.model(**inputs).detach()
-    assert last["accuracy"] == pytest.approx(float((outputs.argmax(-1) == targets).double().mean()))
-    entropy = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
-    assert last["loss"] == pytest.approx(float(entropy) / len(targets))
-
-
 def test_answers_come_in_batches_and_in_order():
     (inputs, _), model = words((10,))[0], built(Words)
     for batch_size in (3, 10, 1000):

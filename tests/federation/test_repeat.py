@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from tests.configs import config_of
 from tests.small import SMALL
-from torch import nn
 
 import fedveil
 from fedveil.cli import main
@@ -143,18 +142,6 @@ def test_a_model_that_cannot_be_loaded_is_refused_with_a_reason(tmp_path, spoil,
     spoil(tmp_path / "run")
     with pytest.raises(BadArgument, match=text):
         fedveil.load_model(tmp_path / "run")
-
-
-def test_the_folder_of_a_fit_has_the_last_and_the_best_model(tmp_path):
-    data = torch.randn(20, 3), torch.randn(20, 2)
-    model = nn.Linear(3, 2)
-    run = fedveil.Federation(model, [data], "plain", lambda p: torch.optim.SGD(p, 0.9))
-    run.fit(6, test=data, folder=tmp_path)
-    assert torch.equal(fedveil.load_model(tmp_path, model=nn.Linear(3, 2)).weight, model.weight)
-    best = fedveil.load_model(tmp_path, best=True, model=nn.Linear(3, 2))
-    assert metrics(predict(best, data[0]), data[1])["mse"] == run.best[0]
-    with pytest.raises(BadArgument, match=r"(?s)no config\.json.*model=the network"):
-        fedveil.load_model(tmp_path)
 
 
 def test_a_run_is_not_resumed_with_fewer_epochs(tmp_path):

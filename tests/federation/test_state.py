@@ -291,8 +291,11 @@ def test_load_model_takes_the_checkpoint_if_it_is_newer(tmp_path, best):
     run.fit(**HOW, folder=tmp_path)
     (tmp_path / LAST).unlink()
     (tmp_path / PREVIOUS).unlink()
-    found = fedveil.load_model(tmp_path, model=net()).state_dict()
-    assert all(torch.equal(value, found[name]) for name, value in run.model.state_dict().items())
+    found = fedveil.load_model(tmp_path, model=net(), best=best).state_dict()
+    wanted = run.best[1] if best else run.model.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    with pytest.raises(BadArgument, match=r"(?s)no config\.json.*model=the network"):
+        fedveil.load_model(tmp_path)
 
 
 def private():
