@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.asks import KINDS, Client, ask_of, changed, faults, mutated, packed, unpacked
+from tests.oracle import Network
 from torch import nn
 
 from fedveil.defences import Plain, Veil, registry
@@ -110,11 +111,8 @@ def test_asks_that_would_cost_a_client_dear_are_refused_before_any_work(name):
             tracemalloc.stop()
 
 
-def wide():
-    return mlp(6, 70, hidden=10)
-
-
 def test_a_client_computes_for_64_groups_or_decoys_and_no_more(monkeypatch):
+    wide = lambda: mlp(6, 70, hidden=10)  # noqa: E731
     monkeypatch.setitem(KINDS, "groups", (lambda: Veil(64), wide, "squared_error"))
     monkeypatch.setitem(KINDS, "decoys", (lambda: Veil(decoys=64), wide, "cross_entropy"))
     message, client = ask_of("groups")
@@ -135,17 +133,13 @@ HEADS = {
     "no candidates": {"head/candidates": torch.zeros(0, 1).double()},
     "candidates of other groups": {"head/candidates": torch.zeros(3, 2).double()},
     "candidates in float32": {"head/candidates": torch.zeros(3, 1)},
-    "candidates as one row": {"head/candidates": torch.zeros(3).double()},
     "no groups": {"head/offset": torch.zeros(0).double(), "head/candidates": torch.zeros(3, 0).double()},
     "more groups than outputs": {"head/offset": torch.ones(5).double(), "head/candidates": torch.ones(3, 5).double()},
     "a group that is not there": {"head/partition": torch.tensor([0, 0, 1, 0])},
     "a negative group": {"head/partition": torch.tensor([0, 0, -1, 0])},
     "a partition of 3": {"head/partition": torch.zeros(3).long()},
-    "a partition of floats": {"head/partition": torch.zeros(4)},
     "a direction of 5": {"head/direction": torch.ones(5)},
     "a direction in float64": {"head/direction": torch.ones(4).double()},
-    "a direction of integers": {"head/direction": torch.ones(4).long()},
-    "a number for an offset": {"head/offset": torch.tensor(1.0).double()},
     "no offset": {"head/offset": None},
 }
 
@@ -275,19 +269,13 @@ def test_a_parameter_that_did_not_travel_is_not_the_clients_own():
     assert all(torch.equal(own, answers[1][name]) for name, own in answers[0].items())
 
 
-class Cut(nn.Module):
-    """Returns as many rows as it was given, however many its head has made."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x):
-        return torch.tanh(self.head(x))[: len(x)]
+def cut():
+    """A model that returns as many rows as it was given, however many its head has made."""
+    return Network(lambda own, x: torch.tanh(own.head(x))[: len(x)], head=nn.Linear(6, 4))
 
 
 def test_memory_that_no_candidate_has_filled_is_not_sent(monkeypatch):
-    monkeypatch.setitem(KINDS, "veil, cut", (lambda: Veil(decoys=2), Cut, "squared_error"))
+    monkeypatch.setitem(KINDS, "veil, cut", (lambda: Veil(decoys=2), cut, "squared_error"))
     message, client = ask_of("veil, cut")
     head = unpacked(message)[0]["values"]["head"]
     client.records = tuple(own[:1] for own in client.records)  # one part of three is as large as the batch
@@ -297,16 +285,13 @@ def test_memory_that_no_candidate_has_filled_is_not_sent(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["plain", "veil", "ppdl"])
 def test_what_only_the_models_own_code_can_judge_is_a_refusal_too(kind):
-    """BatchNorm in training mode fails for a batch of one record."""
+    """BatchNorm in training mode fails for a batch of one record; a hidden layer in place of the head does not fit."""
     message, client = ask_of(kind)
     client.records = tuple(own[:1] for own in client.records)
     with pytest.raises(BadArgument, match="ask: this client cannot answer: ValueError") as caught:
         client.reply(message)
     assert "input size" not in str(caught.value)
     assert "input size" in str(caught.value.__cause__)
-
-
-def test_a_hidden_layer_in_place_of_the_head_is_a_refusal_too():
     message, client = ask_of("veil, a perceptron")
     head = unpacked(message)[0]["values"]["head"] | {"weight": "0.weight", "bias": "0.bias", "path": "0"}
     tensors = {"head/direction": torch.ones(10), "head/partition": torch.zeros(10).long()}

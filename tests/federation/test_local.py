@@ -8,7 +8,7 @@ from tests.configs import config_of
 from tests.federation.secured import net, normed
 from tests.forms import FORMS, Apart, Whole, Words, network, pooled_descent, reformed
 from tests.forms import records as parts
-from tests.oracle import built, plain, worst
+from tests.oracle import Network, built, plain, worst
 from tests.sessions import Session
 from torch import nn
 
@@ -273,9 +273,6 @@ def test_a_parameter_that_a_form_leaves_unused_keeps_its_value():
 
 
 def test_a_model_that_returns_several_tensors_is_refused():
-    class Several(Whole):
-        def forward(self, x):
-            return {"logits": self.net(x)}
-
-    with pytest.raises(BadArgument, match="Several: its forward returns dict, not one tensor"):
-        trained(lambda: network(Several), "plain")
+    several = Network(lambda own, x: {"logits": own.net(x)}, net=net())
+    with pytest.raises(BadArgument, match="Network: its forward returns dict, not one tensor"):
+        trained(lambda: several, "plain")

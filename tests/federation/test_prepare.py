@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.oracle import built
+from tests.oracle import Network, built
 from tests.small import Records
 from torch import nn
 from torch.nn import functional as F
@@ -17,17 +17,6 @@ from fedveil.models import mlp
 def records(size=12, width=4, classes=3):
     draw = torch.Generator().manual_seed(0)
     return torch.randn(size, width, generator=draw), torch.arange(size) % classes
-
-
-class Ids(nn.Module):
-    """An embedding of token ids, with a mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(10, 8), nn.Linear(8, 3)
-
-    def forward(self, ids, mask):
-        return self.head((self.embed(ids) * mask[:, :, None]).mean(1))
 
 
 def check_refusal(federation, test, *texts):
@@ -71,7 +60,9 @@ def test_test_data_that_do_not_fit_are_refused_before_the_first_round(loss, test
 
 def test_another_number_or_kind_of_inputs_is_named():
     ids, mask = torch.arange(24).reshape(12, 2) % 10, torch.ones(12, 2)
-    federation = Federation(Ids(), [((ids, mask), TARGETS)], "plain")
+    run = lambda own, ids, mask: own.head((own.embed(ids) * mask[:, :, None]).mean(1))  # noqa: E731
+    model = Network(run, embed=nn.Embedding(10, 8), head=nn.Linear(8, 3))
+    federation = Federation(model, [((ids, mask), TARGETS)], "plain")
     check_refusal(federation, (ids, TARGETS), "inputs: torch.int64 of shape (2,)", "inputs[1]: torch.float32 of")
     check_refusal(federation, ((ids.float(), mask), TARGETS), "inputs[0]: torch.float32", "inputs[0]: torch.int64")
 
