@@ -20,7 +20,7 @@ from fedveil.scheme.result import Aggregate
 
 MEAN = "mean"
 AGGREGATORS = (MEAN, *RULES)
-FEWEST = 3  # updates: with fewer, their median says nothing about a single update
+FEWEST = 3  # updates: the median of fewer does not bound a single one
 REMEMBERED = 50  # rounds whose norms bound later ones
 NORMS = {"update_norm": "gradient", "buffer_norm": "buffers", "counter_norm": "counters"}  # by key of a record
 """The norms of an update: of its gradient, and of the changes to its floating-point and its other buffers."""

@@ -269,7 +269,7 @@ class Federation(Server):
         return read_held_out(test, self.model, self.loss, self.dtype, lambda: self.shards.example)
 
     def state(self) -> CheckpointState:
-        """Return the content of a checkpoint: of clients, record counts, a checksum, and which have a private state."""
+        """Return the content of a checkpoint, including which clients have a private state."""
         return {**super().state(), "private": sorted(self._private())}
 
     def setting(self) -> Setting:

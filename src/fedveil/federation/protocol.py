@@ -1,7 +1,7 @@
 """The messages between a server and its clients, and the interface of the engines that carry them.
 
-Messages are frozen dataclasses with a single encoding and bounds. An engine reaches the clients, and yields their valid
-replies, and a fault for every other reply.
+Messages are frozen dataclasses with a single encoding and bounds. An engine asks the clients and yields their valid
+replies, and a fault for every other one.
 """
 
 import logging

@@ -138,7 +138,7 @@ class StoredServer(ABC):
     _saved: tuple[object, ...] | None  # identifies the state that was saved last
 
     def _has_budget(self) -> bool:
-        """Whether the defence's epsilon allows one more round; if not, say so."""
+        """Return whether the budget of epsilon allows one more round; if not, record and log why training stops."""
         if not self.defence_server.has_budget:
             self.stopped = f"after round {self.round}: {SPENT}"
             LOG.warning("fedveil: training stops %s", self.stopped)
@@ -188,7 +188,7 @@ class StoredServer(ABC):
     def resume(self, folder: Folder) -> None:
         """Continue from a folder's checkpoint: same data order and optimizer state, new secrets.
 
-        If it is damaged, or its model is not finite, the previous one is used; a warning and the last record say so.
+        If it is damaged, or its model is not finite, the previous one is used; a warning and its last record report it.
         """
         damaged: list[checkpoint.Damaged] = []
         folder = Path(folder)
