@@ -24,6 +24,7 @@ from fedveil.defences.private import PrivateRound, find_moving_buffers
 from fedveil.federation import Federation
 from fedveil.models import cnn, resnet
 from fedveil.privacy.accounting import Accountant, epsilon
+from fedveil.records.shards import generator
 from fedveil.runs.build import build_defence
 from fedveil.runs.config import configure
 from fedveil.scheme.losses import CrossEntropy, SquaredError
@@ -203,7 +204,8 @@ def test_records_have_what_is_spent_so_far():
 def test_with_few_participants_the_client_that_took_part_most_counts():
     run = federation(private(), clients=8, participation=0.25)
     run.fit(rounds=12)
-    counts = [sum(client in run.shards.choose_clients(number, 0.25) for number in range(12)) for client in range(8)]
+    drawn = [torch.randperm(8, generator=generator("clients", 0, number))[:2].tolist() for number in range(12)]
+    counts = [sum(client in chosen for chosen in drawn) for client in range(8)]
     assert run.defence_server.accountant.rounds == max(counts) < 12
     assert run.defence_server.accountant.epsilon() == epsilon(max(counts), 1.0, 1e-5)
 

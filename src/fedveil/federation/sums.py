@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,14 +32,7 @@ SMALLEST = 2.0**-8  # of the largest number of a kind: smaller rows, perhaps sma
 MAX_FACTOR = 100.0  # of a veil: larger factors would cost more digits than float32 has
 PASSES = "passes/"
 Words = NDArray[np.uint64]
-
-
-class RowFormat(NamedTuple):
-    """The layout of an update's rows in the words; see `Opening`."""
-
-    exponents: tuple[int, ...]
-    rows: tuple[int, ...]
-    checks: bool
+RowFormat = tuple[tuple[int, ...], tuple[int, ...], bool]  # exponents, rows and checks of an `Opening`
 
 
 @dataclass(frozen=True)
@@ -93,10 +85,8 @@ class Packing:
         values = torch.cat(flat).numpy() if flat else np.zeros(0)
         if not np.abs(values).max(initial=0.0) < LARGEST:  # NaN too
             return no_words(opening)
-        clients = len(opening.roster)
-        found = encode_rows(
-            values * records if weigh else values, opening.rows, row_bits(opening), clients, opening.checks
-        )
+        weighted = values * records if weigh else values
+        found = encode_rows(weighted, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
         return np.concatenate([np.array([1, records], np.uint64), found])
 
     def unpack(self, total: Words, opening: Opening, *, weigh: bool = True) -> tuple[int, Tensors]:
@@ -221,22 +211,21 @@ class Sums:
     def layout(self, own_round: AnyRound, clients: int) -> RowFormat:
         """Return the format of the words of an attempt with this many clients."""
         _, template = self.codec.template(own_round.base, self.model)
-        if self.integers:
-            self.packing = packing = Packing.from_tensors(template)
-            return RowFormat((secagg.bits(clients, 0),) * len(packing.rows), packing.rows, False)  # no fractional bits
-        if self.clip is not None:
+        if self.clip is not None and not self.integers:
             template = {name: own for name, own in template.items() if name.startswith("gradient/")}
         self.packing = packing = Packing.from_tensors(template)
+        if self.integers:
+            return (secagg.bits(clients, 0),) * len(packing.rows), packing.rows, False  # no fractional bits
         if self.clip is not None:  # clipped gradients always fit
             exponent = min(max(math.frexp(self.clip)[1] + 1, LOWEST), HIGHEST)
-            return RowFormat((exponent,) * len(packing.rows), packing.rows, False)
+            return (exponent,) * len(packing.rows), packing.rows, False
         if self._expected is None:
             self._expect_first(own_round)
         exponents = (min(FIRST_EXPONENT + self.wider, HIGHEST),) * len(packing.rows)
         if self._expected is not None:
             sizes = _find_ranges(own_round).bound(self._expected)
             exponents = packing.choose_exponents(sizes, self._records, self.wider)
-        return RowFormat(exponents, packing.rows, True)
+        return exponents, packing.rows, True
 
     def _expect_first(self, own_round: AnyRound) -> None:
         """Estimate the size of the first round's numbers from a client's step on random records."""

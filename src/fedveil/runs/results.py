@@ -13,6 +13,7 @@ from fedveil.federation.checkpoint import BEST, MODEL
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.history import RoundRecord
 from fedveil.federation.server import Server
+from fedveil.federation.stopping import has_stalled
 from fedveil.files import refusals, write_whole
 from fedveil.plain_json import read_json, to_json
 from fedveil.runs.config import SCHEMA, check_schema
@@ -96,7 +97,7 @@ def read_rounds(folder: Path) -> int | None:
 def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: int | None = None) -> RunSummary:
     """Return the summary of a server that has finished."""
     history, plan, accountant = server.history, server.defence_server.plan, server.defence_server.accountant
-    metrics = dict(history.metrics)
+    metrics, stalled = dict(history.metrics), has_stalled(history, patience)
     if data.target_scale is not None and "mse" in metrics:
         metrics["rmse"] = math.sqrt(metrics["mse"]) * data.target_scale[1]
     budget = None
@@ -114,7 +115,7 @@ def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: i
         max((record.error for record in history.records), default=0.0),
         history.records[-1].seconds if history.records else 0.0,
         repeat,
-        f"early, after {patience} evaluations without improvement" if server.has_stalled(patience) else server.stopped,
+        f"early, after {patience} evaluations without improvement" if stalled else server.stopped,
     )
 
 
