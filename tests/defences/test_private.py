@@ -20,10 +20,10 @@ from fedveil import Entropy, cli, errors
 from fedveil.defences import DBCL, PPDL, Plain, Private, Samples, Veil
 from fedveil.defences.clipping import clip_vector
 from fedveil.defences.plain import PlainRound, PlainUpdate, average
-from fedveil.defences.private import PrivateRound, find_moving_buffers
+from fedveil.defences.private import ClientPrivateRound, find_moving_buffers
 from fedveil.federation import Federation
 from fedveil.models import cnn, resnet
-from fedveil.privacy.accounting import Accountant, epsilon
+from fedveil.privacy.accounting import epsilon
 from fedveil.runs.build import build_defence
 from fedveil.runs.config import configure
 from fedveil.scheme.losses import CrossEntropy, SquaredError
@@ -52,10 +52,9 @@ def federation(defence, clients=3, **options):
     return Federation(net(), parts, defence, sgd, batch_size=4, **{"loss": "cross_entropy", **options})
 
 
-def round_of(defence, accountant=None, members=None):
+def round_of(defence, members=None):
     """A round of plain updates of any shape."""
-    accountant = accountant or Accountant(defence.noise, defence.delta)
-    return PrivateRound(defence, accountant, PlainRound(nn.Linear(1, 1), {}), members)
+    return defence.wrap(PlainRound(nn.Linear(1, 1), {}), None, members)
 
 
 def updates_of(*gradients):
@@ -124,7 +123,7 @@ def test_weights_play_no_part_and_the_clipped_fraction_is_recorded():
 
 def noise_of(defence, count, clients=1, dtype=torch.float64):
     """What a round adds to the sum of clients that send zeros."""
-    own_round = defence if isinstance(defence, PrivateRound) else round_of(defence)
+    own_round = defence if isinstance(defence, ClientPrivateRound) else round_of(defence)
     result = own_round.recover(updates_of(*[torch.zeros(count, dtype=dtype)] * clients), [1.0] * clients)
     assert result.gradients["w"].dtype == dtype
     return result.gradients["w"].double() * clients
@@ -209,16 +208,11 @@ def test_with_few_participants_the_client_that_took_part_most_counts():
 
 
 def test_where_nobody_says_who_took_part_a_round_counts_for_all():
-    accountant = Accountant(1.0, 1e-5)
-    for _ in range(3):
-        noise_of(round_of(private(), accountant), 4, clients=2)  # updates from elsewhere
-    assert accountant.rounds == 3
-    noise_of(round_of(private(), accountant, members=[5, 6, 7]), 4, clients=2)  # and where one was refused
-    assert accountant.rounds == 4
-    noise_of(round_of(private(), accountant, members=[5, 6]), 4, clients=2)
-    assert accountant.rounds == 5
-    noise_of(round_of(private(), accountant, members=[7, 8]), 4, clients=2)
-    assert accountant.rounds == 5
+    defence, counts = private(), []
+    for members in (None, None, None, [5, 6, 7], [5, 6], [7, 8]):  # from elsewhere, one refused, known
+        noise_of(round_of(defence, members), 4, clients=2)
+        counts.append(defence.accountant.rounds)
+    assert counts == [1, 2, 3, 4, 5, 5]
 
 
 def test_the_error_is_the_inner_defences():
@@ -246,7 +240,7 @@ def test_every_defence_trains_with_it_and_a_resumed_run_has_spent_the_same(tmp_p
 @pytest.mark.parametrize("changed", [{"clip": 2.0}, {"noise": 2.0}])
 def test_a_run_is_not_resumed_with_other_settings(tmp_path, changed):
     federation(private()).fit(rounds=1, folder=tmp_path)
-    with pytest.raises(errors.BadArgument, match=r"the rounds so far had (clip|noise) = 1, not 2"):
+    with pytest.raises(errors.BadArgument, match=r"the rounds so far had (clip|noise) = 1\.0, not 2\.0"):
         federation(private(**changed)).resume(tmp_path)
 
 
@@ -310,7 +304,7 @@ def test_a_gradient_that_is_not_finite_is_refused_with_the_position_of_its_clien
 def test_models_whose_buffers_follow_the_data_are_refused():
     images = [batch((1, 8, 8), 4, seed=k) for k in range(2)]
     normed = built(lambda: resnet(8, 1, 4, width=4))
-    text = r"(?s)Private: buffer \S+running_mean depends on the clients' data.*Fix: use GroupNorm"
+    text = r"(?s)privacy: buffer \S+running_mean depends on the clients' data.*Fix: use GroupNorm"
     with pytest.raises(errors.BadArgument, match=text):
         Federation(normed, images, private(), sgd)
     tracked = built(lambda: nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), cnn(1, 4, width=4, size=8)))
@@ -332,7 +326,7 @@ def test_the_search_for_moving_buffers_changes_neither_the_model_nor_the_random_
 def test_single_gradients_empty_rounds_and_privacy_twice_are_refused():
     with pytest.raises(errors.BadArgument, match=r"plain\+dp is already private"):
         Private(Private(Plain(), 1.0, 1.0), 1.0, 1.0)
-    with pytest.raises(errors.BadArgument, match="not individual gradients"):
+    with pytest.raises(errors.BadArgument, match="not single updates"):
         round_of(private()).recover_each([])
     with pytest.raises(errors.BadArgument, match="a round needs at least one update"):
         round_of(private()).recover([], [])

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, rdp
 from scipy import integrate, optimize, stats
 
 from fedveil.errors import BadArgument
@@ -13,7 +14,6 @@ from fedveil.privacy.accounting import (
     affordable_rounds,
     epsilon,
     milestone,
-    renyi_epsilon,
     solve_noise,
 )
 
@@ -61,7 +61,9 @@ def test_rounds_without_sampling_have_a_closed_form(rounds, noise):
 def test_the_noise_for_a_target_meets_it(rate, rounds, target):
     noise = solve_noise(target, rounds, DELTA, rate)
     assert target * 0.98 < epsilon(rounds, noise, DELTA, rate) <= target
-    assert renyi_epsilon(rounds, noise, DELTA, rate) > target * 0.98  # proven, and looser
+    renyi = rdp.RdpAccountant([*range(2, 256), 512, 1024])
+    renyi.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(noise)), rounds)
+    assert renyi.get_epsilon(DELTA) > target * 0.98  # proven, and looser
     assert epsilon(rounds, noise / 4, DELTA, rate) > 1.5 * target  # a planted error is not within any tolerance
 
 
@@ -97,8 +99,6 @@ def test_a_running_epsilon_is_an_upper_bound_within_a_few_rounds():
     spent.count(["a"])
     assert spent.rounds == 61
     assert spent.epsilon() <= spent.epsilon(running=True) <= 1.02 * spent.epsilon()
-    assert spent.by_client()["a"] > spent.by_client()["b"]
-    assert spent.epsilon() == spent.by_client()["a"]
 
 
 def test_an_accountant_continues_from_its_counts():
@@ -118,11 +118,11 @@ def test_impossible_settings_are_refused(given):
 
 
 def test_no_rounds_cost_nothing_and_no_noise_everything():
-    assert epsilon(0, 1.0, DELTA, 0.1) == renyi_epsilon(0, 1.0, DELTA) == 0.0
+    assert epsilon(0, 1.0, DELTA, 0.1) == 0.0
     assert math.isinf(epsilon(1, 0.0, DELTA, 0.1))
     with pytest.raises(BadArgument, match="several records with sampling"):
         epsilon(1, 1.0, DELTA, 0.1, replace=True, group=2)
-    with pytest.raises(BadArgument, match="epsilon must be a positive number"):
+    with pytest.raises(BadArgument, match="epsilon must be a finite number above 0"):
         solve_noise(0.0, 10, DELTA)
 
 

@@ -7,10 +7,13 @@ number of records is public (dp-accounting's REPLACE_SPECIAL). The epsilon of re
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
 
+from fedveil.checks import check_count, check_fraction, check_positive, is_number
 from fedveil.errors import BadArgument
 
 _INTERVAL = 1e-3  # of privacy loss; the result is an upper bound at any interval, here by less than 2e-4
@@ -23,12 +26,10 @@ _EVERY = 50  # up to here it is computed for each
 def import_library() -> ModuleType:
     """Return dp-accounting, an optional dependency."""
     try:
-        import dp_accounting
+        return import_module("dp_accounting")
     except ImportError as error:
         what = f"privacy is accounted for with dp-accounting, which cannot be imported ({error})"
         raise BadArgument("privacy", what, "pip install 'fedveil[dp]'") from error
-    found: ModuleType = dp_accounting
-    return found
 
 
 @lru_cache(maxsize=1024)
@@ -50,7 +51,14 @@ def epsilon(
         replace: neighbours differ in what a record or client contributes, not in whether it contributes.
         group: the number of records that belong together, such as those of one person.
     """
-    _check(rounds, noise, delta, rate, group, replace)
+    where = "epsilon"
+    check_delta(where, delta)
+    check_fraction(where, "rate", rate)
+    check_count(where, "group", group)
+    if rounds < 0 or not noise >= 0:
+        raise BadArgument(where, f"rounds and noise must be 0 or more, got {rounds!r} and {noise!r}")
+    if replace and group > 1 and rate < 1:
+        raise BadArgument(where, "replacement of several records with sampling is not accounted for", "use group alone")
     if not rounds:
         return 0.0
     if not noise:
@@ -77,25 +85,10 @@ def _distribution(noise: float, rate: float, replace: bool, group: int):  # type
     )
 
 
-def renyi_epsilon(rounds: int, noise: float, delta: float, rate: float = 1.0) -> float:
-    """Return the epsilon by Rényi divergences of integer orders: larger, and proven without numerical integration."""
-    _check(rounds, noise, delta, rate, 1)
-    if not rounds:
-        return 0.0
-    if not noise:
-        return math.inf
-    library = import_library()
-    accountant = library.rdp.RdpAccountant([*range(2, 256), 512, 1024])
-    event = library.GaussianDpEvent(noise)
-    accountant.compose(event if rate >= 1 else library.PoissonSampledDpEvent(rate, event), rounds)
-    return float(accountant.get_epsilon(delta))
-
-
 @lru_cache(maxsize=64)
 def solve_noise(target: float, rounds: int, delta: float, rate: float = 1.0) -> float:
     """Return the smallest noise multiplier, up to 0.1 %, with which `rounds` rounds spend at most `target`."""
-    if not target > 0 or not math.isfinite(target):
-        raise BadArgument("privacy", f"epsilon must be a positive number, got {target!r}", "use epsilon=3")
+    check_positive("privacy", "epsilon", target, "use epsilon=3")
     low, high = _LOWEST, 1.0
     while epsilon(rounds, high, delta, rate) > target:
         low, high = high, 2 * high
@@ -113,15 +106,14 @@ def affordable_rounds(budget: float, noise: float, delta: float, rate: float = 1
     """Return the largest number of rounds that spend at most a budget of epsilon, up to a million."""
     if not noise:
         return 0
-    low, high = 0, 1
-    while high <= MOST_ROUNDS and epsilon(high, noise, delta, rate) <= budget:
-        low, high = high, 2 * high
-    if high > MOST_ROUNDS:
-        return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if epsilon(middle, noise, delta, rate) <= budget else (low, middle)
-    return low
+
+    def spent(rounds: int) -> float:
+        return epsilon(rounds, noise, delta, rate)
+
+    high = 1
+    while high <= MOST_ROUNDS and spent(high) <= budget:
+        high *= 2
+    return high // 2 if high > MOST_ROUNDS else bisect_right(range(high), budget, lo=high // 2, key=spent) - 1
 
 
 def milestone(rounds: int) -> int:
@@ -175,13 +167,6 @@ class Accountant:
         """Whether one more round stays within the budget."""
         return self.budget is None or self.rounds < affordable_rounds(self.budget, self.noise, self.delta, self.rate)
 
-    def by_client(self) -> dict[int | str, float]:
-        """Return the epsilon of each client that is known by name."""
-        return {
-            client: epsilon(self._all + rounds, self.noise, self.delta, self.rate)
-            for client, rounds in self._by_client.items()
-        }
-
     def count(self, clients: Sequence[int | str] | None = None) -> None:
         """Count a round: for its clients, or for everyone if these are unknown."""
         if clients is None:
@@ -199,15 +184,8 @@ class Accountant:
         self._all, self._by_client = rounds, dict(own)
 
 
-def _check(rounds: int, noise: float, delta: float, rate: float, group: int, replace: bool = False) -> None:
-    where = "epsilon"
-    if not 0 < delta < 1:
+def check_delta(where: str, delta: float) -> float:
+    """Return a delta above 0 and below 1; refuse any other."""
+    if not is_number(delta) or not 0 < delta < 1:
         raise BadArgument(where, f"delta must be above 0 and below 1, got {delta!r}", "use delta=1e-5")
-    if rounds < 0 or not noise >= 0:
-        raise BadArgument(where, f"rounds and noise must be 0 or more, got {rounds!r} and {noise!r}")
-    if not 0 < rate <= 1:
-        raise BadArgument(where, f"rate must be above 0 and at most 1, got {rate!r}")
-    if group < 1:
-        raise BadArgument(where, f"group must be at least 1, got {group!r}")
-    if replace and group > 1 and rate < 1:
-        raise BadArgument(where, "replacement of several records with sampling is not accounted for", "use group alone")
+    return float(delta)

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
 from fedveil.privacy.row_layers import ForwardVaries, RowLayer, find_row_layers, run_with_taps
-from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward
+from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward, walk_back
 from fedveil.scheme.losses import USERS, Loss
 from fedveil.scheme.messages import Broadcast, PublicHead
 from fedveil.scheme.outputs import are_classes, compute_outputs, head_axis, slope, spread
@@ -162,14 +162,10 @@ def clipped_sums(
     for rows, found in chunks:
         for name, own in _clip(task, *found, included[rows], clip).items():
             total[name] = total[name].add_(own) if name in total else own
-    return {name: total[name] if total else zero_sums(task, name) for name in task.trainable}
-
-
-def zero_sums(task: RecordGradients, name: str) -> Tensor:
-    """Return the sums of a parameter's gradients over no records."""
-    return torch.zeros_like(
-        task.trim_alpha(name, torch.stack([task.values[name]] * task.candidates)), dtype=torch.float64
-    )
+    for name in () if total else task.trainable:  # no records
+        like = task.values[name].expand(task.candidates, *task.values[name].shape)
+        total[name] = torch.zeros_like(task.trim_alpha(name, like), dtype=torch.float64)
+    return {name: total[name] for name in task.trainable}
 
 
 def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> Tensor:
@@ -241,18 +237,9 @@ def _stack_products(
 ) -> list[Product]:
     """Return the products of a stack of Linear and ReLU."""
     seen = forward(links, task.values, inputs)
-    back = task.slopes(seen[-1], targets)
-    products: list[Product] = []
-    for number in reversed(range(len(links))):
-        path = links[number]
-        if path is None:
-            back = back * seen[number + 1].sign()
-            continue
-        weight = f"{path}.weight"
-        products.append(Product.from_layer(task, weight, f"{path}.bias", back, seen[number]))
-        if number:
-            back = back @ task.values[weight]
-    return [product for product in products if product.weight or product.bias]
+    steps = walk_back(links, task.values, seen, task.slopes(seen[-1], targets))
+    found = [Product.from_layer(task, f"{path}.weight", f"{path}.bias", *step) for path, *step in steps]
+    return [product for product in found if product.weight or product.bias]
 
 
 def _clip(task: RecordGradients, gradients: Tensors, products: list[Product], included: Tensor, clip: float) -> Tensors:

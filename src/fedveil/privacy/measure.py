@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
+from fedveil.privacy.accounting import epsilon
+
 Reals = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
 LARGEST = 50.0  # epsilon that is searched for
@@ -50,14 +52,7 @@ def gaussian_estimate(inside: Reals, outside: Reals, delta: float, confidence: f
         inside.var(ddof=1) / outside.var(ddof=1) / len(inside) + 1 / len(outside) + distance**2 / (2 * len(outside))
     )
     mu = float(distance - stats.norm.ppf(confidence) * error)
-    if mu <= 0:
-        return 0.0
-
-    def excess(epsilon: float) -> float:
-        tail = epsilon + stats.norm.logcdf(-epsilon / mu - mu / 2)
-        return float(stats.norm.cdf(-epsilon / mu + mu / 2) - math.exp(tail) - delta)
-
-    return 0.0 if excess(0.0) < 0 else float(optimize.brentq(excess, 0.0, 5000.0))
+    return epsilon(1, 1 / mu, delta) if mu > 0 else 0.0
 
 
 @dataclass(frozen=True)

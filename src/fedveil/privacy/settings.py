@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fedveil.checks import check_choice, check_count, is_number
+from fedveil.checks import check_choice, check_count, check_fraction, check_range
 from fedveil.errors import BadArgument
-from fedveil.privacy.accounting import import_library, solve_noise
+from fedveil.privacy.accounting import check_delta, import_library, solve_noise
 from fedveil.privacy.gradients import MEMORY
 from fedveil.privacy.mechanism import MOST_RECORDS, Grid, count_shares, make_grid
 
@@ -58,13 +58,11 @@ class Privacy:
         check_choice(where, "unit", self.unit, ("record", "client"))
         check_choice(where, "noise_by", self.noise_by, ("server", "clients"))
         for name, low, high in (("clip", LOWEST, HIGHEST), ("noise", 0.0, 1e6), ("epsilon", 1e-6, 1e6)):
-            value = getattr(self, name)
-            if value is not None and (not is_number(value) or not low <= value <= high):
-                raise BadArgument(where, f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
-        if not is_number(self.delta) or not 0 < self.delta < 1:
-            raise BadArgument(where, f"delta must be above 0 and below 1, got {self.delta!r}", "use delta=1e-5")
-        if self.rate is not None and (not is_number(self.rate) or not 0 < self.rate <= 1):
-            raise BadArgument(where, f"rate must be above 0 and at most 1, got {self.rate!r}", "use rate=0.01")
+            if getattr(self, name) is not None:
+                check_range(where, name, getattr(self, name), low, high)
+        check_delta(where, self.delta)
+        if self.rate is not None:
+            check_fraction(where, "rate", self.rate, "use rate=0.01")
         if self.rounds is not None:
             check_count(where, "rounds", self.rounds)
         check_count(where, "colluding", self.colluding)

@@ -361,23 +361,31 @@ def forward(links: Sequence[str | None], values: Tensors, inputs: Tensor) -> lis
     return seen
 
 
-def backward(
-    links: Sequence[str | None], values: Tensors, seen: Sequence[Tensor], cotangents: Tensor, wanted: Collection[str]
-) -> Tensors:
-    """Return gradients of the `wanted` parameters, one row for each row of cotangents of the last output."""
-    back = cotangents
-    passes, samples, _ = back.shape
-    found: Tensors = {}
+def walk_back(
+    links: Sequence[str | None], values: Tensors, seen: Sequence[Tensor], cotangents: Tensor
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield each Linear's path, the cotangents of its output and its input, from last to first."""
+    back, (passes, samples, _) = cotangents, cotangents.shape
     for number in reversed(range(len(links))):
         path = links[number]
         if path is None:
             back.mul_(seen[number + 1].sign())  # a ReLU's output has sign 0 or 1: its derivative
             continue
+        yield path, back, seen[number]
+        if number:
+            weight = values[f"{path}.weight"]
+            back = (back.view(passes * samples, len(weight)) @ weight).view(passes, samples, weight.shape[1])
+
+
+def backward(
+    links: Sequence[str | None], values: Tensors, seen: Sequence[Tensor], cotangents: Tensor, wanted: Collection[str]
+) -> Tensors:
+    """Return gradients of the `wanted` parameters, one row for each row of cotangents of the last output."""
+    found: Tensors = {}
+    for path, back, entered in walk_back(links, values, seen, cotangents):
         weight, bias = f"{path}.weight", f"{path}.bias"
         if weight in wanted:
-            found[weight] = torch.bmm(back.transpose(1, 2), seen[number].expand(passes, -1, -1))
+            found[weight] = torch.bmm(back.transpose(1, 2), entered.expand(len(back), -1, -1))
         if bias in wanted:
             found[bias] = back.sum(1)
-        if number:
-            back = (back.view(passes * samples, -1) @ values[weight]).view(passes, samples, -1)
     return {name: found[name] for name in wanted}

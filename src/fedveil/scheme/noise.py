@@ -196,22 +196,23 @@ def draw_units(plan: Plan, settings: NoiseSettings, count: int, entropy: Entropy
 
 def _draw_members(plan: Plan, count: int, entropy: Entropy | None) -> Integers:
     """Draw new indices of the order classes within their kinds, one row per round; without entropy, nothing moves."""
-    moves = plan.moves
-    members = np.zeros((count, len(plan.cells)), dtype=np.int64)
-    inside = _shuffle(moves.cells, moves.starts, count, entropy)
-    blocks = np.zeros((count, 1 + len(moves.families)), dtype=np.int64)
-    blocks[:, 1:] = _shuffle(moves.families, moves.first, count, entropy)
-    members[:, moves.classes] = blocks[:, moves.blocks] * moves.sizes + inside
+    orders, moving = plan.orders, plan.moving
+    cells, sizes = orders.cells[moving], np.bincount(orders.cells[moving])
+    members = np.zeros((count, len(orders.cells)), dtype=np.int64)
+    blocks = np.zeros((count, len(orders.families)), dtype=np.int64)
+    inside = _shuffle(cells, count, entropy)
+    blocks[:, 1:] = _shuffle(orders.families[1:], count, entropy)
+    members[:, moving] = blocks[:, orders.blocks[moving]] * sizes[cells] + inside
     return members
 
 
-def _shuffle(groups: Integers, starts: Integers, count: int, entropy: Entropy | None) -> Integers:
-    """Draw a new index within its group for each member; `starts` is where its group starts in sorted order."""
-    keys = groups.astype(np.uint64) << np.uint64(40)
+def _shuffle(groups: Integers, count: int, entropy: Entropy | None) -> Integers:
+    """Draw a new index within its group for each member, one row per round."""
+    keys, ordered = groups.astype(np.uint64) << np.uint64(40), np.sort(groups)
     random = entropy.words(count * len(groups)) if entropy else np.zeros(count * len(groups), np.uint64)
     order = np.argsort(keys + (random.reshape(count, -1) >> np.uint64(24)), axis=1, kind="stable")
     numbers = np.empty((count, len(groups)), np.int64)
-    np.put_along_axis(numbers, order, np.arange(len(groups)) - np.sort(starts), 1)
+    np.put_along_axis(numbers, order, np.arange(len(groups)) - np.searchsorted(ordered, ordered), 1)
     return numbers
 
 

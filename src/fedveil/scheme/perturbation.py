@@ -30,7 +30,7 @@ from fedveil.scheme.noise import (
     draw_head,
     draw_units,
 )
-from fedveil.scheme.recover import Recovery, blank_update, check_updates, recover, refuse_non_finite, smooth
+from fedveil.scheme.recover import Recovery, check_updates, recover, refuse_non_finite, smooth
 from fedveil.scheme.result import Aggregate, recover_each
 from fedveil.scheme.transform import BufferPool, Transform
 from fedveil.wire import Tensors
@@ -94,7 +94,7 @@ class Perturbation(MemoryOnly):
 
     def template(self) -> Update:
         """Return an update for this round on the meta device: names, shapes and dtypes without values."""
-        return blank_update(self.recovery)
+        return self.recovery.template()
 
     def release(self, *, reuse: bool = False) -> None:
         """Drop the secret; may be called repeatedly.
