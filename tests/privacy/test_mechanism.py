@@ -38,11 +38,7 @@ def test_a_coarse_grid_is_refused():
 def test_a_record_changes_the_rounded_sum_by_at_most_the_sensitivity(dtype):
     """Measured over neighbouring data, on a grid so coarse that its rounding shows."""
     torch.manual_seed(0)
-    model, inputs, targets = (
-        mlp(20, 5, hidden=30).to(dtype),
-        torch.randn(40, 20, dtype=dtype),
-        torch.randint(0, 5, (40,)),
-    )
+    model, inputs, targets = mlp(20, 5, hidden=30).to(dtype), torch.randn(40, 20, dtype=dtype), torch.arange(40) % 5
     task = RecordGradients.from_model(model, find_loss("cross_entropy"))
     numbers, clip, every = task.parameters(), 1e-3, torch.ones(40, dtype=torch.bool)
     grid = make_grid(9000.0, clip, numbers)
