@@ -147,6 +147,14 @@ def veiled_round(model, inputs, targets, *, seed=None, **noise):
     return perturbation.recover([fedveil.client_step(model, perturbation.broadcast, inputs, targets)])
 
 
+def answered(model, inputs, targets, tamper=lambda plan: None, seed=1, **settings):
+    """A secret, an update of its round, and the true gradient; under a plan that may have been tampered with."""
+    plan = fedveil.analyse(model, inputs)
+    tamper(plan)
+    secret = perturb(model, plan, entropy=fedveil.Entropy.for_tests(seed), **settings)
+    return secret, fedveil.client_step(model, secret.broadcast, inputs, targets), plain(model, inputs, targets)[0]
+
+
 def recovery_error(model, inputs, targets, **noise):
     """The largest error of a gradient after a veiled round."""
     return worst(veiled_round(model, inputs, targets, seed=0, **noise).gradients, plain(model, inputs, targets)[0])

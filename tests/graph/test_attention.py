@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.oracle import Network, assert_close, perturb, plain, planned, veiled_round, worst
+from tests.oracle import Network, answered, assert_close, perturb, plain, planned, veiled_round, worst
 from tests.transformers import WIDTH, Attention, Block, Stream, attention_networks, recurrent_networks, shaken
 from torch import nn
 
@@ -50,12 +50,8 @@ def recurrent(kind):
 
 def error_after(model, tamper, seed=3):
     """The worst error of a parameter after a round under a plan that was tampered with."""
-    ids, targets = tokens()
-    plan = fedveil.analyse(model, ids)
-    tamper(plan)
-    secret = perturb(model, plan, multiplicative=10.0, entropy=fedveil.Entropy.for_tests(seed))
-    update = fedveil.client_step(model, secret.broadcast, ids, targets)
-    return worst(secret.recover([update]).gradients, plain(model, ids, targets)[0])
+    secret, update, truth = answered(model, *tokens(), tamper, seed, multiplicative=10.0)
+    return worst(secret.recover([update]).gradients, truth)
 
 
 def slots_of(plan, name, kind, number=0):
