@@ -10,7 +10,8 @@ from torch import nn
 
 import fedveil
 from fedveil import Federation, Privacy
-from fedveil.errors import Aborted, BadArgument
+from fedveil.defences.record_private import SumUpdate
+from fedveil.errors import Aborted, BadArgument, UpdateRefused
 from fedveil.models import mlp
 from fedveil.privacy.accounting import epsilon
 from fedveil.privacy.gradients import RecordGradients, clipped_sums
@@ -210,6 +211,24 @@ def test_a_sum_without_enough_shares_of_noise_is_not_used():
     own.recover_total(total, 10, 4, 3)
     with pytest.raises(Aborted, match="2 of 4 clients"):
         own.recover_total(total, 10, 4, 2)
+
+
+BAD_SUMS = [
+    (lambda sums: sums | {"0.weight": sums["0.weight"] * math.nan}, "sum 0.weight is not finite"),
+    (lambda sums: sums | {"0.weight": sums["0.weight"] + 2.0**53}, "sum 0.weight is not finite, or too large"),
+    (lambda sums: sums | {"0.weight": sums["0.weight"][0]}, r"sum 0.weight is \(5, 6\)"),
+    (lambda sums: {"0.weight": sums["0.weight"]}, "sum 0.bias is missing"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), BAD_SUMS)
+def test_sums_that_do_not_fit_are_refused_and_cost_nothing(change, text):
+    server = federation().defence_server
+    own = server.start_round(network())
+    sums = {name: torch.zeros(like.shape, dtype=torch.float64) for name, like in own.template.items()}
+    with pytest.raises(UpdateRefused, match=f"client 1: {text}"):
+        own.recover([SumUpdate(sums), SumUpdate(change(sums))], [1.0, 1.0])
+    assert server.accountant.rounds == 0
 
 
 def test_dropout_does_not_follow_from_a_seed():

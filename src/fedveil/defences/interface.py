@@ -11,7 +11,7 @@ from fedveil.defences.state import State, StateValue
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.plan import Plan
-from fedveil.privacy.accounting import Accountant
+from fedveil.privacy.accounting import Accountant, Members
 from fedveil.privacy.gradients import RecordGradients
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.result import recover_each
@@ -114,7 +114,7 @@ class DefenceServer(ABC, Generic[B, U]):
     has_budget: bool = True  # of a differentially private defence: whether one more round is within its epsilon
 
     @abstractmethod
-    def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> DefenceRound[B, U]:
+    def start_round(self, model: nn.Module, members: Members = None) -> DefenceRound[B, U]:
         """Create the broadcast for an attempt; `members` are the clients that will answer, if known."""
 
     def state(self) -> State:

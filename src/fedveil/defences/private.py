@@ -13,7 +13,7 @@ from fedveil.defences.interface import AnyClient, AnyDefence, AnyRound, B, Defen
 from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
-from fedveil.privacy.accounting import Accountant, check_delta, import_library
+from fedveil.privacy.accounting import Accountant, Members, check_delta, import_library
 from fedveil.privacy.mechanism import add_noise, make_grid, quantise
 from fedveil.scheme import Aggregate, Entropy, Loss
 from fedveil.scheme.outputs import compute_outputs
@@ -41,7 +41,7 @@ class PrivateDefence(Defence[B, U]):
         self.repeatable = self.entropy.for_tests_only or inner.repeatable
 
     @abstractmethod
-    def wrap(self, inner: AnyRound, model: nn.Module, members: Sequence[int | str] | None) -> DefenceRound[B, U]:
+    def wrap(self, inner: AnyRound, model: nn.Module, members: Members) -> DefenceRound[B, U]:
         """Return a private round around a round of the inner defence."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class PrivateServer(DefenceServer[B, U]):
         """Whether one more round stays within the budget."""
         return self.accountant.has_budget
 
-    def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> DefenceRound[B, U]:
+    def start_round(self, model: nn.Module, members: Members = None) -> DefenceRound[B, U]:
         """Create the inner server's broadcast."""
         return self.defence.wrap(self.inner.start_round(model, members), model, members)
 
@@ -101,7 +101,7 @@ class PrivateServer(DefenceServer[B, U]):
 class PrivateRound(DefenceRound[B, U]):
     """A round of the inner defence, whose result gets noise."""
 
-    def __init__(self, defence: PrivateDefence[B, U], inner: AnyRound, members: Sequence[int | str] | None) -> None:
+    def __init__(self, defence: PrivateDefence[B, U], inner: AnyRound, members: Members) -> None:
         self.inner, self.broadcast, self._members = inner, inner.broadcast, members
         self._accountant, self._entropy = defence.accountant, defence.entropy
 
@@ -177,9 +177,7 @@ class Private(PrivateDefence[B, U]):
         """Prepare clients of the inner defence."""
         return self.inner.client(model, example, loss)
 
-    def wrap(
-        self, inner: DefenceRound[B, U], model: nn.Module, members: Sequence[int | str] | None
-    ) -> "ClientPrivateRound[B, U]":
+    def wrap(self, inner: AnyRound, model: nn.Module, members: Members) -> "ClientPrivateRound[B, U]":
         """Return a round that clips and adds noise."""
         return ClientPrivateRound(self, inner, members)
 
@@ -191,7 +189,7 @@ class Private(PrivateDefence[B, U]):
 class ClientPrivateRound(PrivateRound[B, U]):
     """Clips each client's gradient, which the inner defence recovers, and adds noise to the sum."""
 
-    def __init__(self, defence: Private[B, U], inner: DefenceRound[B, U], members: Sequence[int | str] | None) -> None:
+    def __init__(self, defence: Private[B, U], inner: DefenceRound[B, U], members: Members) -> None:
         super().__init__(defence, inner, members)
         self._clip, self._noise = defence.clip, defence.noise
 

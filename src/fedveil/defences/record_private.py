@@ -1,6 +1,6 @@
 """Differential privacy for records, added to plain training or to a veil (docs/defences/privacy.md)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +20,15 @@ from fedveil.defences.interface import (
     Samples,
 )
 from fedveil.defences.private import PrivateDefence, PrivateRound, PrivateServer
-from fedveil.errors import Aborted, BadArgument, IncompleteUpdate, MisshapenUpdate, NonFiniteUpdate
+from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate
 from fedveil.graph.inputs import Inputs
-from fedveil.privacy.accounting import Accountant
+from fedveil.privacy.accounting import Accountant, Members
 from fedveil.privacy.gradients import clipped_sums, refuse_coupling
 from fedveil.privacy.mechanism import LARGEST, add_noise, quantise
 from fedveil.privacy.samplers import poisson_sample
 from fedveil.privacy.settings import Privacy
 from fedveil.scheme import Aggregate, Entropy, Loss
+from fedveil.scheme.recover import check_tensors
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 
 SUM = "sum"  # prefix of the tensors of an update
@@ -93,9 +94,9 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
         refuse_batch_norm(model)
         return RecordPrivateClient(self, self.inner.client(model, example, loss), count_numbers(model))
 
-    def wrap(self, inner: AnyRound, model: nn.Module, members: Sequence[int | str] | None) -> "RecordPrivateRound":
+    def wrap(self, inner: AnyRound, model: nn.Module, members: Members) -> "RecordPrivateRound":
         """Return a round that sums the clients' sums and adds noise."""
-        return RecordPrivateRound(self, inner, count_numbers(model), members)
+        return RecordPrivateRound(self, inner, model, members)
 
     def settings(self) -> dict[str, float | str]:
         """Return all settings on which the noise depends."""
@@ -121,16 +122,24 @@ def refuse_batch_norm(model: nn.Module) -> None:
 class RecordPrivateRound(PrivateRound[object, SumUpdate]):
     """Adds up the clients' sums, adds noise unless clients did, and recovers the gradient."""
 
-    def __init__(
-        self, defence: RecordPrivate, inner: AnyRound, numbers: int, members: Sequence[int | str] | None
-    ) -> None:
+    def __init__(self, defence: RecordPrivate, inner: AnyRound, model: nn.Module, members: Members) -> None:
         super().__init__(defence, inner, members)
-        self._privacy, self._numbers, self.template = defence.privacy, numbers, inner.sum_template()
+        self._privacy, self._numbers, self.template = defence.privacy, count_numbers(model), inner.sum_template()
+        self._device = next(model.parameters()).device
+
+    def check(self, update: SumUpdate, position: int) -> None:
+        """Refuse sums with other names, shapes or dtypes, and numbers that are not finite or exceed the grid."""
+        client = f"client {position}"
+        forms = {name: (like.shape, torch.float64) for name, like in self.template.items()}
+        check_tensors(client, "sum", update.sums, forms, self._device)
+        for name, own in update.sums.items():
+            if not bool((own.abs() < LARGEST).all()):  # NaN too
+                raise NonFiniteUpdate(client, f"sum {name} is not finite, or too large")
 
     def recover(self, updates: Sequence[SumUpdate], weights: Sequence[float]) -> Aggregate:
         """Return the noisy mean; weights are the clients' declared numbers of records."""
         for position, update in enumerate(updates):
-            check_sums(f"client {position}", update.sums, self.template)
+            self.check(update, position)
         total = {name: torch.stack([one.sums[name] for one in updates]).sum(0) for name in self.template}
         return self.recover_total(total, sum(weights), None)
 
@@ -208,19 +217,6 @@ class RecordPrivateClient(DefenceClient[object, SumUpdate]):
         return SumUpdate(sums)
 
 
-def check_sums(where: str, sums: Tensors, template: Mapping[str, Tensor]) -> None:
-    """Refuse sums of other names or shapes, and numbers that are not integers of the grid."""
-    if sums.keys() != template.keys():
-        raise IncompleteUpdate(where, "its sums are not those of the model's parameters")
-    for name, like in template.items():
-        own = sums[name]
-        if own.shape != like.shape or own.dtype != torch.float64:
-            what = f"sum {name} is {tuple(own.shape)} {own.dtype}, not {tuple(like.shape)} torch.float64"
-            raise MisshapenUpdate(where, what)
-        if not bool((own.abs() < LARGEST).all()):  # NaN too
-            raise NonFiniteUpdate(where, f"sum {name} is not finite, or too large")
-
-
 class SumCodec(Codec[object, SumUpdate]):
     """The inner broadcast, and sums as float64."""
 
@@ -244,10 +240,10 @@ class SumCodec(Codec[object, SumUpdate]):
     ) -> SumUpdate:
         """Decode sums of the model's names and shapes."""
         assert isinstance(own, RecordPrivateRound)
-        sums = strip_prefix(SUM, tensors)
-        check_sums(f"client {position}", sums, own.template)
         device = next(model.parameters()).device
-        return SumUpdate({name: tensor.to(device) for name, tensor in sums.items()})
+        update = SumUpdate({name: tensor.to(device) for name, tensor in strip_prefix(SUM, tensors).items()})
+        own.check(update, position)
+        return update
 
     def template(self, own: AnyRound, model: nn.Module) -> Packed:
         """Return sums on the meta device."""

@@ -16,6 +16,7 @@ from types import ModuleType
 from fedveil.checks import check_count, check_fraction, check_positive, is_number
 from fedveil.errors import BadArgument
 
+Members = Sequence[int | str] | None  # the clients of a round; None if they are unknown
 _INTERVAL = 1e-3  # of privacy loss; the result is an upper bound at any interval, here by less than 2e-4
 _LOWEST, _HIGHEST = 1e-2, 1e6  # of a noise multiplier that is searched for
 _STEPS = 1.02  # between numbers of rounds for which epsilon is computed
@@ -167,7 +168,7 @@ class Accountant:
         """Whether one more round stays within the budget."""
         return self.budget is None or self.rounds < affordable_rounds(self.budget, self.noise, self.delta, self.rate)
 
-    def count(self, clients: Sequence[int | str] | None = None) -> None:
+    def count(self, clients: Members = None) -> None:
         """Count a round: for its clients, or for everyone if these are unknown."""
         if clients is None:
             self._all += 1

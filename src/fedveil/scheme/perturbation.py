@@ -216,8 +216,8 @@ class VeilSession(MemoryOnly):
             coefficients = [float(number == index) for number in range(len(offsets))]
         numbers = (noise.direction, noise.partition, torch.from_numpy(noise.offset), torch.from_numpy(offsets))
         r_a, groups, offset, candidates = (tensor.to(self.plan.layout.device) for tensor in numbers)
-        names, place, noisy = (head.path, head.weight, head.bias), (head.dim, head.axis, head.tail), bias is not None
-        return PublicHead(*names, noisy, r_a, groups, offset, candidates, *place), coefficients
+        layer = {**vars(head), "noisy_bias": bias is not None}
+        return PublicHead(**layer, direction=r_a, partition=groups, offset=offset, candidates=candidates), coefficients
 
     def _draw(self, reserve: _Reserve) -> tuple[UnitNoise, HeadNoise | None]:
         if reserve.kept is not None:
