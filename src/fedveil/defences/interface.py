@@ -222,6 +222,11 @@ class Defence(ABC, Generic[B, U]):
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
         """Prepare clients for a run; `model` defines the architecture."""
 
+    def require_record_gradients(self) -> None:
+        """Refuse if clients cannot compute the gradient of a single record."""
+        if not self.has_record_gradients:
+            raise BadArgument("privacy", f"{self.name}: {NO_RECORDS}", RECORDS_FIX)
+
     def for_records(self) -> "Defence[B, U]":
         """Return the variant of this defence that a guarantee for records needs; by default itself."""
         return self

@@ -8,17 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fedveil.defences.interface import (
-    NO_RECORDS,
-    RECORDS_FIX,
-    AnyClient,
-    AnyCodec,
-    AnyDefence,
-    AnyRound,
-    Codec,
-    DefenceClient,
-    Samples,
-)
+from fedveil.defences.interface import AnyClient, AnyCodec, AnyDefence, AnyRound, Codec, DefenceClient, Samples
 from fedveil.defences.private import PrivateDefence, PrivateRound, PrivateServer
 from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate
 from fedveil.graph.inputs import Inputs
@@ -66,8 +56,7 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
     integer_sums = True
 
     def __init__(self, inner: AnyDefence, privacy: Privacy, *, entropy: Entropy | None = None) -> None:
-        if not inner.has_record_gradients:
-            raise BadArgument("privacy", f"{inner.name}: {NO_RECORDS}", RECORDS_FIX)
+        inner.require_record_gradients()
         if inner.largest_factor != 1.0 and not privacy.allow_factors:
             what = f"factors up to {inner.largest_factor:g} change the norms by which gradients are clipped"
             raise BadArgument("privacy", what, "use fedveil.Veil(multiplicative=1.0, decoys=2), or allow_factors=True")
