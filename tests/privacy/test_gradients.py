@@ -248,7 +248,7 @@ def test_other_factors_change_what_is_clipped():
 
 def test_what_has_no_gradient_per_record_is_refused():
     model, inputs, _ = make("stack")
-    with pytest.raises(BadArgument, match="no record has a gradient of its own"):
+    with pytest.raises(BadArgument, match="no record has its own gradient"):
         RecordGradients.from_model(model, find_loss(fedveil.BatchLoss(nn.CrossEntropyLoss())))
     plan = fedveil.analyse(model, inputs[:1])
     with pytest.raises(BadArgument, match=r"(?s)squared error.*decoys=2"):

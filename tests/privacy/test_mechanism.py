@@ -23,7 +23,7 @@ from fedveil.scheme.losses import find_loss
 @pytest.mark.parametrize("candidates", [1, 3])
 def test_noise_is_the_multiplier_times_the_sensitivity(noise, shares, candidates):
     grid = make_grid(noise, 2.0, 1000, candidates=candidates, shares=shares)
-    total = grid.deviation * math.sqrt(shares)
+    total = SCALE * grid.unit * math.sqrt(shares)
     assert total == pytest.approx(noise * grid.sensitivity, rel=1e-12)
     exact = math.sqrt(candidates) * 2.0 + grid.unit * math.sqrt(candidates * 1000)
     assert exact < grid.sensitivity < exact * (1 + 2e-5)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fedveil.checks import check_count
 from fedveil.defences import encoding
 from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Samples
-from fedveil.defences.plain import PlainClient, PlainUpdate, accumulate, average
+from fedveil.defences.plain import PlainClient, PlainUpdate, average
 from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument, ModelMismatch, StaleUpdate
 from fedveil.graph.inputs import Inputs, call, record_calls
@@ -279,7 +279,7 @@ class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
         self, broadcast: SketchedBroadcast, total: SketchedUpdate | None, update: SketchedUpdate
     ) -> tuple[SketchedBroadcast, SketchedUpdate]:
         """Sum gradients of the sketched network."""
-        network, update = accumulate(broadcast.network, total, update)
+        network, update = self._plain.accumulate(broadcast.network, total, update)
         return dataclasses.replace(broadcast, network=network), update
 
 

@@ -181,19 +181,14 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
         return RecordGradients.from_model(broadcast, self.loss)
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
-        """Sum gradients; running statistics continue from the last batch."""
-        return accumulate(broadcast, total, update)
-
-
-def accumulate(broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
-    """Sum gradients, and put the buffers of the last batch into a copy of the broadcast."""
-    if update.buffers:
-        broadcast = copy.deepcopy(broadcast)
-        broadcast.load_state_dict(update.buffers, strict=False)
-    if total is not None:
-        summed = {name: total.gradients[name] + g for name, g in update.gradients.items()}
-        update = replace(update, gradients=summed)
-    return broadcast, update
+        """Sum gradients, and put the buffers of the last batch into a copy of the broadcast."""
+        if update.buffers:
+            broadcast = copy.deepcopy(broadcast)
+            broadcast.load_state_dict(update.buffers, strict=False)
+        if total is not None:
+            summed = {name: total.gradients[name] + g for name, g in update.gradients.items()}
+            update = replace(update, gradients=summed)
+        return broadcast, update
 
 
 def compute_gradients(model: nn.Module, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensors:

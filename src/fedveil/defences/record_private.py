@@ -42,9 +42,9 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
 
     Guarantees: anyone who sees the models after the rounds, even all other clients together, learns about one record
       no more than epsilon and delta allow (`fedveil.privacy.accounting`). With noise by clients and secure aggregation
-      the same holds for a server that follows the protocol. Neighbouring data give the same messages but for the sum.
-    Not covered: the numbers N_k, what was chosen by looking at the data (settings, preprocessing, test records that
-      decide when to stop), and the time that a client takes for a sample larger than `Privacy.capacity`.
+      the same holds for a server that follows the protocol. Messages about neighbouring data differ only in the sum.
+    Not covered: the numbers N_k, choices that depend on the data (settings, preprocessing, when to stop), and the
+      time that a client takes for a sample larger than `Privacy.capacity`.
 
     Args:
         inner: plain, or a veil with decoys. Factors other than 1 (`multiplicative`) distort norms and noise.
@@ -136,14 +136,14 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         """Return the noisy mean from a sum in grid units.
 
         Args:
-            total: the sum, over clients that declare so many records.
-            records: declared by these clients.
-            members: of the attempt, under secure aggregation.
-            survivors: of them, those in the sum.
+            total: the sum over clients.
+            records: the number of records that these clients declare.
+            members: the number of clients that were asked, under secure aggregation.
+            survivors: the number of clients in the sum, under secure aggregation.
         """
         privacy, by_clients = self._privacy, self._privacy.noise_by == "clients"
         if by_clients and members is not None and survivors < members - privacy.vanishing:
-            what = f"{survivors} of {members} clients are in it; noise is complete without {privacy.vanishing} at most"
+            what = f"{survivors} of {members} clients are in it; its noise allows for {privacy.vanishing} missing"
             raise Aborted("few", "the sum", what)
         grid = privacy.grid(self._numbers, len(next(iter(self.template.values()))), members)
         self._accountant.count(self._members)  # before the noise is drawn, in case that is interrupted
@@ -159,13 +159,13 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         return Aggregate(found.gradients, {}, found.error, {**found.figures, **spent})
 
     def count_lost(self) -> None:
-        """Count the round: with noise by clients the server may have seen the sum."""
+        """Count the round if clients add the noise, because the server may have seen the sum."""
         if self._privacy.noise_by == "clients":
             self._accountant.count(self._members)
 
 
 class RecordPrivateClient(DefenceClient[object, SumUpdate]):
-    """Samples, clips, adds up; adds its share of the noise if the clients do that."""
+    """Samples records, clips and sums their gradients, and adds a share of the noise if clients add it."""
 
     def __init__(self, settings: RecordPrivate, inner: AnyClient, numbers: int) -> None:
         self._privacy, self._entropy = settings.privacy, settings.entropy
@@ -197,7 +197,7 @@ class RecordPrivateClient(DefenceClient[object, SumUpdate]):
         return broadcast, update
 
     def prepare_sum(self, update: SumUpdate, members: int | None) -> SumUpdate:
-        """Round to the grid; add a share of noise if clients do."""
+        """Round to the grid; add a share of the noise if clients add it."""
         candidates = len(next(iter(update.sums.values())))
         grid = self._privacy.grid(self._numbers, candidates, members)
         sums = {name: quantise(own, grid) for name, own in update.sums.items()}

@@ -2,7 +2,7 @@
 
 A round adds noise of standard deviation noise x clip to a sum that one unit (a record, or a client) can change by at
 most clip. With a sampling rate below 1 each record is in a round's sum with that probability, independently, and
-nobody knows which are. Data sets are neighbours if one record is replaced by a null record, whose gradient is 0: the
+it is secret which are. Data sets are neighbours if one record is replaced by a null record, whose gradient is 0: the
 number of records is public (dp-accounting's REPLACE_SPECIAL). The epsilon of replacing a record by any other is larger.
 """
 
@@ -18,10 +18,10 @@ from fedveil.errors import BadArgument
 
 Members = Sequence[int | str] | None  # the clients of a round; None if they are unknown
 _INTERVAL = 1e-3  # of privacy loss; the result is an upper bound at any interval, here by less than 2e-4
-_LOWEST, _HIGHEST = 1e-2, 1e6  # of a noise multiplier that is searched for
-_STEPS = 1.02  # between numbers of rounds for which epsilon is computed
-MOST_ROUNDS = 2**20  # for which epsilon is computed
-_EVERY = 50  # up to here it is computed for each
+_LOWEST, _HIGHEST = 1e-2, 1e6  # range of the search for a noise multiplier
+_STEPS = 1.02  # ratio of successive numbers of rounds for which a running epsilon is computed
+MOST_ROUNDS = 2**20  # maximum number of rounds that a budget is computed for
+_EVERY = 50  # up to this round, it is computed for each
 
 
 def import_library() -> ModuleType:
@@ -45,7 +45,7 @@ def epsilon(
     1906.03049), with an upper bound of the error in the result.
 
     Args:
-        rounds: in which the unit could take part.
+        rounds: the number of rounds in which the unit could take part.
         noise: noise multiplier: standard deviation of the noise on the sum over clip.
         delta: above 0 and below 1.
         rate: probability that a record is in a round's sample.

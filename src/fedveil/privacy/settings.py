@@ -29,12 +29,12 @@ class Privacy:
         unit: what is protected: one "record", or all records of a "client".
         rate: the probability that a record is in a round's sample; by default batch_size / the largest client's
             records. Only for records: the clients of a round are not secret.
-        rounds: for which the noise is chosen.
-        noise_by: "server", which the clients then trust; or "clients", in shares whose sum is enough. They need secure
-            aggregation.
-        colluding: how many clients may tell the others or the server their shares of the noise; each client knows its
-            own, so at least 1.
-        vanishing: how many clients may drop out of a sum without reducing its noise.
+        rounds: the number of rounds for which the noise is chosen.
+        noise_by: "server", which the clients must trust, or "clients", each of which adds a share of the noise under
+            secure aggregation.
+        colluding: the number of clients that may reveal their shares of the noise; at least 1, because each client
+            knows its share.
+        vanishing: the number of clients that may drop out of a sum and still leave enough noise in it.
         memory: bytes that a client may use for per-record gradients.
         allow_factors: accept a veil with factors. The guarantee holds, and accuracy suffers: norms and noise are those
             of perturbed gradients.
@@ -98,7 +98,7 @@ class Privacy:
         """Return the grid of a sum of gradients, from public numbers alone.
 
         Args:
-            numbers: in one gradient.
+            numbers: the number of values in one gradient.
             candidates: the number of gradients per record.
             members: the number of clients that are asked, under secure aggregation.
         """
@@ -112,13 +112,13 @@ class Privacy:
         return make_grid(self.noise, self.clip, numbers, candidates=candidates, shares=shares)
 
     def capacity(self, records: int) -> int:
-        """Return how many records a client computes gradients for in a round, so that the time tells nothing.
+        """Return the number of records for which a client computes gradients in every round, whatever its sample.
 
-        Samples are larger with probability below 1e-8; those take longer.
+        So the time reveals nothing. With probability below 1e-8 a sample is larger and takes longer.
         """
         assert self.rate is not None
         if self.rate * records > MOST_RECORDS / 2:
-            what = f"a sample of {self.rate * records:,.0f} records is larger than rounding errors are bounded for"
+            what = f"a sample of {self.rate * records:,.0f} records is too large for the bound on rounding errors"
             raise BadArgument("privacy", what, f"use a rate with at most {MOST_RECORDS // 2:,} records per client")
         mean, spread = self.rate * records, math.sqrt(records * self.rate * (1 - self.rate))
         return max(1, min(records, math.ceil(mean + 6 * spread + 6)))
