@@ -43,9 +43,8 @@ def of_values(data, draw):
         key = draw(st.sampled_from([*values, "more"]))
         values[key] = draw(st.sampled_from(CLAIMS))
         return _written(answer, values=values)
-    return _written(
-        answer, **{field: draw(st.sampled_from(CLAIMS if field == "records" else [-1, 1, "x", None, True]))}
-    )
+    claims = CLAIMS if field == "records" else [-1, 1, "x", None, True]
+    return _written(answer, **{field: draw(st.sampled_from(claims))})
 
 
 def of_tensors(data, draw):
@@ -66,9 +65,8 @@ def of_tensors(data, draw):
     elif how == "drop":
         del tensors[name]
     elif how == "rename":
-        tensors[draw(st.sampled_from(["", "x", name + "x", "passes/x", "gradient/", "junk/" + name]))] = tensors.pop(
-            name
-        )
+        other = draw(st.sampled_from(["", "x", name + "x", "passes/x", "gradient/", "junk/" + name]))
+        tensors[other] = tensors.pop(name)
     elif how == "more":
         prefix = draw(st.sampled_from(["", "passes/", "gradient/", "buffer/", "junk/"]))
         tensors |= {f"{prefix}{k}": torch.zeros(0) for k in range(draw(st.sampled_from([1, 30, 3000])))}

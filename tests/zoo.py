@@ -34,22 +34,11 @@ def bottleneck() -> nn.Module:
 
 def depthwise() -> nn.Module:
     """Depthwise and pointwise convolutions, with a channel multiplier, without and with norm."""
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(8, 16, 3, padding=1, groups=8),
-        nn.ReLU(),
-        nn.Conv2d(16, 12, 1, bias=False),
-        nn.BatchNorm2d(12),
-        nn.ReLU(),
-        nn.Conv2d(12, 12, 3, stride=2, padding=1, groups=12, bias=False),
-        nn.BatchNorm2d(12),
-        nn.ReLU(),
-        nn.Conv2d(12, 12, 1, groups=3),
-        nn.LeakyReLU(0.1),
-        nn.Flatten(),
-        nn.Linear(12 * 16, 10),
-    )
+    spread = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1, groups=8), nn.ReLU()]
+    normed = [nn.Conv2d(16, 12, 1, bias=False), nn.BatchNorm2d(12), nn.ReLU()]
+    strided = [nn.Conv2d(12, 12, 3, stride=2, padding=1, groups=12, bias=False), nn.BatchNorm2d(12), nn.ReLU()]
+    grouped = [nn.Conv2d(12, 12, 1, groups=3), nn.LeakyReLU(0.1), nn.Flatten(), nn.Linear(12 * 16, 10)]
+    return nn.Sequential(*spread, *normed, *strided, *grouped)
 
 
 def fire_module(before: int, inner: int, after: int) -> nn.Module:

@@ -38,10 +38,6 @@ def private(inner=None, clip=1.0, noise=1.0, *, seed=0, **options):
     return Private(inner or Plain(), clip, noise, entropy=Entropy.for_tests(seed), **options)
 
 
-def momentum(parameters):
-    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
-
-
 def net():
     return built(NETS["mlp"][0])
 
@@ -217,7 +213,7 @@ def test_a_private_veiled_run_is_the_private_plain_run(loss, dtype, whole_shard)
     runs = []
     for inner in (Plain(), Veil(additive=100.0, entropy=Entropy.for_tests(1))):
         model, defence = built(NETS["mlp"][0], dtype=dtype), private(inner, 1.0, 0.1, seed=7)
-        run = Federation(model, records((6,)), defence, momentum, batch_size=8, loss=loss, whole_shard=whole_shard)
+        run = Federation(model, records((6,)), defence, sgd, batch_size=8, loss=loss, whole_shard=whole_shard)
         runs.append((run.fit(rounds=20), values(model)))
     (truth, plain), (found, veiled) = runs
     assert worst(veiled, plain) < (1e-12 if dtype == torch.float64 else 1e-5)

@@ -1,6 +1,7 @@
 """Attention and recurrent networks: exact in every form in which people write them, broken by a wrong exponent."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def attention_model(form="fused"):
 
 def recurrent(kind):
     layers = {"embedding": nn.Embedding(7, 5), "layer": kind(5, 6, batch_first=True), "head": nn.Linear(6, 4)}
-    return Network(lambda m, ids: m.head(m.layer(m.embedding(ids))[0][:, -1]), **layers)
+    return shaken(Network(lambda m, ids: m.head(m.layer(m.embedding(ids))[0][:, -1]), **layers))
 
 
 def error_after(model, tamper, seed=3):
@@ -85,9 +86,7 @@ INNER = "blocks.0.inner."
         pytest.param(attention_model, invert(INNER + "q.weight", INNER + "q.bias"), id="queries invert keys"),
         pytest.param(attention_model, drop(INNER + "o.weight", -1), id="the output projection inverts values"),
         *[
-            pytest.param(
-                lambda kind=kind: shaken(recurrent(kind)), drop("layer.weight_ih_l0"), id=f"{kind.__name__} gate"
-            )
+            pytest.param(partial(recurrent, kind), drop("layer.weight_ih_l0"), id=f"{kind.__name__} gate")
             for kind in (nn.LSTM, nn.GRU, nn.RNN)
         ],
     ],

@@ -11,7 +11,7 @@ from fedveil.errors import BadArgument
 from fedveil.models import mlp
 from fedveil.privacy.accounting import affordable_rounds
 from fedveil.privacy.gradients import RecordGradients, clipped_sums
-from fedveil.privacy.mechanism import add_noise, count_shares, make_grid, quantise
+from fedveil.privacy.mechanism import add_noise, make_grid, quantise
 from fedveil.privacy.samplers import SCALE
 from fedveil.privacy.settings import Privacy
 from fedveil.scheme import Entropy
@@ -56,12 +56,6 @@ def test_noise_is_added_on_the_grid():
     noise = (add_noise(sums, Entropy()) - sums).numpy()
     assert np.array_equal(noise, np.round(noise))
     assert stats.kstest(noise / SCALE, "norm").statistic < 0.0197  # exceeded with probability below 1e-10
-
-
-def test_shares_that_vanish_or_are_known_leave_enough():
-    assert count_shares(5, 1, 1) == 3
-    with pytest.raises(BadArgument, match="no noise is left"):
-        count_shares(3, 2, 1)
 
 
 @pytest.mark.parametrize("records", [1, 20, 300, 8000, 60_000])

@@ -15,8 +15,6 @@ from fedveil.scheme.losses import LOSSES, BatchLoss, CrossEntropy, Huber, find_l
 from fedveil.scheme.messages import known_loss
 
 FLOAT64 = 1e-9  # rounding of float64, amplified by the noise
-
-
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2])
 SOFT = torch.softmax(torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2)), 1)
 WEIGHT = (0.5, 2.0, 1.0)

@@ -109,10 +109,8 @@ def test_the_view_is_the_papers_model_and_the_centred_view_its_base(sent):
     gamma = known.gamma * head.direction
     entry = next(e for e in recovery.plan.layout.entries if e.name == "5.weight")
     flat = torch.cat([p.detach().reshape(-1) for p in (*model.parameters(),)])
-    scaled = (
-        recovery.transform.factors[entry.start : entry.stop]
-        * flat[recovery.transform.sources[entry.start : entry.stop]]
-    )
+    rows, transform = slice(entry.start, entry.stop), recovery.transform
+    scaled = transform.factors[rows] * flat[transform.sources[rows]]
     torch.testing.assert_close(view[-1].weight, scaled.view(10, 16) + gamma[:, None])
     torch.testing.assert_close(view[-1].bias, model[-1].bias + gamma)
     assert torch.equal(fedveil.client_view(model, broadcast, centred=True)[-1].weight, broadcast.parameters["5.weight"])
