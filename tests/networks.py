@@ -53,21 +53,20 @@ ACTIVATIONS = [
 def convolutions(draw, before: int, after: int) -> nn.Module:  # type: ignore[no-untyped-def]
     groups = draw(st.sampled_from([g for g in (1, 2, before) if before % g == 0 and after % g == 0]))
     kernel = draw(st.sampled_from([1, 3]))
-    normed = draw(st.sampled_from(["none", "batch", "instance", "group", "frozen batch", "plain batch"]))
+    norms = {
+        "none": nn.Identity,
+        "batch": lambda: nn.BatchNorm2d(after),
+        "instance": lambda: nn.InstanceNorm2d(after, affine=draw(st.booleans())),
+        "group": lambda: nn.GroupNorm(2 if after % 2 == 0 else 1, after),
+        "frozen batch": lambda: nn.BatchNorm2d(after).eval(),
+        "plain batch": lambda: nn.BatchNorm2d(after, affine=False, track_running_stats=draw(st.booleans())),
+    }
+    normed = draw(st.sampled_from(list(norms)))
     conv = nn.Conv2d(before, after, kernel, padding=kernel // 2, groups=groups, bias=normed == "none")
-    norm: nn.Module = nn.Identity()
-    if normed == "batch":
-        norm = nn.BatchNorm2d(after)
-    if normed == "instance":
-        norm = nn.InstanceNorm2d(after, affine=draw(st.booleans()))
-    if normed == "group":
-        norm = nn.GroupNorm(2 if after % 2 == 0 else 1, after)
+    norm = norms[normed]()
     if normed == "frozen batch":
-        norm = nn.BatchNorm2d(after).eval()
         norm.running_mean.normal_()
         norm.running_var.uniform_(0.5, 2)
-    if normed == "plain batch":
-        norm = nn.BatchNorm2d(after, affine=False, track_running_stats=draw(st.booleans()))
     choices = [*ACTIVATIONS, lambda: nn.PReLU(after)]
     return nn.Sequential(conv, norm, draw(st.sampled_from(choices))())
 

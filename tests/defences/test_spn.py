@@ -292,9 +292,7 @@ def counted(outputs, targets):
 def test_targets_that_name_no_class_are_refused(outputs, targets, loss, want):
     data = [(torch.ones(2, 6).double(), targets if not targets.is_floating_point() else targets.double())]
     run = federation((lambda: mlp(6, outputs), (6,)), SPN(), data, loss=loss)
-    with pytest.raises(
-        BadArgument, match=rf"(?s)^SPN: client 0's targets are not classes.* expected {want}.*Fix: use def"
-    ):
+    with pytest.raises(BadArgument, match=rf"(?s)^SPN: client 0's targets are not classes.* expected {want}.*Fix: use"):
         run.step()
 
 

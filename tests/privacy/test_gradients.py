@@ -233,17 +233,12 @@ def recover(model, inputs, targets, multiplicative):
 
 
 @pytest.mark.parametrize("kind", ["stack", "convolution", "attention"])
-def test_a_veil_with_factors_of_1_gives_the_plain_clipped_sum(kind):
+def test_a_veil_with_factors_of_1_gives_the_plain_clipped_sum_and_others_do_not(kind):
     model, inputs, targets = make(kind)
     wanted = oracle(model, "cross_entropy", inputs, targets)
     assert distance(recover(model, inputs, targets, 1.0), wanted) < 1e-12
-
-
-def test_other_factors_change_what_is_clipped():
-    """Necessity: with factors up to 4 norms of perturbed gradients are not those of the true ones."""
-    model, inputs, targets = make("stack")
-    wanted = oracle(model, "cross_entropy", inputs, targets)
-    assert distance(recover(model, inputs, targets, 4.0), wanted) > 0.05
+    if kind == "stack":  # necessity: norms of perturbed gradients are not those of the true ones
+        assert distance(recover(model, inputs, targets, 4.0), wanted) > 0.05
 
 
 def test_what_has_no_gradient_per_record_is_refused():

@@ -160,9 +160,8 @@ def test_frozen_parameters_are_veiled_but_get_no_gradient(trained):
         parameter.requires_grad_(name in trained)
     inputs, targets = batch((3, 8, 8))
     secret = perturb(model, fedveil.analyse(model, inputs), groups=3)
-    assert not any(
-        torch.allclose(value, model.get_parameter(name)) for name, value in secret.broadcast.parameters.items()
-    )
+    sent = secret.broadcast.parameters.items()
+    assert not any(torch.allclose(value, model.get_parameter(name)) for name, value in sent)
     recovered = secret.recover([fedveil.client_step(model, secret.broadcast, inputs, targets)])
     assert set(recovered.gradients) == trained
     assert worst(recovered.gradients, plain(model, inputs, targets)[0]) < FLOAT64

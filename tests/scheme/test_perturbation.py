@@ -211,9 +211,7 @@ def test_secrets_are_neither_pickled_nor_copied(model, leak):
 
 
 def test_more_groups_than_outputs_are_refused(model):
-    with pytest.raises(
-        errors.BadArgument, match="Veil: groups must be at most 10, the number of the model's outputs, got 11"
-    ):
+    with pytest.raises(errors.BadArgument, match=r"Veil: groups must be at most 10, .* outputs, got 11"):
         keeping(model, groups=11)
 
 
