@@ -38,14 +38,14 @@ def plain(model, inputs, targets, loss=squared_error):
     return dict(zip(wanted, gradients, strict=True)), {k: b.clone() for k, b in model.named_buffers()}
 
 
-def errors(found, true):
-    """|found - true| / max(|true|, 1e-6 |all true|) of each parameter, in float64."""
+def worst(found, true):
+    """The largest |found - true| / max(|true|, 1e-6 |all true|) of a parameter, in float64."""
     assert set(found) == set(true)
     total = torch.stack([g.double().norm() for g in true.values()]).norm()
-    return {
-        name: float((found[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), 1e-6 * total))
+    return max(
+        float((found[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), 1e-6 * total))
         for name, g in true.items()
-    }
+    )
 
 
 def flat(tensors):
@@ -58,11 +58,6 @@ def assert_close(found, true):
     total = torch.stack([g.norm() for g in true.values()]).norm()
     for name, g in true.items():
         assert (found[name] - g).norm() <= 1e-9 * g.norm() + 1e-12 * total, name
-
-
-def worst(found, true):
-    """The largest error of a parameter."""
-    return max(errors(found, true).values())
 
 
 def batch(shape, outputs=10, *, samples=6, seed=0, dtype=torch.float64):

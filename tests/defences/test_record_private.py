@@ -11,7 +11,7 @@ from torch import nn
 import fedveil
 from fedveil import Federation, Privacy
 from fedveil.defences.record_private import SumUpdate
-from fedveil.errors import Aborted, BadArgument, UpdateRefused
+from fedveil.errors import Aborted, BadArgument, TooLittleCovered, UpdateRefused
 from fedveil.models import mlp
 from fedveil.privacy.accounting import epsilon
 from fedveil.privacy.gradients import RecordGradients, clipped_sums
@@ -199,6 +199,14 @@ def test_what_cannot_be_private_is_refused_with_its_fix(build, text):
 def test_factors_are_accepted_when_asked_for():
     own = private(defence=fedveil.Veil(decoys=2), privacy=Privacy(noise=1.0, allow_factors=True))
     assert own.step().figures["epsilon"] > 0
+
+
+def test_a_veil_for_records_has_no_factors_and_keeps_all_other_settings():
+    own = fedveil.Veil(3, min_coverage=0.9, keep_noise=True).for_records()
+    assert own.noise == fedveil.Veil(3, multiplicative=1.0, decoys=2, keep_noise=True).noise
+    model = nn.Sequential(nn.Linear(6, 5), Network(lambda _, x: torch.special.i0(x)), nn.Linear(5, 3))
+    with pytest.raises(TooLittleCovered):
+        private(model, own)
 
 
 def test_a_client_unit_has_its_budget_too():
