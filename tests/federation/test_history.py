@@ -19,3 +19,9 @@ def test_a_metric_without_test_data_is_refused_with_the_reason():
     assert history.curve("error") == [(1, 0.0)]
     with pytest.raises(KeyError, match=r"accuracy: .*no evaluation: pass test= to fit"):
         history.curve("accuracy")
+
+
+def test_a_frame_has_one_row_per_round():
+    frame = History([FIRST, SECOND]).to_frame()
+    assert list(frame["round"]) == [1, 2]
+    assert frame["accuracy"].isna().tolist() == [True, False]

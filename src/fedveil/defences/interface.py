@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -11,13 +11,11 @@ from fedveil.defences.state import State, StateValue
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.plan import Plan
+from fedveil.privacy.accounting import Accountant, Members
+from fedveil.privacy.gradients import RecordGradients
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.result import recover_each
 from fedveil.wire import Packed, Tensors, Values
-
-if TYPE_CHECKING:
-    from fedveil.privacy.accounting import Accountant
-    from fedveil.privacy.gradients import RecordGradients
 
 B = TypeVar("B")  # a broadcast
 U = TypeVar("U")  # an update
@@ -110,13 +108,13 @@ class Ranges(ABC, Generic[U]):
 class DefenceServer(ABC, Generic[B, U]):
     """The server's state for a run."""
 
-    accountant: "Accountant | None" = None  # of a differentially private defence
+    accountant: Accountant | None = None  # of a differentially private defence
     plan: Plan | None = None  # of a veil: which part of the model is perturbed
     draws: int = 0  # of a veil that keeps its noise: how often it was drawn
     has_budget: bool = True  # of a differentially private defence: whether one more round is within its epsilon
 
     @abstractmethod
-    def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> DefenceRound[B, U]:
+    def start_round(self, model: nn.Module, members: Members = None) -> DefenceRound[B, U]:
         """Create the broadcast for an attempt; `members` are the clients that will answer, if known."""
 
     def state(self) -> State:
@@ -143,7 +141,7 @@ class DefenceClient(ABC, Generic[B, U]):
         """Return the indices of a round's records, and which of these count; None leaves the choice to the seed."""
         return None
 
-    def record_gradients(self, broadcast: B) -> "RecordGradients":
+    def record_gradients(self, broadcast: B) -> RecordGradients:
         """Return how to compute the gradients of single records."""
         raise BadArgument("privacy", NO_RECORDS, RECORDS_FIX)
 
@@ -223,6 +221,11 @@ class Defence(ABC, Generic[B, U]):
     @abstractmethod
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
         """Prepare clients for a run; `model` defines the architecture."""
+
+    def require_record_gradients(self) -> None:
+        """Refuse if clients cannot compute the gradient of a single record."""
+        if not self.has_record_gradients:
+            raise BadArgument("privacy", f"{self.name}: {NO_RECORDS}", RECORDS_FIX)
 
     def for_records(self) -> "Defence[B, U]":
         """Return the variant of this defence that a guarantee for records needs; by default itself."""

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from fedveil.defences import encoding
 from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Ranges, Samples
 from fedveil.graph.inputs import Inputs
+from fedveil.privacy.gradients import RecordGradients
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.losses import sample_weights
 from fedveil.scheme.outputs import compute_outputs, head_axis, slope
 from fedveil.scheme.recover import are_moderate, bound_magnitudes, check_finite, smooth
 from fedveil.wire import Packed, Tensors, Values, strip_prefix
-
-if TYPE_CHECKING:
-    from fedveil.privacy.gradients import RecordGradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,16 +96,13 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
 
     def sum_template(self) -> Tensors:
         """Return one row per parameter that gets a gradient."""
-        return {
-            name: own.new_empty((1, *own.shape), device="meta", dtype=torch.float64) for name, own in self._trainable()
-        }
+        own = encoding.trainable_tensors(self.broadcast)
+        return {name: p.new_empty((1, *p.shape), device="meta", dtype=torch.float64) for name, p in own.items()}
 
     def from_sums(self, sums: Tensors) -> PlainUpdate:
         """Return the sums as gradients."""
-        return PlainUpdate({name: sums[name][0].to(own.dtype) for name, own in self._trainable()}, {})
-
-    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, own) for name, own in self.broadcast.named_parameters() if own.requires_grad]
+        own = encoding.trainable_tensors(self.broadcast)
+        return PlainUpdate({name: sums[name][0].to(p.dtype) for name, p in own.items()}, {})
 
     def expect(self, update: PlainUpdate, last: Mapping[str, Tensor] | None = None) -> Tensors:
         """Predict the gradients, each as one row."""
@@ -181,26 +176,19 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
             delta = slope(self.loss, outputs, samples.targets, self.axis) * share
         return PlainUpdate(compute_gradients(broadcast, [outputs], [delta]), buffers)
 
-    def record_gradients(self, broadcast: nn.Module) -> "RecordGradients":
+    def record_gradients(self, broadcast: nn.Module) -> RecordGradients:
         """Return the gradients of the loss of each record."""
-        from fedveil.privacy.gradients import RecordGradients  # most runs do not need it
-
         return RecordGradients.from_model(broadcast, self.loss)
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
-        """Sum gradients; running statistics continue from the last batch."""
-        return accumulate(broadcast, total, update)
-
-
-def accumulate(broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
-    """Sum gradients, and put the buffers of the last batch into a copy of the broadcast."""
-    if update.buffers:
-        broadcast = copy.deepcopy(broadcast)
-        broadcast.load_state_dict(update.buffers, strict=False)
-    if total is not None:
-        summed = {name: total.gradients[name] + g for name, g in update.gradients.items()}
-        update = replace(update, gradients=summed)
-    return broadcast, update
+        """Sum gradients, and put the buffers of the last batch into a copy of the broadcast."""
+        if update.buffers:
+            broadcast = copy.deepcopy(broadcast)
+            broadcast.load_state_dict(update.buffers, strict=False)
+        if total is not None:
+            summed = {name: total.gradients[name] + g for name, g in update.gradients.items()}
+            update = replace(update, gradients=summed)
+        return broadcast, update
 
 
 def compute_gradients(model: nn.Module, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensors:

@@ -1,9 +1,10 @@
 """The paper's defence: one-time noise on the model, removed from the updates that clients send."""
 
+import copy
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRou
 from fedveil.defences.state import State, StateValue, read_state
 from fedveil.graph import Plan, analyse
 from fedveil.graph.inputs import Inputs
+from fedveil.privacy.gradients import RecordGradients
 from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, Perturbation, Update, VeilSession
 from fedveil.scheme.client import client_step, client_view
 from fedveil.scheme.losses import Function
@@ -20,9 +22,6 @@ from fedveil.scheme.noise import DEFAULT_DECOYS
 from fedveil.scheme.perturbation import bound_passes, bound_rounding, expect_passes
 from fedveil.scheme.recover import bound_magnitudes
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
-
-if TYPE_CHECKING:
-    from fedveil.privacy.gradients import RecordGradients
 
 HeadMode = Literal["linear", "exposed"]
 
@@ -45,7 +44,8 @@ class Veil(Defence[Broadcast, Update]):
         head: "exposed" for models without a layer that can take additive noise; clients then read true predictions.
         min_coverage: refuse a model if less than this fraction of its parameter values can be perturbed.
         public: names of parameters whose values clients know; see `analyse`.
-        decoys: number of false head offsets sent with the true one, at most 64; see `NoiseSettings`.
+        decoys: number of false head offsets sent with the true one, at most 64; by default `DEFAULT_DECOYS` (2), or
+            none for squared error if nothing follows the head (`NoiseSettings.count_decoys`).
         keep_noise: draw factors, permutation, direction and partition once, and keep them in memory for all rounds;
             another model, a restored state or another process gets new ones (docs/defences/veil.md).
         entropy: `Entropy.for_tests(seed)` for reproducible tests.
@@ -102,15 +102,10 @@ class Veil(Defence[Broadcast, Update]):
 
     def for_records(self) -> "Veil":
         """Return a veil with decoys and without factors, which would change the norms of gradients."""
-        own = self.noise
-        return Veil(
-            own.groups,
-            own.additive,
-            1.0,
-            permute=own.permute,
-            decoys=own.decoys or DEFAULT_DECOYS,
-            entropy=self._entropy,
-        )
+        found = copy.copy(self)
+        found.noise = dataclasses.replace(self.noise, multiplicative=1.0, decoys=self.noise.decoys or DEFAULT_DECOYS)
+        found.largest_factor = 1.0
+        return found
 
     def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
         """Return the model as the paper sends it: base plus offset."""
@@ -194,10 +189,8 @@ class VeilClient(DefenceClient[Broadcast, Update]):
         """Compute the update for one batch; see `fedveil.client_step`."""
         return client_step(self._model, broadcast, samples.inputs, samples.targets, samples.weights)
 
-    def record_gradients(self, broadcast: Broadcast) -> "RecordGradients":
+    def record_gradients(self, broadcast: Broadcast) -> RecordGradients:
         """Return the gradients of each record for each candidate."""
-        from fedveil.privacy.gradients import RecordGradients  # most runs do not need it
-
         return RecordGradients.from_broadcast(self._model, broadcast)
 
     def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:
