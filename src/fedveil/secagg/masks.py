@@ -50,8 +50,11 @@ Seeds = Iterable[bytes]
 
 def fields(*parts: bytes | str | int) -> bytes:
     """Encode fields as bytes, each preceded by its length: different lists of fields give different bytes."""
-    raw = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
-    return b"".join(len(part).to_bytes(8, "big") + part for part in raw)
+    found = b""
+    for part in parts:
+        raw = part if isinstance(part, bytes) else str(part).encode()
+        found += len(raw).to_bytes(8, "big") + raw
+    return found
 
 
 def derive(secret: bytes, salt: bytes, *info: bytes | str | int) -> bytes:
@@ -192,7 +195,7 @@ def is_field_element(share: bytes) -> bool:
 def keystream(seed: bytes, buffer: bytearray) -> Fill:
     """Return a function that writes the next words of PRG(seed) to the buffer; they are valid until the next call."""
     encryptor = Cipher(algorithms.AES(derive(seed, b"", "stream")), modes.CTR(bytes(16))).encryptor()
-    words = np.frombuffer(buffer, WORD, PIECE)
+    words = np.frombuffer(buffer, WORD, len(buffer) // 8)
 
     def fill(count: int) -> Words:
         encryptor.update_into(ZEROS[: 8 * count], buffer)
@@ -213,7 +216,7 @@ def add_streams(
         also: vectors that are added.
         out: buffer for the result; a new vector by default.
     """
-    buffer = bytearray(8 * PIECE + 16)
+    buffer = bytearray(8 * min(PIECE, start.size) + 16)
     signs = [(np.add, plus), (np.subtract, minus)]
     streams = [(combine, keystream(seed, buffer)) for combine, seeds in signs for seed in seeds]
     total = np.empty(start.size, np.uint64) if out is None else out

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -94,8 +95,14 @@ class Opening:
 
     def values(self) -> JsonObject:
         """Return the fields as JSON values, to be sent in another message."""
-        rest = {"exponents": list(self.exponents), "rows": list(self.rows)}
-        return vars(self) | rest | {"roster": [hello.values() for hello in self.roster]}
+        counts = {"round": self.round, "attempt": self.attempt, "checks": self.checks}
+        rows = {"exponents": list(self.exponents), "rows": list(self.rows)}
+        return {"run": self.run, **counts, "roster": [hello.values() for hello in self.roster], **rows}
+
+    @cached_property
+    def text(self) -> str:
+        """The fields as JSON, in a fixed order."""
+        return json.dumps(self.values(), sort_keys=True)
 
     @classmethod
     def from_values(cls, values: object) -> "Opening":
@@ -121,8 +128,7 @@ def context(opening: Opening, digest: bytes) -> bytes:
     """
     if type(digest) is not bytes or len(digest) != HASH:
         raise BadArgument("digest", f"it must be the {HASH} bytes of SHA-256")
-    text = json.dumps(opening.values(), sort_keys=True)
-    return hashlib.sha256(fields(LABEL, "context", text, digest)).digest()
+    return hashlib.sha256(fields(LABEL, "context", opening.text, digest)).digest()
 
 
 @dataclass(frozen=True, repr=False)

@@ -68,6 +68,7 @@ class Party:
         self._memory, self.policy, self._clock = memory or Memory(), policy or Policy(), clock
         self._verified: set[Hello] = set()
         self._agreed: dict[tuple[bytes, bytes], bytes] = {}  # keyed by own private and the other's public key
+        self._public: dict[bytes, bytes] = {}  # own public keys, by private key
         self._channels: dict[str, bytes] = {}  # keys for the server's tags, by run
         self._masked: Words = np.empty(0, np.uint64)  # reused in every round: new memory costs more than the masks
 
@@ -273,6 +274,7 @@ class Party:
     def _forget_secrets(self) -> None:
         """Drop everything that was derived from keys that may be gone."""
         self._agreed.clear()
+        self._public.clear()
         self._channels.clear()
 
     def _check_opening(self, state: State, opening: Opening) -> RunMemory:
@@ -284,7 +286,9 @@ class Party:
         rules.check_key(run, self.policy, now)
         rules.check_roster_size(len(opening.roster), self.policy)
         rules.check_roster(opening, self._roster, self._verified)
-        rules.check_membership(opening, self.name, run.public())
+        if run.key not in self._public:
+            self._public[run.key] = run.public()
+        rules.check_membership(opening, self.name, self._public[run.key])
         rules.check_attempt(run, opening)
         rules.check_round(run, opening)
         rules.check_budget(state, run, self.policy, now // DAY)

@@ -219,13 +219,13 @@ class Tally:
 
         The first member to be checked changes with the attempt, so that over two attempts everyone is checked.
         """
-        start = self._attempt * self._threshold % len(settle.members)
+        text, start = settle.signed_bytes(), self._attempt * self._threshold % len(settle.members)
         for name in settle.members[start:] + settle.members[:start]:
             if len(self._signatures) == self._threshold:
                 break
             if name in self._signatures:
                 continue
-            if self._roster.verifies(name, self._replies[name].signature, settle.signed_bytes()):
+            if self._roster.verifies(name, self._replies[name].signature, text):
                 self._signatures[name] = self._replies[name].signature
             else:
                 self.conduct.exclude(name, "its signature on the members is wrong")
