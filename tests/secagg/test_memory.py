@@ -137,12 +137,23 @@ def test_a_damaged_memory_is_refused(tmp_path, text):
 def test_a_memory_with_a_damaged_value_is_refused():
     group = Group(4)
     group.uploads(group.opening(), group.vectors())
-    for change in ("key", "own", "attempt"):
-        state = json.loads(group.memories["c0"].to_bytes())
-        kept = state["runs"][group.run]
-        {"own": kept["current"]}.get(change, kept)[change] = "abc"
+    whole = group.memories["c0"].to_bytes()
+    assert Memory.from_bytes(changed(whole, lambda run: None)).to_bytes() == whole
+    for change in (
+        lambda run: run.update(key="abc"),
+        lambda run: run.update(key="ab" * 31),
+        lambda run: run["current"].update(own="ab"),
+        lambda run: run.update(attempt="abc"),
+        lambda run: run.pop("attempt"),  # a key must not outlive its counter
+    ):
         with pytest.raises(BadArgument, match="damaged"):
-            Memory.from_bytes(json.dumps(state).encode())
+            Memory.from_bytes(changed(whole, change))
+
+
+def changed(memory, change):
+    state = json.loads(memory)
+    change(state["runs"]["a run"])
+    return json.dumps(state, separators=(",", ":")).encode()
 
 
 def test_a_memory_is_not_pickled_and_shows_nothing():

@@ -170,4 +170,4 @@ def test_a_revealed_attempt_leaves_no_share_in_memory_files():
     a = Attempt(4)
     a.finish()
     for memory in a.group.memories.values():
-        assert '"current": null' in memory.to_bytes().decode()
+        assert '"current":null' in memory.to_bytes().decode()
