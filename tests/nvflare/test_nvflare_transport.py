@@ -37,7 +37,7 @@ class Telling(Own):
     def make_model(self):
         from fedveil.nvflare.client import transport
 
-        self.told = transport().value
+        self.told = transport()
         return super().make_model()
 
 

@@ -7,7 +7,7 @@ from tests.secagg.group import upload
 from fedveil.errors import BadArgument, FedveilError
 from fedveil.secagg import masks, threshold
 from fedveil.secagg.masks import join_seed
-from fedveil.secagg.messages import Reveal, RevealReply, SealedShares, Settle, SettleReply, Upload, context
+from fedveil.secagg.messages import Reveal, RevealReply, Settle, SettleReply, Upload, context, pack_dealt
 
 
 class Hostile:
@@ -54,7 +54,7 @@ class Hostile:
         settle = Settle(self.contexts[name], step, tuple(members))
         dealt = [(replaced or {}).get(d) or self.sealed(d, name) for d in members if d != name] if step == 0 else []
         known = [self.share_hash(dealer, name) for dealer in members if dealer != name]
-        own = SealedShares(tuple(dealt), tuple(known)).to_bytes() if step == 0 else b""
+        own = pack_dealt(dealt, known) if step == 0 else b""
         data = self.ask(name, lambda party: party.settle(settle.to_bytes(), own))
         if data:
             outside = [other for other in self.names if other not in members]

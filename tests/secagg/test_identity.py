@@ -27,7 +27,7 @@ def test_an_identity_is_neither_pickled_nor_copied_nor_shown():
     identity = Identity.new("alice")
     assert repr(identity) == "Identity('alice')"
     for leave in (pickle.dumps, copy.copy):
-        with pytest.raises(BadArgument, match="a private key is not pickled"):
+        with pytest.raises(BadArgument, match="secrets are neither pickled nor copied"):
             leave(identity)
 
 

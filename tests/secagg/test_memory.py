@@ -159,7 +159,7 @@ def changed(memory, change):
 def test_a_memory_is_not_pickled_and_shows_nothing():
     memory = Memory()
     assert repr(memory) == str(memory) == "Memory()"
-    with pytest.raises(BadArgument, match="not pickled"):
+    with pytest.raises(BadArgument, match="neither pickled nor copied"):
         pickle.dumps(memory)
 
 

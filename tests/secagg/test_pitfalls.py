@@ -245,7 +245,7 @@ ATTACKS = [
     (different_models, without_digest, "signatures"),
     (same_attempt_twice, without_counters, "attempt"),
     (old_share_in_a_later_attempt, without_context_in_shares, None),
-    (different_members_to_different_clients, without(rules, "check_signatures", nothing), "signatures"),
+    (different_members_to_different_clients, without(rules, "check_agreement", nothing), "signatures"),
     (dropped_and_back, without(rules, "check_members", nothing), "members"),
     (dropped_after_the_reveal, without(RunMemory, "forget_attempt", nothing), "attempt"),
     (two_reveals, without(RunMemory, "forget_attempt", nothing), "attempt"),

@@ -69,7 +69,7 @@ def test_a_digest_has_32_bytes():
 def test_steps_and_members_that_a_client_refuses():
     a = Attempt(5)  # t = 4
     bound, party, names = a.tally._context, a.group.parties["c0"], tuple(a.group.names)
-    dealt = a.tally.settle().own["c0"]
+    dealt = a.tally.settle()[1]["c0"]
     for step, members, reason in (
         (1, names, "step"),
         (0, names[1:], "members"),

@@ -18,6 +18,7 @@ other secret, which may also be below 2^256: only the dealer's commitment shows 
 """
 
 import hashlib
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -155,14 +156,9 @@ def _evaluate(coefficients: list[int], x: int, prime: int) -> int:
 @lru_cache(maxsize=64)
 def weights(points: tuple[int, ...], prime: int = PRIME) -> tuple[int, ...]:
     """Return the weights of the shares at these points: the Lagrange polynomials at 0."""
-    found = []
-    for own in points:
-        above = below = 1
-        for other in points:
-            if other != own:
-                above, below = above * other % prime, below * (other - own) % prime
-        found.append(above * pow(below, -1, prime) % prime)
-    return tuple(found)
+    others = {own: [other for other in points if other != own] for own in points}
+    below = [math.prod(other - own for other in others[own]) for own in points]
+    return tuple([math.prod(others[own]) * pow(b, -1, prime) % prime for own, b in zip(points, below, strict=True)])
 
 
 def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
@@ -172,8 +168,6 @@ def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
 
 def split_seed(seed: bytes, t: int, n: int) -> list[bytes]:
     """Return the shares of a 32-byte seed at 1 .. n."""
-    if len(seed) != SEED:
-        raise BadArgument("split_seed", f"a seed has {SEED} bytes, got {len(seed)}")
     return [share.to_bytes(WIDTH, "big") for share in split(int.from_bytes(seed, "big"), t, n)]
 
 

@@ -28,7 +28,7 @@ from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.files import OWNER, refusals, write_whole
-from fedveil.secagg.identity import KEY, read_private_file
+from fedveil.secagg.identity import KEY, SecretHolder, read_private_file
 from fedveil.secagg.masks import WIDTH
 from fedveil.secagg.messages import HASH
 
@@ -37,7 +37,7 @@ MOST_SUMS = 1000  # opened sums whose subject and members are stored
 SHORT = 16  # bytes of a stored digest
 
 
-def _sized(*sizes: int) -> BeforeValidator:
+def _hex_field(*sizes: int) -> BeforeValidator:
     """Read bytes from hex, and require one of these sizes."""
 
     def parse(text: str) -> bytes:
@@ -50,10 +50,10 @@ def _sized(*sizes: int) -> BeforeValidator:
 
 
 HEX = PlainSerializer(bytes.hex)
-Hash = Annotated[bytes, _sized(HASH), HEX]
-Key = Annotated[bytes, _sized(KEY), HEX]
-RemovableKey = Annotated[bytes, _sized(0, KEY), HEX]
-Share = Annotated[bytes, _sized(WIDTH), HEX]
+Hash = Annotated[bytes, _hex_field(HASH), HEX]
+Key = Annotated[bytes, _hex_field(KEY), HEX]
+RemovableKey = Annotated[bytes, _hex_field(0, KEY), HEX]
+Share = Annotated[bytes, _hex_field(WIDTH), HEX]
 
 
 @dataclass(repr=False)
@@ -89,6 +89,7 @@ class RunMemory:
 
     Attributes:
         key: the private key; empty once it has been removed.
+        public: the public key.
         created: time of its creation, in seconds since 1970 by the client's clock.
         uses: number of attempts that used the key.
         attempt, round: those of the last admitted opening.
@@ -99,6 +100,7 @@ class RunMemory:
     """
 
     key: RemovableKey
+    public: Key
     created: int
     uses: int = 0
     attempt: int = -1
@@ -111,10 +113,6 @@ class RunMemory:
     def private(self) -> X25519PrivateKey:
         """Return the private key as an object."""
         return X25519PrivateKey.from_private_bytes(self.key)
-
-    def public(self) -> bytes:
-        """Return the public key."""
-        return self.private().public_key().public_bytes_raw()
 
     def forget_attempt(self) -> None:
         """Drop the attempt in progress, so that it is never revealed twice."""
@@ -140,7 +138,7 @@ class State:
     ended: list[str] = field(default_factory=list)
     day: tuple[int, int] = (0, 0)
     opened: str = ""
-    format: Literal[2] = 2
+    format: Literal[3] = 3
 
     def opened_members(self, subject: str) -> list[str]:
         """Return the digests of the members over whom sums on a subject were opened."""
@@ -184,7 +182,7 @@ class Turn(NamedTuple):
     write: Callable[[], None]
 
 
-class Memory:
+class Memory(SecretHolder):
     """A client's memory, in a file that only its owner can read or in this process; its repr shows nothing.
 
     Args:
@@ -193,12 +191,6 @@ class Memory:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path, self._text, self._lock = path, "", threading.Lock()
-
-    def __repr__(self) -> str:
-        return "Memory()"
-
-    def __reduce__(self) -> str:
-        raise BadArgument("Memory", "private keys are not pickled", "pass a path: Memory(path)")
 
     def to_bytes(self) -> bytes:
         """Return the entire memory, private keys included, for a client that stores its state elsewhere."""
