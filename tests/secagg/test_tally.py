@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.secagg.group import DIGEST, SIZE, Attempt, Group, reveal_all, settle_all, summed, upload
+from tests.secagg.group import DIGEST, Attempt, Group, reveal_all, settle_all
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import Conduct, Tally, masks, threshold
@@ -203,32 +203,13 @@ def test_a_lie_about_a_seed_that_is_opened_later_is_proven():
 
 
 def test_a_pair_that_is_not_compared_gives_no_wrong_sum_either(monkeypatch):
-    """A client that masks with a seed of its own: commitments tell, and without them the first word does."""
-    group = Group(4)
-    opening, vectors = group.opening(), group.vectors(SIZE)
-    honest, seeds = masks.pair_seed, masks.pair_seed
-    sent = {}
-    for name in group.names:
-        if name == "c3":
-            monkeypatch.setattr(masks, "pair_seed", lambda pair, context, *names: honest(pair, bytes(32), *names))
-        sent[name] = upload(group.parties[name], opening, DIGEST, vectors[name])
-    monkeypatch.setattr(masks, "pair_seed", seeds)
-    kept = group.snapshot()
-    for compared in (True, False):
-        group.restore(kept)
-        if not compared:
-            monkeypatch.setattr(Tally, "_differs", lambda self, one, other: False)
-        tally = Tally(opening, DIGEST, group.roster)
-        for name, data in sent.items():
-            tally.take_upload(name, data)
-        settle_all(group, tally)
-        reveal_all(group, tally)
-        if compared:
-            assert tally.survivors == ("c0", "c1", "c2")
-            assert np.array_equal(tally.total(), summed(vectors, tally.survivors))
-        else:
-            with pytest.raises(Aborted, match="the masks of 4 clients do not cancel"):
-                tally.total()
+    """Commitments tell that two members mask with different seeds; without them the first word does."""
+    disagree(monkeypatch, "c0", "c1")
+    monkeypatch.setattr(Tally, "_differs", lambda self, one, other: False)
+    a = Attempt(4)
+    a.finish()
+    with pytest.raises(Aborted, match="the masks of 4 clients do not cancel"):
+        a.tally.total()
 
 
 def with_bad_shares_for(dealer, receivers):
@@ -290,47 +271,6 @@ def test_an_accuser_of_more_than_may_lie_is_excluded_and_the_accused_stay(n, acc
     assert a.exact()
 
 
-def test_answers_for_other_attempts_and_strangers_do_not_count():
-    a, b = Attempt(4), Attempt(4)
-    with pytest.raises(BadArgument, match="replied to a different opening"):
-        Tally(a.opening, DIGEST, a.group.roster).take_upload("c0", b.sent["c0"])
-    fresh = Tally(a.opening, DIGEST, a.group.roster)
-    for name in ("c9", "", None):
-        with pytest.raises(BadArgument, match="late, early, or from a stranger"):
-            fresh.take_upload(name, a.sent["c0"])
-    common, own = a.tally.settle()
-    answer = a.group.parties["c0"].settle(common, own["c0"])
-    a.tally.take_settle_reply("c0", answer)
-    with pytest.raises(BadArgument, match="another step, or twice"):
-        a.tally.take_settle_reply("c0", answer)
-    with pytest.raises(BadArgument, match="from a stranger"):
-        a.tally.take_reveal_reply("c0", answer)
-    with pytest.raises(BadArgument, match="from a stranger"):
-        a.tally.take_upload("c0", a.sent["c0"])
-    complaint = replace(SettleReply.from_bytes(answer, 0), failed=("c9",)).to_bytes()
-    with pytest.raises(BadArgument, match="it complained about strangers"):
-        a.tally.take_settle_reply("c1", complaint)
-
-
-def test_a_late_answer_of_a_dropped_client_does_not_count():
-    a = Attempt(4)
-    group, tally = a.group, a.tally
-    common, own = tally.settle()
-    late = group.parties["c3"].settle(common, own["c3"])
-    for name in ("c0", "c1", "c2"):
-        tally.take_settle_reply(name, group.parties[name].settle(common, own[name]))
-    settle_all(group, tally)
-    with pytest.raises(BadArgument, match="from a stranger"):
-        tally.take_settle_reply("c3", late)
-    message = tally.reveal()
-    with pytest.raises(Aborted, match="not about the members that this client agreed to last"):
-        group.parties["c3"].reveal(message)
-    for name in tally.survivors:
-        tally.take_reveal_reply(name, group.parties[name].reveal(message))
-    assert tally.survivors == ("c0", "c1", "c2")
-    assert a.exact()
-
-
 def test_a_wrong_signature_excludes_its_member():
     a = Attempt(5)  # t = 4
     settle_with(a, "c2", lambda answer: replace(answer, signature=bytes(64)))
@@ -352,17 +292,37 @@ def test_without_the_check_of_the_first_word_a_wrong_sum_would_come_out(monkeypa
     assert not a.exact()
 
 
-def test_an_answer_to_an_earlier_step_does_not_count():
+def test_answers_of_strangers_for_other_attempts_or_steps_do_not_count():
     a = Attempt(5)  # t = 4
-    group, tally = a.group, a.tally
-    common, own = tally.settle()
-    first = {name: group.parties[name].settle(common, own[name]) for name in own if name != "c4"}
-    for name, data in first.items():
-        tally.take_settle_reply(name, data)
-    common, own = tally.settle()
+    group, tally, fresh = a.group, a.tally, Tally(a.opening, DIGEST, a.group.roster)
+
+    def refused(text, take, *given):
+        with pytest.raises(BadArgument, match=text):
+            take(*given)
+
+    refused("replied to a different opening", fresh.take_upload, "c0", Attempt(5).sent["c0"])
+    for name in ("c9", "", None):
+        refused("late, early, or from a stranger", fresh.take_upload, name, a.sent["c0"])
+    first = a.answers(*tally.settle())
+    complaint = replace(SettleReply.from_bytes(first["c0"], 0), failed=("c9",)).to_bytes()
+    for name in group.names[:4]:
+        tally.take_settle_reply(name, first[name])
+    refused("another step, or twice", tally.take_settle_reply, "c0", first["c0"])
+    refused("from a stranger", tally.take_reveal_reply, "c0", first["c0"])
+    refused("from a stranger", tally.take_upload, "c0", a.sent["c0"])
+    refused("c4 is excluded: it complained about strangers", tally.take_settle_reply, "c4", complaint)
+    common, _ = tally.settle()  # without c4
     second = SettleReply.from_bytes(group.parties["c0"].settle(common), 1)
-    with pytest.raises(BadArgument, match="bytes after its head"):
-        tally.take_settle_reply("c0", first["c0"])
-    with pytest.raises(BadArgument, match="c0 replied to another step, or twice"):
-        tally.take_settle_reply("c0", replace(second, step=0).to_bytes())
+    refused("from a stranger", tally.take_settle_reply, "c4", first["c4"])
+    refused("bytes after its head", tally.take_settle_reply, "c0", first["c0"])
+    refused("c0 replied to another step", tally.take_settle_reply, "c0", replace(second, step=0).to_bytes())
     tally.take_settle_reply("c0", second.to_bytes())
+    for name in group.names[1:4]:
+        tally.take_settle_reply(name, group.parties[name].settle(common))
+    message = tally.reveal()
+    with pytest.raises(Aborted, match="not about the members that this client agreed to last"):
+        group.parties["c4"].reveal(message)
+    for name in tally.survivors:
+        tally.take_reveal_reply(name, group.parties[name].reveal(message))
+    assert tally.survivors == tuple(group.names[:4])
+    assert a.exact()
