@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedvei
 from safetensors.torch import load_file
 from tests.deployed.eavesdropping import Ear, listen
 from tests.deployed.results import answered, error, one_process, records
-from tests.flower.processes import LOOP, SCRIPT, Deployment, mentions, wait_until
+from tests.flower.processes import LOOP, SCRIPT, Deployment, wait_until
 from tests.oracle import worst
 
 pytestmark = pytest.mark.slow
@@ -96,12 +95,3 @@ def test_a_node_behind_a_proxy_that_hangs_up_takes_part_again_under_a_loop(tmp_p
             deployment.__exit__()
             proxy.close()
     assert answered(out) == [(0, 1)] * 2
-
-
-def test_the_processes_of_these_tests_end_with_them(tmp_path):
-    with Deployment(tmp_path / "flwr") as deployment:
-        process = deployment.start_node(0)
-        assert process.poll() is None
-    assert process.poll() is not None
-    wanted = f"FLWR_HOME={deployment.home}"
-    wait_until(lambda: not any(mentions(p, wanted) for p in Path("/proc").glob("[0-9]*/environ")), 10, "their end")
