@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from fedveil.errors import BadArgument
-from fedveil.secagg import Identity, Policy, Roster
+from fedveil.secagg import Identity, Memory, Party, Policy, Roster
 
 KEY = "ab" * 32
 
@@ -23,14 +23,6 @@ def test_an_identity_comes_back_and_signs_alike(tmp_path):
     assert not roster.verifies("bob", found.sign(b"x"), b"x")
 
 
-def test_an_identity_is_neither_pickled_nor_copied_nor_shown():
-    identity = Identity.new("alice")
-    assert repr(identity) == "Identity('alice')"
-    for leave in (pickle.dumps, copy.copy):
-        with pytest.raises(BadArgument, match="secrets are neither pickled nor copied"):
-            leave(identity)
-
-
 def test_a_roster_comes_back(tmp_path):
     roster = Roster({name: Identity.new(name).public() for name in ("zoe", "alice")})
     found = Roster.read(roster.write(tmp_path / "roster"))
@@ -41,9 +33,20 @@ def test_a_roster_comes_back(tmp_path):
         roster.public_key("bob")
 
 
+def test_what_holds_secrets_is_neither_pickled_nor_copied_nor_shown():
+    identity = Identity.new("alice")
+    party = Party(identity, Roster({"alice": identity.public()}))
+    for holder, shown in ((identity, "Identity('alice')"), (party, "Party('alice')"), (Memory(), "Memory()")):
+        assert repr(holder) == str(holder) == shown
+        for leave in (pickle.dumps, copy.copy):
+            with pytest.raises(BadArgument, match="secrets are neither pickled nor copied"):
+                leave(holder)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (b"\xff\xfe", "is not a text file"),
         ("alice", "line 1: a line must hold a name and a public key"),
         (f"\nalice {KEY[:-1]}", "line 2: a line must hold a name and a public key"),
         (f"alice {KEY} more", "a line must hold a name and a public key"),
@@ -53,15 +56,11 @@ def test_a_roster_comes_back(tmp_path):
     ],
 )
 def test_rosters_that_make_no_sense_are_refused(tmp_path, text, message):
-    (tmp_path / "roster").write_text(text)
+    (tmp_path / "roster").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BadArgument, match=message):
         Roster.read(tmp_path / "roster")
-
-
-def test_a_roster_that_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / "roster").write_bytes(b"\xff\xfe")
-    for path in (tmp_path / "roster", tmp_path / "none", tmp_path):
-        with pytest.raises(BadArgument, match=r"cannot be read|is not a text file"):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(BadArgument, match="cannot be read"):
             Roster.read(path)
 
 
