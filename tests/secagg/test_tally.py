@@ -224,50 +224,39 @@ def with_bad_shares_for(dealer, receivers):
     return change
 
 
-@pytest.mark.parametrize("dealer", range(1, 7))
-def test_one_complaint_costs_a_share_and_nobody_its_place(dealer):
-    a = Attempt(7, with_bad_shares_for(f"c{dealer}", [0]))
-    assert a.finish() == 1
-    assert a.tally.survivors == tuple(a.group.names)
-    assert not a.tally.conduct.excluded
+@pytest.mark.parametrize(
+    ("n", "dealer", "receivers", "excluded"),
+    [
+        *[(7, f"c{k}", (0,), False) for k in range(1, 7)],
+        *[(4, "c2", (0, 1), True), (5, "c2", (0, 1), True), (7, "c2", (0, 1, 3), True), (10, "c2", (0, 1, 3, 4), True)],
+    ],
+)
+def test_a_dealer_about_whom_more_complain_than_may_lie_is_excluded(n, dealer, receivers, excluded):
+    """Otherwise a complaint costs a share, and nobody its place."""
+    a = Attempt(n, with_bad_shares_for(dealer, receivers))
+    assert a.finish() == 1 + excluded
+    assert a.tally.survivors == tuple(name for name in a.group.names if name != dealer or not excluded)
+    assert list(a.tally.conduct.excluded) == [dealer] * excluded
     assert a.exact()
 
 
-@pytest.mark.parametrize(("n", "receivers"), [(4, (0, 1)), (5, (0, 1)), (7, (0, 1, 3)), (10, (0, 1, 3, 4))])
-def test_a_dealer_about_whom_more_complain_than_may_lie_is_excluded(n, receivers):
-    a = Attempt(n, with_bad_shares_for("c2", receivers))
-    assert a.finish() == 2
-    assert a.tally.survivors == tuple(name for name in a.group.names if name != "c2")
-    assert list(a.tally.conduct.excluded) == ["c2"]
-    assert a.exact()
-
-
-def accuse(dealers):
-    """Say that one cannot use the shares of these dealers."""
-    return lambda answer: replace(answer, failed=tuple(dealers)) if answer.step == 0 else answer
-
-
-@pytest.mark.parametrize(("n", "accused"), [(4, 1), (5, 1), (10, 3)])
-def test_an_accuser_of_no_more_than_may_lie_costs_nobody_the_round(n, accused):
+@pytest.mark.parametrize(
+    ("n", "accused", "excluded"),
+    [
+        *[(4, 1, False), (5, 1, False), (10, 3, False)],
+        *[(4, 2, True), (4, 3, True), (5, 2, True), (5, 4, True), (10, 4, True), (10, 9, True)],
+    ],
+)
+def test_an_accuser_of_more_than_may_lie_is_excluded_and_the_accused_stay(n, accused, excluded):
     a = Attempt(n)
     lost = a.group.names[1 : accused + 1]
-    settle_with(a, "c0", accuse(lost))
+    settle_with(a, "c0", lambda answer: replace(answer, failed=tuple(lost)) if answer.step == 0 else answer)
     for name, data in a.revealed().items():
         found = RevealReply.from_bytes(data)
         shares = {d: share for d, share in found.shares.items() if name != "c0" or d not in lost}
         a.tally.take_reveal_reply(name, replace(found, shares=shares).to_bytes())
-    assert a.tally.survivors == tuple(a.group.names)
-    assert not a.tally.conduct.excluded
-    assert a.exact()
-
-
-@pytest.mark.parametrize(("n", "accused"), [(4, 2), (4, 3), (5, 2), (5, 4), (10, 4), (10, 9)])
-def test_an_accuser_of_more_than_may_lie_is_excluded_and_the_accused_stay(n, accused):
-    a = Attempt(n)
-    settle_with(a, "c0", accuse(a.group.names[1 : accused + 1]))
-    reveal_all(a.group, a.tally)
-    assert a.tally.survivors == tuple(a.group.names[1:])
-    assert list(a.tally.conduct.excluded) == ["c0"]
+    assert a.tally.survivors == tuple(a.group.names[excluded:])
+    assert list(a.tally.conduct.excluded) == ["c0"] * excluded
     assert a.exact()
 
 
