@@ -10,7 +10,11 @@ pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedv
 from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey, MessageType
 from nvflare.fuel.f3.endpoint import Endpoint
 from nvflare.fuel.f3.message import Message
+from tests.deployed import task
+from tests.deployed.results import MLP, records
+from tests.deployed.serving import DEFAULTS
 from tests.federation.test_remote import engine, net, parts
+from tests.nvflare.processes import Flare
 from tests.nvflare.sites import CERTIFIED, Own
 from tests.nvflare.test_nvflare_rounds import ask_of, clients_of, server_of
 from tests.nvflare.theft import crafted, holds, stolen
@@ -19,6 +23,7 @@ from tests.oracle import worst
 from fedveil.federation.client import ClientSession
 
 REFUSAL = "refused: only the server of this job may call this site"
+QUOTED = repr(REFUSAL)  # as a thief of real processes writes it to a file
 
 
 class Watched(Own):
@@ -130,3 +135,43 @@ def test_a_site_declines_invitations_to_connect_to_another():
     cell.process_message(Endpoint("server"), None, cell.APP_ID, Message(headers))
     assert cell.adhoc_connectors == {}
     assert server.proxies[0].ready() is True
+
+
+def rob(flare, home, attack):
+    """Let the second of two sites attack the first in round 0; returns what it got, by names of files."""
+    out, loot = home / "out", home / "loot"
+    loot.mkdir()
+    out.mkdir()
+    config = DEFAULTS | {"out": str(out), "wait-for": 2, "loot": str(loot), "attack": attack}
+    process = flare.submit("tests.nvflare.app.job", config)
+    flare.wait(out)
+    assert process.wait(120) == 0, flare.logs()
+    assert [(record["answers"], "faults" in record) for record in records(out)] == [(2, False)] * 2
+    return {file.stem: gain(file.read_bytes()) for file in loot.glob("*.reply")}
+
+
+def gain(found):
+    """What a reply is worth to the thief."""
+    if found.startswith(b"'"):
+        return found.decode()
+    return "a record" if holds(task.parts()[0], stolen(found, task.make_model(MLP))) else "an update"
+
+
+@pytest.mark.slow
+def test_a_site_asks_another_in_the_simulator(tmp_path):
+    with Flare(tmp_path / "flare", sites=2, simulator=True) as flare:
+        found = rob(flare, tmp_path, "ask")
+    assert found == {"answer": QUOTED, "ready": QUOTED}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("attack", "gains"),
+    [("ask", {"answer": QUOTED, "ready": QUOTED}), ("pose", {"answer": "'it did not connect'"})],
+)
+def test_a_site_asks_another_over_mtls_in_its_own_name_and_in_the_servers(attack, gains, tmp_path):
+    with Flare(tmp_path / "flare", sites=2) as flare:
+        found = rob(flare, tmp_path, attack)
+        log = (tmp_path / "flare" / "site-1.log").read_text()
+    assert found == gains
+    assert ("refused a call by site-2: it is not the server of this job" in log) == (attack == "ask")

@@ -1,5 +1,6 @@
 """Rounds over FLARE's own proxies in this process: equality, faults, what leaves a site."""
 
+import sys
 import threading
 import time
 
@@ -10,9 +11,11 @@ pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedv
 from nvflare.collab.api.exceptions import RunAborted
 from tests.engines import LoopbackServer
 from tests.faults import FAULTS
+from tests.federation import secured
 from tests.federation.test_remote import SITES, adam, engine, net, parts
 from tests.nvflare.sites import SIMULATED, Own, sites
 from tests.oracle import worst
+from tests.test_house import SOURCE
 
 from fedveil.defences import PPDL, SPN, Plain, Veil
 from fedveil.errors import BadArgument, TooFewAnswers
@@ -20,6 +23,7 @@ from fedveil.nvflare import engine as flare
 from fedveil.nvflare.engine import FlareTransport
 
 SECRET = "record 17 is 4.25"
+MAX_FILES = 30  # of a round: lower it when modules are merged; it must not grow
 
 
 def clients_of(kind=Own, names=SITES):
@@ -170,3 +174,29 @@ def test_private_state_outlives_the_job_in_a_file_of_the_site(tmp_path):
 def test_sites_are_asked_in_the_order_of_their_names():
     server = server_of(clients=dict(reversed(clients_of().items())))
     assert server.engine.members() == list(SITES)
+
+
+def test_a_veiled_round_under_secure_aggregation_passes_through_few_files():
+    known, seen = secured.parties(), set()
+    clients = {name: Own(net, own, k) for k, (name, own) in enumerate(zip(secured.NAMES, secured.parts(), strict=True))}
+    for name, party in known.items():
+        clients[name].party = party
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(home):
+            seen.add(frame.f_code.co_filename.removeprefix(home))
+
+    home = f"{SOURCE}/"
+    server = server_of(clients=clients, secure_aggregation=secured.roster_of(known), identity=secured.SERVER)
+    try:
+        threading.setprofile(note)  # for threads that the first round starts and later ones use again
+        server.step()  # keys, and what is made once
+        seen.clear()
+        sys.setprofile(note)
+        server.step()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert {"nvflare/client.py", "nvflare/engine.py", "secagg/party.py", "secagg/tally.py"} <= seen
+    assert {"federation/client.py", "federation/secure_round.py", "scheme/recover.py"} <= seen
+    assert len(seen) <= MAX_FILES, " ".join(sorted(seen))

@@ -46,14 +46,11 @@ class Hostile:
         place, own = self.names.index(name), self.names.index(dealer)
         return self.sent[dealer].sealed[place - (place > own)]
 
-    def share_hash(self, dealer, name):
-        return self.sent[dealer].hashes[self.names.index(name)]
-
     def settle(self, name, step, members, replaced=None):
         """Show a client a list of members; shares of other attempts go in as `replaced`, by dealer."""
         settle = Settle(self.contexts[name], step, tuple(members))
         dealt = [(replaced or {}).get(d) or self.sealed(d, name) for d in members if d != name] if step == 0 else []
-        known = [self.share_hash(dealer, name) for dealer in members if dealer != name]
+        known = [self.sent[dealer].hashes[self.names.index(name)] for dealer in members if dealer != name]
         own = pack_dealt(dealt, known) if step == 0 else b""
         data = self.ask(name, lambda party: party.settle(settle.to_bytes(), own))
         if data:
