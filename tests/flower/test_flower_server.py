@@ -20,8 +20,9 @@ from fedveil.errors import BadArgument
 from fedveil.federation import Federation
 from fedveil.federation.client import ClientState
 from fedveil.federation.evaluate import slice_inputs
-from fedveil.flower import Server, client, client_app
+from fedveil.flower import Server, answer, client, client_app
 from fedveil.models import mlp
+from fedveil.secagg import Identity, Memory, Party, Policy, Roster
 
 ROUNDS = 5
 
@@ -209,3 +210,25 @@ def test_token_ids_stay_whole_and_numbers_take_the_models_dtype():
     options = {"loss": "cross_entropy", "batch_size": 8}
     server = on_flower("plain", data, single, example=short[0][0], **options)
     assert worst(values(server.model), values(in_engine("plain", short, single, **options).model)) < 1e-5
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_nodes_under_secure_aggregation_keep_their_party_or_go_on_from_its_file(stay, tmp_path):
+    """Stock SuperNodes do not stay: nothing but files is left from one message to the next."""
+    data, operator = parts((30, 20, 25, 15)), Identity.new("server")
+    found = [Identity.new(f"node-{k}") for k in range(4)]
+    roster = Roster({own.name: own.public() for own in found})
+    policy = Policy(server=operator.public(), min_records=10)
+
+    def party(context, memory=None):
+        return Party(found[int(context.node_config["partition-id"])], roster, memory, policy=policy)
+
+    def app(message, context):
+        own = party(context, Memory(tmp_path / f"{context.node_id}.memory"))
+        return answer(message, context, net(), data[int(context.node_config["partition-id"])], party=own)
+
+    app = app_of(data, party=party) if stay else app
+    options = {"secure_aggregation": roster, "identity": operator, "batch_size": 8, "timeout": 5.0}
+    server = on_flower("veil", data, app=app, rounds=3, **options)
+    assert [record["answers"] for record in server.history.records] == [4] * 3
+    assert worst(values(server.model), values(in_engine("plain", data, rounds=3, batch_size=8).model)) < 1e-6

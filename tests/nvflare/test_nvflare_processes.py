@@ -13,8 +13,8 @@ pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedv
 from safetensors.torch import load_file
 from tests.deployed.eavesdropping import Ear, listen
 from tests.deployed.results import error, one_process, records
-from tests.flower.processes import BIN, ROOT, commands, free_port, wait_until
-from tests.nvflare.processes import Flare, naming
+from tests.flower.processes import BIN, ROOT, commands, free_port, naming, wait_until
+from tests.nvflare.processes import Flare
 from tests.oracle import worst
 
 

@@ -2,7 +2,6 @@
 
 import json
 import stat
-import threading
 
 import numpy as np
 import pytest
@@ -81,17 +80,11 @@ def test_nothing_leaves_that_could_not_be_written(tmp_path, monkeypatch, step):
 
 def test_two_at_once_are_refused(tmp_path):
     """Two processes at once could be shown two lists of members."""
-    path = tmp_path / "m.json"
-    memory = Memory(path)
+    memory = Memory(tmp_path / "m.json")
     with memory.turn():
-        for other in (memory, Memory(path)):
-            found = []
-            thread = threading.Thread(target=lambda other=other, found=found: found.append(refuses(taken, other)))
-            thread.start()
-            thread.join()
-            assert found == ["busy"]
-    with memory.turn():
-        pass
+        for other in (memory, Memory(tmp_path / "m.json")):
+            assert refuses(taken, other) == "busy"
+    taken(memory)
 
 
 def taken(memory):
