@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,10 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
 APP = Path(__file__).parent / "app"
 SCRIPT = ROOT / "examples" / "flower_app" / "make_certificates.sh"
+needs_keys = pytest.mark.skipif(
+    not shutil.which("openssl") or not shutil.which("ssh-keygen"), reason="no openssl, ssh-keygen"
+)
 LOOP = 'while true; do "$@"; sleep 2; done'  # as docs/flower.md has it
 
 

@@ -18,7 +18,6 @@ from fedveil.defences import PPDL, Plain, Private
 from fedveil.errors import BadArgument, Diverged, TooFewAnswers
 from fedveil.federation.protocol import Ask, read
 from fedveil.flower import Server, client_app
-from fedveil.flower.engine import FlowerTransport
 from fedveil.flower.wrapping import COMMON, RECORD, unwrap, wrap
 from fedveil.scheme.recover import Recovery
 
@@ -170,14 +169,6 @@ def test_settings_that_cannot_be_are_refused():
         server_of(timeout=float("inf"))
     with pytest.raises(BadArgument, match="draws from a test seed"):
         server_of(defence=Private(Plain(), 0.1, 0.0, entropy=Entropy.for_tests(1)))
-
-
-def test_a_message_carries_bytes_for_one_node_beside_those_for_all():
-    def echo(message, context):
-        return Message(content=wrap(unwrap(message.content, "ask")[1]), reply_to=message)
-
-    found = dict(FlowerTransport(LocalGrid(echo, 2)).ask(b"all", {100: b"a", 101: b""}, label="0", timeout=1.0))
-    assert found == {100: b"a", 101: b""}
 
 
 def test_the_text_of_a_clients_exception_stays_on_its_node(capfd):

@@ -92,7 +92,7 @@ class Flare(Processes):
 
     def kill_work(self, part):
         """The process that computes, which the site started for the job."""
-        ours = [pid for pid in self._of(f"site-{part + 1}") if "worker_process" in command(pid)]
+        ours = set(self._of(f"site-{part + 1}")) & set(naming("worker_process"))
         assert ours, "no job runs on this site"
         for pid in ours:
             os.kill(pid, signal.SIGKILL)
@@ -146,13 +146,6 @@ class Flare(Processes):
             [process.poll() for process in self.started]
             time.sleep(0.1)
         [process.wait(10) for process in self.started]
-
-
-def command(pid):
-    """Of a process; empty if it has ended."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    return ""
 
 
 def provisioned(home, port, sites, through=()):

@@ -108,11 +108,13 @@ def dropped_after_the_reveal():
     return server.peel("c0"), server.refused
 
 
-def two_sums(group, opening, again, subject=None, vanish=None):
-    """The difference of a sum over everyone and a later one without the victim."""
-    vectors = group.vectors() | {"c0": SECRET}
+def two_sums(subject=None, run="a run", number=None, vanish=None):
+    """The difference of a sum over everyone and a later one over the same updates without the victim."""
+    group = Group(5)
+    vectors, opening = group.vectors() | {"c0": SECRET}, group.opening(round=number)
     everyone = attempt(group, opening, group.uploads(opening, vectors, subject=subject)).total()
-    later = again()
+    group.run, group.hellos = run, {name: own.hello(run) for name, own in group.parties.items()}
+    later = group.opening(round=number, names=None if vanish else group.names[1:])
     try:
         rest = attempt(group, later, group.uploads(later, vectors, subject=subject), vanish).total()
     except Aborted as error:
@@ -121,27 +123,16 @@ def two_sums(group, opening, again, subject=None, vanish=None):
 
 
 def revealed_round_again():
-    """Two sums of the same updates, with and without the victim: their difference is the victim's."""
-    group = Group(5)
-    return two_sums(group, group.opening(round=3), lambda: group.opening(round=3), vanish={"c0": "upload"})
+    return two_sums(number=3, vanish={"c0": "upload"})
 
 
 def next_round_without_the_victim():
-    """The same model again in the next round, with one member fewer."""
-    group = Group(5)
-    return two_sums(group, group.opening(), lambda: group.opening(names=group.names[1:]), DIGEST)
+    return two_sums(DIGEST)
 
 
 def another_run_without_the_victim():
-    """The same model again in another run: also a server that was started again from its checkpoint."""
-    group = Group(5)
-
-    def again():
-        group.run = "another run"
-        group.hellos = {name: party.hello(group.run) for name, party in group.parties.items()}
-        return group.opening(round=0, names=group.names[1:])
-
-    return two_sums(group, group.opening(round=0), again, DIGEST)
+    """Also a server that was started again from its checkpoint."""
+    return two_sums(DIGEST, "another run", 0)
 
 
 def small_roster():
