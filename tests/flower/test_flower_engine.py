@@ -37,9 +37,7 @@ def engine(clients):
 def error(code, node=None):
     def change(reply, message):
         found = Message(Error(code=code, reason="as the SuperLink\nsays"), reply_to=message)
-        if node is not None:
-            found.metadata.__dict__["_src_node_id"] = node
-        return [found]
+        return [found if node is None else _from(found, node)]
 
     return change
 

@@ -118,19 +118,18 @@ def test_a_job_that_is_aborted_ends_the_run_and_is_no_sites_fault():
         rounds[0].recover([], [])
 
 
-class Broken(Own):
-    def load_data(self, site):
-        raise ValueError(SECRET)
+def failing(error):
+    def load():
+        raise error
 
-
-class Refusing(Own):
-    def load_data(self, site):
-        raise BadArgument("bank.csv", "line 3 is empty", "mend it")
+    return load
 
 
 def test_what_a_client_raises_stays_on_its_site(capsys, caplog):
     caplog.set_level("DEBUG")
-    server = server_of(clients=clients_of() | {"site-2": Broken(net, None, 1), "site-3": Refusing(net, None, 2)})
+    errors = {"site-2": ValueError(SECRET), "site-3": BadArgument("bank.csv", "line 3 is empty", "mend it")}
+    broken = {name: Own(net, failing(error), k) for k, (name, error) in enumerate(errors.items(), 1)}
+    server = server_of(clients=clients_of() | broken)
     server.fit(rounds=1)
     texts = sorted(server.history.records[0]["faults"])
     assert texts[0] == "client site-2: raised: ValueError on the site; its stderr has the traceback"

@@ -11,11 +11,9 @@ from fedveil.errors import BadArgument
 from fedveil.secagg import bits, decode, encode, exponent
 from fedveil.secagg.fixed import CHECKS, HIGHEST, LARGEST, LOWEST, PRIME, decode_rows, encode_rows, scale, wrapped_rows
 
-CLIENTS = (4, 10, 50, 1000)
-
 
 @given(
-    n=st.sampled_from(CLIENTS),
+    n=st.sampled_from((4, 10, 50, 1000)),
     e=st.integers(-30, 30),
     shares=st.lists(st.lists(st.floats(-1, 1), min_size=3, max_size=3), min_size=1, max_size=4),
 )

@@ -48,9 +48,8 @@ def test_the_environment_names_a_nodes_files_and_no_job_does(tmp_path, monkeypat
 def test_a_roster_comes_back(tmp_path):
     roster = Roster({name: Identity.new(name).public() for name in ("zoe", "alice")})
     found = Roster.read(roster.write(tmp_path / "roster"))
-    assert found.names == roster.names == ("zoe", "alice")
+    assert repr(found) == "Roster(zoe, alice)"
     assert all(found.public_key(name) == roster.public_key(name) for name in roster.names)
-    assert repr(roster) == "Roster(zoe, alice)"
     with pytest.raises(BadArgument, match="'bob' is not in it"):
         roster.public_key("bob")
 

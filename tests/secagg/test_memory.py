@@ -101,14 +101,8 @@ def test_a_memory_belongs_to_one_member(tmp_path):
     assert refuses(upload, other, group.opening(), DIGEST, words(1, 2)) == "run"
 
 
-@pytest.mark.parametrize("text", ["x", "[]", "{}", '{"format": 2}', '{"format": 1, "member": null, "runs": {"a": {}}}'])
-def test_a_damaged_memory_is_refused(tmp_path, text):
-    path = tmp_path / "m.json"
-    path.write_text(text)
-    path.chmod(0o600)
-    group = Group(4)
-    with pytest.raises(BadArgument, match="this memory is damaged"):
-        Party(group.identities["c0"], group.roster, Memory(path)).hello("run")
+@pytest.mark.parametrize("text", ["x", "[]", "{}", '{"format":3}', '{"format":2,"member":null,"runs":{"a":{}}}'])
+def test_a_damaged_memory_is_refused(text):
     with pytest.raises(BadArgument, match="this memory is damaged"):
         Memory.from_bytes(text.encode())
 

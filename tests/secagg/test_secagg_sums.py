@@ -10,12 +10,10 @@ from tests.secagg.group import DIGEST, STAGES, Attempt, Group, attempt, reveal_a
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import Tally, threshold
 
-TEN = 10
 
-
-def patterns(count, of=TEN):
+def patterns(count):
     """All ways for `count` clients to vanish before upload, settle or reveal."""
-    for gone in itertools.combinations(range(of), count):
+    for gone in itertools.combinations(range(10), count):
         for stages in itertools.product(STAGES, repeat=count):
             yield {f"c{place}": stage for place, stage in zip(gone, stages, strict=True)}
 
@@ -27,7 +25,7 @@ FOUR = list(patterns(4))  # 17,010
 @pytest.fixture(scope="module")
 def ten():
     """Ten clients that have uploaded, and what they remember of that: every pattern goes on from here."""
-    group = Group(TEN)
+    group = Group(10)
     opening, vectors = group.opening(), group.vectors()
     sent = group.uploads(opening, vectors)
     return group, opening, vectors, sent, group.snapshot()
