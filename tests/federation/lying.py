@@ -23,7 +23,7 @@ from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.protocol import Ask, MaskedAnswer, Step, read, write
 from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party
 from fedveil.secagg.identity import Digest, channel_key, sign_message, tag_message
-from fedveil.secagg.messages import RevealReply, SealedShares, Settle, SettleReply, Upload, context
+from fedveil.secagg.messages import RevealReply, Settle, SettleReply, Upload, context, pack_dealt
 from fedveil.wire import as_bytes, read_kind
 
 NAMES = ("site-0", "site-1", "site-2", "site-3", "site-4")
@@ -335,7 +335,7 @@ class LyingServer(RuleBasedStateMachine):
         members = tuple(now["names"]) if now and lie == "all again" else members
         members += ("zoe",) if lie == "a stranger" else ()
         count = max(0, len(members) - 1)
-        right = SealedShares((bytes(94),) * count, (bytes(32),) * count).to_bytes()
+        right = pack_dealt([bytes(94)] * count, [bytes(32)] * count)
         extra = {"right": right, "short": b"x" * 9, "none": b""}[own]
         message = Settle(bound, step, members).to_bytes()
         step_message = write(Step.make(run, "settle", message))

@@ -35,8 +35,7 @@ Words = NDArray[np.uint64]
 RowFormat = tuple[tuple[int, ...], tuple[int, ...], bool]  # exponents, rows and checks of an `Opening`
 
 
-@dataclass(frozen=True)
-class PackedTensor:
+class PackedTensor(NamedTuple):
     """One tensor of an update, as it is packed into words."""
 
     name: str
@@ -71,7 +70,7 @@ class Packing:
     @property
     def rows(self) -> tuple[int, ...]:
         """The size of each row."""
-        return tuple([part.size // part.rows if part.rows else 0 for part in self.parts for _ in range(part.rows)])
+        return tuple([size for part in self.parts for size in [part.size // max(part.rows, 1)] * part.rows])
 
     def pack(self, tensors: Mapping[str, Tensor], records: int, opening: Opening, *, weigh: bool = True) -> Words:
         """Return a client's update, times its records unless it is a sum, in fixed point.
@@ -112,9 +111,10 @@ class Packing:
     def bound_rounding(self, exponents: Sequence[int], clients: int, records: int) -> dict[str, list[float]]:
         """Bound the rounding error of each number in the mean, by row: half a unit per client."""
         rest, found = list(exponents), {}
+        unit = clients * 2.0 ** -(secagg.bits(clients, 0) + 1) / records  # of a row with exponent 0
         for part in self.parts:
             own, rest = rest[: part.rows], rest[part.rows :]
-            found[part.name] = [clients * 2.0 ** -(secagg.bits(clients, e) + 1) / records for e in own]
+            found[part.name] = [unit * 2.0**e for e in own]
         return found
 
     def choose_exponents(self, sizes: Mapping[str, Sequence[float]], records: int, wider: int) -> tuple[int, ...]:
@@ -134,7 +134,8 @@ class Packing:
 
 def row_bits(opening: Opening) -> list[int]:
     """Return the number of fractional bits of each row."""
-    return [secagg.bits(len(opening.roster), exponent) for exponent in opening.exponents]
+    most = secagg.bits(len(opening.roster), 0)
+    return [most - exponent for exponent in opening.exponents]
 
 
 def no_words(opening: Opening) -> Words:
