@@ -288,7 +288,7 @@ def test_what_only_the_models_own_code_can_judge_is_a_refusal_too(kind):
     assert "input size" not in str(caught.value)
     assert "input size" in str(caught.value.__cause__)
     message, client = ask_of("veil, a perceptron")
-    head = unpacked(message)[0]["values"]["head"] | {"weight": "0.weight", "bias": "0.bias", "path": "0"}
+    head = unpacked(message)[0]["values"]["head"] | {"weight": "0.weight", "bias": "0.bias", "path": "0", "outputs": 10}
     tensors = {"head/direction": torch.ones(10), "head/partition": torch.zeros(10).long()}
     with pytest.raises(BadArgument, match="ask: this client cannot answer: RuntimeError"):
         client.reply(changed(message, tensors, head=head))

@@ -209,7 +209,7 @@ def test_binary_cross_entropy_takes_classes_and_numbers():
 
 
 def test_smoothing_is_cross_entropys(tmp_path):
-    with pytest.raises(BadArgument, match="is a regression"):
+    with pytest.raises(BadArgument, match="label_smoothing does not apply"):
         train(config_of(data="diabetes", epochs=1, label_smoothing=0.1), tmp_path)
 
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -11,11 +11,13 @@ from fedveil.defences.state import State, StateValue
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.plan import Plan
-from fedveil.privacy.accounting import Accountant, Members
-from fedveil.privacy.gradients import RecordGradients
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.result import recover_each
 from fedveil.wire import Packed, Tensors, Values
+
+if TYPE_CHECKING:  # most runs do not need it
+    from fedveil.privacy.accounting import Accountant, Members
+    from fedveil.privacy.gradients import RecordGradients
 
 B = TypeVar("B")  # a broadcast
 U = TypeVar("U")  # an update
@@ -108,13 +110,13 @@ class Ranges(ABC, Generic[U]):
 class DefenceServer(ABC, Generic[B, U]):
     """The server's state for a run."""
 
-    accountant: Accountant | None = None  # of a differentially private defence
+    accountant: "Accountant | None" = None  # of a differentially private defence
     plan: Plan | None = None  # of a veil: which part of the model is perturbed
     draws: int = 0  # of a veil that keeps its noise: how often it was drawn
     has_budget: bool = True  # of a differentially private defence: whether one more round is within its epsilon
 
     @abstractmethod
-    def start_round(self, model: nn.Module, members: Members = None) -> DefenceRound[B, U]:
+    def start_round(self, model: nn.Module, members: "Members" = None) -> DefenceRound[B, U]:
         """Create the broadcast for an attempt; `members` are the clients that will answer, if known."""
 
     def state(self) -> State:
@@ -141,7 +143,7 @@ class DefenceClient(ABC, Generic[B, U]):
         """Return the indices of a round's records, and which of these count; None leaves the choice to the seed."""
         return None
 
-    def record_gradients(self, broadcast: B) -> RecordGradients:
+    def record_gradients(self, broadcast: B) -> "RecordGradients":
         """Return how to compute the gradients of single records."""
         raise BadArgument("privacy", NO_RECORDS, RECORDS_FIX)
 

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from fedveil.defences import encoding
 from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Ranges, Samples
 from fedveil.graph.inputs import Inputs
-from fedveil.privacy.gradients import RecordGradients
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.losses import sample_weights
 from fedveil.scheme.outputs import compute_outputs, head_axis, slope
 from fedveil.scheme.recover import are_moderate, bound_magnitudes, check_finite, smooth
 from fedveil.wire import Packed, Tensors, Values, strip_prefix
+
+if TYPE_CHECKING:
+    from fedveil.privacy.gradients import RecordGradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,8 +178,10 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
             delta = slope(self.loss, outputs, samples.targets, self.axis) * share
         return PlainUpdate(compute_gradients(broadcast, [outputs], [delta]), buffers)
 
-    def record_gradients(self, broadcast: nn.Module) -> RecordGradients:
+    def record_gradients(self, broadcast: nn.Module) -> "RecordGradients":
         """Return the gradients of the loss of each record."""
+        from fedveil.privacy.gradients import RecordGradients  # most runs do not need it
+
         return RecordGradients.from_model(broadcast, self.loss)
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:

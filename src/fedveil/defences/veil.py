@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRou
 from fedveil.defences.state import State, StateValue, read_state
 from fedveil.graph import Plan, analyse
 from fedveil.graph.inputs import Inputs
-from fedveil.privacy.gradients import RecordGradients
 from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, Perturbation, Update, VeilSession
 from fedveil.scheme.client import client_step, client_view
 from fedveil.scheme.losses import Function
@@ -22,6 +21,9 @@ from fedveil.scheme.noise import DEFAULT_DECOYS
 from fedveil.scheme.perturbation import bound_passes, bound_rounding, expect_passes
 from fedveil.scheme.recover import bound_magnitudes
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
+
+if TYPE_CHECKING:
+    from fedveil.privacy.gradients import RecordGradients
 
 HeadMode = Literal["linear", "exposed"]
 
@@ -189,8 +191,10 @@ class VeilClient(DefenceClient[Broadcast, Update]):
         """Compute the update for one batch; see `fedveil.client_step`."""
         return client_step(self._model, broadcast, samples.inputs, samples.targets, samples.weights)
 
-    def record_gradients(self, broadcast: Broadcast) -> RecordGradients:
+    def record_gradients(self, broadcast: Broadcast) -> "RecordGradients":
         """Return the gradients of each record for each candidate."""
+        from fedveil.privacy.gradients import RecordGradients  # most runs do not need it
+
         return RecordGradients.from_broadcast(self._model, broadcast)
 
     def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedveil.checks import check_choice, is_number
 from fedveil.errors import BadArgument, ModelMismatch
-from fedveil.graph.head import TAILS, Head, Tail
+from fedveil.graph.head import TAILS, WITHIN, Head, Tail
 from fedveil.graph.plan import ModelState
 from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_loss
 from fedveil.scheme.torch_losses import TorchLoss, build_module, is_module
@@ -228,7 +228,7 @@ class Broadcast:
             raise BadArgument(where, f"the head's tensors must be {wanted}, got {str(sorted(public))[:200]}")
         if has_head:
             head = _read_head(where, check_fields(where, values, {"head": dict})["head"], public, parameters)
-            if not head.decoys and (head.within or not isinstance(own, SquaredError)):
+            if not head.decoys and (head.tail in WITHIN or not isinstance(own, SquaredError)):
                 raise BadArgument(where, f"the head has no candidates, and {own.name} needs some here")
         return cls(loss=own, parameters=parameters, buffers=buffers, head=head, **found)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fedveil import Aggregate
 from fedveil.defences import Defence, DefenceClient, DefenceRound, DefenceServer, Samples
-from fedveil.defences.plain import PlainClient, PlainUpdate, accumulate, average
+from fedveil.defences.plain import PlainClient, PlainUpdate, average
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme.losses import Loss, sample_weights
 
@@ -124,6 +124,6 @@ class ShiftedClient(DefenceClient[Sent, Answer]):
 
     def accumulate(self, broadcast: Sent, total: Answer | None, update: Answer) -> tuple[Sent, Answer]:
         """Sum both gradients."""
-        network, first = accumulate(broadcast.network, total and total.update, update.update)
-        _, second = accumulate(broadcast.network, total and total.along, update.along)
+        network, first = self._plain.accumulate(broadcast.network, total and total.update, update.update)
+        _, second = self._plain.accumulate(broadcast.network, total and total.along, update.along)
         return dataclasses.replace(broadcast, network=network), Answer(first, second)
