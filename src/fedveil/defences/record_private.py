@@ -86,15 +86,33 @@ class RecordPrivate(Defence[object, SumUpdate]):
         self.repeatable = self.entropy.for_tests_only or inner.repeatable
 
     @property
+    def asked(self) -> AnyDefence:
+        """The inner defence; `record_terms` tell clients the rest."""
+        return self.inner
+
+    @property
+    def record_terms(self) -> Values:
+        """The settings of the sums that clients compute."""
+        return self.privacy.terms()
+
+    @property
     def codec(self) -> "Codec[object, SumUpdate] | None":
         """The inner defence's codec for broadcasts, and sums as float64."""
         inner = self.inner.codec
         return None if inner is None else SumCodec(inner)
 
-    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "RecordPrivateServer":
-        """Prepare the inner server; refuse a model or a loss in which records influence one another."""
+    def least_members(self, members: int) -> int:
+        """Return how many of the members of a sum must be in it, so that it has enough shares of noise."""
+        return self.privacy.least_members(members)
+
+    def check_records(self, model: nn.Module, loss: Loss) -> None:
+        """Refuse a model or a loss in which records influence one another."""
         refuse_coupling(loss)
         refuse_batch_norm(model)
+
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "RecordPrivateServer":
+        """Prepare the inner server; refuse a model or a loss in which records influence one another."""
+        self.check_records(model, loss)
         if moving := find_moving_buffers(model, example):
             what = f"buffer {moving[0]} depends on the records, and is neither clipped nor protected by noise"
             raise BadArgument("privacy", what, "use a module whose buffers stay as they are, or model.eval()")
@@ -102,8 +120,7 @@ class RecordPrivate(Defence[object, SumUpdate]):
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "RecordPrivateClient":
         """Prepare clients."""
-        refuse_coupling(loss)
-        refuse_batch_norm(model)
+        self.check_records(model, loss)
         return RecordPrivateClient(self, self.inner.client(model, example, loss), count_numbers(model))
 
     def client_view(self, model: nn.Module, broadcast: object) -> nn.Module:
@@ -200,8 +217,7 @@ class RecordPrivateRound(DefenceRound[object, SumUpdate]):
             members: of the attempt, under secure aggregation.
             survivors: of them, those in the sum.
         """
-        shared = self._settings.privacy.noise_by == "clients"
-        if shared and members is not None and survivors < members - self._settings.privacy.vanishing:
+        if members is not None and survivors < self._settings.least_members(members):
             what = f"{survivors} of {members} clients are in it, and noise is missing if more than "
             raise Aborted("few", "the sum", f"{what}{self._settings.privacy.vanishing} vanish")
         privacy, candidates = self._settings.privacy, len(next(iter(self.template.values())))

@@ -121,6 +121,13 @@ def add_privacy(defence: "str | AnyDefence", privacy: "Privacy", default_rate: f
     return RecordPrivate(own.for_records() if isinstance(defence, str) else own, found)
 
 
+def protect_records(defence: "AnyDefence", privacy: "Privacy") -> "AnyDefence":
+    """Client: return a defence whose updates are sums of clipped per-record gradients."""
+    from fedveil.defences.record_private import RecordPrivate
+
+    return RecordPrivate(defence, privacy)
+
+
 def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
     """Client: build the defence that a server asks for.
 

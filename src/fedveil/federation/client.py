@@ -22,7 +22,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, Samples, U
-from fedveil.defences.registry import build_for_client, find_codec, find_record, refuse_repeatable
+from fedveil.defences.registry import (
+    build_for_client,
+    find_codec,
+    find_record,
+    protect_records,
+    refuse_repeatable,
+)
 from fedveil.defences.state import State
 from fedveil.errors import Aborted, BadArgument, FedveilError
 from fedveil.federation.prepare import make_shards
@@ -39,6 +45,8 @@ from fedveil.federation.protocol import (
     refuse_old,
     write,
 )
+from fedveil.privacy.ledger import Ledger
+from fedveil.privacy.settings import Privacy
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Given, Source, as_source, check_sources
 from fedveil.scheme.losses import Function, Loss, find_loss
@@ -50,6 +58,7 @@ if TYPE_CHECKING:  # a client without secure aggregation does not import it
     from fedveil.secagg import Party, Policy
     from fedveil.secagg.identity import Digest
     from fedveil.secagg.party import Ticket
+    from fedveil.secagg.policy import PrivacyLimits
 
 MAX_WORDS = MOST_PASSES + 2  # per value of the model: its passes or candidates, buffers, check words
 UNUSABLE = "this client's records cannot be used, or are too few for its policy; its own log says which"
@@ -119,7 +128,7 @@ def hide_failures() -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Task:
+class ClientTask:
     """An ask, decoded for the client's own architecture."""
 
     ask: Ask
@@ -165,6 +174,10 @@ class ClientSession:
         self._model, self._data, self._client = model, data, client
         self._defence, self._loss = defence, None if loss is None else find_loss(loss)
         self.party, self._policy = party, policy
+        self._limits = _find_limits(party, policy)
+        self._ledger: Ledger | None = None
+        if (own := self._limits) is not None:
+            self._ledger = Ledger(own.ledger, own.epsilon, own.delta)
         self._prepared: tuple[object, Shards] | None = None  # settings, and the records prepared for them
 
     def reply(self, message: bytes, own: bytes = b"") -> bytes:
@@ -182,7 +195,7 @@ class ClientSession:
         ask = read(message, Ask, max_tensors(self._model))
         refuse_old(ask, self.state.last)
         last = LastAsk(ask.session, ask.round, ask.token)
-        if self.party is not None or ask.secure:
+        if self.party is not None or ask.secure or self._limits is not None:
             answer, private = self._answer_masked(ask, message, digest), self.state.private
         else:
             answer, private = self._answer(self._decode(ask))
@@ -207,11 +220,16 @@ class ClientSession:
         """Reply to a step of secure aggregation."""
         _, own = self._authenticate(message, own)
         step = read(message, Step)
-        body = take_step(step, own, self.party, lambda: len(_read_source(self._data)))
+        body = take_step(step, own, self.party, self._count_records)
         return write(Step.make(step.session, step.step, body))
+
+    def _count_records(self) -> int:
+        """Return the declared number of records; without one, count them."""
+        return len(_read_source(self._data)) if self._limits is None else self._limits.records
 
     def _answer_masked(self, ask: Ask, message: bytes, digest: "Digest | None") -> bytes:
         """Answer an ask under secure aggregation. Once records have been read, only masked words show what happens."""
+        from fedveil.federation.record_sums import no_words, sum_records
         from fedveil.federation.sums import encode_words
 
         admission = admit(ask, message, digest, self.party, self._model)
@@ -220,23 +238,42 @@ class ClientSession:
             what = f"{task.defence.name} is not linear, so its updates cannot be summed under masks"
             raise BadArgument("ask", what)
 
+        opening, privacy = admission.ticket.opening, admission.privacy
+
         def work() -> "Words":
             model = copy.deepcopy(self._model)  # traces of this forward pass must not show in a later answer
+            if privacy is not None:
+                source, declared = _read_source(self._data), self._count_records()
+                return sum_records(task, model, source, lambda: self._prepare(task, model, 1), declared, opening)
             (_, tensors), records, _ = self._update(task, model, {}, party.policy.min_records)
-            return encode_words(tensors, records, admission.ticket.opening, admission.clip)
+            return encode_words(tensors, records, opening, admission.clip)
 
-        upload = party.upload(admission.ticket, contribute(admission, work))
+        if privacy is not None:
+            self._check_privacy(task, privacy, party.policy)
+        upload = party.upload(admission.ticket, contribute(work, lambda: no_words(opening, privacy, self._limits)))
         return write(MaskedAnswer(ask.round, ask.token, ask.defence, {"upload": as_tensor(upload)}))
 
-    def _decode(self, ask: Ask) -> _Task:
+    def _check_privacy(self, task: ClientTask, privacy: Privacy, policy: "Policy") -> None:
+        """Abort if this client may not take part in a private round; otherwise enter the round in its ledger."""
+        from fedveil.federation.record_sums import check_task
+
+        check_task(task, self._model, privacy, self._count_records(), policy)
+        if self._ledger is not None:
+            assert privacy.noise is not None
+            assert privacy.rate is not None
+            self._ledger.charge(privacy.noise, privacy.rate)
+
+    def _decode(self, ask: Ask) -> ClientTask:
         defence = self._find_defence(ask)
+        if ask.privacy:
+            defence = protect_records(defence, Privacy.from_terms(ask.privacy))
         codec, loss = find_codec(defence), known_loss("answer", ask.loss, ask.loss_settings, self._loss)
         with hide_failures():
             broadcast = codec.decode_broadcast(self._model, ask.values, ask.tensors, loss)
         parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]
         if not parameters:
             raise BadArgument("ask", "it contains no parameters")
-        return _Task(ask, codec, defence, loss, broadcast, parameters[0].dtype)
+        return ClientTask(ask, codec, defence, loss, broadcast, parameters[0].dtype)
 
     def _find_defence(self, ask: Ask) -> AnyDefence:
         """Return the client's defence; refuse one of another kind than the server's, or with test entropy."""
@@ -249,14 +286,14 @@ class ClientSession:
         refuse_repeatable("answer", own)
         return own
 
-    def _answer(self, task: _Task) -> tuple[bytes, State]:
+    def _answer(self, task: ClientTask) -> tuple[bytes, State]:
         """Return the encoded answer, and the client's private state after it."""
         began, ask = time.perf_counter(), task.ask
         (values, tensors), records, private = self._update(task, self._model, self.state.private)
-        seconds = time.perf_counter() - began
+        seconds = 0.0 if ask.privacy else time.perf_counter() - began  # it would depend on the sample
         return write(Answer(ask.round, ask.token, ask.defence, records, seconds, values, tensors)), private
 
-    def _update(self, task: _Task, model: nn.Module, private: State, least: int = 2) -> tuple[Packed, int, State]:
+    def _update(self, task: ClientTask, model: nn.Module, private: State, least: int = 2) -> tuple[Packed, int, State]:
         """Compute an update from batches of at least `least` records; return it with its records and private state."""
         ask, shards = task.ask, self._prepare(task, model, max(2, least))
         own = task.defence.client(model, shards.example, task.loss)
@@ -266,7 +303,7 @@ class ClientSession:
             update = compute_update(own, task.broadcast, shards, task.dtype, 0, ask.round, ask.whole_shard)
         return task.codec.encode_update(update), shards.sizes[0], own.state(0)
 
-    def _prepare(self, task: _Task, model: nn.Module, least: int) -> Shards:
+    def _prepare(self, task: ClientTask, model: nn.Module, least: int) -> Shards:
         """Return the records in the form that the loss and the ask need; they are kept until another form is needed."""
         ask = task.ask
         form = (ask.loss, repr(ask.loss_settings), ask.batch_size, ask.seed, task.dtype, least)
@@ -292,7 +329,8 @@ class Admission(NamedTuple):
 
     party: "Party"
     ticket: "Ticket"
-    clip: float | None  # with differential privacy, the maximum norm of a client's gradient
+    clip: float | None  # with differential privacy for clients, the maximum norm of a client's gradient
+    privacy: Privacy | None  # with differential privacy for records, its settings
 
 
 def take_step(step: Step, own: bytes, party: "Party | None", count_records: Callable[[], int]) -> bytes:
@@ -322,39 +360,49 @@ def take_step(step: Step, own: bytes, party: "Party | None", count_records: Call
 
 def admit(ask: Ask, message: bytes, digest: "Digest | None", party: "Party | None", model: nn.Module) -> Admission:
     """Check an ask under secure aggregation, and store its admission, before anything is computed."""
-    if party is None or digest is None:
-        what = "the server asks for secure aggregation, but this client has no identity for it"
-        raise BadArgument("ask", what, "run fedveil keys new NAME, and get a roster (docs/secure-aggregation.md)")
+    from fedveil.federation.record_sums import check_format, check_terms
+
     if not ask.secure:
         what = "this client requires secure aggregation, but the server asks for its update in the clear"
         raise BadArgument("ask", what, "set secure_aggregation=True on the server")
+    if party is None or digest is None:
+        what = "the server asks for secure aggregation, but this client has no identity for it"
+        raise BadArgument("ask", what, "run fedveil keys new NAME, and get a roster (docs/secure-aggregation.md)")
     terms = SecureTerms.from_values(ask.secure)
     opening = terms.opening
     if (ask.session, ask.round) != (opening.run, opening.round):
         raise BadArgument("ask", "its run and round differ from those of its opening")
-    if opening.checks == (terms.clip is not None):
+    privacy = check_terms(ask.privacy, party.policy)
+    if privacy is not None:
+        check_format(opening, terms.clip)
+    elif opening.checks == (terms.clip is not None):
         raise BadArgument("ask", "a sum must have check words exactly if updates are not clipped")
     tensors = [*model.parameters(), *model.buffers()]
     if opening.size > MAX_WORDS * (sum(tensor.numel() for tensor in tensors) + len(tensors) + 1):
         raise BadArgument("ask", f"it asks for {opening.size:,} words, too many for this model")
-    if not ask.whole_shard and ask.batch_size < party.policy.min_records:
+    if privacy is None and not ask.whole_shard and ask.batch_size < party.policy.min_records:
         what = f"batches of {ask.batch_size} records are too small: the minimum in this client's policy is "
         raise Aborted("policy", "ask", what + str(party.policy.min_records))
-    ticket = party.admit(opening, digest.combine(), digest_subject(ask, message, digest.body))
-    return Admission(party, ticket, terms.clip)
+    least = 0 if privacy is None else privacy.least_members(len(opening.roster))
+    ticket = party.admit(opening, digest.combine(), digest_subject(ask, message, digest.body), least)
+    return Admission(party, ticket, terms.clip, privacy)
 
 
-def contribute(admission: Admission, work: "Callable[[], Words]") -> "Words":
+def contribute(work: "Callable[[], Words]", nothing: "Callable[[], Words]") -> "Words":
     """Return the words of a client's update; if anything goes wrong, those of a client that contributes nothing."""
-    from fedveil.federation.sums import no_words
-
     try:
         return work()
     except KeyboardInterrupt:
         raise
     except BaseException:  # SystemExit too
         _print_failure("this client contributes nothing to the sum, because of this error:")
-        return no_words(admission.ticket.opening)
+        return nothing()
+
+
+def _find_limits(party: "Party | None", policy: "Policy | None") -> "PrivacyLimits | None":
+    """Return the client's own requirements for the privacy of its records."""
+    own = party.policy if party is not None else policy
+    return None if own is None else own.privacy
 
 
 def _check_records(count: Callable[[], int], policy: "Policy") -> None:

@@ -31,7 +31,7 @@ from fedveil.secagg.identity import KEY, check_member_name, read_private_file
 from fedveil.secagg.masks import WIDTH
 from fedveil.secagg.messages import HASH, JsonObject
 
-FORMAT = 2
+FORMAT = 3
 MOST_RUNS = 1024  # runs in a memory, tombstones included
 MOST_SUMS = 1000  # opened sums whose subject and members are stored
 SHORT = 16  # bytes of a stored digest
@@ -51,6 +51,7 @@ class Current:
         step: the last step of settling that it answered; -1 before the first.
         members: the members that it agreed to last; all before the first step.
         shares: the shares that were dealt to it, by dealer.
+        least: the minimum number of members in its sum.
     """
 
     context: bytes
@@ -62,6 +63,7 @@ class Current:
     step: int = -1
     members: tuple[str, ...] = ()
     shares: dict[str, bytes] = field(default_factory=dict)
+    least: int = 0
 
 
 @dataclass(repr=False)
@@ -271,6 +273,7 @@ def _current_from(now: JsonObject) -> Current:
         int(now["step"]),
         tuple(map(str, now["members"])),
         {str(dealer): _bytes(share, WIDTH) for dealer, share in now["shares"].items()},
+        int(now["least"]),
     )
 
 

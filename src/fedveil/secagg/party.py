@@ -153,7 +153,7 @@ class Party:
             if self._forget_old_keys(turn.state, int(self._clock())):
                 turn.write()
 
-    def admit(self, opening: Opening, digest: bytes, subject: bytes | None = None) -> Ticket:
+    def admit(self, opening: Opening, digest: bytes, subject: bytes | None = None, least: int = 0) -> Ticket:
         """Check an opening and store that it was admitted; nothing may be computed for it before that.
 
         Args:
@@ -161,6 +161,7 @@ class Party:
             digest: SHA-256 of all the bytes of M1.
             subject: 32-byte digest of the sum's subject: the broadcast, and which records take part; by default the
                 digest of M1.
+            least: the minimum number of members in the sum, if more than the threshold.
         """
         bound = context(opening, digest)
         with self._memory.turn() as turn:
@@ -169,7 +170,7 @@ class Party:
             shares = masks.split_seed(own, rules.threshold(len(names)), len(names))
             keys = tuple(hello.key for hello in opening.roster)
             about, share = digest if subject is None else subject, shares[names.index(self.name)]
-            run.current = Current(bound, opening.round, about, names, keys, share, members=names)
+            run.current = Current(bound, opening.round, about, names, keys, share, members=names, least=least)
             run.attempt, run.round, run.uses = opening.attempt, opening.round, run.uses + 1
             self._pair_secrets(run, run.current)  # refuses a key of small order
             turn.write()
