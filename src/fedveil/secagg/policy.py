@@ -92,7 +92,7 @@ class PrivacyLimits:
             raise BadArgument("privacy", "it must be a table with dataset, records and epsilon")
         for name in table:
             check_choice("privacy", "setting", name, names)
-        return cls(**table, ledger=policy.with_name(f"{policy.stem}-{table['dataset']}.ledger"))
+        return cls(**table, ledger=policy.parent / f"{policy.stem}-{table['dataset']}.ledger")
 
 
 @dataclass(frozen=True)
