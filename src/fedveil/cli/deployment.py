@@ -53,10 +53,8 @@ def _print_ledger(path: Path) -> None:
     if limits is None:
         raise BadArgument(str(path), "it has no table [privacy], so there is no ledger", "add the table to the policy")
     ledger = Ledger(limits.ledger, limits.epsilon, limits.delta)
-    rounds = sum(ledger.spent().values())
-    print(
-        f"{limits.dataset}: epsilon {ledger.epsilon():.3g} of {limits.epsilon:g} (delta {limits.delta:g}), {rounds} rounds"
-    )
+    spent = f"epsilon {ledger.epsilon():.3g} of {limits.epsilon:g} (delta {limits.delta:g})"
+    print(f"{limits.dataset}: {spent}, rounds: {sum(ledger.spent().values())}")
 
 
 def flare_kit(
