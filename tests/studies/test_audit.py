@@ -126,7 +126,7 @@ def test_the_page_names_attackers_that_did_not_run_and_why():
     shown = sections(show({"plain": found}))
     assert shown["Attackers that did not run"].paragraphs == [
         "plain, two rounds: does not apply: there is one broadcast",
-        "plain, as published: rebuilds no records: the first layer is a convolution",
+        "plain, as published: cannot rebuild records: the first layer is a convolution",
         "plain, curious server: no images",
     ]
     rows = shown["Membership, attack by attack"].rows
