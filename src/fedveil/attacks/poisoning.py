@@ -165,16 +165,16 @@ class HostileStrategy:
 
 
 ATTACKS: Mapping[str, HostileStrategy] = {
-    "sign-flip": HostileStrategy("its own update with the opposite sign", sign_flip),
+    "sign-flip": HostileStrategy("their honest update with the opposite sign", sign_flip),
     "little-is-enough": HostileStrategy("z standard deviations from the honest mean", little_is_enough),
-    "inner-product": HostileStrategy("reverses the mean of all clients", inner_product),
+    "inner-product": HostileStrategy("a negative multiple of the honest mean, which reverses the mean", inner_product),
     "small-inner-product": HostileStrategy("minus half of the honest mean", partial(inner_product, factor=SMALL)),
     "scaled-noise": HostileStrategy("a random direction with 10,000 times the norm", scaled_noise),
     "overflow": HostileStrategy("finite values near the maximum of the dtype", overflow),
     "square-overflow": HostileStrategy("finite values whose squares overflow", partial(overflow, squares=True)),
     "below-bound": HostileStrategy("the reversed honest mean, at 0.9 of the bound on norms", below_bound),
-    "records": HostileStrategy("claims 10^12 records, and flips the sign", sign_flip, claim=CLAIM),
-    "buffers": HostileStrategy("statistics of -1000, counters of 2**63 - 1", honest_update, buffers=break_buffers),
+    "records": HostileStrategy("the update of sign-flip, with a claim of 10^12 records", sign_flip, claim=CLAIM),
+    "buffers": HostileStrategy("statistics of -1000 and counters of 2**63 - 1", honest_update, buffers=break_buffers),
 }
 
 

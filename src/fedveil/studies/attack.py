@@ -25,7 +25,7 @@ O = TypeVar("O")  # noqa: E741
 P = TypeVar("P", bound=Result)
 R = TypeVar("R", bound=Result)
 V = TypeVar("V")
-Results = dict[str, R | Failure]  # by defence
+Results = dict[str, R | Failure]  # results by defence
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class AttackRequest(Generic[O]):
     notes: tuple[str, ...] = ()
 
     def config_for(self, defence: str) -> Config:
-        """Return the configuration with the given defence, without any settings for a user's defence if built in."""
+        """Return the configuration for a defence; settings for a user's defence are dropped if it is built in."""
         built_in = {record.name for record in BUILT_IN}
         if defence in built_in and not built_in.issuperset(self.defences):
             return self.config.changed(defence=defence, settings=())
@@ -122,7 +122,7 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         return JobGraph(jobs, lambda done: {name: done[job] for name, job in attacks.items()})
 
     def present(self, request: AttackRequest[O], results: Results[R]) -> Presentation:
-        """Add the title, summary, failures and configuration to `show`; the summary replaces a missing verdict."""
+        """Complete the presentation from `show` with the title, the summary, failures and the configuration."""
         config, shown = request.config, self.show(request, successes(results))
         failures = {name: found.failed for name, found in results.items() if isinstance(found, Failure)}
         failed = [Text("Failed", [f"{name}: {why}" for name, why in failures.items()])] if failures else []
@@ -156,7 +156,7 @@ def check_defences(names: Sequence[str], known: Sequence[str], flag: str) -> Non
         if name in names[:number]:
             raise BadArgument(flag, f"{name!r} is given twice", "leave one out")
     if not names:
-        raise BadArgument(flag, "no defence is named", f"use some of {', '.join(known)}")
+        raise BadArgument(flag, "no defence is named", f"use one or more of {', '.join(known)}")
 
 
 def join_parts(

@@ -124,7 +124,7 @@ def configs_in(value: V) -> Iterator[Config]:
 
 
 def list_specs(config: Config) -> list[str]:
-    """Return the names (`package.module:name`) of a configuration's code from other packages, including attackers."""
+    """Return the names, as `package.module:name`, of all code from other packages that a configuration uses."""
     specs = [name for name in (config.data.name, config.model.name, config.defence.name) if ":" in name]
     with contextlib.suppress(BadArgument):  # the job that builds the defence reports the error
         record = registry.find(config.defence.name)
@@ -170,7 +170,7 @@ def _digest_file(path: Path) -> str:
 
 
 def digest_records(data: Data) -> str:
-    """Return the SHA-256 of all records of a data set, with their types, shapes and description."""
+    """Return the SHA-256 of a data set: its records, with their types and shapes, and its description."""
     found = hashlib.sha256()
     for part in (data.train, data.validation, data.test):
         leaves = [] if part is None else [*pytree.tree_leaves(part.inputs), part.targets]

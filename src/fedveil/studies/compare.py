@@ -48,7 +48,7 @@ class CompareStudy(Study[CompareRequest, Runs]):
     """Training under several defences and seeds."""
 
     def graph(self, request: CompareRequest, folder: Path) -> JobGraph[Runs]:
-        """Return a job per seed and defence, ordered by seed, so that an interrupted comparison has complete seeds."""
+        """Return a job per seed and defence, ordered by seed, so that the first seeds are complete first."""
         build_federation(request.config.changed(defence="plain"), load_data(request.config))  # check the settings
         jobs, first = dict[tuple[str, int], StudyJob[TrainedRun]](), request.config.training.seed
         for seed in range(first, first + request.seeds):

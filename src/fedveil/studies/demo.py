@@ -1,4 +1,4 @@
-"""`fedveil demo`: train on digits with and without a veil, and plain with an additional rounding error."""
+"""`fedveil demo`: compare plain and veiled training on digits, and measure the effect of rounding alone."""
 
 import copy
 import dataclasses
@@ -101,7 +101,7 @@ class TrainDigits:
         found = DemoRun(records, seconds, list(data.classes))
         if self.config.defence.name == "plain":
             return found
-        views = {name: copy.deepcopy(view) for name, view in client_models(run).items()}  # `observe` trains further
+        views = {name: copy.deepcopy(view) for name, view in client_models(run).items()}  # `observe` changes the model
         views[f"two broadcasts{NO_DATA}"] = remove_noise(observe(run, rounds=2)).model
         accuracies = {name: metrics["accuracy"] for name, metrics in scores(views, data).items()}
         matrices = confusions(views, data)

@@ -122,7 +122,7 @@ def describe_run(config: Config, folder: Path) -> list[str]:
     if not is_finished(config, folder) and federation.round < last:
         notes.append(f"This run is unfinished: it is attacked after round {federation.round} of {last}.")
     if RECORDS in federation.changed:
-        notes.append("The data have changed since this run was trained: not all records counted as members are in it.")
+        notes.append("The data have changed since this run was trained: it may not have seen the supposed members.")
     return notes
 
 
@@ -153,7 +153,7 @@ def measure_quality(federation: Federation, data: Data) -> Quality:
 
 
 def observe(federation: Federation, rounds: int = 1) -> Observation:
-    """Return what the attacker observes in `rounds` rounds.
+    """Return the attacker's observation of `rounds` rounds.
 
     The federation is trained for `rounds - 1` more rounds while the attacker's messages are recorded. The attacker does
     not answer the last broadcast.

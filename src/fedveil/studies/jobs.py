@@ -35,7 +35,7 @@ POLL = 0.2  # interval between checks for finished jobs, in seconds
 
 
 def show_nothing(name: str, fraction: float, what: str) -> None:
-    """Ignore all progress."""
+    """Ignore progress."""
 
 
 class Result:
@@ -213,7 +213,7 @@ def _schedule(
             show(*queue.get())
         for future in finished:
             name, error = running.pop(future), future.exception()
-            found[name] = Failure(f"its process died: {error}") if error else future.result()
+            found[name] = Failure(f"the worker process died: {error}") if error else future.result()
             show(name, 1.0, "done")
 
 

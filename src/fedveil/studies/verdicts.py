@@ -9,9 +9,9 @@ from fedveil.attacks.scores import Estimate
 from fedveil.report import Section, Text
 from fedveil.studies.presentation import capitalise, display_name, text
 
-CLEAR = 0.1  # a leak is clear from this fraction of the distance between guessing and full knowledge
+CLEAR = 0.1  # a leak is clear above this fraction of the distance between guessing and full knowledge
 SLIGHT = 0.2  # a leak is slight below this fraction of the distance between guessing and the undefended result
-FULL = 0.8  # a leak is full from this fraction of the distance between guessing and the undefended result
+FULL = 0.8  # a leak is full at or above this fraction of the distance between guessing and the undefended result
 LAG = 0.2  # published attacks are mentioned if they are weaker by this fraction of the strongest attacker's advantage
 RECOGNISED = 10.0  # a record counts as known if its PSNR is this many dB above guessing
 MAX_MEMBERSHIP = 0.52  # limit for hardening: the attacker's balanced accuracy
@@ -151,7 +151,7 @@ class Verdict:
 
 
 def find_strongest(figures: Iterable[AttackerFigure]) -> AttackerFigure | None:
-    """Return the attacker with the strongest finding; of these, the one with the largest value."""
+    """Return the attacker with the strongest finding; ties are broken by value."""
     return max(figures, key=lambda figure: (figure.finding, figure.value), default=None)
 
 

@@ -82,7 +82,7 @@ def base_values(given: Values) -> Values:
     for name in OWN_KEYS:
         if name in given:
             flag = name.replace("_", "-")
-            raise BadArgument("fedveil audit --harden", f"it sets --{flag} itself", f"leave out --{flag}")
+            raise BadArgument("fedveil audit --harden", f"the measures set --{flag}", f"leave out --{flag}")
     data = str(given.get("data", "digits"))
     bases = FEDERATIONS["harden"]
     usual = bases.get(data, {name: bases["digits"][name] for name in ("clients", "epochs")})

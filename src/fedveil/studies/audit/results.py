@@ -26,7 +26,7 @@ class Members:
 
     Attributes:
         attacks: performance of each attack, by name.
-        left_out: the reason for each attack that was not run, by name.
+        left_out: reasons why attacks were not run, by name.
     """
 
     attacks: dict[str, AttackScores]
@@ -84,8 +84,8 @@ class AuditResult(Quality, Result):
         attackers: results of each attacker on the model.
         rebuilt: PSNR in dB of the records that each attacker rebuilt; the floor is the mean of the attacker's records.
         guessing: results of the best constant answer.
-        inapplicable: the reason for each attacker on the model that did not run.
-        not_rebuilt: the reason for each attacker that did not rebuild records.
+        inapplicable: reasons why attackers on the model did not run, by attacker.
+        not_rebuilt: reasons why attackers did not rebuild records, by attacker.
         server: results of a curious server, if requested; only for the undefended federation.
     """
 

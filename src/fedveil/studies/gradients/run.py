@@ -79,7 +79,7 @@ class GradientOptions(SearchOptions):
         sizes = parse_counts(self.victim_batch)
         if not sizes or self.images < max(sizes):
             what = f"cannot form batches of {self.victim_batch!r} from {self.images} images"
-            raise BadArgument("--victim-batch", what, "use different sizes such as 1,4,8, none above --images")
+            raise BadArgument("--victim-batch", what, "use distinct sizes, such as 1,4,8, of at most --images")
         return sizes
 
 
@@ -146,7 +146,7 @@ def search_leak(
     rng: torch.Generator,
     progress: SearchProgress,
 ) -> Reconstruction:
-    """Search for the batch behind a leak, with pixels in their valid range; infer the labels if the method needs them.
+    """Reconstruct a batch from a leaked gradient, with pixels in their valid range; infer labels that are needed.
 
     `own_inputs` are the attacker's own records, from which it estimates typical outputs of the model.
     """
@@ -268,7 +268,7 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
             raise BadArgument(data.name, "it has no classes, but the attack needs labels", "use --data cifar10")
         records, wanted = len(data.train.targets), training.batch_size + request.options.images
         if records < wanted:
-            what = f"{records} training records, but the attacker and the victim need {wanted}"
+            what = f"there are {records} training records, but the attacker and the victim need {wanted}"
             raise BadArgument(data.name, what, "use a larger --train-size, or fewer --images")
         known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
         if not request.run and (not known or training.weight_decay):

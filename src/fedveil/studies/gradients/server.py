@@ -336,7 +336,7 @@ class AttackRound:
         clients, records = max(self.options.difference, *self.options.counts()), len(data.train.targets)
         wanted = clients * self.options.records
         if records < wanted:
-            what = f"{records} training records, but {clients} clients need {wanted}"
+            what = f"there are {records} training records, but {clients} clients need {wanted}"
             raise BadArgument(data.name, what, "use a larger --train-size, or smaller --sums")
         rng = generator("server", self.config.training.seed, self.number)
         return torch.randperm(records, generator=rng)[:wanted]

@@ -63,7 +63,7 @@ def train_judge(
 ) -> nn.Module:
     """Train an image classifier with cross-entropy, AdamW, cosine annealing, and shifted and mirrored images.
 
-    Only colour images are mirrored, since mirrored digits would have another meaning. If `path` is given, the state is
+    Only colour images are mirrored, since mirroring changes the meaning of digits. If `path` is given, the state is
     saved there, and interrupted training resumes after its last epoch if `key` is the same.
     """
     images, targets = data.pixels(data.train.tensor).to(device), data.train.targets.to(device)
@@ -94,7 +94,7 @@ def train_judge(
 
 
 def outputs_and_features(model: nn.Module, inputs: Tensor, *, batch_size: int = 500) -> tuple[Tensor, Tensor]:
-    """Return outputs and features without gradients; the features are the last parametrised module's flat input."""
+    """Return the outputs and the features, which are the flattened input of the last module with parameters."""
     leaves = [m for m in model.modules() if not m._modules and next(m.parameters(recurse=False), None) is not None]
     outputs, features = [], []
     with torch.no_grad(), evaluating(model), record_calls(leaves) as calls:
@@ -145,7 +145,7 @@ class Evaluator:
     data: Data
     judge: nn.Module
     known: Tensor  # features of the private training images, divided by their mean norm
-    norm: float  # the mean norm
+    norm: float  # mean norm of the features, before the division
     device: torch.device
 
     def evaluate(self, images: Tensor, labels: Tensor) -> SuccessRate:

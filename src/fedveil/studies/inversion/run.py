@@ -218,7 +218,7 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
         if len(private) < 2 or not other_labels(private, classes):
             what = f"labels {config.data.labels!r} make {len(private)} of {classes} classes private"
             raise BadArgument(WHERE, what, fix)
-        data.pixels(data.train.tensor[:1])  # refuses records that are not images
+        data.pixels(data.train.tensor[:1])  # raises an error if records are not images
         if config.model.name.startswith("mlp"):
             what = "an mlp expects vectors, but the generator produces images"
             raise BadArgument(WHERE, what, "use --model cnn or resnet8")
@@ -229,7 +229,7 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
         ]
 
     def attack(self, request: AttackRequest[InversionOptions], defence: str, folder: Path) -> Invert:
-        """Return the attack on one defence."""
+        """Return the work that attacks one defence."""
         return Invert(request.config_for(defence), request.options, folder, self.run_folder(request, defence, folder))
 
     def show(self, request: AttackRequest[InversionOptions], results: Mapping[str, Inversion]) -> Presentation:

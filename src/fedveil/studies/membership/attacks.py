@@ -88,7 +88,7 @@ def digests(inputs: Tensor) -> list[bytes]:
 
 
 def shadow_defence(defence: str) -> str:
-    """Return the defence used to train shadows; veiled and plain federations share theirs, as the models are equal."""
+    """Return the defence used to train shadows; a veiled federation uses "plain", which trains the same model."""
     return find_attackers(find(defence)).shadows or defence
 
 

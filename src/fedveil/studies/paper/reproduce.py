@@ -168,7 +168,7 @@ def _sections(plan: ExhibitPlan, stored: StoredExhibit, presented: Presentation)
     facts = {
         "scale": plan.scale,
         "repeat": str(stored["command"]),
-        "minutes of the last call": str(stored["minutes"]),
+        "minutes of the last run": str(stored["minutes"]),
         "with": str(stored["with"]),
     }
     for name, value in plan.written.items():

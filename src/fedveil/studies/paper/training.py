@@ -210,7 +210,7 @@ HEADER3 = ("network", "loss", "clients", "seeds", "largest difference of means, 
 def paper_cells(
     plan: ExhibitPlan, printed: Sequence[float], runs: Sequence[Run], key: str, forms: tuple[str, str], scale: float = 1
 ) -> list[str]:
-    """Return the paper's value and ours for each column of the paper's table; `key` is the field that it varies."""
+    """Return the paper's value and ours for each column of the paper's table; columns differ in the field `key`."""
     cells = []
     for column, value in zip(plan.file.columns, printed, strict=True):
         cells += [f"{value:{forms[0]}}", format_runs(select(runs, **{key: column}), forms[1], scale)]
@@ -254,7 +254,7 @@ def present_table2(plan: ExhibitPlan, results: list[Run]) -> Presentation:
                 cells = paper_cells(plan, values[clients], own, "model", (".2f", ".1f"), 100)
                 rows.append([data, clients, defence, *cells])
     constants = {run.data: run.constant for run in results if run.constant is not None}
-    notes = [f"The most common class of {data} has {100 * value:.1f} %." for data, value in constants.items()]
+    notes = [f"The most common class of {data} makes up {100 * value:.1f} %." for data, value in constants.items()]
     keys = ("data", "model", "clients", "loss")
     veils, baselines = (list(compare_runs(results, keys, name)) for name in ("veil", BASELINE))
     headline = []
