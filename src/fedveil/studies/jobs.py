@@ -34,7 +34,7 @@ Show = Callable[[str, float, str], None]  # called with the job's name, the frac
 POLL = 0.2  # interval between checks for finished jobs, in seconds
 
 
-def show_nothing(name: str, fraction: float, what: str) -> None:
+def show_nothing(name: str, fraction: float, step: str) -> None:
     """Ignore progress."""
 
 
@@ -190,22 +190,22 @@ def run_jobs(
 
 def _schedule(
     jobs: Sequence[StudyJob[Result]],
-    found: dict[str, Result],
+    results: dict[str, Result],
     bases: Mapping[str, Basis],
     submit: Callable[[StudyJob[Result], JobResults], Future[Result]],
     queue: "ProgressQueue | None",
     show: Show,
 ) -> None:
-    """Submit each job once its dependencies have ended, and add its result to `found`."""
+    """Submit each job once its dependencies have ended, and add its result to `results`."""
     waiting, running = list(jobs), dict[Future[Result], str]()
     while waiting or running:
-        job = next((job for job in waiting if all(need.name in found for need in (*job.needs, *job.after))), None)
+        job = next((job for job in waiting if all(need.name in results for need in (*job.needs, *job.after))), None)
         if job is not None:
             waiting.remove(job)
-            needed = {need.name: found[need.name] for need in job.needs}
+            needed = {need.name: results[need.name] for need in job.needs}
             failures = [f"{name}: {one.failed}" for name, one in needed.items() if isinstance(one, Failure)]
             if failures:
-                found[job.name] = Failure(failures[0])
+                results[job.name] = Failure(failures[0])
             else:
                 running[submit(job, JobResults(needed, bases[job.name]))] = job.name
         finished, _ = wait(running, POLL if job is None else 0.0, "FIRST_COMPLETED")
@@ -213,7 +213,7 @@ def _schedule(
             show(*queue.get())
         for future in finished:
             name, error = running.pop(future), future.exception()
-            found[name] = Failure(f"the worker process died: {error}") if error else future.result()
+            results[name] = Failure(f"the worker process died: {error}") if error else future.result()
             show(name, 1.0, "done")
 
 
@@ -230,7 +230,7 @@ _queue: ProgressQueue | None = None  # the queue to which a worker process repor
 def _run_in_worker(job: StudyJob[Result], folder: Path, done: JobResults) -> Result:
     assert _queue is not None
     put = _queue.put
-    return run_job(job, folder, lambda fraction, what: put((job.name, fraction, what)), done)
+    return run_job(job, folder, lambda fraction, step: put((job.name, fraction, step)), done)
 
 
 def _set_up_worker(queue: ProgressQueue, parent: int) -> None:

@@ -200,7 +200,9 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
                     own[f"{attack}-{seed}"] = StudyJob(request.job_name(defence, attack, str(seed)), work, Endings)
         return join_parts(
             jobs,
-            lambda found: Poisoning({name: [found[f"{name}-{seed}"] for seed in seeds] for name in options.names()}),
+            lambda results: Poisoning(
+                {name: [results[f"{name}-{seed}"] for seed in seeds] for name in options.names()}
+            ),
         )
 
     def show(self, request: AttackRequest[PoisoningOptions], results: Mapping[str, Poisoning]) -> Presentation:
@@ -257,11 +259,11 @@ def main_rows(results: Mapping[str, Poisoning], limits: Sequence[str], hostile: 
             yield [defence, attack, *(one.cell() for one in own), refused]
 
 
-def verdict(every: Sequence[LimitFigures]) -> str:
+def verdict(figures: Sequence[LimitFigures]) -> str:
     """Return a sentence with the lowest accuracy for each limit, over all attacks and defences."""
-    honest = [one.accuracy.value for one in every if (one.attack, one.limits) == (HONEST, UNLIMITED) and one.accuracy]
+    honest = [one.accuracy.value for one in figures if (one.attack, one.limits) == (HONEST, UNLIMITED) and one.accuracy]
     left: dict[str, float] = {}  # accuracy by limit; -1 if a run ended early
-    for one in every:
+    for one in figures:
         if one.attack != HONEST and one.endings:
             value = one.accuracy.value if one.accuracy and not one.ended else -1.0
             left[one.limits] = min(value, left.get(one.limits, 1.0))

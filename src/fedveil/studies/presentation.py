@@ -70,21 +70,21 @@ def read_texts() -> dict[str, PageTexts]:
     return TypeAdapter(dict[str, PageTexts]).validate_python(read_toml("texts.toml"))
 
 
-def text(found: Estimate | None, form: str = ".1f", scale: float = 1.0) -> str:
+def text(estimate: Estimate | None, form: str = ".1f", scale: float = 1.0) -> str:
     """Format a value with its interval; an interval of length 0 is omitted.
 
     >>> text(Estimate(0.612, 0.59, 0.634), ".2f"), text(Estimate(2.0, 2.0, 2.0))
     ('0.61 [0.59, 0.63]', '2.0')
     """
-    if found is None:
+    if estimate is None:
         return NOTHING
-    value, low, high = (f"{scale * number:{form}}" for number in (found.value, found.low, found.high))
-    return value if found.low == found.high else f"{value} [{low}, {high}]"
+    value, low, high = (f"{scale * number:{form}}" for number in (estimate.value, estimate.low, estimate.high))
+    return value if estimate.low == estimate.high else f"{value} [{low}, {high}]"
 
 
-def percent(found: Estimate | None) -> str:
+def percent(estimate: Estimate | None) -> str:
     """Format a fraction and its interval in per cent, for example "61.2 [59.0, 63.4]"."""
-    return text(found, scale=100)
+    return text(estimate, scale=100)
 
 
 def format_figures(figures: Mapping[str, Estimate | None], formats: Mapping[str, tuple[str, float]]) -> list[str]:
@@ -92,11 +92,11 @@ def format_figures(figures: Mapping[str, Estimate | None], formats: Mapping[str,
     return [text(figures.get(column), form, scale) for column, (form, scale) in formats.items()]
 
 
-def mark(name: str, found: Estimate | None, group: str = "", scale: float = 1.0) -> Interval:
+def mark(name: str, estimate: Estimate | None, group: str = "", scale: float = 1.0) -> Interval:
     """Return an estimate as a mark in a chart; None is marked as failed."""
-    if found is None:
+    if estimate is None:
         return Interval(name, None, group=group, missing="failed")
-    return Interval(name, scale * found.value, scale * found.low, scale * found.high, group)
+    return Interval(name, scale * estimate.value, scale * estimate.low, scale * estimate.high, group)
 
 
 def failed_row(name: str, columns: int, text: str = "failed") -> list[str]:

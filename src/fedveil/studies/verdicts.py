@@ -158,7 +158,7 @@ def find_strongest(figures: Iterable[AttackerFigure]) -> AttackerFigure | None:
 def judge(
     measure: Measure,
     guess: float,
-    found: Sequence[AttackerFigure],
+    figures: Sequence[AttackerFigure],
     undefended: Sequence[AttackerFigure],
     published: Collection[str] = (PUBLISHED,),
 ) -> Verdict | None:
@@ -166,12 +166,12 @@ def judge(
 
     `published` contains the names of the attackers that do not know the defence.
     """
-    strongest, reference = find_strongest(found), find_strongest(undefended)
+    strongest, reference = find_strongest(figures), find_strongest(undefended)
     if strongest is None:
         return None
-    known = find_strongest(other for other in found if other.attacker in published)
+    known = find_strongest(other for other in figures if other.attacker in published)
     label = choose_label(measure, guess, strongest, reference)
-    if label is Label.SLIGHT and any(other.finding is Finding.TOO_FEW for other in found):
+    if label is Label.SLIGHT and any(other.finding is Finding.TOO_FEW for other in figures):
         label = Label.TOO_FEW
     if measure.needs_adaptive and strongest is known and label not in (Label.LEAK, Label.NOTHING, Label.TOO_FEW):
         label = Label.UNTESTED

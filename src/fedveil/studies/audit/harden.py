@@ -77,16 +77,16 @@ def measures(base: Values) -> dict[str, Values]:
     }
 
 
-def base_values(given: Values) -> Values:
+def base_values(values: Values) -> Values:
     """Return the configuration values of the federation; the given values override the defaults for its data set."""
     for name in OWN_KEYS:
-        if name in given:
+        if name in values:
             flag = name.replace("_", "-")
             raise BadArgument("fedveil audit --harden", f"the measures set --{flag}", f"leave out --{flag}")
-    data = str(given.get("data", "digits"))
+    data = str(values.get("data", "digits"))
     bases = FEDERATIONS["harden"]
     usual = bases.get(data, {name: bases["digits"][name] for name in ("clients", "epochs")})
-    return {"data": data, "loss": "squared_error", **usual, **given}
+    return {"data": data, "loss": "squared_error", **usual, **values}
 
 
 def default_options(base: Values) -> AuditOptions:

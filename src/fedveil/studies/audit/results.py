@@ -198,7 +198,7 @@ def list_measures(plain: AuditResult) -> dict[str, Measure]:
     return {**model, MEMBERSHIP: verdicts.MEMBERSHIP, RECORD: verdicts.RECORD}
 
 
-def judge(column: str, measure: Measure, found: AuditResult, plain: AuditResult) -> Verdict | None:
+def judge(column: str, measure: Measure, result: AuditResult, plain: AuditResult) -> Verdict | None:
     """Return the verdict on one defence, or None if the measure is missing with the defence or without it."""
     guess = plain.guesses[column] or 0.0
 
@@ -208,15 +208,15 @@ def judge(column: str, measure: Measure, found: AuditResult, plain: AuditResult)
         return [measure.assess(attacker, one, guess, trials) for attacker, one in figures.items() if one]
 
     undefended = assess(plain)
-    return verdicts.judge(measure, guess, assess(found), undefended) if undefended else None
+    return verdicts.judge(measure, guess, assess(result), undefended) if undefended else None
 
 
-def attacker_rows(name: str, found: AuditResult) -> Iterator[list[str]]:
+def attacker_rows(name: str, result: AuditResult) -> Iterator[list[str]]:
     """Yield one table row per attacker."""
-    for attacker in found.names:
-        own = found.attackers.get(attacker)
+    for attacker in result.names:
+        own = result.attackers.get(attacker)
         chosen = own.membership.attack if own and own.membership else ""
-        yield [name, attacker, *format_figures(found.figures(attacker), FORMATS), chosen]
+        yield [name, attacker, *format_figures(result.figures(attacker), FORMATS), chosen]
 
 
 def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdict]]:
@@ -227,17 +227,21 @@ def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdic
     }
 
 
-def headline(found: Mapping[str, Mapping[str, Verdict]]) -> str:
+def headline(verdicts_by_column: Mapping[str, Mapping[str, Verdict]]) -> str:
     """Return a sentence per measure that summarises its verdicts; "plain" is included only if it is the only one."""
-    defended = [{name: one for name, one in own.items() if name != "plain"} or own for own in found.values()]
+    defended = [
+        {name: one for name, one in own.items() if name != "plain"} or own for own in verdicts_by_column.values()
+    ]
     return f"By the strongest attacker: {'. '.join(summarise(own) for own in defended if own)}."
 
 
-def verdict_sections(results: Audits, plain: AuditResult, found: Mapping[str, Mapping[str, Verdict]]) -> list[Section]:
+def verdict_sections(
+    results: Audits, plain: AuditResult, verdicts_by_column: Mapping[str, Mapping[str, Verdict]]
+) -> list[Section]:
     """Return a table of the labels, and the full verdicts."""
     rows, lines = list[list[str]](), list[str]()
     for defence in results:
-        own = [by_defence.get(defence) for by_defence in found.values()]
+        own = [by_defence.get(defence) for by_defence in verdicts_by_column.values()]
         rows.append([defence, *(one.label if one else "not measured" for one in own)])
         lines += [f"{defence}, {one.measure.subject}: {one}" for one in own if one]
     if plain.server and plain.server.complete:
@@ -261,23 +265,23 @@ def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
             yield Intervals(measure.subject.capitalize(), measure.figure, rows, lines)
 
 
-def member_rows(name: str, attacker: str, found: Members) -> Iterator[list[str]]:
+def member_rows(name: str, attacker: str, members: Members) -> Iterator[list[str]]:
     """Yield one row per membership attack, including the attacks that were not run."""
-    for attack, one in found.attacks.items():
+    for attack, one in members.attacks.items():
         figures = [f"{one.known:.3f}", text(one.auc, ".3f"), percent(one.accuracy), *map(percent, one.tpr.values())]
-        yield [name, attacker, f"{attack} *" if attack == found.attack else attack, *figures, str(one.broadcasts)]
-    for attack, why in found.left_out.items():
+        yield [name, attacker, f"{attack} *" if attack == members.attack else attack, *figures, str(one.broadcasts)]
+    for attack, why in members.left_out.items():
         yield [name, attacker, attack, why, *[""] * (len(ATTACKS) - 2)]
 
 
-def list_absent_attackers(name: str, found: AuditResult) -> Iterator[str]:
+def list_absent_attackers(name: str, result: AuditResult) -> Iterator[str]:
     """Yield a sentence for each attacker that did not run, with the reason."""
-    for attacker, why in found.inapplicable.items():
+    for attacker, why in result.inapplicable.items():
         yield f"{name}, {attacker}: {why if why.startswith('failed: ') else f'does not apply: {why}'}"
-    for attacker, why in found.not_rebuilt.items():
+    for attacker, why in result.not_rebuilt.items():
         yield f"{name}, {attacker}: cannot rebuild records: {why}"
-    if found.server and found.server.failed:
-        yield f"{name}, curious server: {found.server.failed}"
+    if result.server and result.server.failed:
+        yield f"{name}, curious server: {result.server.failed}"
 
 
 def attack_sections(done: Audits) -> list[Section]:
@@ -295,12 +299,12 @@ def attack_sections(done: Audits) -> list[Section]:
     return (sections if members else []) + ([Text("Attackers that did not run", skipped)] if skipped else [])
 
 
-def show(every: Audits) -> Presentation:
+def show(audits: Audits) -> Presentation:
     """Return the verdicts, the table and the other sections."""
-    results = {name: found for name, found in every.items() if name != UNDEFENDED}
-    rows = [row for name, found in every.items() for row in attacker_rows(name, found)]
+    results = {name: found for name, found in audits.items() if name != UNDEFENDED}
+    rows = [row for name, found in audits.items() for row in attacker_rows(name, found)]
     verdict, first, sections = NO_VERDICT, list[Section](), list[Section]()
-    if plain := every.get("plain", every.get(UNDEFENDED)):
+    if plain := audits.get("plain", audits.get(UNDEFENDED)):
         found = judge_all(results, plain)
         verdict = headline(found) if any(found.values()) else verdict
         guesses = {column: average([value]) for column, value in plain.guesses.items() if value is not None}
@@ -316,6 +320,6 @@ def show(every: Audits) -> Presentation:
         f"{name}: {one.metric} {one.train:.3f} on members, {one.test:.3f} on others, gap {one.gap:.3f}"
         for name, one in results.items()
     ]
-    sections += attack_sections(every)
+    sections += attack_sections(audits)
     sections += [Text("Gap between members and others", gaps), Text("How to read it", TEXTS.reading)]
     return Presentation("", verdict, HEADER, rows, TEXTS.note, sections, first)

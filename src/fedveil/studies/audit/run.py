@@ -37,9 +37,9 @@ SHARD = 64  # number of the victim's records if clients use whole shards
 MAX_SEARCHES = 5  # maximum number of records to rebuild by a search
 
 
-def quality(found: Tensor, true: Tensor, peak: float) -> float:
+def quality(rebuilt: Tensor, true: Tensor, peak: float) -> float:
     """Return PSNR = 10 log10(peak^2 / MSE) in dB, at most 100; `peak` is the range of the data."""
-    return psnr(torch.nan_to_num(found).reshape(1, -1), true.reshape(1, -1), peak=peak, maximum=100.0)[0]
+    return psnr(torch.nan_to_num(rebuilt).reshape(1, -1), true.reshape(1, -1), peak=peak, maximum=100.0)[0]
 
 
 def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Observation, Tensor]:

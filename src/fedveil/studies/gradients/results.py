@@ -167,11 +167,13 @@ def table_rows(results: Mapping[str, Gradients], sizes: Sequence[int]) -> list[l
     return [*rows, *(["floor", name, "", "", *figure_cells(one)] for name, one in floors.items())]
 
 
-def figure_cells(found: ViewFigures) -> list[str]:
+def figure_cells(figures: ViewFigures) -> list[str]:
     """Format the results of one view as cells."""
-    count = len(found.psnr)
-    near = [text(average(own), form) for own, form in ((found.psnr, ".1f"), (found.ssim, ".2f"), (found.mse, ".3f"))]
-    good = [sum(value > 20 for value in found.psnr), sum(value > 0.5 for value in found.ssim), found.labels]
+    count = len(figures.psnr)
+    near = [
+        text(average(own), form) for own, form in ((figures.psnr, ".1f"), (figures.ssim, ".2f"), (figures.mse, ".3f"))
+    ]
+    good = [sum(value > 20 for value in figures.psnr), sum(value > 0.5 for value in figures.ssim), figures.labels]
     return [str(count), *near, *("" if hits is None else f"{hits}/{count}" for hits in good)]
 
 

@@ -132,9 +132,9 @@ class AttackBatch:
         return Batch(size, rows.tolist(), search, views, below, originals, tuple(true[0].shape))
 
 
-def part_progress(progress: Progress, number: int, count: int, what: str) -> SearchProgress:
+def part_progress(progress: Progress, number: int, count: int, step: str) -> SearchProgress:
     """Return a callback that reports the progress of part `number` of `count` equal parts."""
-    return lambda fraction: progress((number + fraction) / count, what)
+    return lambda fraction: progress((number + fraction) / count, step)
 
 
 def search_leak(
@@ -161,13 +161,18 @@ def search_leak(
     )
 
 
-def compare_images(found: Reconstruction, data: Data, true: Tensor, labels: Sequence[int]) -> View:
+def compare_images(reconstruction: Reconstruction, data: Data, true: Tensor, labels: Sequence[int]) -> View:
     """Compare reconstructed images with the victim's batch."""
-    pixels = data.pixels(found.inputs)
+    pixels = data.pixels(reconstruction.inputs)
     pixels = pixels[match(pixels, true)]
-    near = psnr(pixels, true), ssim(pixels, true), mse(pixels, true), shared_labels(found.labels.tolist(), labels)
-    distance = found.distance if math.isfinite(found.distance) else None
-    broken = sum(not math.isfinite(distance) for distance in found.distances)
+    near = (
+        psnr(pixels, true),
+        ssim(pixels, true),
+        mse(pixels, true),
+        shared_labels(reconstruction.labels.tolist(), labels),
+    )
+    distance = reconstruction.distance if math.isfinite(reconstruction.distance) else None
+    broken = sum(not math.isfinite(distance) for distance in reconstruction.distances)
     return View(*near, distance, broken, [encode_image(image) for image in pixels])
 
 
@@ -224,9 +229,9 @@ def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]
     return leaks, observed
 
 
-def shared_labels(found: Sequence[int], true: Sequence[int]) -> int:
+def shared_labels(inferred: Sequence[int], true: Sequence[int]) -> int:
     """Return the number of labels in `true` that were found, regardless of order."""
-    return sum(min(found.count(label), true.count(label)) for label in set(true))
+    return sum(min(inferred.count(label), true.count(label)) for label in set(true))
 
 
 def guesses(data: Data, rows: Tensor, rng: torch.Generator, excluded: Tensor | None = None) -> dict[str, Tensor]:

@@ -129,17 +129,17 @@ def difference_view(clients: int, models: str) -> str:
     return f"{clients} minus {clients - 1}, {models}"
 
 
-def view_rows(found: Curious) -> Iterator[list[str]]:
+def view_rows(results: Curious) -> Iterator[list[str]]:
     """Yield one table row per view, without the column for the defence."""
-    if not found.complete:
-        yield ["", "", f"failed: {found.failed}", *[""] * (len(HEADER) - 4)]
+    if not results.complete:
+        yield ["", "", f"failed: {results.failed}", *[""] * (len(HEADER) - 4)]
         return
-    for name in found.complete[0].views:
-        views = found.view(name)
+    for name in results.complete[0].views:
+        views = results.view(name)
         near = [spread([view.attacks[attack].psnr for view in views if attack in view.attacks]) for attack in ATTACKS]
         near += [spread([view.floors[floor].psnr for view in views]) for floor in FLOORS]
         ssim = text(spread([view.best.ssim for view in views]), ".2f")
-        yield [name, str(views[0].records), f"{count_rounds(found, name)}/{len(views)}", *map(text, near), ssim]
+        yield [name, str(views[0].records), f"{count_rounds(results, name)}/{len(views)}", *map(text, near), ssim]
 
 
 def spread(values: Sequence[float]) -> Estimate | None:
@@ -147,17 +147,17 @@ def spread(values: Sequence[float]) -> Estimate | None:
     return Estimate(statistics.median(values), min(values), max(values)) if values else None
 
 
-def count_rounds(found: Curious, name: str) -> int:
+def count_rounds(results: Curious, name: str) -> int:
     """Return the number of rounds in which an attack on the view reveals a record."""
-    return sum(view.best.psnr - view.floors[FLOORS[0]].psnr >= RECOGNISED for view in found.view(name))
+    return sum(view.best.psnr - view.floors[FLOORS[0]].psnr >= RECOGNISED for view in results.view(name))
 
 
-def verdict(found: Curious) -> str:
+def verdict(results: Curious) -> str:
     """Return the label, and the views that reveal a record and those that do not."""
-    if not found.complete:
-        return f"not measured ({found.failed})."
-    known = {name: count_rounds(found, name) for name in found.complete[0].views}
-    leaks = [f"{name} ({times} of {len(found.complete)} rounds)" for name, times in known.items() if times]
+    if not results.complete:
+        return f"not measured ({results.failed})."
+    known = {name: count_rounds(results, name) for name in results.complete[0].views}
+    leaks = [f"{name} ({times} of {len(results.complete)} rounds)" for name, times in known.items() if times]
     others = ", ".join(name for name, times in known.items() if not times)
     if not leaks:
         return f"{Label.NOTHING}: no record is revealed, not even by a single update, so sums cannot be judged."
@@ -165,9 +165,9 @@ def verdict(found: Curious) -> str:
     return f"{Label.LEAK}: a record is revealed by {', '.join(leaks)}{rest}."
 
 
-def gallery(title: str, found: Curious) -> list[Section]:
+def gallery(title: str, results: Curious) -> list[Section]:
     """Return a grid with the victim's record in each round above the images from each view; empty without rounds."""
-    rounds = found.complete
+    rounds = results.complete
     if not rounds:
         return []
     rows: list[tuple[str, list[Picture]]] = [("victim's record", [one.original(0) for one in rounds])]
@@ -287,12 +287,12 @@ def attack_view(
     return found
 
 
-def nearest(found: Tensor, true: Tensor) -> Nearest:
-    """Return the image with the smallest squared distance from a true image."""
-    rows, columns = (images.double().flatten(1) for images in (true, found))
+def nearest(candidates: Tensor, true: Tensor) -> Nearest:
+    """Return the candidate image with the smallest squared distance from any true image."""
+    rows, columns = (images.double().flatten(1) for images in (true, candidates))
     apart = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
-    record, image = divmod(int(apart.argmin()), len(found))
-    pair = found[image : image + 1].double(), true[record : record + 1].double()
+    record, image = divmod(int(apart.argmin()), len(candidates))
+    pair = candidates[image : image + 1].double(), true[record : record + 1].double()
     return Nearest(psnr(*pair)[0], ssim(*pair)[0], record, encode_image(pair[0][0]))
 
 

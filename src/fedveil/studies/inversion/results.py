@@ -121,9 +121,9 @@ class TrainedEvaluator(Result):
     accuracy: float
 
 
-def judged_cells(found: SuccessRate) -> list[str]:
+def judged_cells(rate: SuccessRate) -> list[str]:
     """Format both distances and the success rate according to the evaluator."""
-    return [f"{found.nearest:.3f}", f"{found.centroid:.3f}", percent(found)]
+    return [f"{rate.nearest:.3f}", f"{rate.centroid:.3f}", percent(rate)]
 
 
 def main_rows(results: Mapping[str, Inversion]) -> Iterator[list[str]]:

@@ -172,8 +172,8 @@ class Invert(NetworkTraining):
         for number, (view, part) in enumerate(zip(models, labels.chunk(len(models)), strict=True)):
             model, seed = accept_pixels(view, data.standardise), self.config.training.seed * len(models) + number
 
-            def report(fraction: float, what: str, number: int = number) -> None:
-                progress((number + fraction) / len(models), what)
+            def report(fraction: float, step: str, number: int = number) -> None:
+                progress((number + fraction) / len(models), step)
 
             codes = search(model, gan, part, steps=options.steps, restarts=options.restarts, seed=seed, progress=report)
             made["codes"].append(codes.images)

@@ -133,9 +133,9 @@ def main_row(row: AttackerRow) -> list[str]:
     return [row.defence, row.who, *quality, *asr, best_epoch(row.scored.get("three"))]
 
 
-def best_epoch(found: AttackScores | None) -> str:
+def best_epoch(scores: AttackScores | None) -> str:
     """Format the accuracy in % at the epoch with the best accuracy on the test records themselves."""
-    return NOTHING if found is None or found.best_on_test is None else f"{100 * found.best_on_test:.1f}"
+    return NOTHING if scores is None or scores.best_on_test is None else f"{100 * scores.best_on_test:.1f}"
 
 
 def figure_rows(row: AttackerRow) -> Iterator[list[str]]:

@@ -201,11 +201,11 @@ def _entries(
     ]
 
 
-def mean_over_seeds(found: Sequence[Estimate], *, fraction: bool) -> Estimate | None:
+def mean_over_seeds(estimates: Sequence[Estimate], *, fraction: bool) -> Estimate | None:
     """Average the values of all seeds, with Student's interval clipped to valid values; a single one is unchanged."""
-    if len(found) < 2:
-        return found[0] if found else None
-    return average([one.value for one in found], minimum=0.0, maximum=1.0 if fraction else math.inf)
+    if len(estimates) < 2:
+        return estimates[0] if estimates else None
+    return average([one.value for one in estimates], minimum=0.0, maximum=1.0 if fraction else math.inf)
 
 
 def _membership_figures(result: Membership, attacker: str, measure: str) -> FigurePair:
@@ -322,9 +322,9 @@ def gradient_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Results[Gradient
     return join_parts(jobs, lambda parts: Gradients(configs["plain"].training.seed, parts))
 
 
-def present_fig5(plan: ExhibitPlan, every: Results[Gradients]) -> Presentation:
+def present_fig5(plan: ExhibitPlan, variants: Results[Gradients]) -> Presentation:
     """Return a row for each defence and view, a PSNR chart, and the images."""
-    results = successes(every)
+    results = successes(variants)
     pictures = gallery("Figure 5: images from gradients", results, BATCH, "PSNR in dB below each picture.")
     sections = [chart("Figure 5: PSNR of the images", results, BATCH), *pictures]
     uploads = [f"{name} {views['V-up'].near:.1f}" for name, views in view_figures(results, BATCH).items()]

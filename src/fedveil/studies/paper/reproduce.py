@@ -146,14 +146,14 @@ def reproduce(
         return _write_page(found, plans["table1"], folder)
 
 
-def _write_page(found: Mapping[str, AvailableExhibit], plan: ExhibitPlan, folder: Path) -> Path:
+def _write_page(exhibits: Mapping[str, AvailableExhibit], plan: ExhibitPlan, folder: Path) -> Path:
     """Write a page with a summary and all available exhibits; `plan` may be any plan of the same scale."""
-    available = [found[name] for name in EXHIBITS if name in found]
+    available = [exhibits[name] for name in EXHIBITS if name in exhibits]
     rows = [row for _, _, presented in available for row in presented.headline]
     sections: list[Section] = [Table("Summary", ["", "the paper", "ours"], rows, TEXTS.note)] if rows else []
     for one in available:
         sections += _sections(*one)
-    verdict = join_headlines({name: presented for name, (_, _, presented) in found.items()})
+    verdict = join_headlines({name: presented for name, (_, _, presented) in exhibits.items()})
     title, command = f"The paper, reproduced ({plan.scale})", _command("all", plan, folder)
     return write(Page(title, verdict, sections, command, TEXTS.notes["lead"]), folder / "report.html")
 
