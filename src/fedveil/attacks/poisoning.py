@@ -2,7 +2,7 @@
 
 The hostile clients in a round cooperate. As the literature assumes, they see the uploads of all honest clients, but no
 secrets. Recovery from a veil is linear: a multiple or mean of uploads is recovered as the same multiple or mean of the
-gradients, so these attacks work without knowing the noise. The exception are standard deviations (see
+gradients, so these attacks work without knowing the noise. This does not hold for standard deviations (see
 `little_is_enough`).
 
 - A little is enough: Baruch, Baruch, Goldberg, "A Little Is Enough: Circumventing Defenses For Distributed Learning",
