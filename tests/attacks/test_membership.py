@@ -44,7 +44,7 @@ def test_scores_win_on_a_model_that_leaks_and_guess_on_one_that_cannot(pool, lea
     scores = {
         "loss": -found.numpy(),
         "by class": calibrated_scores(found, targets, found[known], targets[known]).numpy(),
-        **shadow_scores(outputs.numpy(), pool["shadows"], np.arange(2 * COUNT)[known], both=True),
+        **shadow_scores(outputs.numpy(), pool["shadows"], np.arange(2 * COUNT)[known], include_lira=True),
     }
     assert set(scores) == {"loss", "by class", "RMIA", "LiRA online", "LiRA offline"}
     for name, values in scores.items():
@@ -114,11 +114,14 @@ def test_every_record_is_in_half_of_the_shadows(records, pairs, seed):
 def test_shadows_that_do_not_fit_are_refused(pool):
     own = pool["shadows"]
     for call, why in (
-        (lambda: halves(10, 3, torch.Generator()), "they come in pairs, got 3"),
-        (lambda: Shadows(own.outputs[:1], own.inside[:1], own.targets, own.loss), "inside all shadows"),
-        (lambda: Shadows(own.outputs[:3], own.inside, own.targets, own.loss), "4 shadows of 400 records"),
-        (lambda: shadow_scores(own.outputs[0], replace(own, inside=own.inside & False), [0], both=True), "no shadow"),
-        (lambda: replace(own, loss=LogCosh()).temperature, "log_cosh gives no class probabilities"),
+        (lambda: halves(10, 3, torch.Generator()), "the number must be even, got 3"),
+        (lambda: Shadows(own.outputs[:1], own.inside[:1], own.targets, own.loss), "a record is in every shadow"),
+        (lambda: Shadows(own.outputs[:3], own.inside, own.targets, own.loss), "4 shadows and 400 records"),
+        (
+            lambda: shadow_scores(own.outputs[0], replace(own, inside=own.inside & False), [0], include_lira=True),
+            "a record is in none of the shadows",
+        ),
+        (lambda: replace(own, loss=LogCosh()).temperature, "log_cosh does not define class probabilities"),
     ):
         with pytest.raises(BadArgument, match=why):
             call()
