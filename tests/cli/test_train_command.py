@@ -110,7 +110,10 @@ def test_flags_toml_and_a_pasted_command_mean_the_same(houses):
     ("words", "texts"),
     [
         (["--data", "csv"], ["it needs a path", "--path records.csv"]),
-        (FLAGS[:4], ["it needs the column to predict", "with one of id, size in m2, zip, region, label, stars, price"]),
+        (
+            FLAGS[:4],
+            ["the column to predict is not specified", "with one of id, size in m2, zip, region, label, stars, price"],
+        ),
         (FLAGS, ["houses.csv, line 9, column 'size in m2': 'NA' means missing", "3 in 1 column", "--missing drop"]),
         ([*TABLE, "--loss", "cross_entropy"], ["cross_entropy compares classes, but the model has one output"]),
         ([*TABLE, "--label-smoothing", "0.1"], ["label_smoothing does not apply to squared_error", "leave it out"]),
@@ -191,7 +194,7 @@ def test_a_class_at_each_pixel_is_trained_and_an_attack_takes_one_tensor_only(tm
         main(["train", "--data", f"{HERE}:broken", "--out", str(tmp_path / "run")])
     words = ["attack", "membership", "--data", f"{HERE}:pairs", "--model", f"{HERE}:Both", "--clients", "2"]
     assert main([*words, "--defence", "plain", "--epochs", "1", "--out", str(tmp_path / "a")]) == 2
-    assert "this takes only records of one tensor" in capsys.readouterr().err
+    assert "here a record must be a single tensor" in capsys.readouterr().err
 
 
 STOPPED = shlex.split(format_flags({**SMALL, "data": "digits", "epochs": 4, "layers": 2}))

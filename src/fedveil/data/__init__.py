@@ -1,6 +1,6 @@
-"""Load data sets by name, and divide them among clients; independent of models and defences.
+"""Load data sets by name and divide them among clients.
 
-Names are imported when they are first used, because the catalogue does not need torch.
+Names are imported on first use, so that reading the catalogue does not import torch.
 """
 
 from typing import TYPE_CHECKING
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from fedveil.data.download import get
     from fedveil.data.splits import keep_labels, other_labels, parse_labels, split
 else:
-    _HOMES = dict.fromkeys(("DatasetInfo", "available", "data_folder", "load"), "catalogue")
-    _HOMES |= dict.fromkeys(("Data", "DataPart", "from_records", "one_tensor"), "dataset")
-    _HOMES |= dict.fromkeys(("keep_labels", "other_labels", "parse_labels", "split"), "splits")
-    __getattr__ = lazily(__name__, _HOMES | {"get": "download"})
+    _MODULES = dict.fromkeys(("DatasetInfo", "available", "data_folder", "load"), "catalogue")
+    _MODULES |= dict.fromkeys(("Data", "DataPart", "from_records", "one_tensor"), "dataset")
+    _MODULES |= dict.fromkeys(("keep_labels", "other_labels", "parse_labels", "split"), "splits")
+    __getattr__ = lazily(__name__, _MODULES | {"get": "download"})
 
 __all__ = [
     "Data",
