@@ -189,7 +189,7 @@ def test_data_of_several_tensors_trains_a_model_that_takes_it_and_is_resumed(spe
 def test_a_class_at_each_pixel_is_trained_and_an_attack_takes_one_tensor_only(tmp_path, capsys):
     words = ["--data", f"{HERE}:pictures", "--model", f"{HERE}:masks", *LONGER, "--out", str(tmp_path / "run")]
     assert train(capsys, *words)["accuracy"] > 0.8
-    assert "Answers on the test data" in (tmp_path / "run" / "report.html").read_text()
+    assert "Predictions on the test data" in (tmp_path / "run" / "report.html").read_text()
     with pytest.raises(TypeError, match="inside the factory"):  # an error of the user's own code
         main(["train", "--data", f"{HERE}:broken", "--out", str(tmp_path / "run")])
     words = ["attack", "membership", "--data", f"{HERE}:pairs", "--model", f"{HERE}:Both", "--clients", "2"]
@@ -240,7 +240,7 @@ def test_a_signal_saves_the_round_and_prints_the_command_that_resumes(
     assert signal.getsignal(signal.SIGTERM) == before
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fedveil: ")]
     command = shlex.join(["fedveil", "train", "--resume", "--out", str(folder)])
-    assert line == f"fedveil: stopped; round 5 is saved; resume after it with: {command}"
+    assert line == f"fedveil: stopped; round 5 is saved; to resume, run: {command}"
     assert checkpoint.load(folder / "checkpoint.pt")["round"] == 5
     assert main(shlex.split(command)[1:]) == 0
     assert rounds_in(folder) == list(range(1, 4 * PER_EPOCH + 1))
@@ -249,7 +249,7 @@ def test_a_signal_saves_the_round_and_prints_the_command_that_resumes(
 def test_the_command_that_resumes_trusts_code_that_the_user_has_named(tmp_path, monkeypatch, capsys, harmless):
     words = ["--data", f"{HERE}:pairs", "--model", f"{HERE}:Both", *LONGER, "--out", str(tmp_path)]
     assert stop(monkeypatch, words, 2, signal.SIGTERM) == 143
-    command = capsys.readouterr().err.rpartition("resume after it with: ")[2]
+    command = capsys.readouterr().err.rpartition("to resume, run: ")[2]
     assert main(shlex.split(command)[1:]) == 0
     assert command.strip().endswith("--trust-code")
 
