@@ -279,8 +279,8 @@ def test_resume_takes_the_configuration_of_the_folder_and_compares_the_flags_tha
     assert rounds_in(tmp_path) == list(range(1, 3 * PER_EPOCH + 1))
     capsys.readouterr()
     for words, texts in {
-        ("--hidden", "5"): ("the run here has hidden = 4, not 5", "leave out --hidden"),
-        ("--epochs", "2"): ("the run here has 3 epochs, more than 2", "--epochs 3 or more"),
+        ("--hidden", "5"): ("the existing run has hidden = 4, not 5", "leave out --hidden"),
+        ("--epochs", "2"): ("the existing run has 3 epochs, more than 2", "--epochs 3 or more"),
         ("--out", str(tmp_path / "nothing")): ("there is no run to resume",),
     }.items():
         assert main(["train", *out, *words]) == 2

@@ -25,7 +25,7 @@ Switch = Annotated[bool, conf.FlagCreatePairsOff, conf.arg(help_behavior_hint=""
 Json = Annotated[Switch, conf.arg(name="json", help="print the result as JSON", help_behavior_hint="")]
 TABLES = (".csv", ".tsv", ".tab", ".xls", ".xlsx", ".parquet")
 HELP = ("-h", "--help", HELP_ALL)
-FILE = "TOML file or config.json of a run, with values that flags override; attack and audit also accept a run's folder"
+FILE = "TOML file or config.json of a run; flags override its values (attack and audit also accept a run's folder)"
 TRUST = "import the code that the file or run names as package.module:name; use only if you trust it"
 MORE = f"`{HELP_ALL}` also lists advanced flags and the flags of other data sets, models and defences."
 SIZES = ("train_size", "test_size")  # defaults for one data set do not apply to another

@@ -123,7 +123,9 @@ class AttackCommand(FederationCommand):
         config = read_config(run, trust_code=self.trust_code, named_keys=named)
         for key, value in named.items():
             if value != (own := config.flat()[key]):
-                raise BadArgument(self.where, f"the run here has {key} = {own!r}, not {value!r}", f"leave out --{key}")
+                raise BadArgument(
+                    self.where, f"the existing run has {key} = {own!r}, not {value!r}", f"leave out --{key}"
+                )
         return config
 
     def measure(self, config: Config, folder: Path, run: Path | None = None) -> None:

@@ -53,7 +53,7 @@ class TrainCommand(FederationCommand):
         return found
 
     def run(self) -> None:
-        """Train with progress on stderr; if training is stopped, print how to continue."""
+        """Train and show progress on stderr; if training is stopped, print the command that resumes it."""
         folder = self.out or default_folder(self.config, self.resume)
         try:
             with catch_sigterm():

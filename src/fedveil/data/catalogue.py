@@ -70,7 +70,7 @@ class DatasetInfo(NamedTuple):
 
     @property
     def state(self) -> str:
-        """Either "embedded" (comes with the library), "found", "missing" or "yours" (files that the user passes)."""
+        """The availability: "embedded" (comes with the library), "found", "missing" or "yours" (passed by the user)."""
         if self.files:
             return "missing" if self._find() is None else "found"
         return OWN if self.source == OWN else "embedded"
@@ -160,12 +160,12 @@ def available() -> list[DatasetInfo]:
 
 
 def cache_folder() -> Path:
-    """Return the folder for decoded images: $FEDVEIL_CACHE, else ~/.cache/fedveil."""
+    """Return the folder for decoded images: $FEDVEIL_CACHE, by default ~/.cache/fedveil."""
     return Path(os.path.expanduser(os.environ.get("FEDVEIL_CACHE") or "~/.cache/fedveil"))
 
 
 def data_folder() -> Path:
-    """Return the folder for the files of data sets: $FEDVEIL_DATA, else `data` in the cache folder."""
+    """Return the folder for the files of data sets: $FEDVEIL_DATA, by default `data` in the cache folder."""
     given = os.environ.get("FEDVEIL_DATA")
     return Path(os.path.expanduser(given)) if given else cache_folder() / "data"
 
@@ -203,7 +203,7 @@ def _find_files(info: DatasetInfo, path: Path | None) -> Path:
         fix = f"use --path {example} (in Python load({info.name!r}, path={example!r}))"
         raise BadArgument(f"load({info.name!r})", "it needs a path", fix)
     else:
-        fix = "give the --path (in Python path=) of an existing file or folder"
+        fix = "pass an existing file or folder as --path (in Python path=)"
     if not path.exists():
         what = "it is a broken link" if path.is_symlink() else "there is no such file"
         raise BadArgument(str(path), what, fix)

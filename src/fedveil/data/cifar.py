@@ -135,7 +135,7 @@ def _read_batch(variant: _Variant, where: str, content: bytes | None) -> tuple[B
 
 
 def read_pickle(content: bytes, key: str) -> tuple[bytes, bytearray]:
-    """Return the byte array in a pickle and the list of small integers stored under `key`, without running the pickle.
+    """Return the byte array in a pickle and the list of small integers stored under `key`, without unpickling it.
 
     NumPy pickles the dtype of an array first, then whether the array is in Fortran order, then its values.
     """

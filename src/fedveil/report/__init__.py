@@ -33,8 +33,8 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _refuse_if(wrong: bool, where: str, what: str, fix: str = "") -> None:
-    if wrong:
+def _refuse_if(condition: bool, where: str, what: str, fix: str = "") -> None:
+    if condition:
         raise BadArgument(where, what, fix)
 
 
@@ -131,7 +131,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """A grid of pictures; a row is a label, such as "original", and one picture per column, or None for a blank."""
+    """A grid of pictures. Each row has a label, such as "original", and one picture per column, or None."""
 
     title: str
     columns: Sequence[str]
@@ -147,7 +147,10 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and its interval, both optional. `missing` explains a missing value; "failed..." is highlighted."""
+    """A value and its interval, both optional.
+
+    `missing` is shown in place of a missing value, and is highlighted if it begins with "failed".
+    """
 
     name: str
     value: float | None
@@ -225,7 +228,7 @@ class Page:
     """The content of a page.
 
     Attributes:
-        title: what was run.
+        title: title of the page, such as the data, model and defence of a run.
         verdict: the result in one sentence, which link previews also show.
         sections: the content, in order.
         command: the command that recreates the page.

@@ -70,7 +70,7 @@ class ChartAxis:
 
 
 def nice_step(span: float, max_intervals: int) -> float:
-    """Return a step of 1, 2, 2.5 or 5 times a power of ten that divides a span into at most `max_intervals`."""
+    """Return a step (1, 2, 2.5 or 5 times a power of ten) that divides a span into at most `max_intervals` parts."""
     power = 10.0 ** math.floor(math.log10(span / max_intervals))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if span / (factor * power) <= max_intervals * 1.001)
 

@@ -76,7 +76,7 @@ def _split_gaps(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def _coincidences(lines: Sequence[Line], axis: ChartAxis) -> list[str]:
-    """Return a sentence for each pair among the first lines that cannot be told apart."""
+    """Return a sentence for each pair of lines, among the first six, that cannot be told apart."""
     sentences = []
     for one, other in combinations(lines[:6], 2):
         left, right = dict(one.drawn), dict(other.drawn)
@@ -132,7 +132,7 @@ def _outline(band: Band, axes: Axes, limit: int) -> str:
 
 
 def _dash(number: int) -> str | None:
-    """Return the dash pattern of a series; None is solid. Series with the same colour have different patterns."""
+    """Return the dash pattern of a series, or None for a solid line; series with the same colour differ in pattern."""
     return " ".join(f"{length:g}" for length in DASHES[(number % COLOURS + number // COLOURS) % len(DASHES)]) or None
 
 
@@ -155,7 +155,7 @@ def _stroke(number: int, line: Line, axes: Axes, limit: int) -> dict[str, object
 
 
 def _remarks(curves: Curves, lines: Sequence[Line], bands: Sequence[Band], limit: int) -> list[str]:
-    """Return one sentence for each thing that the chart leaves out."""
+    """Return sentences about everything that the chart leaves out."""
     found = [f"{line.name}: no values." for line in lines if not line.points]
     found += [f"{line.name}: {count(line.left_out, 'value')} {LEFT_OUT}." for line in lines if line.left_out]
     for line, (lower, _) in zip(lines, bands, strict=True):

@@ -62,7 +62,7 @@ def client_parts(settings: DataSettings, seed: int, data: Data) -> list[DataPart
 
 
 def build_model(config: Config, data: Data) -> nn.Module:
-    """Build the configured model, either one of the library's networks or the result of a factory, with its seed."""
+    """Seed torch and build the configured model, either one of the library's networks or the result of a factory."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
         if ":" in config.model.name:
@@ -99,7 +99,7 @@ def named_model(settings: ModelSettings, shape: torch.Size, outputs: int) -> nn.
 
 
 def load_factory(spec: str) -> nn.Module:
-    """Return the model that `package.module:factory` builds or names."""
+    """Return the model that `package.module:name` names, or that the factory with this name builds."""
     model = _call_factory(spec, "a model", "fedveil inspect my_package.models:net", nn.Module)
     if not isinstance(model, nn.Module):
         raise BadArgument(spec, f"returned {type(model).__name__}, not a torch.nn.Module")

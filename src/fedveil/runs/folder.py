@@ -49,9 +49,9 @@ def check_folder(folder: Path, config: Config, resume: bool) -> None:
         if name != "epochs" and (before := old.flat()[name]) != value:
             flag = f"--{name.replace('_', '-')}"
             fix = f"leave out {flag} (only --epochs may be increased), or choose another --out"
-            raise BadArgument(str(folder), f"the run here has {name} = {before!r}, not {value!r}", fix)
+            raise BadArgument(str(folder), f"the existing run has {name} = {before!r}, not {value!r}", fix)
     if config.training.epochs < (epochs := old.training.epochs):
-        what = f"the run here has {epochs} epochs, more than {config.training.epochs}"
+        what = f"the existing run has {epochs} epochs, more than {config.training.epochs}"
         raise BadArgument(str(folder), what, f"use --epochs {epochs} or more; --patience stops a run early")
 
 
