@@ -1,6 +1,6 @@
-"""Load data sets by name, and divide them among clients; independent of models and defences.
+"""Load data sets by name and divide them among clients.
 
-Names are imported when they are first used, because the catalogue does not need torch.
+Names are imported on first use, so that reading the catalogue does not import torch.
 """
 
 from typing import TYPE_CHECKING
