@@ -73,7 +73,7 @@ def test_sizes_names_and_types_make_what_forward_takes():
 @pytest.mark.parametrize(
     ("model", "inputs", "texts"),
     [
-        (HERE, ["3"], ["a model is named as package.module:name"]),
+        (HERE, ["3"], ["a model must be given as package.module:name"]),
         ("nowhere.at_all:x", ["3"], ["cannot import nowhere.at_all"]),
         (f"{HERE}:MODEL", ["3"], ["cannot be called without arguments"]),
         ("builtins:dict", ["3"], ["returned dict, not a torch.nn.Module"]),

@@ -18,7 +18,7 @@ from fedveil.attacks.similarity import total_variation
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.evaluate import evaluating
-from fedveil.progress import Progress, silent
+from fedveil.progress import Progress, ignore_progress
 from fedveil.records.shards import generator as source
 
 CODE = 100  # dimensions of a code z
@@ -111,7 +111,7 @@ def train_gan(
     seed: int = 0,
     path: Path | None = None,
     asked: str = "",
-    progress: Progress = silent,
+    progress: Progress = ignore_progress,
 ) -> tuple[Gan, list[float]]:
     """Train on public images; return both networks, and the critic's distance in each epoch.
 
@@ -164,7 +164,14 @@ class ClassImages:
 
 
 def search(
-    model: Model, gan: Gan, wanted: Tensor, *, steps: int, restarts: int, seed: int = 0, progress: Progress = silent
+    model: Model,
+    gan: Gan,
+    wanted: Tensor,
+    *,
+    steps: int,
+    restarts: int,
+    seed: int = 0,
+    progress: Progress = ignore_progress,
 ) -> ClassImages:
     """For each wanted class, search for an image from the generator that the model assigns to that class.
 
@@ -213,7 +220,13 @@ def _class_scores(model: Model, images: Tensor, wanted: Tensor) -> Tensor:
 
 
 def search_pixels(
-    model: Model, shape: tuple[int, ...], wanted: Tensor, *, steps: int, seed: int = 0, progress: Progress = silent
+    model: Model,
+    shape: tuple[int, ...],
+    wanted: Tensor,
+    *,
+    steps: int,
+    seed: int = 0,
+    progress: Progress = ignore_progress,
 ) -> ClassImages:
     """Search without a generator: for pixels instead of codes, with smoothness instead of public images.
 
