@@ -1,4 +1,4 @@
-"""The layer that takes additive noise: the final one, or one that any other operations follow."""
+"""The layer that receives additive noise: the final one, or one that any other operations follow."""
 
 import copy
 import json

@@ -101,7 +101,7 @@ def outputs_and_features(model: nn.Module, inputs: Tensor, *, batch_size: int = 
             outputs.append(model(part))
             if not calls:
                 raise BadArgument("features", "the model calls no module with parameters")
-            features.append(calls[-1].entered.flatten(1))
+            features.append(calls[-1].first_input.flatten(1))
             calls.clear()
     return torch.cat(outputs), torch.cat(features)
 
