@@ -12,7 +12,7 @@ import fedveil
 from fedveil.errors import BadArgument
 from fedveil.models import mlp
 from fedveil.scheme.losses import LOSSES, BatchLoss, CrossEntropy, Huber, find_loss
-from fedveil.scheme.messages import known_loss
+from fedveil.scheme.messages import resolve_loss
 
 FLOAT64 = 1e-9  # rounding of float64, amplified by the noise
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2])
@@ -113,7 +113,7 @@ def test_a_loss_travels_with_its_settings_and_a_function_does_not():
 )
 def test_a_loss_that_a_server_may_not_ask_for_is_refused(name, settings, text):
     with pytest.raises(BadArgument, match=text):
-        known_loss("ask", name, settings, None)
+        resolve_loss("ask", name, settings, None)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fedveil.cli.flags import HELP, FederationCommand, Json, Switch, parse_comma
 from fedveil.cli.show import print_progress, print_result
 from fedveil.defences import registry
 from fedveil.errors import BadArgument
-from fedveil.locks import locked
+from fedveil.locks import lock_folder
 from fedveil.runs.config import CODE, SECTION_OF, Config, Value, configure, format_flags
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def run_study(study: "Study[S, Any]", request: S, folder: Path, command: str, wo
     if workers is not None:
         check_count("fedveil", "--workers", workers)
     command = f"{command} {format_flags({'out': str(folder)})}"
-    with locked(folder):
+    with lock_folder(folder):
         with print_progress(AGAIN) as show:
             results = gather(study, request, folder, workers=workers, show=show)
         shown = publish(study, request, results, folder, command)
@@ -273,6 +273,6 @@ def demo(out: Annotated[Path, arg(help="folder for the report")] = Path("runs/de
     from fedveil.studies.demo import DEMO, Demo
 
     torch.set_num_threads(1)  # more threads do not help with small matrices, and are slower on a busy machine
-    with locked(out):
+    with lock_folder(out):
         shutil.rmtree(out / "jobs", ignore_errors=True)
         run_study(DEMO, Demo(), out, "fedveil demo", 1, as_json=False)

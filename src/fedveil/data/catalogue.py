@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from fedveil.checks import check_choice
 from fedveil.errors import BadArgument
-from fedveil.files import refusals
+from fedveil.files import convert_os_errors
 
 if TYPE_CHECKING:
     from fedveil.data.dataset import Data
@@ -131,7 +131,7 @@ def load(name: str, *, path: str | Path | None = None, **options: object) -> "Da
             rule = error.errors()[0]["msg"].removeprefix("Input should be ")
             raise BadArgument(where, f"{option} must be {rule}, got {value!r}") from None
     source = find_source(name, path)
-    with refusals(source or where, "read", _READABLE):
+    with convert_os_errors(source or where, "read", _READABLE):
         return loader(**options) if source is None else loader(path=source, **options)
 
 
@@ -182,7 +182,7 @@ def find_source(name: str, path: str | Path | None = None) -> Path | None:
             fix = f"leave the path out, or use --data csv (or images) --path {path} for your own files"
             raise BadArgument(f"load({name!r})", "it comes with the library and does not accept a path", fix)
         return None
-    with refusals(given or data_folder(), "read", _READABLE):
+    with convert_os_errors(given or data_folder(), "read", _READABLE):
         return _find_files(info, given)
 
 

@@ -12,7 +12,7 @@ from fedveil.checks import check_choice
 from fedveil.data.archives import DAMAGE, read_member
 from fedveil.data.catalogue import CATALOGUE, Download, data_folder
 from fedveil.errors import BadArgument
-from fedveil.files import write_whole
+from fedveil.files import write_atomically
 from fedveil.progress import Progress
 
 _BLOCK = 1 << 18
@@ -52,7 +52,7 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
     if compute_digest(content, source.digest) != source.digest:
         what = f"the download is not the expected file (its checksum is not {source.digest}) and was discarded"
         raise BadArgument(source.url, what, fix)
-    return write_whole(target, content)
+    return write_atomically(target, content)
 
 
 def _receive(source: Download, progress: Progress | None) -> bytes:

@@ -19,7 +19,7 @@ from fedveil.data.catalogue import Between, Positive, Seed, cache_folder, requir
 from fedveil.data.dataset import Data, DataPart
 from fedveil.data.splits import Indices, choose_subset, divide_classes
 from fedveil.errors import BadArgument
-from fedveil.files import require_memory, write_whole
+from fedveil.files import require_memory, write_atomically
 
 PURPOSES = ("train", "test")
 FORM = "train/<class>/<image> and test/<class>/<image>"
@@ -257,5 +257,5 @@ def use_cache(key: tuple[str, ...], build: Callable[[], Arrays]) -> Arrays:
             return {name: stored[name] for name in stored.files}
     arrays = build()
     with suppress(BadArgument):
-        write_whole(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
+        write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
     return arrays

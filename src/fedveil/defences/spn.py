@@ -121,7 +121,7 @@ class SPNClient(PlainClient):
         buffers = copy_buffers(broadcast)
         with record_calls([broadcast.get_submodule(self.split.path)]) as calls:
             outputs = compute_outputs(broadcast, samples.inputs, buffers)
-        hidden = calls[0].entered
+        hidden = calls[0].first_input
         with torch.no_grad():
             wanted = self.loss.dense(samples.targets, outputs)
             delta = self.loss.gradient(outputs, wanted) * sample_weights(outputs, samples.weights, self.loss)

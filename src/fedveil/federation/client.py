@@ -31,7 +31,7 @@ from fedveil.federation.protocol import Answer, Ask, LastAsk, MaskedAnswer, Secu
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Given, Source, as_source, check_sources
 from fedveil.scheme.losses import Function, Loss, find_loss
-from fedveil.scheme.messages import MOST_PASSES, known_loss
+from fedveil.scheme.messages import MOST_PASSES, resolve_loss
 from fedveil.wire import Packed, as_tensor, read_kind, read_layout
 
 if TYPE_CHECKING:  # a client without secure aggregation does not import it
@@ -254,7 +254,7 @@ class ClientSession:
         defence = self._find_defence(ask)
         if ask.privacy:
             defence = protect_records(defence, ask.privacy)
-        codec, loss = find_codec(defence), known_loss("answer", ask.loss, ask.loss_settings, self._loss)
+        codec, loss = find_codec(defence), resolve_loss("answer", ask.loss, ask.loss_settings, self._loss)
         with hide_failures():
             broadcast = codec.decode_broadcast(self._model, ask.values, ask.tensors, loss)
         parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]

@@ -10,7 +10,7 @@ from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
 from fedveil.records.sources import Rows, Source, check_finite, check_range
 from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss, SquaredError, match_targets
-from fedveil.scheme.outputs import are_classes, class_axis, compute_outputs, values
+from fedveil.scheme.outputs import are_class_indices, class_axis, compute_outputs, values
 
 METRICS = ("accuracy", "auc", "mse", "loss")
 PRIMARY = ("accuracy", "loss", "mse")  # the first of these that was measured decides which model is best
@@ -79,7 +79,7 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
         asked = match_targets(outputs, targets)
         found = {"accuracy": float(((outputs > 0) == (asked > 0.5)).double().mean())}
         found |= area(outputs, asked > 0.5) if outputs[0].numel() == 1 else {}
-    elif are_classes(outputs, targets):
+    elif are_class_indices(outputs, targets):
         found = {"accuracy": float((predict_classes(outputs, targets, axis) == targets).double().mean())}
         found |= area(outputs[:, 1] - outputs[:, 0], targets == 1) if outputs.shape[1:] == (2,) else {}
     elif isinstance(loss, OF_CLASSES) and targets.shape == outputs.shape:

@@ -28,7 +28,7 @@ from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.federation.state import RECORDS, CheckpointState, Setting, checksum_records
 from fedveil.federation.targets import one_output, usual_loss, warn_of_activation
-from fedveil.files import make_folder, sweep
+from fedveil.files import make_folder, remove_partial_files
 from fedveil.graph.analyse import refuse_wrapped
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Given, Source, as_source, check_sources, choose_batch_size, list_clients
@@ -305,7 +305,7 @@ class Federation(Server):
             checkpoint.save(path, state, self._tag)
         rounds = super()._save(folder)
         for home in (folder / "clients").glob("*"):
-            sweep(home)
+            remove_partial_files(home)
             for old in home.glob("*.pt"):
                 if old.stem not in map(str, rounds):
                     old.unlink()

@@ -15,7 +15,7 @@ from torch import nn
 from fedveil.checks import check_count, check_positive
 from fedveil.defences.interface import AnyRound, U
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate
-from fedveil.wire import MAX_HEAD, Tensors, Values, as_bytes, as_tensor, check_fields, from_bytes, to_bytes
+from fedveil.wire import MAX_HEADER, Tensors, Values, as_bytes, as_tensor, check_fields, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from fedveil.secagg import Opening
@@ -131,7 +131,7 @@ def write(message: Ask | Answer | MaskedAnswer | Step) -> bytes:
 def read(data: bytes, kind: type[Message], max_tensors: int | None = None) -> Message:
     """Decode a message of the given kind; refuse anything else, and messages with more than `max_tensors` tensors."""
     where = kind.__name__.lower()
-    head = MAX_ASK_HEAD if kind is Ask else MAX_HEAD
+    head = MAX_ASK_HEAD if kind is Ask else MAX_HEADER
     values, tensors = from_bytes(data, where, 1 if kind is Step else max_tensors, head)
     found: Message = kind(**check_fields(where, values, HINTS[kind]), tensors=tensors)
     if isinstance(found, Answer):

@@ -32,7 +32,7 @@ from fedveil.federation.stopping import check_monitor, has_stalled
 from fedveil.federation.targets import attribute_targets
 from fedveil.graph.analyse import refuse_wrapped
 from fedveil.graph.inputs import Inputs
-from fedveil.locks import locked
+from fedveil.locks import lock_folder
 from fedveil.records.shards import generator
 from fedveil.records.sources import Given, Source
 from fedveil.scheme.losses import Function, Loss, find_loss
@@ -311,7 +311,7 @@ class Server(StoredServer):
         self._warn_if_done(last, rounds is None)
         every = evaluate_every or self.rounds_per_epoch
         plan = FitPlan(last, every, held_out, patience, callbacks, home, checkpoint_every or 0, self.defence.durable)
-        with self._alone, locked(home) if home else contextlib.nullcontext():
+        with self._alone, lock_folder(home) if home else contextlib.nullcontext():
             self._undo()
             if home is None:
                 self._train(plan)

@@ -24,7 +24,7 @@ from fedveil.errors import BadArgument, Diverged
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import StateTag
 from fedveil.federation.history import History, RoundRecord
-from fedveil.locks import locked
+from fedveil.locks import lock_folder
 from fedveil.plain_json import parse_json
 from fedveil.records.shards import MemoryShards, Shards
 from fedveil.scheme.losses import Loss
@@ -167,7 +167,7 @@ class StoredServer(ABC):
         with self._alone:
             self._undo()
             self._check_state()
-            with locked(home := Path(folder)):
+            with lock_folder(home := Path(folder)):
                 self._save(home)
             self._behind, self._saved = False, self._mark(home)
 

@@ -13,7 +13,7 @@ from fedveil.records.inputs import Batch, Inputs, name_tensors
 from fedveil.records.sources import Rows, Source
 from fedveil.scheme import losses
 from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss, match_targets
-from fedveil.scheme.outputs import are_classes, class_axis, head_axis, spread, without
+from fedveil.scheme.outputs import are_class_indices, class_axis, head_axis, spread, without
 
 MAX_ROUNDING = 2.0**-8  # in a sum of bfloat16 probabilities
 QUANTITIES = "loss='squared_error' for quantities"
@@ -133,7 +133,7 @@ def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> T
     if isinstance(loss, BinaryCrossEntropy):
         return loss.dense(targets, template)
     targets = targets.long()
-    if not are_classes(template, targets):
+    if not are_class_indices(template, targets):
         wanted = " or ".join(sorted({str(tuple(without(template.shape, dim))) for dim in (-1, 1)}))
         fix = "use targets[:, 0] for a column, or the argmax of one-hot rows"
         raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but class indices need shape {wanted}", fix)

@@ -29,7 +29,7 @@ from fedveil.privacy.row_layers import ForwardVaries, RowLayer, find_row_layers,
 from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward, walk_back
 from fedveil.scheme.losses import USERS, Loss
 from fedveil.scheme.messages import Broadcast, PublicHead
-from fedveil.scheme.outputs import are_classes, compute_outputs, head_axis, slope, spread
+from fedveil.scheme.outputs import are_class_indices, compute_outputs, head_axis, slope, spread
 from fedveil.wire import Tensors
 
 EPS = torch.finfo(torch.float64).eps
@@ -122,7 +122,7 @@ class RecordGradients:
 def dense_targets(loss: Loss, head: PublicHead | None, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return dense targets, for outputs with one row per record."""
     outputs = outputs if head is None else outputs[:, : len(head.direction)]
-    classes = head is None and are_classes(outputs, targets) and targets.numel() != outputs.numel()
+    classes = head is None and are_class_indices(outputs, targets) and targets.numel() != outputs.numel()
     return spread(targets, outputs) if classes else loss.dense(targets, outputs)
 
 

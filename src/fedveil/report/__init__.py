@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fedveil.errors import BadArgument
-from fedveil.lookup import lazily
+from fedveil.lookup import lazy_getattr
 
 if TYPE_CHECKING:
     from fedveil.report.page import render as render
     from fedveil.report.page import write as write
 else:
-    __getattr__ = lazily(__name__, {"render": "page", "write": "page"})  # rendering is imported on first use
+    __getattr__ = lazy_getattr(__name__, {"render": "page", "write": "page"})  # rendering is imported on first use
 
 NOTHING = "\u2013"  # a dash in place of a missing number
 LARGEST = 1e300  # the difference between larger values may overflow

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from fedveil.files import write_whole
+from fedveil.files import write_atomically
 from fedveil.report import Curves, Intervals, Page, Section, SideBySide
 from fedveil.report.charts import draw_curves, draw_intervals
 from fedveil.report.markup import asset, fill
@@ -66,4 +66,4 @@ def render(page: Page) -> str:
 
 def write(page: Page, path: Path) -> Path:
     """Write the page atomically and return its path; an older page is kept until the new one is complete."""
-    return write_whole(path, render(page))
+    return write_atomically(path, render(page))

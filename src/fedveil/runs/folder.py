@@ -17,8 +17,8 @@ from fedveil.federation.fitting import Callback
 from fedveil.federation.local import Federation
 from fedveil.federation.server import Server
 from fedveil.federation.state import RECORDS, Folder
-from fedveil.files import write_whole
-from fedveil.locks import locked
+from fedveil.files import write_atomically
+from fedveil.locks import lock_folder
 from fedveil.plain_json import read_json, to_json
 from fedveil.runs.build import build_federation, choose_loss, load_data, load_factory, named_model
 from fedveil.runs.choices import applicable_values, format_command
@@ -181,7 +181,7 @@ def train(
     data = data or load_data(config)
     config = choose_loss(config, data)
     federation = build_federation(config, data)
-    with locked(home):
+    with lock_folder(home):
         check_folder(home, config, resume)
         if resume and checkpoint.found_in(home):
             federation.resume(home)
@@ -207,10 +207,10 @@ def _write_config(folder: Path, config: Config, data: Data) -> None:
     sections: dict[str, dict[str, Value]] = {}
     for key, value in applicable_values(config).items():
         sections.setdefault(SECTION_OF[key], {})[key] = value
-    write_whole(folder / "config.json", json.dumps({"schema": SCHEMA, **sections}, indent=2) + "\n")
+    write_atomically(folder / "config.json", json.dumps({"schema": SCHEMA, **sections}, indent=2) + "\n")
     if isinstance(data.train.inputs, Tensor):
         shapes = {"record": list(data.train.inputs.shape[1:]), "outputs": data.outputs, "classes": data.classes}
-        write_whole(folder / SHAPES, json.dumps({"schema": SCHEMA, **shapes}) + "\n")
+        write_atomically(folder / SHAPES, json.dumps({"schema": SCHEMA, **shapes}) + "\n")
 
 
 def record_run(
@@ -248,7 +248,7 @@ def record_run(
     from fedveil.runs.page import run_page
 
     folder, test = Path(folder), (data.test.inputs, data.test.targets)
-    with locked(folder):
+    with lock_folder(folder):
         with MetricsFile(folder / "metrics.jsonl", server) as metrics:
             server.fit(
                 epochs,
@@ -262,6 +262,6 @@ def record_run(
                 on_round=[metrics.append, *([on_round] if on_round else [])],
             )
         summary = summarise(server, folder, repeat, data, patience)
-        write_whole(folder / "summary.json", to_json(summary.to_dict(), indent=2) + "\n")
+        write_atomically(folder / "summary.json", to_json(summary.to_dict(), indent=2) + "\n")
         write(run_page(server, data, config, summary), folder / "report.html")
     return summary

@@ -14,7 +14,7 @@ from fedveil.federation.evaluate import METRICS
 from fedveil.federation.history import RoundRecord
 from fedveil.federation.server import Server
 from fedveil.federation.stopping import has_stalled
-from fedveil.files import refusals, write_whole
+from fedveil.files import convert_os_errors, write_atomically
 from fedveil.plain_json import read_json, to_json
 from fedveil.runs.config import SCHEMA, check_schema
 
@@ -138,13 +138,13 @@ class MetricsFile:
         if self._count is None:
             self._write_all()
             return
-        with refusals(self._path), self._path.open("a") as file:
+        with convert_os_errors(self._path), self._path.open("a") as file:
             file.write(to_json(record.to_dict()) + "\n")
         self._count += 1
 
     def _write_all(self) -> None:
         records = self._server.history.records
-        write_whole(self._path, "".join(to_json(record.to_dict()) + "\n" for record in records))
+        write_atomically(self._path, "".join(to_json(record.to_dict()) + "\n" for record in records))
         self._count = len(records)
 
     def __enter__(self) -> Self:

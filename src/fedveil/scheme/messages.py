@@ -87,7 +87,7 @@ def _split_tensors(where: str, values: Values, tensors: Mapping[str, Tensor], *p
     return found
 
 
-def known_loss(where: str, loss: str, loss_settings: Values, own: Loss | None) -> Loss:
+def resolve_loss(where: str, loss: str, loss_settings: Values, own: Loss | None) -> Loss:
     """Return the loss that the server named; a user's own function is not sent, and must be passed as `own`."""
     if own is not None and own.name != loss:
         raise BadArgument(where, f"the server's loss is {loss!r}, but the client's is {own.name!r}")
@@ -220,7 +220,7 @@ class Broadcast:
         found |= {name: tuple(found[name]) for name in ("trainable", "training")}
         own = None if loss is None else find_loss(loss)
         if own is None or "loss" in values:
-            own = known_loss(where, **check_fields(where, values, {"loss": str, "loss_settings": dict}), own=own)
+            own = resolve_loss(where, **check_fields(where, values, {"loss": str, "loss_settings": dict}), own=own)
         check_trainable(found["trainable"], parameters)
         has_head, head = values.get("head") is not None, None
         if public.keys() != set(_HEAD_TENSORS if has_head else ()):

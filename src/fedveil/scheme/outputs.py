@@ -51,7 +51,7 @@ def without(shape: torch.Size, axis: int) -> torch.Size:
     return shape[:axis] + shape[axis + 1 :]
 
 
-def are_classes(outputs: Tensor, targets: Tensor) -> bool:
+def are_class_indices(outputs: Tensor, targets: Tensor) -> bool:
     """Return whether targets are class indices for these outputs."""
     fits = targets.shape in (without(outputs.shape, -1), without(outputs.shape, 1))
     return fits and not targets.is_floating_point()
@@ -72,7 +72,7 @@ def _classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None
             moved = outputs.movedim(place, -1)
             wanted = targets.movedim(place, -1) if targets.shape == outputs.shape else targets
             return moved, loss.dense(wanted, moved), place
-    elif targets.numel() != outputs.numel() and not isinstance(loss, USERS) and are_classes(outputs, targets):
+    elif targets.numel() != outputs.numel() and not isinstance(loss, USERS) and are_class_indices(outputs, targets):
         return outputs, spread(targets, outputs, axis), -1
     return outputs, loss.dense(targets, outputs), -1
 

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.files import OWNER, write_whole
+from fedveil.files import OWNER, write_atomically
 from fedveil.secagg.masks import LABEL, agree, derive, fields
 
 KEY = 32  # bytes of a private or public key
@@ -135,7 +135,7 @@ class Identity(SecretHolder):
     def save(self, path: Path) -> Path:
         """Write the private key to a new file that only its owner can read."""
         private = self._key.private_bytes_raw().hex()
-        return write_whole(path, IDENTITY.format(name=self.name, private=private), OWNER, new=True)
+        return write_atomically(path, IDENTITY.format(name=self.name, private=private), OWNER, new=True)
 
     def public(self) -> bytes:
         """Return the public key, 32 bytes."""
@@ -187,7 +187,7 @@ class Roster:
     def write(self, path: Path) -> Path:
         """Write a file for `read`."""
         lines = "".join(f"{name} {key.hex()}\n" for name, key in self._members.items())
-        return write_whole(path, ROSTER + lines, 0o644)
+        return write_atomically(path, ROSTER + lines, 0o644)
 
     @property
     def names(self) -> tuple[str, ...]:

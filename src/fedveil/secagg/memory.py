@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.files import OWNER, refusals, write_whole
+from fedveil.files import OWNER, convert_os_errors, write_atomically
 from fedveil.secagg.identity import KEY, SecretHolder, read_private_file
 from fedveil.secagg.masks import WIDTH
 from fedveil.secagg.messages import HASH
@@ -219,7 +219,7 @@ class Memory(SecretHolder):
     def _acquire(self) -> Callable[[], None]:
         """Lock the memory, against other processes if it has a file, and return a function that releases it."""
         if self._path is not None:
-            with refusals(self._path), contextlib.suppress(Timeout):
+            with convert_os_errors(self._path), contextlib.suppress(Timeout):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 lock = FileLock(self._path.with_name(self._path.name + ".lock"), timeout=0, mode=OWNER)
                 lock.acquire()
@@ -237,7 +237,7 @@ class Memory(SecretHolder):
         if self._path is None:
             self._text = text
         else:
-            write_whole(self._path, text, OWNER)
+            write_atomically(self._path, text, OWNER)
 
 
 @lru_cache(maxsize=1)

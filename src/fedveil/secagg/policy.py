@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fedveil.checks import check_choice, check_count, check_range, is_number
 from fedveil.errors import BadArgument
-from fedveil.files import write_whole
+from fedveil.files import write_atomically
 from fedveil.secagg.identity import HEX, KEY, parse_toml, read_trusted_file
 
 TEXT = """# What this client requires of a server, and how often it answers. No server can change it.
@@ -154,4 +154,4 @@ class Policy:
         if self.server is None:
             raise BadArgument("Policy", "it names no server", "pass a public key: Policy(server=...)")
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"server": self.server.hex()}
-        return write_whole(path, TEXT.format(**values), 0o644, new=True)
+        return write_atomically(path, TEXT.format(**values), 0o644, new=True)

@@ -20,7 +20,7 @@ from fedveil.federation.evaluate import metrics, predict
 from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.local import Federation
 from fedveil.federation.state import RECORDS
-from fedveil.files import write_whole
+from fedveil.files import write_atomically
 from fedveil.plain_json import read_json, to_json
 from fedveil.progress import Progress
 from fedveil.runs.build import load_data
@@ -138,7 +138,7 @@ def remove_stale_run(folder: Path, basis: Basis, progress: Progress) -> None:
         progress(0.0, f"{AGAIN}: {changed}")
         for name in (*RUN, BEST):
             (folder / name).unlink(missing_ok=True)
-    write_whole(path, to_json(basis.to_plain(), indent=2) + "\n")
+    write_atomically(path, to_json(basis.to_plain(), indent=2) + "\n")
 
 
 def measure_quality(federation: Federation, data: Data) -> Quality:
