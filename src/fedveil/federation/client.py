@@ -29,9 +29,9 @@ from fedveil.federation import protocol
 from fedveil.federation.prepare import make_shards
 from fedveil.federation.protocol import Answer, Ask, LastAsk, MaskedAnswer, SecureTerms, Step, read, write
 from fedveil.records.shards import Shards
-from fedveil.records.sources import Given, Source, as_source, check_sources
+from fedveil.records.sources import Source, UserRecords, as_source, check_sources
 from fedveil.scheme.losses import Function, Loss, find_loss
-from fedveil.scheme.messages import MOST_PASSES, known_loss
+from fedveil.scheme.messages import MOST_PASSES, resolve_loss
 from fedveil.wire import Packed, as_tensor, read_kind, read_layout
 
 if TYPE_CHECKING:  # a client without secure aggregation does not import it
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # a client without secure aggregation does not import it
 
 MAX_WORDS = MOST_PASSES + 2  # per value of the model: its passes or candidates, buffers, check words
 UNUSABLE = "this client's records cannot be used, or are too few for its policy; its own log says which"
-Data = Given | Callable[[], Given]
+Data = UserRecords | Callable[[], UserRecords]
 
 
 def compute_update(
@@ -226,7 +226,7 @@ class ClientSession:
 
     def _decode(self, ask: Ask) -> _Task:
         defence = self._find_defence(ask)
-        codec, loss = find_codec(defence), known_loss("answer", ask.loss, ask.loss_settings, self._loss)
+        codec, loss = find_codec(defence), resolve_loss("answer", ask.loss, ask.loss_settings, self._loss)
         with hide_failures():
             broadcast = codec.decode_broadcast(self._model, ask.values, ask.tensors, loss)
         parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]
@@ -262,7 +262,7 @@ class ClientSession:
         if self._prepared is None or self._prepared[0] != form:
             source = _read_source(self._data)
             shards = make_shards(model, task.loss, [source], ask.batch_size, ask.seed, task.dtype)
-            self._prepared = form, dataclasses.replace(shards, names=(self._client,), least=least)
+            self._prepared = form, dataclasses.replace(shards, names=(self._client,), min_records=least)
         return self._prepared[1]
 
 
