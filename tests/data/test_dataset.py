@@ -66,11 +66,11 @@ def test_records_stay_together_when_some_are_taken():
 @pytest.mark.parametrize(
     ("given", "texts"),
     [
-        ([((IDS[0], torch.tensor([torch.nan])), 0)], [", record 0: inputs[1] hold NaN"]),
+        ([((IDS[0], torch.tensor([torch.nan])), 0)], [", record 0: inputs[1] contain NaN"]),
         ([], [": there are no records"]),
         ([(torch.zeros(2), -1)], [": targets range from -1"]),
-        ((IDS, HUGE), [", record 0: targets hold a number that is infinite in torch.float32"]),
-        ((HUGE, LABELS), [", record 0: inputs hold a number that is infinite in torch.float32"]),
+        ((IDS, HUGE), [", record 0: targets contain a number that is infinite in torch.float32"]),
+        ((HUGE, LABELS), [", record 0: inputs contain a number that is infinite in torch.float32"]),
         (PAIRS, [": inputs is integer of shape (3,), that of mine.train is float"]),
     ],
 )

@@ -250,7 +250,7 @@ def test_a_model_of_several_dtypes_travels_and_its_dtypes_are_not_exchanged():
         assert client.reply(mixed_ask(Mixed().to(dtype)))
     other = Mixed()
     other.small, other.large = other.small.double(), other.large.bfloat16()
-    with pytest.raises(ModelMismatch, match=r"the broadcast has torch\.(bfloat16|float64), the model torch\."):
+    with pytest.raises(ModelMismatch, match=r"the broadcast has torch\.(bfloat16|float64), the model has torch\."):
         client.check(mixed_ask(other))
 
 

@@ -86,7 +86,7 @@ def test_a_loss_travels_with_its_settings_and_a_function_does_not():
         return (outputs - targets).square().sum(1)
 
     metadata, tensors = perturb(model, plan, own).broadcast.pack()
-    with pytest.raises(BadArgument, match="is the server's own function"):
+    with pytest.raises(BadArgument, match="is a custom function"):
         fedveil.Broadcast.unpack(metadata, tensors)
     assert fedveil.Broadcast.unpack(metadata, tensors, loss=own).loss.function is own
     with pytest.raises(BadArgument, match="the server's loss is"):
@@ -107,7 +107,7 @@ def test_a_loss_travels_with_its_settings_and_a_function_does_not():
         ("torch.nn.MSELoss", {"delta": 1.0}, "torch.nn.MSELoss has no setting 'delta'"),
         ("torch.nn.MSELoss", {"reduction": "median"}, "there is no reduction 'median'"),
         ("torch.nn.MultiMarginLoss", {"p": 3}, "torch.nn.MultiMarginLoss cannot be built"),
-        ("torch.nn.Linear", {}, "'torch.nn.Linear' is the server's own function"),
+        ("torch.nn.Linear", {}, "'torch.nn.Linear' is a custom function"),
         ("torch.nn.GaussianNLLLoss", {}, "needs more than outputs and targets"),
     ],
 )

@@ -9,7 +9,7 @@ from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import evaluating
 from fedveil.graph.inputs import ModuleCall, record_calls
-from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, one_hot
+from fedveil.scheme.losses import AUTOGRAD_LOSSES, BinaryCrossEntropy, Loss, one_hot
 
 LAYERS = ("last", "second", "third")  # counted from the end
 SIDE = 8  # maps larger than 8 x 8 pixels, and sequences longer than 64 steps, are averaged down to that size
@@ -67,8 +67,8 @@ def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH) 
 
 
 def dense_targets(loss: Loss, targets: Tensor, outputs: Tensor) -> Tensor:
-    """Convert targets to the form that the federation's loss expects; class indices become one-hot rows."""
-    if targets.is_floating_point() or isinstance(loss, (*USERS, BinaryCrossEntropy)):
+    """Return targets as the federation's loss takes them: class indices become one-hot rows."""
+    if targets.is_floating_point() or isinstance(loss, (*AUTOGRAD_LOSSES, BinaryCrossEntropy)):
         return loss.dense(targets, outputs)
     return one_hot(targets, outputs)
 

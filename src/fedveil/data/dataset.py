@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedveil.errors import BadArgument
 from fedveil.records.inputs import Inputs, check_alike, describe_forms, map_tensors, name_tensors
-from fedveil.records.sources import Given, Stream, as_source, check_finite, check_form, check_range
+from fedveil.records.sources import Stream, UserRecords, as_source, check_finite, check_form, check_range
 
 FEW = 20  # targets with at most this number of distinct integers may be classes
 
@@ -150,7 +150,7 @@ def part_from_arrays(inputs: NDArray[np.generic], targets: NDArray[np.generic]) 
     )
 
 
-def from_records(name: str, train: Given, test: Given, *, classes: Sequence[str] = ()) -> Data:
+def from_records(name: str, train: UserRecords, test: UserRecords, *, classes: Sequence[str] = ()) -> Data:
     """Read a user's training and test records into memory.
 
     If they do not fit into memory, pass Datasets to `Federation` instead, which reads them batch by batch.
@@ -188,8 +188,8 @@ def from_records(name: str, train: Given, test: Given, *, classes: Sequence[str]
     return Data(name, first, second, classes=tuple(classes or map(str, range(count))))
 
 
-def _read_part(where: str, given: Given) -> DataPart:
-    """Read records in any accepted form into a `DataPart`."""
+def _read_part(where: str, given: UserRecords) -> DataPart:
+    """Read records in any of the accepted forms as a part."""
     source = as_source(where, given)
     if not len(source):
         raise BadArgument(where, "there are no records", "pass at least one record")

@@ -29,7 +29,7 @@ from fedveil.federation import protocol
 from fedveil.federation.prepare import make_shards
 from fedveil.federation.protocol import Answer, Ask, LastAsk, MaskedAnswer, SecureTerms, Step, read, write
 from fedveil.records.shards import Shards
-from fedveil.records.sources import Given, Source, as_source, check_sources
+from fedveil.records.sources import Source, UserRecords, as_source, check_sources
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.messages import MOST_PASSES, resolve_loss
 from fedveil.wire import Packed, as_tensor, read_kind, read_layout
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # a client without secure aggregation does not import it
 
 MAX_WORDS = MOST_PASSES + 2  # per value of the model: its passes or candidates, buffers, check words
 UNUSABLE = "this client's records cannot be used, or are too few for its policy; its own log says which"
-Data = Given | Callable[[], Given]
+Data = UserRecords | Callable[[], UserRecords]
 
 
 def compute_update(
@@ -290,7 +290,7 @@ class ClientSession:
         if self._prepared is None or self._prepared[0] != form:
             source = _read_source(self._data)
             shards = make_shards(model, task.loss, [source], ask.batch_size, ask.seed, task.dtype)
-            self._prepared = form, dataclasses.replace(shards, names=(self._client,), least=least)
+            self._prepared = form, dataclasses.replace(shards, names=(self._client,), min_records=least)
         return self._prepared[1]
 
 

@@ -31,7 +31,7 @@ from fedveil.federation.targets import one_output, usual_loss, warn_of_activatio
 from fedveil.files import make_folder, remove_partial_files
 from fedveil.graph.analyse import refuse_wrapped
 from fedveil.records.shards import Shards
-from fedveil.records.sources import Given, Source, as_source, check_sources, choose_batch_size, list_clients
+from fedveil.records.sources import Source, UserRecords, as_source, check_sources, choose_batch_size, list_clients
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss, couples_samples
 
@@ -192,7 +192,7 @@ class Federation(Server):
     def __init__(
         self,
         model: nn.Module,
-        clients: Sequence[Given],
+        clients: Sequence[UserRecords],
         defence: str | AnyDefence = "veil",
         optimizer: Optimizer = torch.optim.Adam,
         *,
@@ -264,7 +264,7 @@ class Federation(Server):
             return math.ceil(1 / self.defence.sampling_rate)
         return 1 if self.whole_shard else self.shards.rounds_per_epoch
 
-    def _read_test(self, test: Given) -> Source:
+    def _read_test(self, test: UserRecords) -> Source:
         """Return test data, checked against the model, the loss and the clients' records."""
         return read_held_out(test, self.model, self.loss, self.dtype, lambda: self.shards.example)
 

@@ -12,8 +12,8 @@ from fedveil.federation.evaluate import metrics, move_inputs, predict_source
 from fedveil.federation.targets import attribute_targets, describe, refuse_failure, target_maker, try_model
 from fedveil.records.inputs import Batch, Inputs, join_batches
 from fedveil.records.shards import MemoryShards, Shards, StreamShards
-from fedveil.records.sources import Given, Rows, Source, as_source, check_range, check_sources
-from fedveil.scheme.losses import USERS, Loss, couples_samples
+from fedveil.records.sources import Rows, Source, UserRecords, as_source, check_range, check_sources
+from fedveil.scheme.losses import AUTOGRAD_LOSSES, Loss, couples_samples
 from fedveil.scheme.outputs import compute_outputs, head_axis
 
 WHERE = "Federation"
@@ -48,12 +48,12 @@ def make_shards(
     stored = [client for client in clients if isinstance(client, Rows)]
     if len(stored) < len(clients):
         return StreamShards(*common, tuple(clients), prepare)
-    parts = [prepare(own.who, (own.inputs, own.targets), range(len(own))) for own in stored]
+    parts = [prepare(own.owner, (own.inputs, own.targets), range(len(own))) for own in stored]
     return MemoryShards(*common, *join_batches(parts))
 
 
 def read_held_out(
-    given: Given, model: nn.Module, loss: Loss, dtype: torch.dtype, like: Callable[[], Inputs] | None = None
+    given: UserRecords, model: nn.Module, loss: Loss, dtype: torch.dtype, like: Callable[[], Inputs] | None = None
 ) -> Source:
     """Return test data as a source; refuse records that the model does not accept, and targets that the loss does not.
 
@@ -75,7 +75,7 @@ def read_held_out(
     outputs = try_model(model, inputs, TEST, fix, None if like is None else like())
     with attribute_targets(TEST):
         target_maker(model, loss, (inputs, targets))(source.targets if isinstance(source, Rows) else targets)
-        if couples_samples(loss) or (isinstance(loss, USERS) and isinstance(source, Rows)):
+        if couples_samples(loss) or (isinstance(loss, AUTOGRAD_LOSSES) and isinstance(source, Rows)):
             outputs, targets = predict_source(model, source)
         what = f"{loss.name} does not accept them ({describe(targets)}) for outputs ({describe(outputs)})"
         with refuse_failure("targets", what, "use targets in the form of the clients' targets, or correct the loss"):

@@ -34,7 +34,7 @@ from fedveil.graph.analyse import refuse_wrapped
 from fedveil.graph.inputs import Inputs
 from fedveil.locks import lock_folder
 from fedveil.records.shards import generator
-from fedveil.records.sources import Given, Source
+from fedveil.records.sources import Source, UserRecords
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
 from fedveil.scheme.recover import find_non_finite, select_floats
@@ -266,7 +266,7 @@ class Server(StoredServer):
         self,
         epochs: int = 1,
         *,
-        test: Given | None = None,
+        test: UserRecords | None = None,
         rounds: int | None = None,
         evaluate_every: int | None = None,
         folder: Folder | None = None,
@@ -358,7 +358,7 @@ class Server(StoredServer):
         for call in plan.callbacks:
             call(records[-1])
 
-    def _read_test(self, test: Given) -> Source:
+    def _read_test(self, test: UserRecords) -> Source:
         """Return test data, checked against the model and the loss."""
         return read_held_out(test, self.model, self.loss, self.dtype)
 
@@ -372,7 +372,7 @@ class Server(StoredServer):
     def _evaluate(self, test: Source, record: RoundRecord, started: float) -> RoundRecord:
         """Return the record with the metrics on the test data; update the best model and a plateau schedule."""
         outputs, targets = predict_source(self.model, test)
-        with attribute_targets(test.who):
+        with attribute_targets(test.owner):
             found = metrics(outputs, targets, self.loss, axis=head_axis(self.model))
         value = found[name := deciding_metric(found)]
         if math.isnan(value):

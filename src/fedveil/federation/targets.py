@@ -12,8 +12,8 @@ from fedveil.federation.evaluate import move_inputs, predict, slice_inputs
 from fedveil.records.inputs import Batch, Inputs, name_tensors
 from fedveil.records.sources import Rows, Source
 from fedveil.scheme import losses
-from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss, match_targets
-from fedveil.scheme.outputs import are_class_indices, class_axis, head_axis, spread, without
+from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, BinaryCrossEntropy, Loss, match_targets
+from fedveil.scheme.outputs import are_class_indices, class_axis, expand_classes, head_axis, remove_axis
 
 MAX_ROUNDING = 2.0**-8  # in a sum of bfloat16 probabilities
 QUANTITIES = "loss='squared_error' for quantities"
@@ -77,13 +77,13 @@ def target_maker(model: nn.Module, loss: Loss, example: Batch) -> Callable[[Tens
     outputs, and indices show which axis of the outputs is the class axis. If shapes do not determine that axis, it is
     the axis that the model's last layer writes.
     """
-    if isinstance(loss, USERS):
+    if isinstance(loss, AUTOGRAD_LOSSES):
         return lambda targets: targets
     one, axis = one_output(model, example[0]), head_axis(model)
 
     def make(targets: Tensor) -> Tensor:
         template = one.expand(len(targets), *one.shape[1:])
-        if isinstance(loss, OF_CLASSES):
+        if isinstance(loss, CLASS_LOSSES):
             _check_classes(loss, targets, template, axis)
         elif isinstance(loss, BinaryCrossEntropy):
             _check_probabilities(targets, template)
@@ -134,11 +134,11 @@ def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> T
         return loss.dense(targets, template)
     targets = targets.long()
     if not are_class_indices(template, targets):
-        wanted = " or ".join(sorted({str(tuple(without(template.shape, dim))) for dim in (-1, 1)}))
+        wanted = " or ".join(sorted({str(tuple(remove_axis(template.shape, dim))) for dim in (-1, 1)}))
         fix = "use targets[:, 0] for a column, or the argmax of one-hot rows"
         raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but class indices need shape {wanted}", fix)
-    if not isinstance(loss, OF_CLASSES) or template.dim() < 3:
-        return spread(targets, template, axis).contiguous()
+    if not isinstance(loss, CLASS_LOSSES) or template.dim() < 3:
+        return expand_classes(targets, template, axis).contiguous()
     losses.check_classes(targets, template.shape[class_axis(template, targets, axis)])
     return targets
 
@@ -159,7 +159,7 @@ def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | Non
     if targets.shape != outputs.shape and not _has_positions(targets, outputs):
         wanted = f"class indices, or probabilities of shape {tuple(outputs.shape)}"
         what = f"they are {targets.dtype} of shape {tuple(targets.shape)}, but {loss.name} expects {wanted}"
-        fix = f"use targets.long() of shape {tuple(without(outputs.shape, place))} for classes, or {QUANTITIES}"
+        fix = f"use targets.long() of shape {tuple(remove_axis(outputs.shape, place))} for classes, or {QUANTITIES}"
         raise BadArgument("targets", what, f"{fix} with one output per quantity")
     if isinstance(loss, losses.Hinge) and not is_binary(targets):
         what = "hinge expects one-hot rows, but some values are not 0 or 1"

@@ -14,7 +14,7 @@ from fedveil.federation.checkpoint import load_private, save_private
 from fedveil.federation.client import ClientSession, ClientState, Data, hide_failures
 from fedveil.federation.protocol import LastAsk
 from fedveil.flower.wrapping import unwrap, wrap
-from fedveil.records.sources import Given
+from fedveil.records.sources import UserRecords
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
 from fedveil.secagg.environment import own_party, own_policy
@@ -84,7 +84,7 @@ def answer(
 
 def client_app(
     make_model: Callable[[Context], nn.Module],
-    load_data: Callable[[Context], Given],
+    load_data: Callable[[Context], UserRecords],
     *,
     defence: Callable[[], AnyDefence] | None = None,
     loss: Function | None = None,

@@ -164,7 +164,7 @@ def _describe_head(plan: "Plan") -> str:
     if head is None:
         return "HEAD EXPOSED: no additive noise, clients see the true predictions"
     layer = f"{head.path or head.weight} with {head.outputs} outputs"
-    if not head.within:
+    if not head.is_inner:
         return f"the final layer, {layer}, receives additive noise"
     runs = "on all candidates for its noise at once" if head.tail == "stacked" else "once per candidate for its noise"
     return f"{layer} receives additive noise; clients run the layers after it {runs}"

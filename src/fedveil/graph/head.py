@@ -11,12 +11,12 @@ from torch.utils import _pytree as pytree
 from fedveil.errors import AnalysisError, HeadNotLinear
 from fedveil.graph import operations
 from fedveil.graph.export import LOGITS, ModelGraph, check_example, copy_model
-from fedveil.graph.inputs import AtLayer, Inputs, arguments, each
+from fedveil.graph.inputs import Inputs, LayerOutputMode, arguments, each
 from fedveil.graph.operations import describe_location, innermost_module, named_arguments, operation_name
 
 Tail = Literal["alike", "reshaped", "stacked", "repeated"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
-WITHIN = ("stacked", "repeated")
+INNER_TAILS = ("stacked", "repeated")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +45,9 @@ class Head:
     tail: Tail
 
     @property
-    def within(self) -> bool:
+    def is_inner(self) -> bool:
         """Whether clients must run the operations after the layer for each candidate for the noise."""
-        return self.tail in WITHIN
+        return self.tail in INNER_TAILS
 
 
 def find_head(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head, fx.Node | None]:
@@ -193,7 +193,7 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, extra: int, copies: int =
         example = each(mode.from_tensor, check_example(model, inputs))
         args, kwargs = arguments(example)
         try:
-            with AtLayer(values[head.weight], change) as layer:
+            with LayerOutputMode(values[head.weight], change) as layer:
                 out = torch.func.functional_call(twin, values, args, kwargs)
         except Exception:
             return None

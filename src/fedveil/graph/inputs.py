@@ -81,7 +81,7 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
         yield calls
 
 
-class AtLayer(TorchFunctionMode):
+class LayerOutputMode(TorchFunctionMode):
     """A mode that changes the output of the Linear or convolution that uses the given weight.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The paper's networks. The rest of Fedveil does not depend on them and takes any nn.Module."""
+"""The paper's networks. The rest of Fedveil does not depend on them and works with any nn.Module."""
 
 from typing import TYPE_CHECKING
 

@@ -21,7 +21,7 @@ from fedveil.errors import FedveilError
 from fedveil.federation.checkpoint import load_private, save_private
 from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.protocol import clean
-from fedveil.records.sources import Given
+from fedveil.records.sources import UserRecords
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
 from fedveil.secagg.environment import own_party, own_policy
@@ -123,7 +123,7 @@ class Client(ABC):
         """Return the model; its values are ignored."""
 
     @abstractmethod
-    def load_data(self, site: str) -> Given:
+    def load_data(self, site: str) -> UserRecords:
         """Return this site's (inputs, targets)."""
 
     def number(self, site: str) -> int:
