@@ -30,10 +30,10 @@ MAGIC = b"FEDVEIL3"
 DIGEST = hashlib.sha256().digest_size
 TAG = struct.Struct("<16sQ")
 START = len(MAGIC) + DIGEST
-INTERVAL_SECONDS = 60.0  # maximum between two checkpoints, plus the duration of a round
+INTERVAL_SECONDS = 60.0  # maximum time between two checkpoints, not counting the round in progress
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 MODEL, BEST = "model.safetensors", "best.safetensors"  # values of the last and of the best model
-ROUND = "round"  # key in their metadata
+ROUND = "round"  # key of the round in the metadata of these files
 RESTORE = "restore it from a copy, or start the run again"
 Content = dict[str, Any]  # type: ignore[explicit-any]  # what torch.load returns: plain values and tensors
 
@@ -63,7 +63,7 @@ def save(path: Path, state: Mapping[str, object], tag: StateTag = NO_RUN) -> Non
 
 
 def save_values(path: Path, state: Mapping[str, Tensor], number: int) -> None:
-    """Write a model's values and the run's round as safetensors; shared tensors are written separately."""
+    """Write a model's values and the run's round as safetensors; a shared tensor is written once per name."""
     values = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
     write_atomically(path, save_tensors(values, {ROUND: str(number)}))
 
@@ -157,8 +157,8 @@ def save_last(
         folder: the run's folder.
         state: the state to write.
         tag: the state's tag.
-        bad: the last checkpoint on disk is bad, although its checksum may be correct.
-        durable: every state counts: the older checkpoint may be from the same round.
+        bad: whether the last checkpoint on disk is bad, although its checksum may be correct.
+        durable: whether every state counts; the older checkpoint may then be from the same round.
     """
     last, previous = folder / LAST, folder / PREVIOUS
     older = None if bad else verified_tag(last)

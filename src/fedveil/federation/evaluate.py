@@ -109,9 +109,9 @@ def area(scores: Tensor, positive: Tensor) -> dict[str, float]:
     return {"auc": float((below + upto).double().mean()) / (2 * len(no))}
 
 
-def deciding_metric(found: Mapping[str, float]) -> str:
+def deciding_metric(values: Mapping[str, float]) -> str:
     """Return the name of the metric that decides which model is best."""
-    return next(name for name in PRIMARY if name in found)
+    return next(name for name in PRIMARY if name in values)
 
 
 def better(name: str, new: float, old: float | None) -> bool:

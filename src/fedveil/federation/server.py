@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 SCALE = "scale inputs and targets, or change the loss or the model: the learning rate has had no effect yet"
 NOT_RESTORED = "the model in memory has the values after the step"
 RESTORED = "the model in memory has the values before the step, the last finite ones"
-MAX_SHOWN = 5  # faults in an error
+MAX_SHOWN = 5  # maximum number of faults in an error message
 POLL = 0.5  # seconds between two checks for missing clients
 
 
 class OneThread:
-    """A lock that refuses a second thread. The first may re-enter it, as callbacks do; a copy of the lock is free."""
+    """A lock that raises in a second thread. The first may re-enter it, as callbacks do. A copy is not locked."""
 
     def __init__(self, where: str) -> None:
         self._where, self._lock = where, threading.RLock()
@@ -197,7 +197,7 @@ class Server(StoredServer):
         return dataclasses.replace(result, figures=figures, notes=notes)
 
     def _choose_members(self, faults: FaultLog, deadline: float) -> list[Member]:
-        """Wait for enough clients; return those to ask, without senders of wrong replies if the others suffice."""
+        """Wait for enough clients; return those to ask, leaving out senders of wrong replies if others suffice."""
         policy = self.policy
         needed = policy.min_answers
         if not self._started:
@@ -292,7 +292,7 @@ class Server(StoredServer):
             checkpoint_every: rounds between additional checkpoints. A durable defence saves after every round, for
                 privacy accounting.
             patience: stop after this number of evaluations without improvement.
-            on_round: a function that is called with each round's record, or several of them.
+            on_round: a function that is called with each round's record, or a list of such functions.
 
         Returns:
             One record per round, with metrics where the model was evaluated.
@@ -329,9 +329,9 @@ class Server(StoredServer):
         return self.history
 
     def _train(self, plan: FitPlan) -> None:
-        """Train up to the plan's last round, after completing an evaluation that was interrupted."""
+        """Complete an evaluation that was interrupted, then train up to the plan's last round."""
         records = self.history.records
-        started = time.perf_counter() - (records[-1].seconds if records else 0.0)  # of a resumed run
+        started = time.perf_counter() - (records[-1].seconds if records else 0.0)  # a resumed run continues its clock
         if plan.test is not None and records and records[-1].evaluated is False:
             self._complete(plan, started)
         while self.round < plan.last and not has_stalled(self.history, plan.patience) and self._has_budget():
@@ -341,7 +341,7 @@ class Server(StoredServer):
                 self._before = Snapshot(self)
             self._advance(result)
             epoch, seconds = self.round / self.rounds_per_epoch, time.perf_counter() - started
-            evaluated = False if plan.test is not None and plan.ends_interval(self.round) else None  # not yet
+            evaluated = False if plan.test is not None and plan.ends_interval(self.round) else None  # False: due
             record = RoundRecord(self.round, epoch, result.error, rate, seconds, evaluated)
             records.append(dataclasses.replace(record, figures=result.figures, notes=result.notes))
             self._complete(plan, started)
@@ -353,7 +353,7 @@ class Server(StoredServer):
             records[-1] = self._evaluate(plan.test, records[-1], started)
         self._before = None
         if plan.folder is not None and (plan.saves(self.round) or has_stalled(self.history, plan.patience)):
-            self.save(plan.folder)  # before anyone learns of the round: it counts, whatever follows
+            self.save(plan.folder)  # before the callbacks: the round counts, whatever they do
             plan.saved = time.monotonic()
         for call in plan.callbacks:
             call(records[-1])

@@ -48,7 +48,7 @@ def answer(
         model: determines the architecture; its values are neither used nor changed.
         data: this client's (inputs, targets), or a function that loads them, called once the message has been checked.
             Inputs have the form of the server's `example` (docs/inputs.md).
-        defence: a defence whose settings (for example PPDL's noise) are used, whatever settings the server asks for.
+        defence: a defence whose settings (for example PPDL's noise) override those that the server asks for.
         loss: the server's custom loss function, if its loss has no name.
         client: the index of this client, which determines the order of its batches; by default the node's
             `partition-id`.

@@ -50,14 +50,14 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True)
 class PrivacyLimits:
-    """What a client requires before its records take part in a round, whatever the server asks for.
+    """The privacy that a client requires before its records take part in a round, whatever the server asks for.
 
     Attributes:
         dataset: name of the records.
-        records: their declared number, the client's weight in a sum. It is public, and is not counted from the records.
+        records: the declared number of records, the client's weight in a sum. It is public; records are not counted.
         epsilon: the budget of a record over all runs.
         ledger: file with the rounds that these records have taken part in.
-        delta: for which epsilon is computed.
+        delta: the delta at which epsilon is computed.
         noise: minimum noise multiplier.
         rate: maximum sampling rate.
         colluding: minimum number of clients that may collude without weakening the guarantee.
@@ -107,7 +107,7 @@ class Policy:
         max_sums_per_day: maximum number of sums that it helps to open in a day, over all runs (UTC, by its own clock).
         key_rounds: number of rounds after which a run's key is replaced.
         key_hours: number of hours after which a run's key is replaced, by its own clock.
-        privacy: requirements for the privacy of each record; None for none.
+        privacy: requirements for the privacy of each record, or None.
     """
 
     server: bytes | None = None
@@ -150,7 +150,7 @@ class Policy:
             raise BadArgument(str(path), error.what, error.fix) from None
 
     def write(self, path: Path) -> Path:
-        """Write a file for `read`; refuse to replace an existing file."""
+        """Write a file that `read` accepts; refuse to replace an existing file."""
         if self.server is None:
             raise BadArgument("Policy", "it names no server", "pass a public key: Policy(server=...)")
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"server": self.server.hex()}
