@@ -1,0 +1,210 @@
+"""Collect the cells into one file of results, and write the tables and the chart.
+
+Some figures are the same by construction. They are measured once, and every other row that shows them names the row
+that they come from:
+
+- Veil and secure aggregation give the model of plain training, up to rounding, so its members are inferred as well.
+- With the noise removed, a client's copy is the model.
+- Under a veil the server sees the same gradients, because it removes its own noise.
+- With noise by clients, five shares for which four are enough, a sum has more noise than with noise by the server, so
+  its members are inferred at most as well; under a veil it has still more.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.protections import chart
+from benchmarks.protections.inversion import FEW, ROUNDS, batch_of
+from benchmarks.protections.members import MODEL, TARGETS, VEILED
+from benchmarks.protections.tasks import CLIENTS, DELTA, PROTECTIONS, TASKS, VEIL, Protection, noise_multiplier
+from benchmarks.protections.training import BROADCASTS, OBSERVATIONS, Figures
+from fedveil.attacks.scores import average
+
+Cells = Mapping[str, Any]
+Row = dict[str, Any]
+SHOWN = (
+    *(own for own in PROTECTIONS if own.epsilon is None),
+    *(Protection(epsilon=epsilon) for epsilon in (8.0, 3.0, 1.0)),
+    *(own for own in PROTECTIONS if own.epsilon == 3.0 and (own.veil or own.secure)),
+)
+"""The rows of tables and charts; all combinations are in the file of results."""
+
+
+def summarise(cells: Cells, names: Sequence[str], seeds: int, out: Path, machine: str) -> None:
+    """Write `results.json`, `results.md` and the chart."""
+    results = {
+        "machine": machine,
+        "clients": CLIENTS,
+        "delta": DELTA,
+        "seeds": seeds,
+        "targets": TARGETS,
+        "rounds": ROUNDS,
+        "observations": OBSERVATIONS * BROADCASTS,
+        "seconds": round(sum(cell["seconds"] for cell in cells.values())),
+        "data": {name: collect(cells, name, seeds) for name in names},
+    }
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "results.md").write_text(write_tables(results))
+    (out / "chart.svg").write_text(chart.draw(results, [own.label for own in SHOWN]))
+
+
+def collect(cells: Cells, name: str, seeds: int) -> Row:
+    """Return all figures of a data set, by protection."""
+    task = TASKS[name]
+    settings = {**vars(task), "batch": batch_of(name)}
+    settings["noise"] = {f"{own:g}": noise_multiplier(name, own) for own in (8.0, 3.0, 1.0)}
+    return {"settings": settings, "rows": {own.label: collect_row(cells, name, own, seeds) for own in PROTECTIONS}}
+
+
+def collect_row(cells: Cells, name: str, own: Protection, seeds: int) -> Row:
+    """Return the figures of one protection."""
+    values = [cells[f"{name}-accuracy-{own.slug}-{seed}"]["value"] for seed in range(seeds)]
+    clear = Protection(epsilon=own.epsilon)
+    inferred = cells[f"{name}-members-{own.epsilon or 0:g}-{MODEL}"]
+    row: Row = {
+        "metric": estimate(values),
+        "cost": cells[f"{name}-cost"][own.label],
+        "final": {**member_figures(inferred), "from": clear.label},
+        "server": server_figures(cells, name, Protection(secure=own.secure, epsilon=own.epsilon)),
+    }
+    if own.veil:
+        seen = Protection(veil=True, epsilon=own.epsilon)
+        row["copy"] = {**copy_figures(cells, name, seen, seeds), "from": seen.label}
+        if own.epsilon is None:
+            veiled = cells[f"{name}-members-0-{VEILED}"]
+            row["received"] = {**member_figures(veiled), "from": VEIL.label}
+    return row
+
+
+def estimate(values: Sequence[float]) -> list[float]:
+    """Return the mean with Student's 95 % interval."""
+    found = average(values)
+    return [found.value, found.low, found.high]
+
+
+def member_figures(cell: Figures) -> Row:
+    """Return AUC and TPR of each attack, over pairs of targets."""
+    attacks = {key: own for key, own in cell.items() if isinstance(own, dict)}
+    return {attack: {key: estimate(values) for key, values in own.items()} for attack, own in attacks.items()}
+
+
+def server_figures(cells: Cells, name: str, own: Protection) -> Row:
+    """Return the share of rounds in which the server knows a record; the worse of a new and a trained network."""
+    found: Row = {"from": own.label}
+    for count, key in ((FEW, "one"), (batch_of(name), "batch")):
+        pair = {phase: cells[f"{name}-inversion-{own.slug}-{count}-{phase}"] for phase in ("new", "trained")}
+        phase = max(pair, key=lambda one: pair[one]["known"][0])
+        found[key] = {"network": phase, **{part: pair[phase][part] for part in ("known", "gain", "chance", "records")}}
+    return found
+
+
+def copy_figures(cells: Cells, name: str, own: Protection, seeds: int) -> Row:
+    """Return agreement with the server's model and the copy's metric, by attacker."""
+    found = [cells[f"{name}-copy-{own.slug}-{seed}"] for seed in range(seeds)]
+    return {
+        "constant": estimate([one["constant"] for one in found]),
+        "server": estimate([one["server"] for one in found]),
+        **{
+            part: {attacker: estimate([one[part][attacker] for one in found]) for attacker in found[0][part]}
+            for part in ("agreement", "metric")
+        },
+    }
+
+
+def percent(figure: Sequence[float]) -> str:
+    """Format a fraction with its interval in per cent."""
+    value, low, high = (f"{100 * max(0.0, min(1.0, end)):.1f}" for end in figure)
+    return f"{value} [{low}, {high}]"
+
+
+def three(figure: Sequence[float]) -> str:
+    """Format a figure with its interval to three decimals."""
+    value, low, high = (f"{end:.3f}" for end in figure)
+    return f"{value} [{low}, {high}]"
+
+
+def quality(metric: str, figure: Sequence[float]) -> str:
+    """Format the task's metric: accuracy in per cent, or an AUC."""
+    return percent(figure) if metric == "accuracy" else three(figure)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table in Markdown."""
+    return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)] + [""]
+
+
+def source(label: str, own: Row) -> str:
+    """Return a mark for figures that are those of another row."""
+    return "" if own["from"] == label else f" (as {own['from']})"
+
+
+def write_tables(results: Row) -> str:
+    """Return all tables as a page in Markdown."""
+    names = " ".join(results["data"])
+    lines = ["# What each protection costs, and what each attacker gets", ""]
+    lines += [f"`python -m benchmarks.protections --data {names} --seeds {results['seeds']}`", ""]
+    lines += [f"{results['machine']}; {results['seconds'] / 60:.0f} minutes of CPU time on one core.", ""]
+    for name, own in results["data"].items():
+        lines += [f"## {name}", "", *data_tables(own, results)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def data_tables(own: Row, results: Row) -> Sequence[str]:
+    """Return the tables of one data set."""
+    metric, rows, batch = own["settings"]["metric"], own["rows"], own["settings"]["batch"]
+    unit = ", %" if metric == "accuracy" else ""
+    costs = [
+        [
+            label,
+            quality(metric, row["metric"]),
+            f"{row['cost']['ms']:.1f}",
+            "{:.1f} [{:.1f}, {:.1f}]".format(*row["cost"]["ratio"]),
+            f"{row['cost']['down'] / 1000:.0f}",
+            f"{row['cost']['up'] / 1000:.0f}",
+        ]
+        for label, row in rows.items()
+    ]
+    members = [
+        [label + source(label, row["final"]), *(f(row["final"][a][k]) for a in ATTACKS for k, f in FORMATS.items())]
+        for label, row in rows.items()
+        if row["final"]["from"] == label
+    ]
+    veiled = rows[VEIL.label]["received"]
+    members.append(["veil, one broadcast as received", *(f(veiled[a][k]) for a in ATTACKS for k, f in FORMATS.items())])
+    server = [
+        [label, *(cell for key in ("one", "batch") for cell in server_cells(row["server"][key]))]
+        for label, row in rows.items()
+        if row["server"]["from"] == label
+    ]
+    copies = [
+        [label, attacker, percent(row["copy"]["agreement"][attacker]), quality(metric, row["copy"]["metric"][attacker])]
+        for label, row in rows.items()
+        if row.get("copy", {}).get("from") == label
+        for attacker in row["copy"]["agreement"]
+    ]
+    ways = [f"{attack}, {key}" for attack in ATTACKS for key in ("AUC", "TPR at 1 % FPR, %")]
+    rounds = [f"{words}: {part}" for words in ("one record per client", f"{batch} records") for part in SERVER_PARTS]
+    return [
+        *table(["protection", f"test {metric}{unit}", "ms per round", "over none", "kB down", "kB up"], costs),
+        f"Members, from the final model ({results['targets']} targets in pairs, 16 shadows each):",
+        "",
+        *table(["protection", *ways], members),
+        f"Records that the server rebuilds ({results['rounds']} rounds each):",
+        "",
+        *table(["protection", *rounds], server),
+        f"A client's copy (guessing: {percent(rows[VEIL.label]['copy']['constant'])} % agreement):",
+        "",
+        *table(["protection", "attacker", "agreement, %", f"{metric}{unit} of the copy"], copies),
+    ]
+
+
+ATTACKS = ("LiRA", "RMIA", "loss")
+FORMATS = {"auc": three, "tpr": percent}
+SERVER_PARTS = ("rounds with a known record, %", "dB over the mean record", "network", "known by chance, %")
+
+
+def server_cells(own: Row) -> list[str]:
+    """Return the cells of one view of the server."""
+    return [percent(own["known"]), f"{own['gain']:.1f}", own["network"], f"{100 * own['chance']:.0f}"]
