@@ -7,15 +7,15 @@ from xml.sax.saxutils import escape
 
 from fedveil.report.axes import ChartAxis, linear
 
-LABELS, PANEL, GAP, COST = 150, 138, 22, 58  # widths
+LABELS, PANEL, GAP, COST = 142, 126, 36, 66  # widths
 ROW, HEAD, FOOT = 26, 92, 40  # heights
-TOP, LEGEND = 12, 78
+TOP, LEGEND = 12, 100
 WIDTH = LABELS + 4 * (PANEL + GAP) + COST
 STYLE = """
     text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif }
     text { font-size: 14px; fill: #1b1f24 }
     .title { font-size: 17px; font-weight: 700 }
-    .head { font-weight: 600 }
+    .head { font-weight: 600; font-size: 13px }
     .quiet { fill: #5a626c; font-size: 13px }
     .page { fill: #ffffff }
     .band { fill: #f3f5f7 }
@@ -23,6 +23,7 @@ STYLE = """
     .guess { stroke: #5a626c; stroke-dasharray: 3 3 }
     .range { stroke: #1f5fae; stroke-width: 2 }
     .full { fill: #1f5fae; stroke: #1f5fae; stroke-width: 2 }
+    .same { fill: #9aa3ad; stroke: #9aa3ad; stroke-width: 2 }
     .open { fill: #ffffff; stroke: #d1590b; stroke-width: 2 }
     @media (prefers-color-scheme: dark) {
       text { fill: #e6e8ea }
@@ -33,6 +34,7 @@ STYLE = """
       .guess { stroke: #9aa3ad }
       .range { stroke: #7fb2ee }
       .full { fill: #7fb2ee; stroke: #7fb2ee }
+      .same { fill: #5f676f; stroke: #5f676f }
       .open { fill: #14171b; stroke: #f5924e }
     }
   """
@@ -46,12 +48,13 @@ LEGEND_LINES = (
     "SA: secure aggregation. DP 3: differential privacy per record, epsilon 3. Lines are 95 % intervals.",
     "Other organisations: orange, the copy as received; blue, with the noise removed from two rounds.",
     "Server: orange, one record per client and round; blue, the federation's own batches. Dashed: guessing.",
+    "Grey: the same by construction as in another row, and not measured again.",
 )
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A value in per cent; `kind` is "full" or "open"."""
+    """A value in per cent; `kind` is "full", "open", or "same" for the figure of another row."""
 
     value: float
     kind: str = "full"
@@ -76,14 +79,14 @@ def short_label(label: str) -> str:
 
 def panels(rows: Mapping[str, Any], metric: str) -> list[Panel]:
     """Return the four columns of a data set."""
-    quality = [[Mark(*_scaled(row["metric"][:1]), "full", *_scaled(row["metric"][1:]))] for row in rows.values()]
+    quality = [interval_marks(row["metric"]) for row in rows.values()]
     low = min(mark.low for own in quality for mark in own if mark.low is not None)
-    members = [row["final"]["LiRA"]["auc"] for row in rows.values()]
-    inferred = [[Mark(100 * value, "full", 100 * lower, 100 * upper)] for value, lower, upper in members]
+    final = {label: row["final"] for label, row in rows.items()}
+    inferred = [interval_marks(own[own["best"]]["auc"], own["from"] == label) for label, own in final.items()]
     top = max(60.0, *(mark.high or 0.0 for own in inferred for mark in own))
     constant = next(row["copy"]["constant"][0] for row in rows.values() if "copy" in row)
     everything = linear(0, 100, wanted=2, outward=True)
-    copies, rebuilt = ([draw_marks(row) for row in rows.values()] for draw_marks in (copy_marks, server_marks))
+    copies, rebuilt = ([marks(label, row) for label, row in rows.items()] for marks in (copy_marks, server_marks))
     return [
         Panel(("The model", f"test {'AUC' if metric == 'auc' else metric}, %"), _axis(low, 100), None, quality),
         Panel(("Other organisations", "copy agrees, %"), everything, 100 * constant, copies),
@@ -100,27 +103,36 @@ def _scaled(values: Sequence[float]) -> list[float]:
     return [100 * min(1.0, value) for value in values]
 
 
-def copy_marks(row: Mapping[str, Any]) -> list[Mark]:
-    """Return the agreement of a client's copy: as received, and by the best attacker with two or more broadcasts."""
+def interval_marks(figure: Sequence[float], own: bool = True) -> list[Mark]:
+    """Return one mark with its interval; without one if it is the figure of another row."""
+    value, low, high = _scaled(figure)
+    return [Mark(value, "full", low, high)] if own else [Mark(value, "same")]
+
+
+def copy_marks(label: str, row: Mapping[str, Any]) -> list[Mark]:
+    """Return the agreement of a client's copy: as received, and with the noise removed from two broadcasts."""
     if "copy" not in row:
-        return [Mark(100.0)]
+        return [Mark(100.0, "same")]
     own = row["copy"]["agreement"]
-    best = max(own[name][0] for name in own if "broadcasts" in name)
-    return [Mark(100 * best), Mark(100 * own["as published"][0], "open")]
+    received, removed = (100 * own[name][0] for name in ("as published", "two broadcasts, no data"))
+    if row["copy"]["from"] != label:
+        return [Mark(removed, "same"), Mark(received, "same")]
+    return [Mark(removed), Mark(received, "open")]
 
 
-def server_marks(row: Mapping[str, Any]) -> list[Mark]:
-    """Return the share of rounds with a known record."""
+def server_marks(label: str, row: Mapping[str, Any]) -> list[Mark]:
+    """Return the share of rounds with a known record: with one record per client, and with the task's batches."""
     one, batch = (row["server"][key]["known"] for key in ("one", "batch"))
-    value, low, high = _scaled(batch)
-    return [Mark(100 * one[0], "open"), Mark(value, "full", low, high)]
+    if row["server"]["from"] != label:
+        return [Mark(100 * one[0], "same"), Mark(100 * batch[0], "same")]
+    return [Mark(100 * one[0], "open"), *interval_marks(batch)]
 
 
-def draw(results: Mapping[str, Any], shown: Sequence[str]) -> str:
+def draw(results: Mapping[str, Any]) -> str:
     """Return the chart as SVG, one block of rows per data set."""
     blocks, y = [], TOP
     for name, own in results["data"].items():
-        rows = {label: own["rows"][label] for label in shown}
+        rows = own["rows"]
         blocks.append(draw_block(name, rows, own["settings"]["metric"], y))
         y += HEAD + ROW * len(rows) + FOOT
     legend = [text(14, y + 22 * (n + 1) - 4, line, "quiet") for n, line in enumerate(LEGEND_LINES)]

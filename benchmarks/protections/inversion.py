@@ -26,8 +26,9 @@ from fedveil.records.shards import generator
 from fedveil.scheme.losses import find_loss
 
 ROUNDS = 100
-KNOWN = 10.0  # dB closer than the mean record
+KNOWN = 20.0  # dB closer than the mean record: a hundredth of its squared distance
 MAX_GAIN = 100.0  # dB
+NETWORKS = 3  # at the end of training
 FEW = 1  # records per client in the worst case
 
 
@@ -40,13 +41,13 @@ def invert_updates(name: str, protection: Protection, count: int, trained: bool)
     """Return in how many rounds the server knows a record, and the median gain over the mean record in dB.
 
     Each client has `count` records, all in its update. The network is new, or at the end of training; in every round
-    records, noise and network are drawn again (networks at the end of training: one of five).
+    records, noise and network are drawn again (networks at the end of training: one of three).
     """
     gains, chance = [], []
     for number in range(ROUNDS):
         order = torch.randperm(len(records(name).train.targets), generator=generator("inversion", number))
         chosen, other = order[: CLIENTS * count], order[-1]
-        model = trained_model(name, protection.epsilon, number % 5) if trained else new_model(name, number)
+        model = trained_model(name, protection.epsilon, number % NETWORKS) if trained else new_model(name, number)
         leak, rows = server_view(name, protection, model, chosen, number)
         truth = records(name).train.tensor[rows].flatten(1).double()
         gains.append(max(gain(name, guess, truth) for guess in guesses(leak)))

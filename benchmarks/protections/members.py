@@ -98,4 +98,10 @@ def record_scores(target: Array, shadows: Array, inside: NDArray[np.bool_]) -> d
     nowhere = np.zeros((len(inside), len(target) - pool), bool)
     a = choose_a(q[:, :pool], inside)
     ratios = rmia(p, q, np.concatenate([inside, nowhere], 1), np.arange(pool, len(target)), a=a)
-    return {"LiRA": lira(target[:pool], shadows[:, :pool], inside), "RMIA": ratios[:pool], "loss": -own[:pool]}
+    phi, known = target[:pool], shadows[:, :pool]
+    return {
+        "LiRA": lira(phi, known, inside),
+        "LiRA offline": lira(phi, known, inside, online=False),
+        "RMIA": ratios[:pool],
+        "loss": -own[:pool],
+    }

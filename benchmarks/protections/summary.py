@@ -11,6 +11,7 @@ that they come from:
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,13 @@ from typing import Any
 from benchmarks.protections import chart
 from benchmarks.protections.inversion import FEW, ROUNDS, batch_of
 from benchmarks.protections.members import MODEL, TARGETS, VEILED
-from benchmarks.protections.tasks import CLIENTS, DELTA, PROTECTIONS, TASKS, VEIL, Protection, noise_multiplier
-from benchmarks.protections.training import BROADCASTS, OBSERVATIONS, Figures
+from benchmarks.protections.tasks import CLIENTS, DELTA, NONE, PROTECTIONS, TASKS, VEIL, Protection, noise_multiplier
+from benchmarks.protections.training import BROADCASTS, OBSERVATIONS
 from fedveil.attacks.scores import average
 
 Cells = Mapping[str, Any]
 Row = dict[str, Any]
-SHOWN = (
-    *(own for own in PROTECTIONS if own.epsilon is None),
-    *(Protection(epsilon=epsilon) for epsilon in (8.0, 3.0, 1.0)),
-    *(own for own in PROTECTIONS if own.epsilon == 3.0 and (own.veil or own.secure)),
-)
-"""The rows of tables and charts; all combinations are in the file of results."""
+ATTACKS = ("LiRA", "LiRA offline", "RMIA", "loss")
 
 
 def summarise(cells: Cells, names: Sequence[str], seeds: int, out: Path, machine: str) -> None:
@@ -47,7 +43,7 @@ def summarise(cells: Cells, names: Sequence[str], seeds: int, out: Path, machine
     }
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (out / "results.md").write_text(write_tables(results))
-    (out / "chart.svg").write_text(chart.draw(results, [own.label for own in SHOWN]))
+    (out / "chart.svg").write_text(chart.draw(results))
 
 
 def collect(cells: Cells, name: str, seeds: int) -> Row:
@@ -63,10 +59,11 @@ def collect_row(cells: Cells, name: str, own: Protection, seeds: int) -> Row:
     values = [cells[f"{name}-accuracy-{own.slug}-{seed}"]["value"] for seed in range(seeds)]
     clear = Protection(epsilon=own.epsilon)
     inferred = cells[f"{name}-members-{own.epsilon or 0:g}-{MODEL}"]
+    bound = {} if own.epsilon is None else {"bound": best_auc(own.epsilon)}
     row: Row = {
         "metric": estimate(values),
         "cost": cells[f"{name}-cost"][own.label],
-        "final": {**member_figures(inferred), "from": clear.label},
+        "final": {**member_figures(inferred), **bound, "from": clear.label},
         "server": server_figures(cells, name, Protection(secure=own.secure, epsilon=own.epsilon)),
     }
     if own.veil:
@@ -84,10 +81,18 @@ def estimate(values: Sequence[float]) -> list[float]:
     return [found.value, found.low, found.high]
 
 
-def member_figures(cell: Figures) -> Row:
-    """Return AUC and TPR of each attack, over pairs of targets."""
-    attacks = {key: own for key, own in cell.items() if isinstance(own, dict)}
-    return {attack: {key: estimate(values) for key, values in own.items()} for attack, own in attacks.items()}
+def best_auc(epsilon: float) -> float:
+    """Return the largest AUC that (epsilon, 0) allows: TPR <= exp(epsilon) FPR, and the same with roles exchanged.
+
+    Delta adds at most delta to TPR, far less than the digits shown.
+    """
+    return 1 / (1 + math.exp(-epsilon))
+
+
+def member_figures(cell: Row) -> Row:
+    """Return AUC and TPR of each attack, over pairs of targets, and the name of the attack with the largest AUC."""
+    found: Row = {attack: {key: estimate(values) for key, values in cell[attack].items()} for attack in ATTACKS}
+    return {**found, "best": max(ATTACKS, key=lambda attack: found[attack]["auc"][0])}
 
 
 def server_figures(cells: Cells, name: str, own: Protection) -> Row:
@@ -135,11 +140,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)] + [""]
 
 
-def source(label: str, own: Row) -> str:
-    """Return a mark for figures that are those of another row."""
-    return "" if own["from"] == label else f" (as {own['from']})"
-
-
 def write_tables(results: Row) -> str:
     """Return all tables as a page in Markdown."""
     names = " ".join(results["data"])
@@ -167,7 +167,7 @@ def data_tables(own: Row, results: Row) -> Sequence[str]:
         for label, row in rows.items()
     ]
     members = [
-        [label + source(label, row["final"]), *(f(row["final"][a][k]) for a in ATTACKS for k, f in FORMATS.items())]
+        [label, *(f(row["final"][a][k]) for a in ATTACKS for k, f in FORMATS.items())]
         for label, row in rows.items()
         if row["final"]["from"] == label
     ]
@@ -200,7 +200,69 @@ def data_tables(own: Row, results: Row) -> Sequence[str]:
     ]
 
 
-ATTACKS = ("LiRA", "RMIA", "loss")
+def overview(own: Row) -> list[str]:
+    """Return a table for readers who do not know these attacks: a row for each protection, a column for each reader."""
+    header = [
+        "protection",
+        "the other organisations get",
+        "the server rebuilds a record in",
+        "the final model gives away",
+    ]
+    metric = own["settings"]["metric"]
+    header += ["accuracy" if metric == "accuracy" else "AUC", "time and bytes of a round"]
+    none = own["rows"][NONE.label]["cost"]
+    rows = [
+        [
+            label,
+            describe_copy(label, row),
+            named_source(label, row["server"]) or describe_server(row["server"]),
+            named_source(label, row["final"]) or describe_members(row["final"]),
+            f"{100 * row['metric'][0]:.1f} %" if metric == "accuracy" else f"{row['metric'][0]:.3f}",
+            describe_cost(row["cost"], none),
+        ]
+        for label, row in own["rows"].items()
+    ]
+    return table(header, rows)
+
+
+def named_source(label: str, own: Row) -> str:
+    """Name the row whose figures are the same by construction; "" for figures of this row."""
+    return "" if own["from"] == label else f"as {own['from']}"
+
+
+def describe_copy(label: str, row: Row) -> str:
+    """Describe a client's copy of the model."""
+    if "copy" not in row:
+        return "the model"
+    if row["copy"]["from"] != label:
+        return named_source(label, row["copy"])
+    agreement = row["copy"]["agreement"]
+    received, removed = (100 * agreement[name][0] for name in (PUBLISHED, TWO))
+    return f"a copy that agrees in {received:.0f} of 100 cases; after two rounds, {removed:.0f} of 100"
+
+
+def describe_server(own: Row) -> str:
+    """Describe how often the server rebuilds a record."""
+    few, many = (100 * own[key]["known"][0] for key in ("one", "batch"))
+    return f"{many:.0f} of 100 rounds; {few:.0f} with one record per client"
+
+
+def describe_members(own: Row) -> str:
+    """Describe how well the best attack infers members, and how well any attack could."""
+    bound = f"; any attacker: at most {100 * own['bound']:.0f}" if "bound" in own else ""
+    return f"{100 * own[own['best']]['auc'][0]:.1f} of 100 pairs{bound}"
+
+
+def describe_cost(own: Row, none: Row) -> str:
+    """Describe the cost of a round, over no protection."""
+    if own is none:
+        return "1"
+    size = (own["down"] + own["up"]) / (none["down"] + none["up"])
+    return f"{own['ratio'][0]:.1f} and {size:.1f} times"
+
+
+PUBLISHED, TWO = "as published", "two broadcasts, no data"
+
 FORMATS = {"auc": three, "tpr": percent}
 SERVER_PARTS = ("rounds with a known record, %", "dB over the mean record", "network", "known by chance, %")
 

@@ -43,10 +43,11 @@ class Protection:
 
 
 NONE, VEIL = Protection(), Protection(veil=True)
-PROTECTIONS = tuple(
-    Protection(veil, secure, epsilon)
-    for epsilon, secure, veil in itertools.product(EPSILONS, (False, True), (False, True))
-    if not (veil and secure and epsilon in (8.0, 1.0))  # all three layers at epsilon 3 only
+COMBINED = 3.0  # the epsilon at which differential privacy is combined with other layers
+PROTECTIONS = (
+    *(Protection(veil, secure) for secure, veil in itertools.product((False, True), (False, True))),
+    *(Protection(epsilon=epsilon) for epsilon in EPSILONS if epsilon is not None),
+    *(Protection(veil, secure, COMBINED) for secure, veil in ((False, True), (True, False), (True, True))),
 )
 
 
