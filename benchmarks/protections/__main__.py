@@ -1,6 +1,6 @@
 """Measure what each protection costs, and what each attacker gets in spite of it.
 
-    FEDVEIL_DATA=../shared/data python -m benchmarks.protections [--data digits bank cifar10] [--seeds 5] [--out FOLDER]
+    FEDVEIL_DATA=../shared/data python -m benchmarks.protections [--data digits bank cifar10] [--seeds 5]
 
 Five clients, an MLP with one hidden layer, Adam; no protection, veil, secure aggregation, differential privacy per
 record at epsilon 8, 3 and 1 (delta 1e-5), and combinations (at epsilon 3). Each cell is a JSON file in the folder's
@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.protections import inversion, members, training
-from benchmarks.protections.summary import summarise
+from benchmarks.protections.chart import draw
+from benchmarks.protections.summary import summarise, write_tables
 from benchmarks.protections.tasks import EPSILONS, PROTECTIONS, TASKS
 from benchmarks.protections.training import Figures
 from benchmarks.timing import machine
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", default=["digits", "bank"], choices=list(TASKS))
     parser.add_argument("--seeds", type=int, default=5, help="of accuracy and of a client's copy (default 5)")
     parser.add_argument("--out", type=Path, default=Path("results/protections"))
+    parser.add_argument("--chart", type=Path, default=Path("docs/images/protections.svg"))
     given = parser.parse_args()
     torch.set_num_threads(1)
     folder = given.out / "work"
@@ -88,7 +90,10 @@ def main() -> None:
     for number, cell in enumerate(every, start=1):
         found[cell[0]] = run(cell, folder)
         print(f"{number}/{len(every)} {cell[0]}: {found[cell[0]]['seconds']} s", flush=True)
-    summarise(found, given.data, given.seeds, given.out, machine())
+    results = summarise(found, given.data, given.seeds, machine())
+    (given.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (given.out / "results.md").write_text(write_tables(results))
+    given.chart.write_text(draw(results))
 
 
 if __name__ == "__main__":

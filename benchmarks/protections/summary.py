@@ -1,4 +1,4 @@
-"""Collect the cells into one file of results, and write the tables and the chart.
+"""Collect the cells into results, and the results into tables.
 
 Some figures are the same by construction. They are measured once, and every other row that shows them names the row
 that they come from:
@@ -10,13 +10,10 @@ that they come from:
   its members are inferred at most as well; under a veil it has still more.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.protections import chart
 from benchmarks.protections.inversion import FEW, ROUNDS, batch_of
 from benchmarks.protections.members import MODEL, TARGETS, VEILED
 from benchmarks.protections.tasks import CLIENTS, DELTA, NONE, PROTECTIONS, TASKS, VEIL, Protection, noise_multiplier
@@ -28,9 +25,9 @@ Row = dict[str, Any]
 ATTACKS = ("LiRA", "LiRA offline", "RMIA", "loss")
 
 
-def summarise(cells: Cells, names: Sequence[str], seeds: int, out: Path, machine: str) -> None:
-    """Write `results.json`, `results.md` and the chart."""
-    results = {
+def summarise(cells: Cells, names: Sequence[str], seeds: int, machine: str) -> Row:
+    """Return all figures, by data set and protection."""
+    return {
         "machine": machine,
         "clients": CLIENTS,
         "delta": DELTA,
@@ -41,9 +38,6 @@ def summarise(cells: Cells, names: Sequence[str], seeds: int, out: Path, machine
         "seconds": round(sum(cell["seconds"] for cell in cells.values())),
         "data": {name: collect(cells, name, seeds) for name in names},
     }
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / "results.md").write_text(write_tables(results))
-    (out / "chart.svg").write_text(chart.draw(results))
 
 
 def collect(cells: Cells, name: str, seeds: int) -> Row:
