@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.protections.tasks import NONE, PROTECTIONS, TASKS, Protection, make_federation, records
+from benchmarks.timing import quartiles
 from fedveil import Federation
-from fedveil.attacks.scores import average
 from fedveil.defences.registry import find_codec
 from fedveil.federation.evaluate import metrics, predict
 from fedveil.federation.protocol import write
@@ -75,7 +75,8 @@ def answers(outputs: Tensor) -> Tensor:
 def measure_cost(name: str) -> Figures:
     """Return milliseconds of CPU time per round (five clients and the server), over plain, and bytes per client.
 
-    Every repetition times each protection once, in rotated order; ratios are taken within a repetition.
+    Every repetition times each protection once, in rotated order; ratios are taken within a repetition, and their
+    median and quartiles are returned.
     """
     federations = {own.label: make_federation(name, own, 0, fuse=False) for own in PROTECTIONS}
     sizes = {label: message_sizes(federation) for label, federation in federations.items()}
@@ -90,11 +91,11 @@ def measure_cost(name: str) -> Figures:
                 times[label].append(1e3 * (time.process_time() - began) / STEPS)
     found: Figures = {}
     for label, own in times.items():
-        ratio = average([mine / base for mine, base in zip(own, times[NONE.label], strict=True)])
+        low, middle, high = quartiles([mine / base for mine, base in zip(own, times[NONE.label], strict=True)])
         down, up = sizes[label]
         found[label] = {
             "ms": statistics.median(own),
-            "ratio": [ratio.value, ratio.low, ratio.high],
+            "ratio": [middle, low, high],
             "down": down,
             "up": up,
         }
