@@ -227,32 +227,32 @@ def named_source(label: str, own: Row) -> str:
 def describe_copy(label: str, row: Row) -> str:
     """Describe a client's copy of the model."""
     if "copy" not in row:
-        return "the model"
+        return "the model: 100 of 100 answers"
     if row["copy"]["from"] != label:
         return named_source(label, row["copy"])
     agreement = row["copy"]["agreement"]
     received, removed = (100 * agreement[name][0] for name in (PUBLISHED, TWO))
-    return f"a copy that agrees in {received:.0f} of 100 cases; after two rounds, {removed:.0f} of 100"
+    return f"a copy: {received:.0f} of 100 answers as received, {removed:.0f} with the noise removed"
 
 
 def describe_server(own: Row) -> str:
     """Describe how often the server rebuilds a record."""
     few, many = (100 * own[key]["known"][0] for key in ("one", "batch"))
-    return f"{many:.0f} of 100 rounds; {few:.0f} with one record per client"
+    return f"{many:.0f} of 100 rounds; {few:.0f} with one record each"
 
 
 def describe_members(own: Row) -> str:
     """Describe how well the best attack infers members, and how well any attack could."""
-    bound = f"; any attacker: at most {100 * own['bound']:.0f}" if "bound" in own else ""
+    bound = f", guaranteed at most {100 * own['bound']:.1f}" if "bound" in own else ""
     return f"{100 * own[own['best']]['auc'][0]:.1f} of 100 pairs{bound}"
 
 
 def describe_cost(own: Row, none: Row) -> str:
     """Describe the cost of a round, over no protection."""
     if own is none:
-        return "1"
+        return "1 and 1"
     size = (own["down"] + own["up"]) / (none["down"] + none["up"])
-    return f"{own['ratio'][0]:.1f} and {size:.1f} times"
+    return f"{own['ratio'][0]:.1f} and {size:.1f}"
 
 
 PUBLISHED, TWO = "as published", "two broadcasts, no data"
