@@ -141,7 +141,7 @@ def flags_of(text: str) -> dict[str, list[Flag]]:
             rows = found.setdefault(title[1].removesuffix(" options"), [])
         elif line.startswith("│ ─"):  # what was above describes the section
             rows.clear()
-        elif line.startswith("│"):
+        elif line.startswith("│") and line.strip("│ "):  # a text that fills its line is followed by an empty one
             inner = line[2:-1].rstrip()
             deep = len(inner) - len(inner.lstrip())
             if deep:  # continuation of the text

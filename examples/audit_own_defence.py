@@ -1,7 +1,7 @@
 # %% [markdown]
-"""# Audit your own defence: it looks safe, but is not.
+"""# Audit your own defence: it looks safe, but it is not.
 
-- Shows: a defence in forty lines, lossless by construction, and what `fedveil audit` makes of it.
+- Shows: a defence in forty lines that loses no accuracy, and its result in `fedveil audit`.
 - Who attacks: a client. Published attacks use the model as received; adaptive ones first try to remove the noise.
 - Needs: `pip install fedveil`
 - Last line: `the model: LEAK`
@@ -31,15 +31,18 @@ from fedveil.studies.study import gather, publish
 In every round the server draws a public direction *r* and a secret number *s*, and adds *s r* to the bias of the last
 layer. The model that clients receive predicts only one or two classes, whatever the image. For squared error, a
 client's gradient on that network is the true gradient plus *s* times the gradient of the outputs along *r*. It sends
-both, and the server subtracts: the model is trained as if there were no defence.
+both, and the server subtracts *s* times the latter, so the model is trained as if there were no defence.
 """
 
 
 # %%
 class Shifted(Plain):
-    """Adds a secret multiple of a public direction to the outputs; for squared error and clients in one process."""
+    """A defence that adds a secret multiple of a public direction to the outputs.
 
-    linear = False  # updates have two parts, and secure aggregation adds up only plain ones
+    It supports only squared error, and clients in one process.
+    """
+
+    linear = False  # updates have two parts, which secure aggregation cannot add up
 
     def server(self, model, example, loss):
         """Prepare the server for a run."""
@@ -79,9 +82,9 @@ class _Round(DefenceRound):  # subtracts the effect of the shift
 # %% [markdown]
 """## The audit
 
-The audit trains one federation with the defence and one without, plays the part of a client, and attacks. The attackers
-were not written for `Shifted`: *broadcasts averaged* takes the mean of six broadcasts, *outputs calibrated* fits an
-affine map of the outputs with the client's own labels. From a terminal, with the class in `my_module.py`:
+The audit trains one federation with the defence and one without, takes the role of a client, and attacks. The attackers
+were not written for `Shifted`: *broadcasts averaged* takes the mean of six broadcasts, and *outputs calibrated* fits an
+affine map of the outputs to the client's own labels. On the command line, with the class in `my_module.py`, run
 `fedveil audit --data digits --train-size 300 --clients 2 --loss squared_error --defence my_module:Shifted`.
 """
 
@@ -99,9 +102,9 @@ for attacker, figures in {**found, "(undefended)": results["undefended"].attacke
 # %% [markdown]
 """## The verdict
 
-The strongest attacker decides. A published attack near chance proves nothing: it does not try to remove the noise.
-`examples/own_defence` has the same defence as a package, with an attacker written for it; `docs/audit.md` explains how
-to read an audit.
+The strongest attacker determines the verdict. A published attack near chance proves nothing, because it does not try to
+remove the noise. `examples/own_defence` contains the same defence as a package, with an attacker written for it;
+`docs/audit.md` explains how to read an audit.
 """
 
 # %%

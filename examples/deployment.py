@@ -1,11 +1,11 @@
-"""Deployment: a server and two sites as separate processes over NVIDIA FLARE.
+"""Deployment: a server and two sites as separate processes on NVIDIA FLARE.
 
-- Shows: what a deployed federation consists of: a class for the server, a class for the sites, and a job.
+- Shows: the parts of a deployed federation, which are a class for the server, a class for the sites, and a job.
 - Who attacks: nobody here. What is protected: sites receive a perturbed model; their records never leave them.
 - Needs: pip install 'fedveil[nvflare]'
 - Last line: 40 rounds with 2 sites, each in a separate process: test accuracy 95.0 %
 
-Here FLARE's simulator starts the processes, without certificates. docs/nvflare.md continues with a deployment with
+Here FLARE's simulator starts the processes, without certificates. docs/nvflare.md continues with a deployment that uses
 mTLS: the classes stay the same, and `submit(job, kit, user)` replaces `simulate`.
 """
 
@@ -30,25 +30,25 @@ SITES, ROUNDS = 2, 40
 
 
 def network() -> nn.Module:
-    """Build the network that server and sites agree on; a site fills it with the perturbed values it receives."""
+    """Build the network that the server and sites agree on; a site fills it with the perturbed values it receives."""
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
 class Site(Client):
-    """A site: its network, and its records, which never leave it."""
+    """A site with its network and its records, which never leave the site."""
 
     def make_model(self) -> nn.Module:
         """Build the network."""
         return network()
 
     def load_data(self, site: str) -> tuple[Tensor, Tensor]:
-        """Load the records of site-1, site-2 ...: here a part of digits, in practice the site's own files."""
+        """Load the records of site-1, site-2 and so on: part of digits here, but the site's own files in practice."""
         data = load("digits")
         return data.train.take(split(data, SITES)[int(site.removeprefix("site-")) - 1])
 
 
 class Trainer:
-    """The server: the model, its optimizer, its defence and its test data."""
+    """The server, with the model, its optimizer, its defence and its test data."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Start the processes, then load the model that the server wrote."""
+    """Start the processes, and then load the model that the server has written."""
     with tempfile.TemporaryDirectory() as folder:
         simulate(Job("digits", Trainer(folder), Site(), sites=SITES), SITES, Path(folder) / "simulator")
         model = fedveil.load_model(folder, model=network())

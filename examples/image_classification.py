@@ -1,7 +1,7 @@
 # %% [markdown]
 """# Image classification: plain training and a veil give the same model.
 
-- Shows: five clients train a small CNN on handwritten digits, once plain and once under a veil, from the same weights.
+- Shows: five clients that train a small CNN on handwritten digits, without and with a veil, from the same weights.
 - Who attacks: a client that uses the model as it receives it, and one that first removes the public part of the noise.
 - Needs: `pip install fedveil`
 - Last line: `accuracy: plain 98.3 %, veil 98.3 %; the same answer for 100.0 % of the test images`
@@ -21,7 +21,7 @@ from fedveil.report import Picture
 """## The clients
 
 1,438 images of 8 x 8 pixels are divided among five clients. A Dirichlet split gives each of them a different mixture,
-as with real hospitals or banks: most clients hardly see some of the digits. Another 359 images are for testing.
+as with real hospitals or banks: most clients have hardly any images of some digits. Another 359 images are for testing.
 """
 
 # %%
@@ -33,9 +33,9 @@ for number, (_, digits) in enumerate(clients):
 # %% [markdown]
 """## Two federations
 
-In every round the server sends the model, each client answers with the gradient of its next 32 images, and the server's
-optimizer takes a step. Under a veil the server sends a perturbed model, with new secret noise in every round, and
-removes the noise from the gradients that come back.
+In every round the server sends the model, each client returns the gradient of its next 32 images, and the server takes
+an optimizer step. Under a veil the server sends a perturbed model, with new secret noise in every round, and removes
+the noise from the gradients that it receives.
 """
 
 
@@ -46,7 +46,7 @@ def train(defence: str) -> fedveil.Federation:
     first = nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
     model = nn.Sequential(*first, nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    federation = fedveil.Federation(model, clients, defence, optimizer, batch_size=32)  # cross-entropy, by default
+    federation = fedveil.Federation(model, clients, defence, optimizer, batch_size=32)  # cross-entropy by default
     federation.fit(epochs=15, test=data.test)
     return federation
 
@@ -59,10 +59,10 @@ for (number, without), (_, under) in list(curves)[::2]:
 # %% [markdown]
 """## What a client has
 
-A client never receives the server's model. We broadcast once more and look at what arrives. As received, the model is
-useless. But the noise on the last layer has a public part, and a client that subtracts it recovers nearly all
-predictions: **a veil is not a guarantee** (`docs/threat-model.md`). The picture shows the predictions of the three
-models: one row for each true digit, one column for each predicted digit.
+A client never receives the server's model. We create one more broadcast and look at what a client receives. As
+received, the model is useless. However, the noise on the last layer has a public part, and a client that subtracts it
+recovers nearly all predictions: **a veil is not a guarantee** (`docs/threat-model.md`). The image shows the predictions
+of the three models, with one row for each true digit and one column for each predicted digit.
 """
 
 # %%
@@ -83,14 +83,14 @@ def answers(model: nn.Module) -> Tensor:
 
 
 def confusion(model: nn.Module) -> Tensor:
-    """Return the fractions of the predictions, with one row for each true digit."""
+    """Return the fraction of each predicted digit, with one row for each true digit."""
     counts = torch.bincount(10 * data.test.targets + answers(model), minlength=100).view(10, 10)
     return counts / counts.sum(1, keepdim=True)
 
 
 for name, model in views.items():
     print(f"{name}: {100 * (answers(model) == data.test.targets).float().mean():.1f} % right")
-if hasattr(builtins, "__IPYTHON__"):  # in a notebook: show all three as images, darker for more predictions
+if hasattr(builtins, "__IPYTHON__"):  # in a notebook, show all three as images; darker means more predictions
     from IPython.display import Image, display
 
     shares = torch.cat([nn.functional.pad(confusion(model), (1, 1, 1, 1), value=0.1) for model in views.values()], 1)
@@ -100,8 +100,8 @@ if hasattr(builtins, "__IPYTHON__"):  # in a notebook: show all three as images,
 # %% [markdown]
 """## How similar the two models are
 
-Removing the noise is exact up to rounding in float32. Rounding errors grow during training, as they do between plain
-runs on two machines. Even after 180 rounds the two models make the same predictions.
+The noise is removed exactly, up to rounding in float32. Rounding errors grow during training, as they do between plain
+runs on two machines. Even after 180 rounds, the two models make the same predictions.
 """
 
 # %%

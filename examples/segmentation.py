@@ -1,6 +1,6 @@
 """Segmentation: a small U-Net classifies every pixel as background, disc or cross.
 
-- Shows: a class per pixel, a skip connection, BatchNorm, DataLoaders as clients, a schedule; plain and with a veil.
+- Shows: one class per pixel, a skip connection, BatchNorm, DataLoaders as clients, a schedule; with and without a veil.
 - Who attacks: nobody here. What is protected: clients compute on a perturbed network, never on the model.
 - Needs: pip install fedveil
 - Last line: mean IoU: plain 0.89, veil 0.89; pixel accuracy: plain 98.0 %, veil 98.0 %
@@ -17,12 +17,12 @@ RANGES = (4, 16), (4, 16), (3, 6)  # ranges of a shape's row, column and size
 
 
 def block(channels: int, out: int) -> nn.Module:
-    """Return a convolution, a normalisation and a ReLU."""
+    """Return a block of a convolution, a BatchNorm and a ReLU."""
     return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
 
 
 class UNet(nn.Module):
-    """A U-Net with one level: fine features are concatenated with upsampled coarse ones."""
+    """A U-Net with one level, which concatenates fine features with upsampled coarse ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def shapes(count: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def mean_iou(answers: Tensor, classes: Tensor) -> float:
-    """Return the intersection over union of predictions and truth, averaged over the classes."""
+    """Return the intersection over union of predicted and true classes, averaged over the classes."""
     pairs = [(answers == label, classes == label) for label in range(len(CLASSES))]
     return sum(float((found & true).sum() / (found | true).sum()) for found, true in pairs) / len(pairs)
 
@@ -61,7 +61,7 @@ clients = [DataLoader(TensorDataset(*shapes(count, chance)), batch_size=16) for 
 images, classes = shapes(100, chance)
 iou, right = [], []
 for defence in ("plain", "veil"):
-    torch.manual_seed(0)  # both start from the same weights
+    torch.manual_seed(0)  # start both from the same weights
     model = UNet()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
@@ -71,6 +71,7 @@ for defence in ("plain", "veil"):
         answers = model.eval()(images).argmax(1)  # BatchNorm uses its running statistics
     iou.append(f"{defence} {mean_iou(answers, classes):.2f}")
     right.append(f"{defence} {100 * history.last['accuracy']:.1f} %")
-for truth, answer in zip(classes[0], answers[0], strict=True):  # the first test image: true and predicted classes
+# show the true and predicted classes of the first test image
+for truth, answer in zip(classes[0], answers[0], strict=True):
     print("   ".join("".join(".o+"[label] for label in row) for row in (truth, answer)))
 print(f"mean IoU: {', '.join(iou)}; pixel accuracy: {', '.join(right)}")

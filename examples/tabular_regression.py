@@ -1,11 +1,11 @@
-"""Regression on a table: from a CSV file to an error in the target's original units.
+"""Regression on a table, from a CSV file to an error in the target's original units.
 
-- Shows: three clinics predict the progression of diabetes from a file with missing values and a categorical column.
-- Who attacks: nobody here. With one output, a veil hides the size of predictions, but not their ranking.
+- Shows: three clinics that predict the progression of diabetes from a file with missing values and categories.
+- Who attacks: nobody here. With one output, a veil hides the scale of predictions, but not their ranking.
 - Needs: pip install fedveil
 - Last line: RMSE on new patients: plain 55.7, veil 55.7; always predicting the mean 70.3
 
-From a terminal: fedveil train --data csv --path patients.csv --target progression --missing impute --clients 3
+On the command line: fedveil train --data csv --path patients.csv --target progression --missing impute --clients 3
 """
 
 import csv
@@ -21,7 +21,7 @@ from fedveil.data import Data, load, split
 
 
 def write_patients(path: Path) -> None:
-    """Write a realistic file: some measurements are missing, and sex is a word."""
+    """Write a realistic file, in which some measurements are missing and sex is a word."""
     patients = load_diabetes(scaled=False)
     with path.open("w", newline="") as file:
         rows = csv.writer(file)

@@ -1,6 +1,6 @@
-"""Text classification: is it praise? An LSTM and a transformer learn that "the film was hardly good" is not.
+"""Text classification: an LSTM and a transformer learn that "the film was hardly good" is not praise.
 
-- Shows: nn.Embedding, nn.LSTM and nn.TransformerEncoderLayer, plain and under a veil, and their coverage.
+- Shows: nn.Embedding, nn.LSTM and nn.TransformerEncoderLayer, without and with a veil, and their coverage.
 - Who attacks: nobody here. What is protected: clients compute on perturbed embeddings and layers, never on the model.
 - Needs: pip install fedveil
 - Last line: accuracy: LSTM plain 100.0 %, veil 100.0 %; transformer plain 100.0 %, veil 100.0 %
@@ -22,7 +22,7 @@ LENGTH = 10  # number of words in the longest sentence
 
 
 def sentence(chance: random.Random) -> tuple[str, int]:
-    """Return a random sentence, and 1 if it is praise."""
+    """Return a random sentence, and 1 if it is praise or 0 if not."""
     praise, negated = chance.random() < 0.5, chance.random() < 0.5
     start, negation = chance.choice(OPENINGS).format(chance.choice(THINGS)), chance.choice(NEGATIONS) * negated
     words = start, negation, chance.choice(DEGREES), chance.choice(GOOD if praise != negated else BAD)
@@ -30,7 +30,7 @@ def sentence(chance: random.Random) -> tuple[str, int]:
 
 
 class Lstm(nn.Module):
-    """An LSTM that classifies by its last state."""
+    """An LSTM that classifies a sentence by its last state."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class Lstm(nn.Module):
         self.lstm = nn.LSTM(16, 24, batch_first=True)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Two numbers per sentence."""
+        """Return two logits per sentence."""
         return self.head(self.lstm(self.embedding(ids))[0][:, -1])
 
 
 class Transformer(nn.Module):
-    """A transformer block with four heads that classifies by the mean over positions."""
+    """A transformer block with four heads that classifies a sentence by the mean over positions."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Transformer(nn.Module):
         self.block = nn.TransformerEncoderLayer(24, 4, 48, dropout=0.0, batch_first=True, norm_first=True)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Two numbers per sentence."""
+        """Return two logits per sentence."""
         return self.head(self.block(self.embedding(ids) + self.places).mean(1))
 
 
@@ -65,7 +65,7 @@ test, clients = (ids[:400], targets[:400]), [(ids[k::3], targets[k::3]) for k in
 
 
 def accuracy(network: type[nn.Module], defence: str) -> str:
-    """Train a network with three clients and return its accuracy on sentences that none of them has."""
+    """Train a network with three clients, and return its accuracy on sentences that none of them has."""
     torch.manual_seed(0)  # plain and veil start from the same weights
     model = network(len(number))
     federation = fedveil.Federation(model, clients, defence, torch.optim.Adam(model.parameters(), lr=1e-2))

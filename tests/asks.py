@@ -1,4 +1,4 @@
-"""Asks as a real server sends them, for every built-in defence; and ways to spoil one, each by a seeded `Random`."""
+"""Asks as a real server sends them, for every built-in defence; and ways to spoil any message by a seeded `Random`."""
 
 import json
 import math
@@ -13,6 +13,7 @@ from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.federation.client import ClientSession
 from fedveil.models import mlp
+from fedveil.wire import read_kind
 
 RECORDS, INPUTS, OUTPUTS = 12, 6, 4
 MOST_PASSES = 66  # gradients that a client computes: for 64 groups, the most of a veil
@@ -94,15 +95,8 @@ def ask_of(kind, **options):
         return honest(common, own)
 
     options = {"loss": loss, "timeout": 60.0, "pause": 0.0, "min_answers": 1, "batch_size": 8, **options}
-    server = LoopbackServer(
-        Loopback({"site": answer}),
-        built(build).float(),
-        inputs[:2],
-        make(),
-        lambda p: torch.optim.SGD(p, 0.1),
-        **options,
-    )
-    server.fit(rounds=1)
+    engine, optimizer = Loopback({"site": answer}), lambda p: torch.optim.SGD(p, 0.1)
+    LoopbackServer(engine, built(build).float(), inputs[:2], make(), optimizer, **options).fit(rounds=1)
     return seen[0], Client(build)
 
 
@@ -113,9 +107,9 @@ def unpacked(message):
     return head["values"], dict(sorted(safetensors.torch.load(message).items()))
 
 
-def packed(values, tensors):
-    """An ask with any values and tensors."""
-    head = json.dumps({"format": 2, "kind": "ask", "values": values})
+def packed(values, tensors, kind="ask"):
+    """A message with any values and tensors."""
+    head = json.dumps({"format": 2, "kind": kind, "values": values})
     return safetensors.torch.save({name: own.contiguous().clone() for name, own in tensors.items()}, {"fedveil": head})
 
 
@@ -144,7 +138,7 @@ def faults(client, asks):
 THINGS = [
     None, True, False, 0, 1, -1, 2, 7, 65, 2**31, 2**53, 2**63, 2**64, 10**25, 10**400, 0.5, -1.0, 1e30, 1e300,
     math.nan, math.inf, "", "x", "weight", "0.weight", "stacked", "repeated", "alike", "median", "veil", "plain",
-    "ppdl", "hinge", "poisson", "huber", "x" * 3000, "\ud800", "\n", [], {}, [[]], [1, 2], ["0.weight"], [None],
+    "ppdl", "hinge", "huber", "x" * 3000, "\ud800", "\n", [], {}, [[]], [1, 2], ["0.weight"], [None],
     {"seed": 1},
 ]  # fmt: skip
 DTYPES = [
@@ -158,25 +152,13 @@ SETTINGS = ["seed", "rounding", "entropy", "fraction", "bits", "weight", "delta"
 
 def of_bytes(message, chance):
     """Bits flipped, pieces cut out, doubled, zeroed."""
-    found, place = bytearray(message), chance.randrange(len(message))
-    how = chance.choice(["flip", "flip", "cut", "end", "zeros", "twice", "empty", "length"])
-    if how == "flip":
-        for _ in range(chance.randint(1, 8)):
-            found[chance.randrange(len(found))] ^= 1 << chance.randrange(8)
-    elif how == "cut":
-        del found[place : place + chance.randint(1, 64)]
-    elif how == "end":
-        del found[place:]
-    elif how == "zeros":
-        size = min(chance.randint(1, 64), len(found) - place)
-        found[place : place + size] = bytes(size)
-    elif how == "twice":
-        found += message
-    elif how == "empty":
-        found.clear()
-    else:
-        found[:8] = chance.choice([0, 1, 8, len(found), 2**31, 2**63, 2**64 - 1]).to_bytes(8, "little")
-    return bytes(found)
+    place, size = chance.randrange(len(message)), chance.randint(1, 64)
+    start, end = message[:place], message[place + size :]
+    length = chance.choice([0, 1, 8, len(message), 2**31, 2**63, 2**64 - 1]).to_bytes(8, "little")
+    flipped = bytes([message[place] ^ 1 << chance.randrange(8)])
+    zeros = bytes(len(message) - len(start) - len(end))
+    other = [start + end, start, start + zeros + end, message * 2, b"", length + message[8:]]
+    return chance.choice([*[start + flipped + message[place + 1 :]] * 2, *other])
 
 
 def places(tree):
@@ -198,14 +180,13 @@ def of_values(message, chance):
     elif how == "drop":
         del holder[key]
     elif how == "add":
-        chance.choice([values, values["values"], values["settings"], values["loss_settings"]])[
-            chance.choice(SETTINGS)
-        ] = thing
+        trees = [tree for tree in (values, *values.values()) if isinstance(tree, dict)]
+        chance.choice(trees)[chance.choice(SETTINGS)] = thing
     elif isinstance(holder, dict):
         holder[chance.choice(["", "seed", "x", key + "x"])] = holder.pop(key)
     else:
         holder[:] = holder * chance.choice([2, 500]) if how == "repeat" else chance.sample(holder, len(holder))
-    return packed(values, tensors)
+    return packed(values, tensors, read_kind(message))
 
 
 def of_numbers(tensor, chance):
@@ -223,29 +204,22 @@ def of_numbers(tensor, chance):
 def of_shape(tensor, chance):
     """Another shape: cut, grown, flat, turned, empty, with further dims."""
     flat, first = tensor.flatten(), tensor if tensor.dim() else tensor[None]
-    return chance.choice(
-        [
-            tensor[None],
-            first[: len(first) // 2],
-            first[:1].expand(chance.choice([2, 66, 3000]), *first.shape[1:]),
-            first.transpose(0, -1)[None],
-            flat,
-            flat[:1],
-            tensor.new_empty(0),
-            tensor.new_empty(0, 10**9),
-            tensor.new_zeros(()),
-            tensor.reshape(*[1] * 40, *tensor.shape),
-        ]
-    )
+    longer = first[:1].expand(chance.choice([2, 66, 3000]), *first.shape[1:])
+    empty, many = [tensor.new_empty(0), tensor.new_empty(0, 10**9)], tensor.reshape(*[1] * 40, *tensor.shape)
+    turned = [tensor[None], first[: len(first) // 2], first.transpose(0, -1)[None]]
+    return chance.choice([*turned, longer, flat, flat[:1], *empty, tensor.new_zeros(()), many])
 
 
 def of_tensors(message, chance):
     """Numbers, shapes, dtypes, names, more and fewer of them."""
     values, tensors = unpacked(message)
     name, other = (chance.choice(sorted(tensors)) for _ in range(2))
-    how = chance.choice([*["numbers", "shape", "dtype"] * 2, "dtypes", "drop", "rename", "swap", "more"])
+    how = chance.choice([*["numbers", "shape", "dtype", "scale"] * 2, "dtypes", "drop", "rename", "swap", "more"])
     if how == "numbers":
         tensors[name] = of_numbers(tensors[name], chance)
+    elif how == "scale":
+        factor, chosen = chance.choice([-1e4, 1e4, 1e20, 3e38]), chance.choice([[name], list(tensors)])
+        tensors |= {key: tensors[key] * factor for key in chosen if tensors[key].is_floating_point()}
     elif how == "shape":
         tensors[name] = of_shape(tensors[name], chance)
     elif how == "dtype":
@@ -262,50 +236,17 @@ def of_tensors(message, chance):
     elif how == "swap":
         tensors[name], tensors[other] = tensors[other], tensors[name]
     else:
-        start = chance.choice(["", "parameter/", "buffer/", "head/", "inputs/", "junk/"])
+        start = chance.choice(["", "parameter/", "buffer/", "head/", "inputs/", "passes/", "gradient/", "junk/"])
         tensors |= {f"{start}{number}": torch.zeros(0) for number in range(chance.choice([1, 5, 60, 3000]))}
-    return packed(values, tensors)
-
-
-def of_head(message, chance):
-    """The public part of a veiled head: sizes that fit one another, groups, names, dims."""
-    values, tensors = unpacked(message)
-    head = values["values"].get("head")
-    if not isinstance(head, dict):
-        return of_values(message, chance)
-    parameters = [name.removeprefix("parameter/") for name in tensors if name.startswith("parameter/")]
-    how = chance.choice(["candidates", "groups", "outputs", "partition", "names", "dims", "tail", "none"])
-    outputs = chance.choice([0, 1, 3, 4, 5, 10])
-    if how == "candidates":
-        rows = chance.choice([0, 1, 2, 65, 66, 1000])
-        tensors["head/candidates"] = torch.zeros(rows, len(tensors["head/offset"])).double()
-    elif how == "groups":
-        groups = chance.choice([0, 1, 2, 3, 4, 5, 64, 65, 1000])
-        tensors["head/candidates"] = torch.zeros(chance.choice([0, len(tensors["head/candidates"])]), groups).double()
-        tensors["head/offset"] = torch.zeros(groups).double()
-    elif how == "partition":
-        tensors["head/partition"] = of_numbers(tensors["head/partition"], chance)
-    elif how == "names":
-        head["weight"], head["bias"] = chance.choice(parameters), chance.choice([*parameters, None, ""])
-        outputs = len(tensors["parameter/" + head["weight"]])
-    elif how == "dims":
-        head["dim"], head["axis"] = chance.randint(-2, 3), chance.randint(-3, 9)
-    elif how == "tail":
-        head["tail"] = chance.choice(["alike", "reshaped", "stacked", "repeated"])
-        head["noisy_bias"] = chance.random() < 0.5
-    else:
-        values["values"]["head"] = None
-    if how in ("outputs", "names"):
-        tensors["head/direction"], tensors["head/partition"] = torch.ones(outputs), torch.zeros(outputs).long()
-    return packed(values, tensors)
+    return packed(values, tensors, read_kind(message))
 
 
 def mutated(message, chance):
-    """An ask after one or two mutations; never the ask itself."""
+    """A message after one or two mutations; never the message itself."""
     found, count = message, chance.choice([1, 1, 1, 2])
     while found == message or count > 0:
         count -= 1
-        how = chance.choice([of_bytes, of_values, of_values, of_values, of_tensors, of_tensors, of_tensors, of_head])
+        how = chance.choice([of_bytes, *[of_values] * 3, *[of_tensors] * 4])
         try:
             found = how(found, chance)
         except Exception:  # an earlier mutation left nothing that can be read

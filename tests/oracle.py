@@ -38,14 +38,14 @@ def plain(model, inputs, targets, loss=squared_error):
     return dict(zip(wanted, gradients, strict=True)), {k: b.clone() for k, b in model.named_buffers()}
 
 
-def errors(found, true):
-    """|found - true| / max(|true|, 1e-6 |all true|) of each parameter, in float64."""
+def worst(found, true):
+    """The largest |found - true| / max(|true|, 1e-6 |all true|) of a parameter, in float64."""
     assert set(found) == set(true)
     total = torch.stack([g.double().norm() for g in true.values()]).norm()
-    return {
-        name: float((found[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), 1e-6 * total))
+    return max(
+        float((found[name].double() - g.double()).norm() / torch.maximum(g.double().norm(), 1e-6 * total))
         for name, g in true.items()
-    }
+    )
 
 
 def flat(tensors):
@@ -58,11 +58,6 @@ def assert_close(found, true):
     total = torch.stack([g.norm() for g in true.values()]).norm()
     for name, g in true.items():
         assert (found[name] - g).norm() <= 1e-9 * g.norm() + 1e-12 * total, name
-
-
-def worst(found, true):
-    """The largest error of a parameter."""
-    return max(errors(found, true).values())
 
 
 def batch(shape, outputs=10, *, samples=6, seed=0, dtype=torch.float64):
@@ -145,6 +140,14 @@ def veiled_round(model, inputs, targets, *, seed=None, **noise):
     entropy = None if seed is None else fedveil.Entropy.for_tests(seed)
     perturbation = perturb(model, planned(model, inputs), entropy=entropy, **noise)
     return perturbation.recover([fedveil.client_step(model, perturbation.broadcast, inputs, targets)])
+
+
+def answered(model, inputs, targets, tamper=lambda plan: None, seed=1, **settings):
+    """A secret, an update of its round, and the true gradient; under a plan that may have been tampered with."""
+    plan = fedveil.analyse(model, inputs)
+    tamper(plan)
+    secret = perturb(model, plan, entropy=fedveil.Entropy.for_tests(seed), **settings)
+    return secret, fedveil.client_step(model, secret.broadcast, inputs, targets), plain(model, inputs, targets)[0]
 
 
 def recovery_error(model, inputs, targets, **noise):

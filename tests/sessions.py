@@ -29,30 +29,14 @@ class Session:
         return self.defence.client_view(self.model, broadcast)
 
 
-def watch(defence, on_broadcast=None, on_recover=None):
-    """Have a defence call a function with each of its rounds: when it starts, and before it recovers."""
-    prepare = defence.server
+def watch(run, look):
+    """Have a federation call a function with each round of its defence, before clients are asked."""
+    start = run.defence_server.start_round
 
-    def server(model, example, loss):
-        found = prepare(model, example, loss)
-        start = found.start_round
+    def start_round(*given):
+        own = start(*given)
+        look(own)
+        return own
 
-        def start_round(model, members=None):
-            own = start(model, members)
-            recover = own.recover
-
-            def recover_watched(updates, weights):
-                if on_recover:
-                    on_recover(own)
-                return recover(updates, weights)
-
-            own.recover = recover_watched
-            if on_broadcast:
-                on_broadcast(own)
-            return own
-
-        found.start_round = start_round
-        return found
-
-    defence.server = server
-    return defence
+    run.defence_server.start_round = start_round
+    return run

@@ -20,9 +20,7 @@ DEEP = 100_000
 JSON = "[" * DEEP + "]" * DEEP
 TEXTS = {
     "arrays.toml": f"x = {JSON}\n",
-    "tables.toml": "x = " + "{a=" * 3000 + "1" + "}" * 3000 + "\n",
     "names.toml": ".".join(["a"] * 3000) + " = 1\n",
-    "arrays.json": JSON,
     "objects.json": '{"a":' * DEEP + "1" + "}" * DEEP,
     "within.json": '{"data": {"labels": ' + "[" * 800 + "]" * 800 + "}}",
 }
@@ -37,13 +35,10 @@ def test_a_configuration_is_refused_by_its_name(tmp_path, name, capsys):
     assert f"{path}: its values are {LEVELS}" in capsys.readouterr().err
 
 
-def test_a_number_that_python_does_not_read_is_refused_too(tmp_path):
+def test_files_of_a_run_are_refused_by_their_names(tmp_path):
     (tmp_path / "config.json").write_text('{"data": 1' + "0" * 5000 + "}")
     with pytest.raises(BadArgument, match=r"config\.json: is not JSON: Exceeds the limit"):
         read_config(tmp_path)
-
-
-def test_files_of_a_run_are_refused_by_their_names(tmp_path):
     folder = tmp_path / "run"
     train(config_of(**SMALL, epochs=1), folder)
     kept = {name: (folder / name).read_text() for name in ("config.json", "model.json", "summary.json")}
@@ -58,15 +53,12 @@ def test_files_of_a_run_are_refused_by_their_names(tmp_path):
         (folder / name).write_text(text)
 
 
-def test_the_records_in_a_checkpoint_are_refused_with_its_folder(tmp_path):
+def test_the_records_in_a_checkpoint_are_refused_and_the_holder_of_a_lock_is_another_process(tmp_path):
     federation().fit(rounds=1, folder=tmp_path)
     belongs, state = checkpoint.read(tmp_path / checkpoint.LAST)
     checkpoint.save(tmp_path / checkpoint.LAST, {**state, "records": JSON}, belongs)
     with pytest.raises(BadArgument, match=f"{tmp_path}: its values are {LEVELS}"):
         federation().resume(tmp_path)
-
-
-def test_a_folder_whose_holder_cannot_be_read_is_held_by_another_process(tmp_path):
     (tmp_path / ".holder").write_text(JSON)
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The house keeps its order: arrows between folders point one way, public names are those written down."""
+"""Imports between packages point one way, and public names are those written down."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ import fedveil
 from fedveil.models import mlp
 
 SOURCE = Path(fedveil.__file__).parent
-EVERYONE = {"checks", "errors", "files", "locks", "lookup", "plain_json", "progress", "signals", "wire"}  # for all
+EVERYONE = {"checks", "errors", "files", "locks", "lookup", "plain_json", "progress", "signals", "wire"}
 LEAVES = ("data", "models", "records", "report")
 CORE = {"graph", "scheme", "privacy", "defences", "federation"}
 BELOW = {
@@ -147,19 +147,9 @@ REGISTRIES = {"defences/registry.py": {"_KNOWN"}, "graph/calls.py": {"RULES"}}
 
 def changed_names(tree):
     """Yield the names of containers that some function of a module changes."""
-    methods = {
-        "add",
-        "append",
-        "clear",
-        "discard",
-        "extend",
-        "insert",
-        "pop",
-        "popitem",
-        "remove",
-        "setdefault",
-        "update",
-    }
+    methods = set(
+        ["add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"]
+    )
     for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
         for node in ast.walk(function):
             if isinstance(node, ast.Global):

@@ -2,6 +2,7 @@
 
 import torch
 from hypothesis import strategies as st
+from tests.oracle import Network
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -43,10 +44,8 @@ class Attention(nn.Module):
         if self.form == "rotary":
             q, k = rotated(q), rotated(k)
         if self.form in ("fused", "bias", "rotary", "causal"):
-            mask = self.table
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=self.form == "causal", enable_gqa=self.groups != HEADS
-            )
+            options = {"is_causal": self.form == "causal", "enable_gqa": self.groups != HEADS}
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.table, **options)
         else:
             k, v = (a.repeat_interleave(HEADS // self.groups, 1) for a in (k, v))
             if self.form == "einsum":
@@ -58,32 +57,22 @@ class Attention(nn.Module):
         return self.o(out.transpose(1, 2).reshape(n, t, -1))
 
 
-class Whole(nn.Module):
+def whole(batch_first: bool, weights: bool, extra: bool) -> nn.Module:
     """nn.MultiheadAttention of a tensor with itself."""
 
-    def __init__(self, batch_first: bool, weights: bool, extra: bool) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first, add_bias_kv=extra)
-        self.batch_first, self.weights = batch_first, weights
+    def run(model, x):  # type: ignore[no-untyped-def]
+        x = x if batch_first else x.transpose(0, 1)
+        out = model.inner(x, x, x, need_weights=weights)[0]
+        return out if batch_first else out.transpose(0, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x if self.batch_first else x.transpose(0, 1)
-        out = self.inner(x, x, x, need_weights=self.weights)[0]
-        return out if self.batch_first else out.transpose(0, 1)
+    return Network(run, inner=nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first, add_bias_kv=extra))
 
 
-class Gate(nn.Module):
+def gate(function: str) -> nn.Module:
     """A product of two layers, one behind a function."""
-
-    def __init__(self, function: str) -> None:
-        super().__init__()
-        self.gate, self.value, self.out = nn.Linear(WIDTH, 6), nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate(x)
-        gate = gate if self.function == "none" else getattr(torch, self.function)(gate)
-        return self.out(gate * self.value(x))
+    act = nn.Identity() if function == "none" else getattr(torch, function)
+    layers = {"gate": nn.Linear(WIDTH, 6), "value": nn.Linear(WIDTH, 6), "out": nn.Linear(6, WIDTH)}
+    return Network(lambda m, x: m.out(act(m.gate(x)) * m.value(x)), **layers)
 
 
 class Block(nn.Module):
@@ -139,17 +128,13 @@ def attention_networks(draw) -> nn.Module:  # type: ignore[no-untyped-def]
             first, scaled = draw(st.booleans()), draw(st.booleans())
             if draw(st.booleans()):
                 form = draw(st.sampled_from(["fused", "causal", "bias", "rotary", "plain", "einsum"]))
-                inner: nn.Module = Attention(
-                    form,
-                    draw(st.sampled_from([1, 2])),
-                    draw(st.sampled_from(["none", "none", "layer", "rms", "length"])),
-                    draw(st.booleans()),
-                )
+                shared, own = draw(st.sampled_from([1, 2])), draw(st.sampled_from(["none", "layer", "rms", "length"]))
+                inner: nn.Module = Attention(form, shared, own, draw(st.booleans()))
             else:
-                inner = Whole(draw(st.booleans()), draw(st.booleans()), draw(st.booleans()))
+                inner = whole(draw(st.booleans()), draw(st.booleans()), draw(st.booleans()))
             blocks.append(Block(inner, norm(WIDTH), first, scaled))
             function = draw(st.sampled_from(["relu", "sigmoid", "tanh", "none"]))
-            mixing: nn.Module = Gate(function)
+            mixing: nn.Module = gate(function)
             if draw(st.booleans()):
                 activation = draw(st.sampled_from([nn.ReLU, nn.GELU, nn.Tanh]))()
                 mixing = nn.Sequential(nn.Linear(WIDTH, 6), activation, nn.Linear(6, WIDTH))
@@ -188,18 +173,16 @@ class Recurrent(nn.Module):
         return self.head({"last": out[:, -1], "mean": out.mean(1), "max": out.amax(1)}[self.read])
 
 
-class Steps(nn.Module):
+def steps(kind: type[nn.Module]) -> nn.Module:
     """A cell that is called once per token."""
 
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.embedding, self.cell, self.head = nn.Embedding(7, 5), kind(5, 6), nn.Linear(6, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
+    def run(model, ids):  # type: ignore[no-untyped-def]
         state = None
-        for x in self.embedding(ids).unbind(1):
-            state = self.cell(x, state)
-        return self.head(state[0] if isinstance(state, tuple) else state)
+        for x in model.embedding(ids).unbind(1):
+            state = model.cell(x, state)
+        return model.head(state[0] if isinstance(state, tuple) else state)
+
+    return Network(run, embedding=nn.Embedding(7, 5), cell=kind(5, 6), head=nn.Linear(6, 4))
 
 
 @st.composite
@@ -208,7 +191,7 @@ def recurrent_networks(draw) -> nn.Module:  # type: ignore[no-untyped-def]
     with torch.random.fork_rng():
         torch.manual_seed(draw(st.integers(0, 2**32)))
         if draw(st.integers(0, 3)) == 0:
-            return shaken(Steps(draw(st.sampled_from([nn.LSTMCell, nn.GRUCell, nn.RNNCell]))))
+            return shaken(steps(draw(st.sampled_from([nn.LSTMCell, nn.GRUCell, nn.RNNCell]))))
         kind = draw(st.sampled_from([nn.LSTM, nn.GRU, nn.RNN]))
         both = draw(st.booleans())
         options = {"num_layers": draw(st.integers(1, 2)), "bidirectional": both, "bias": draw(st.booleans())}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Create what a TLS federation with authenticated nodes needs: a CA, the SuperLink's certificate and one key per node.
 #   ./make_certificates.sh FOLDER NODES [HOST ...]
-# HOST: names or IP addresses by which nodes reach the SuperLink; localhost and 127.0.0.1 are always included.
+# HOST is a name or IP address by which nodes reach the SuperLink; localhost and 127.0.0.1 are always included.
 set -euo pipefail
 umask 077
 folder=${1:?usage: make_certificates.sh FOLDER NODES [HOST ...]}

@@ -1,4 +1,7 @@
-"""Bank Marketing or digits over NVIDIA FLARE: in the simulator, or in a deployment with --kit. See docs/nvflare.md."""
+"""Train on Bank Marketing or digits with NVIDIA FLARE, in the simulator or, with --kit, in a deployment.
+
+See docs/nvflare.md.
+"""
 
 import sys
 from dataclasses import asdict
@@ -26,9 +29,9 @@ def main(
 
     Args:
         settings: settings of the run.
-        kit: the startup kit of the user who submits; without one the job runs in the simulator.
-        user: that user's name.
-        installed: bank_flare is installed on the server and the sites, so no code is sent with the job.
+        kit: startup kit of the user who submits the job; without it, the job runs in the simulator.
+        user: name of that user.
+        installed: send no code with the job, because bank_flare is installed on the server and the sites.
     """
     out = str(Path(settings.out).absolute())
     values = asdict(settings) | {"out": out}

@@ -47,12 +47,8 @@ __all__ = [
     "load_model",
 ]
 
-_HOMES = {
-    "FedveilError": "errors",
-    "Privacy": "privacy",
-    "Veil": "defences",
-    "load_model": "runs.folder",
-}  # those of no other: scheme
+# the module of each name; by default scheme
+_HOMES = {"FedveilError": "errors", "Privacy": "privacy", "Veil": "defences", "load_model": "runs.folder"}
 _HOMES |= dict.fromkeys(("Federation", "History", "Limits"), "federation")
 _HOMES |= dict.fromkeys(("Plan", "Symmetry", "analyse"), "graph")
 

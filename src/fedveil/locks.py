@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -63,23 +62,15 @@ def _sign(path: Path) -> None:
     """Write the lock's holder to a new file; an existing file with this name is not written to."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:
-        json.dump(_own_name(), file)
-
-
-def _own_name() -> dict[str, str | int]:
-    """Describe this process; at most the first two words of its command, since flags may contain anything."""
-    program, *words = sys.argv or [""]
-    name = Path(program).parent.name if Path(program).name == "__main__.py" else Path(program).name
-    command = " ".join([name, *[word for word in words[:1] if word.isidentifier()]])
-    since = datetime.now().astimezone().isoformat(" ", "seconds")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": command}
+        since = datetime.now().astimezone().isoformat(" ", "seconds")
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since}, file)
 
 
 def _holder(folder: Path) -> str:
     """Describe who holds the lock, if known."""
     try:
         found = read_json(folder / HOLDER)
-        return f"{found['command']!r} (process {found['pid']} on {found['host']}, since {found['since']})"
+        return f"another process (process {found['pid']} on {found['host']}, since {found['since']})"
     except (ValueError, KeyError, TypeError):  # a BadArgument is a ValueError
         return "another process"
 

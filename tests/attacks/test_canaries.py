@@ -74,13 +74,9 @@ def test_guesses_are_the_extreme_scores():
 
 
 @pytest.mark.parametrize(
-    ("build", "canary_count", "text"),
-    [
-        (lambda: federation(3.0, "veil"), None, "without another defence"),
-        (lambda: federation(3.0), 10**6, "fewer than 1000000 canaries"),
-        (lambda: federation(3.0), 2, "canaries must be"),
-    ],
+    ("defence", "count", "why"),
+    [("veil", None, "without another defence"), ("plain", 10**6, "fewer than 10*"), ("plain", 2, "canaries must be")],
 )
-def test_what_cannot_be_measured_is_refused(build, canary_count, text):
-    with pytest.raises(BadArgument, match=text):
-        measure_epsilon(build(), ROUNDS, canaries=canary_count)
+def test_what_cannot_be_measured_is_refused(defence, count, why):
+    with pytest.raises(BadArgument, match=why):
+        measure_epsilon(federation(3.0, defence), ROUNDS, canaries=count)

@@ -99,17 +99,6 @@ def test_labels_without_relation_to_the_records_give_nothing():
     assert (answers == truth.argmax(1)).double().mean() < constant + 0.15
 
 
-def test_calibration_needs_labels_and_a_row_of_finite_outputs():
-    model, broken = network(), network()
-    nn.init.constant_(broken[-1].bias, float("nan"))
-    deep = nn.Sequential(model, nn.Unflatten(1, (1, OUTPUTS)))
-    unlabelled = observe_models([model], INPUTS[:0], INPUTS[:0])
-    cases = {"no labelled": unlabelled, "than one row": observe_models([deep]), "not finite": observe_models([broken])}
-    for why, observed in cases.items():
-        with pytest.raises(DoesNotApply, match=why):
-            calibrate_outputs(observed)
-
-
 def observe_plain(model, shape):
     records = torch.rand(40, *shape, generator=chance(), dtype=torch.float64)
     if len(shape) == 3:  # a search prefers smooth images, as photographs are
@@ -131,9 +120,15 @@ def test_a_record_comes_from_a_dense_first_layer_or_by_a_search_for_an_image(mon
     assert gain(rebuild_record(opposite), observed, true) < 0
 
 
-def test_a_search_needs_images_with_classes():
+def test_a_search_needs_images_with_classes_and_calibration_labels_and_a_row_of_finite_outputs():
     model = built(lambda: nn.Sequential(nn.Linear(12, 8, bias=False), nn.Linear(8, OUTPUTS)))
     with pytest.raises(DoesNotApply, match="does not begin with a Linear that has a bias, and records are not images"):
         rebuild_record(observe_plain(model, (12,))[0])
     with pytest.raises(DoesNotApply, match="needs classes"):
         invert_gradient(observe_models([network()], torch.rand(3, 1, 8, 8), torch.rand(3, 1)), "it is convolutional")
+    model, broken = network(), network()
+    nn.init.constant_(broken[-1].bias, float("nan"))
+    deep = nn.Sequential(model, nn.Unflatten(1, (1, OUTPUTS)))
+    for given, records, why in ((model, 0, "no labelled"), (deep, 9, "than one row"), (broken, 9, "not finite")):
+        with pytest.raises(DoesNotApply, match=why):
+            calibrate_outputs(observe_models([given], INPUTS[:records], INPUTS[:records]))

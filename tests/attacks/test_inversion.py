@@ -78,7 +78,10 @@ def test_classes_are_recovered_from_a_model_that_knows_them_and_from_no_other(ho
     assert low <= 1 / 4 <= high
 
 
-def test_a_search_repeats_and_each_code_is_independent():
+def test_a_search_repeats_each_code_is_independent_and_the_largest_output_is_kept_even_below_zero():
+    def negative(images):
+        return leaky_model()(images) - 100
+
     gan = Gan(*(make(3, 8, 4) for make in (make_generator, make_critic)))
     wanted = torch.arange(4).repeat(4)  # 8 codes of 100 numbers are full blocks of torch's generator
     cases = (wanted, 3), (wanted, 3), (wanted[:8], 3), (wanted, 4)
@@ -88,6 +91,11 @@ def test_a_search_repeats_and_each_code_is_independent():
     assert torch.equal(whole, again)
     assert torch.allclose(whole[:8], part, atol=1e-4)
     assert not torch.allclose(whole, other, atol=1e-2)
+    one, three = (search(negative, gan, wanted[:8], steps=2, restarts=count) for count in (1, 3))
+    assert torch.isfinite(one.scores).all()
+    assert (three.scores >= one.scores).all()
+    assert (three.scores > one.scores).any()
+    assert torch.equal(negative(three.images).gather(1, wanted[:8, None])[:, 0], three.scores)
 
 
 def test_codes_move_to_a_smaller_objective_and_stay_in_their_box():
@@ -100,25 +108,6 @@ def test_codes_move_to_a_smaller_objective_and_stay_in_their_box():
     assert found.abs().max() <= 1
     assert found[0, 0, 0, 0] == found[1, 0, 0, 1] == 1  # the wanted class's output as large as the box allows
     assert found[0, 0, 0, 1] == found[1, 0, 0, 0] == -1
-
-
-def test_of_the_restarts_the_one_with_the_largest_output_is_kept_even_below_zero():
-    def negative(images):
-        return leaky_model()(images) - 100
-
-    gan, wanted = Gan(*(make(3, 8, 4) for make in (make_generator, make_critic))), torch.arange(4).repeat(2)
-    one, three = (search(negative, gan, wanted, steps=2, restarts=count) for count in (1, 3))
-    assert torch.isfinite(one.scores).all()
-    assert (three.scores >= one.scores).all()
-    assert (three.scores > one.scores).any()
-    assert torch.equal(negative(three.images).gather(1, wanted[:, None])[:, 0], three.scores)
-
-
-def test_a_model_of_inputs_answers_for_pixels_and_keeps_its_mode():
-    model, pixels = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4)).train(), torch.rand(3, 1, 2, 2)
-    answer = inversion.take_pixels(model, lambda x: 2 * x)(pixels)
-    assert model.training
-    assert torch.allclose(answer, 2 * pixels.flatten(1), atol=1e-4)  # statistics are still 0 and 1
 
 
 def test_interrupted_training_resumes_bit_for_bit(tmp_path):
@@ -134,12 +123,16 @@ def test_interrupted_training_resumes_bit_for_bit(tmp_path):
     assert not torch.equal(other.generator[0].weight, whole.generator[0].weight)
 
 
-def test_the_penalty_is_zero_where_the_slope_is_one():
+def test_the_penalty_is_zero_where_the_slope_is_one_and_a_model_of_inputs_answers_for_pixels():
     slope = torch.randn(3 * 8 * 8, dtype=torch.float64, generator=chance())
     images, share = torch.rand(5, 3, 8, 8, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
     for length in (1.0, 3.0):
         critic = lambda x, a=length: x.flatten(1) @ (a * slope / slope.norm())  # noqa: E731
         assert abs(float(inversion.penalty(critic, images, images.flip(0), share)) - (length - 1) ** 2) < 1e-12
+    model, pixels = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4)).train(), torch.rand(3, 1, 2, 2)
+    answer = inversion.take_pixels(model, lambda x: 2 * x)(pixels)
+    assert model.training
+    assert torch.allclose(answer, 2 * pixels.flatten(1), atol=1e-4)  # statistics are still 0 and 1
 
 
 @pytest.mark.parametrize(("size", "channels"), [(8, 1), (16, 3), (64, 3)])
@@ -149,9 +142,10 @@ def test_networks_fit_their_images(size, channels):
     assert make_critic(channels, size, 4)(images).shape == (2,)
 
 
-def test_sizes_that_doubling_does_not_reach_are_refused():
-    for size in (4, 28, 48):
-        with pytest.raises(BadArgument, match=f"{size} pixels per side"):
-            train_gan(torch.zeros(2, 1, size, size), 1)
-    with pytest.raises(BadArgument, match="at least 2 images"):
-        train_gan(torch.zeros(1, 1, 8, 8), 1)
+@pytest.mark.parametrize(
+    ("count", "size", "why"),
+    [*((2, size, f"{size} pixels per side") for size in (4, 28, 48)), (1, 8, "at least 2 images")],
+)
+def test_sizes_that_doubling_does_not_reach_and_single_images_are_refused(count, size, why):
+    with pytest.raises(BadArgument, match=why):
+        train_gan(torch.zeros(count, 1, size, size), 1)

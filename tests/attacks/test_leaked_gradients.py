@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from tests.attacks.victims import DIGITS, chance, observe_leaks
-from tests.oracle import built
+from tests.oracle import built, flat
 
 from fedveil.attacks import leaked_gradients as leaked
 from fedveil.attacks.leaked_gradients import Leak, from_difference, mean_gradients, secure_sum, single_label
@@ -25,16 +25,14 @@ def network():
 
 
 def relative(found, wanted, names=None):
-    gaps = [float((found[n] - wanted[n]).square().sum()) for n in names or wanted]
-    sizes = [float(wanted[n].square().sum()) for n in names or wanted]
-    return (sum(gaps) / sum(sizes)) ** 0.5
+    own, true = (flat({name: one[name] for name in names or wanted}) for one in (found, wanted))
+    return float((own - true).norm() / true.norm())
 
 
 def rounding(observed, gradients):
     """The error of W - lr g and back: a few halves of a unit of each weight, over lr and the victim's share."""
-    size = torch.cat([p.detach().flatten() for p in built(network).parameters()]).norm()
-    wanted = torch.cat([g.flatten() for g in gradients.values()]).norm()
-    return 8 * EPS * float(size / wanted) / (observed.learning_rate * (1 - observed.share))
+    size = flat(dict(built(network).state_dict())).norm() / flat(gradients).norm()
+    return 8 * EPS * float(size) / (observed.learning_rate * (1 - observed.share))
 
 
 @LOSSES

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
-from tests.attacks.leaking import CLASSES, memorise, records
+from tests.attacks.victims import CLASSES, memorise, records
 from tests.attacks.victims import chance as seeded
 
 from fedveil.attacks import membership
@@ -42,7 +42,7 @@ def test_scores_win_on_a_model_that_leaks_and_guess_on_one_that_cannot(pool, lea
     found = losses(SquaredError(), outputs, targets)
     known = slice(COUNT, COUNT + COUNT // 2)
     scores = {
-        "loss": membership.loss_scores(found).numpy(),
+        "loss": -found.numpy(),
         "by class": calibrated_scores(found, targets, found[known], targets[known]).numpy(),
         **shadow_scores(outputs.numpy(), pool["shadows"], np.arange(2 * COUNT)[known], both=True),
     }
@@ -50,12 +50,6 @@ def test_scores_win_on_a_model_that_leaks_and_guess_on_one_that_cannot(pool, lea
     for name, values in scores.items():
         result = auc(values[:COUNT], values[COUNT + COUNT // 2 :], level=1 - 0.05 / len(scores))  # together 95 %
         assert (result.value > 0.95) if leaks else (0.5 in result), (name, result)
-
-
-def test_class_means_are_those_of_known_non_members():
-    values, classes = torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 1, 2])
-    known, known_classes = torch.tensor([3.0, 5.0, 10.0]), torch.tensor([0, 0, 1])
-    assert calibrated_scores(values, classes, known, known_classes).tolist() == [3.0, 8.0, 1.0]  # class 2: mean of all
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -96,11 +90,14 @@ def test_rmia_counts_population_records_that_are_less_likely_members(a):
     assert np.allclose(membership.rmia(target, shadow, inside, population, a=a), want)
 
 
-def test_a_is_chosen_on_a_shadow_and_falls_back_without_one_to_spare(pool):
+def test_a_is_chosen_on_a_shadow_or_falls_back_and_class_means_are_those_of_known_non_members(pool):
     shadows = pool["shadows"]
     shadow = np.exp(-np.logaddexp(0, -confidence(shadows.outputs / shadows.temperature, shadows.classes)))
     assert choose_a(shadow, shadows.inside) in membership.GRID
     assert choose_a(shadow[:2], shadows.inside[:2]) == membership.FALLBACK
+    values, classes = torch.tensor([1.0, 2.0, 5.0]), torch.tensor([0, 1, 2])
+    known, known_classes = torch.tensor([3.0, 5.0, 10.0]), torch.tensor([0, 0, 1])
+    assert calibrated_scores(values, classes, known, known_classes).tolist() == [3.0, 8.0, 1.0]  # class 2: mean of all
 
 
 @given(records=st.integers(2, 40), pairs=st.integers(1, 4), seed=st.integers(0, 100))

@@ -1,13 +1,7 @@
 """The effect of hostile clients on a mean, in closed form; under a veil it is the same, since recovery is linear."""
 
-import math
-from statistics import NormalDist
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from tests.attacks.victims import DIGITS, chance
 from tests.oracle import flat
 from tests.sessions import Session
@@ -24,7 +18,6 @@ from fedveil.federation import Federation, Limits
 from fedveil.models import mlp
 
 NEAR = {"rtol": 0, "atol": 1e-12}
-counts = st.tuples(st.integers(2, 9), st.integers(1, 4)).filter(lambda pair: pair[1] < pair[0])
 
 
 def build_view(honest, hostile, dtype=torch.float64):
@@ -38,10 +31,8 @@ def overall_mean(view, crafted):
     return torch.stack([flat(one) for one in view.honest] + [flat(crafted)] * view.hostile).mean(0)
 
 
-@hypothesis_settings(max_examples=15)
-@given(counts)
-def test_inner_products_reverse_the_mean_exactly_above_the_paper_s_threshold(pair):
-    honest, hostile = pair
+@pytest.mark.parametrize(("honest", "hostile"), [(2, 1), (3, 2), (5, 4), (9, 1), (9, 4)])
+def test_inner_products_reverse_the_mean_exactly_above_the_paper_s_threshold(honest, hostile):
     view = build_view(honest, hostile)
     true, everyone = flat(view.mean()), honest + hostile
     assert_close(overall_mean(view, poisoning.inner_product(view)), -true * honest / everyone, **NEAR)
@@ -56,18 +47,6 @@ def test_a_little_is_enough_takes_its_z_from_the_normal_quantile(clients, hostil
     assert poisoning.stealthy_deviations(clients, hostile) == pytest.approx(z, abs=5e-3)
 
 
-def test_a_little_is_enough_hides_among_as_many_honest_clients_as_the_paper_wants():
-    honest, hostile = 2600, 2400  # 1.75 deviations: s = 101 of the honest should lie farther out, in each coordinate
-    view = build_view(honest, hostile)
-    rows = torch.stack([flat(one) for one in view.honest])
-    crafted = poisoning.little_is_enough(view)
-    z, spread = poisoning.stealthy_deviations(honest + hostile, hostile), rows.std(0)
-    assert_close(flat(crafted), rows.mean(0) - z * spread, **NEAR)
-    assert_close(overall_mean(view, crafted), rows.mean(0) - 0.48 * z * spread, **NEAR)
-    beyond, wanted = float((rows < flat(crafted)).double().mean()), NormalDist().cdf(-z)
-    assert abs(beyond - wanted) < 4 * math.sqrt(wanted * (1 - wanted) / rows.numel())  # 4 deviations
-
-
 def test_each_strategy_crafts_what_its_summary_says():
     view = build_view(4, 1)
     mean, (noise, again) = flat(view.mean()), (flat(poisoning.scaled_noise(view)) for _ in range(2))
@@ -75,6 +54,8 @@ def test_each_strategy_crafts_what_its_summary_says():
     assert_close(overall_mean(view, poisoning.sign_flip(view)), rest, **NEAR)
     assert float(noise.norm() / mean.norm()) == pytest.approx(1e4)
     assert abs(float(torch.cosine_similarity(noise, again, dim=0))) < 0.97  # 4 deviations of 17 numbers: 4 / sqrt(17)
+    rows = torch.stack([flat(one) for one in view.honest])
+    assert_close(flat(poisoning.little_is_enough(view)), mean - 0.2533471 * rows.std(0), rtol=0, atol=1e-6)  # of 0.6
     below = flat(poisoning.below_bound(view))
     assert float(below.norm()) == pytest.approx(0.9 * view.bound)
     assert float(torch.cosine_similarity(below, mean, dim=0)) == pytest.approx(-1)
@@ -82,6 +63,8 @@ def test_each_strategy_crafts_what_its_summary_says():
     assert (buffers["mean"].tolist(), int(buffers["count"])) == ([-1000, -1000], 2**63 - 1)
     with pytest.raises(BadArgument, match="int has neither gradients nor passes"):
         find_tensors(3)
+    with pytest.raises(BadArgument, match="5 of 5 clients are hostile"):
+        federation(hostile=5)
 
 
 @pytest.mark.parametrize(("dtype", "sizes"), [(torch.float32, (1e37, 1e20)), (torch.float64, (5.4e306, 7.2e154))])
@@ -154,19 +137,6 @@ def test_without_hostile_clients_or_if_they_are_refused_it_is_the_federation_of_
         assert torch.equal(a, b)
 
 
-def test_an_honest_client_must_be_left():
-    with pytest.raises(BadArgument, match="5 of 5 clients are hostile"):
-        federation(hostile=5)
-
-
-@DEFENCES
-def test_only_the_hostile_clients_uploads_change(defence):
-    caught, one = [], federation("overflow", defence, hostile=2, limits=Limits())
-    one.step(lambda _, uploads: caught.extend(uploads))
-    large = [bool((flat(find_tensors(upload)[1]) > 1e36).all()) for upload in caught]
-    assert large == [False] * 3 + [True] * 2
-
-
 @pytest.mark.parametrize("factor", [10.0, 3.0])
 @DEFENCES
 def test_a_client_that_knows_the_bound_stays_below_it_and_a_slightly_larger_norm_is_refused(defence, factor):
@@ -207,16 +177,10 @@ def accuracy(rounds, **changes):
     return federation(batch_size=300, **changes).fit(rounds=rounds, test=TEST, evaluate_every=rounds).last["accuracy"]
 
 
-@pytest.mark.parametrize(
-    ("rounds", "seed"), [(25, 0), *[pytest.param(50, seed, marks=pytest.mark.slow) for seed in range(3)]]
-)
 @DEFENCES
-def test_the_default_bound_stops_scaled_and_overflow_attacks(defence, rounds, seed):
-    honest = accuracy(rounds, defence=defence, hostile=0, seed=seed)
+def test_the_default_bound_stops_scaled_and_overflow_attacks_which_ruin_the_model_without_it(defence):
+    honest = accuracy(25, defence=defence, hostile=0)
     assert honest >= 0.9
     for attack in ("scaled-noise", "square-overflow", "overflow"):
-        assert accuracy(rounds, defence=defence, attack=attack, limits=Limits(), seed=seed) >= honest - 0.02
-
-
-def test_without_a_bound_the_same_attack_ruins_the_model():
-    assert accuracy(25, attack="scaled-noise") < 0.5
+        assert accuracy(25, defence=defence, attack=attack, limits=Limits()) >= honest - 0.02
+    assert accuracy(25, defence=defence, attack="scaled-noise") < 0.5

@@ -49,13 +49,6 @@ def test_clopper_pearson_ends_leave_half_of_the_error_on_each_side(hits, trials)
     assert binom.cdf(hits, trials, found.high) == pytest.approx(0.025) if hits < trials else found.high == 1
 
 
-def test_the_interval_of_a_mean_is_students():
-    found = scores.average([1.0, 2.0, 3.0])
-    reach = 4.302652730 / 3**0.5  # the quantile 0.975 with two degrees of freedom, from a printed table
-    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - reach, 2 + reach))
-    assert scores.average([1.0]) == Estimate(1.0, 1.0, 1.0)
-
-
 def areas(shift, r):
     truth = 0.5 * math.erfc(-shift / 2)  # P(N(shift, 1) > N(0, 1))
     return truth in auc(r.normal(shift, 1, 150), r.normal(0, 1, 150))
@@ -74,32 +67,38 @@ def test_intervals_have_their_coverage(covers, shift):
     assert found >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 400)  # three standard errors of 400 trials
 
 
-def test_perfect_and_tied_scores_have_intervals_with_a_width():
+def test_perfect_and_tied_scores_have_intervals_with_a_width_and_a_rate_takes_ten_expected_false_positives():
     assert auc([1.0] * 50, [0.0] * 50).low == pytest.approx(0.025 ** (1 / 50))
     tied = auc([1.0] * 50, [1.0] * 50)
     assert tied.value == 0.5
     assert tied.low < 0.4 < 0.6 < tied.high
     assert best_threshold([1.0] * 5, [1.0] * 5) == -math.inf
-
-
-def test_a_rate_takes_ten_expected_false_positives():
     cases = [(10_000, 0.001), (9_999, 0.001), (1_000, 0.01), (999, 0.01)]
     assert [scores.has_enough(*case) for case in cases] == [True, False, True, False]
 
 
-def test_a_roc_curve_rises_from_one_false_positive_to_all():
+def test_a_roc_curve_rises_from_one_false_positive_to_all_and_the_interval_of_a_mean_is_students():
     chance = np.random.default_rng(0)
     members, others = chance.normal(1, 1, 300), chance.normal(0, 1, 500)
     curve = roc(members, others)
     assert (curve[0][0], curve[-1]) == (1 / 500, (1.0, 1.0))
     assert all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(curve))
     assert dict(curve)[1 / 500] == tpr_at(members, others, 1 / 500).value
+    found = scores.average([1.0, 2.0, 3.0])
+    reach = 4.302652730 / 3**0.5  # the quantile 0.975 with two degrees of freedom, from a printed table
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - reach, 2 + reach))
+    assert scores.average([1.0, 2.0, 3.0], least=0.0, most=4.0) == Estimate(2.0, 0.0, 4.0)
+    assert scores.average([1.0]) == Estimate(1.0, 1.0, 1.0)
 
 
-def test_scores_without_an_order_are_refused():
-    with pytest.raises(BadArgument, match="a score of members is not a number"):
-        auc([math.nan], [0.0])
-    with pytest.raises(BadArgument, match="there are no scores of others"):
-        tpr_at([1.0], [], 0.1)
-    with pytest.raises(BadArgument, match="3 hits in 2 trials"):
-        proportion(3, 2)
+@pytest.mark.parametrize(
+    ("call", "given", "why"),
+    [
+        (auc, ([math.nan], [0.0]), "a score of members is not a number"),
+        (tpr_at, ([1.0], [], 0.1), "there are no scores of others"),
+        (proportion, (3, 2), "3 hits in 2 trials"),
+    ],
+)
+def test_scores_without_an_order_are_refused(call, given, why):
+    with pytest.raises(BadArgument, match=why):
+        call(*given)

@@ -17,6 +17,7 @@ from fedveil.studies.federations import observe
 from fedveil.studies.gradients import run as gradients_run
 
 OUTPUTS = 5
+WIDTH, CLASSES = 48, 4  # of records that a network can only memorise
 NETWORKS = {
     "mlp": (lambda: mlp(12, OUTPUTS, hidden=16), (12,)),
     "no bias": (lambda: mlp(12, OUTPUTS, hidden=16, bias=False), (12,)),
@@ -76,3 +77,21 @@ def observe_leaks(make, defence, loss="cross_entropy", optimizer=sgd):
 def gain(found, observed, true):
     """Decibels by which a reconstruction is nearer to a record than the mean of the attacker's own records."""
     return quality(found.clamp(0, 1), true, 1.0) - quality(observed.inputs.mean(0), true, 1.0)
+
+
+def records(count, seed):
+    """Inputs and labels that are independent: a network can only memorise them."""
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randn(count, WIDTH, generator=chance), torch.randint(CLASSES, (count,), generator=chance)
+
+
+def memorise(inputs, targets, seed=0, steps=150):
+    """A network trained on some records until it knows them."""
+    net = built(lambda: mlp(WIDTH, CLASSES, layers=2, hidden=128), seed, torch.float32)
+    wanted = torch.nn.functional.one_hot(targets, CLASSES).float()
+    optimizer = torch.optim.Adam(net.parameters(), 3e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (net(inputs) - wanted).square().sum(1).mean().backward()
+        optimizer.step()
+    return net

@@ -93,8 +93,9 @@ def test_help_names_every_command_and_attack(capsys):
     assert main([]) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", text)
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == version("fedveil")
+    assert main(["--version"]) == main(["schema"]) == 0
+    first, _, rest = capsys.readouterr().out.partition("\n")
+    assert (first, json.loads(rest)) == (version("fedveil"), Config.model_json_schema())
 
 
 @pytest.mark.parametrize(
@@ -105,14 +106,10 @@ def test_help_names_every_command_and_attack(capsys):
         (["attack", "builtins:dict"], ["builtins:dict", "not an attack"]),
         (["train", "--decoyz", "3"], ["Unrecognized options: --decoyz", "--decoys"]),
         (["train", "--lr", "-1"], ["--lr: must be greater than 0, got -1.0"]),
-        (["train", "--batch-size", "0"], ["--batch-size: must be greater than or equal to 1, got 0"]),
         (["train", "--epochs", "x"], ["--epochs", "INT", "'x'"]),
-        (["train", "--loss", "foo"], ["--loss", "foo", "cross_entropy"]),
-        (["train", "--local-epochs", "3"], ["no --local-epochs: clients send gradients of a", "--whole-shard"]),
         (["train", "--data", "csv", "--ignore", "a", "--ignore", "b"], ["--ignore is given twice", "FIRST SECOND"]),
         (["train", "--sigma", "1"], ["--sigma does not apply to --defence veil", "it is for ppdl"]),
         (["train", "--data", "digits", "--ignore", "x"], ["--ignore does not apply to --data digits"]),
-        (["train", "--data", "my:data", "--train-size", "3"], ["--train-size does not apply to --data"]),
         (["train", "--model", "cnn", "--layers", "2"], ["--layers does not apply to --model cnn", "it is for mlp"]),
         (["train", "--model", "resnet21"], ["there is no model 'resnet21'", "'resnet20'"]),
         (["attack", GUESS, "--defence", "plain,dbcl", "--sigma", "1"], ["--sigma does not apply to"]),
@@ -123,26 +120,21 @@ def test_help_names_every_command_and_attack(capsys):
         (["train", "--data", "."], ["is a file or folder", "--data images --path ."]),
         (["train", "quoted.toml"], ["lr must be a valid number, got '0.001'", "Fix: write lr without quotes"]),
         (["train", "other.toml"], ["--groups does not apply to --defence ppdl"]),
-        (["train", "unknown.toml"], ["did you mean 'clients'"]),
         (["train", "."], ["this is a folder, not a file", "--resume to continue it"]),
-        (["train", "--clients", "5000"], ["5000 clients for 1438 records"]),
         (["train", "--split", "column"], ["Fix: use 'iid' or 'dirichlet': 'digits' has no columns"]),
         (["inspect", "tests.cli.test_inspection:small"], ["--input: no input is given"]),
         (["reproduce"], ["no table or figure is named", "table1"]),
         (["compare", "--defences", "plain,viel"], ["there is no defence 'viel'", "use 'veil'"]),
-        (["compare", "--seeds", "0"], ["--seeds", "at least 1, got 0"]),
         (["attack", GUESS, "--defence", "plain", "--workers", "0"], ["--workers", "at least 1, got 0"]),
         (["attack", GUESS, "--defence", "plain", "--run", "here"], ["the defence of a run cannot be changed"]),
         (["data", "gte"], ["gte", "list", "get"]),
         (["data", "get"], ["no data set is named"]),
-        (["completion", "csh"], ["csh", "bash", "zsh"]),
     ],
 )
 def test_misuse_is_refused_with_the_flag_and_what_is_allowed(words, texts, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quoted.toml").write_text('[training]\nlr = "0.001"\n')
     (tmp_path / "other.toml").write_text('[defence]\ndefence = "ppdl"\nsigma = 0.1\ngroups = 3\n')
-    (tmp_path / "unknown.toml").write_text("[data]\nclient = 7\n")
     assert main(words) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -158,14 +150,8 @@ def test_flags_override_the_file_and_its_values_are_the_defaults_of_the_help(tmp
     (tmp_path / "run.toml").write_text(TOML)
     monkeypatch.setattr("fedveil.cli.training.check_names", lambda config: None)  # no bank is needed
     config = parse("--lr", "0.25", path, "--fraction", "0.5").config
-    assert config.changes() == {
-        "data": "bank",
-        "clients": 7,
-        "lr": 0.25,
-        "defence": "ppdl",
-        "sigma": 0.1,
-        "fraction": 0.5,
-    }
+    own = {"data": "bank", "clients": 7, "defence": "ppdl", "sigma": 0.1}
+    assert config.changes() == {**own, "lr": 0.25, "fraction": 0.5}
     assert parse(path, "--defence", "plain").defences == ("plain",)  # the file's sigma is for its own defence
     text = printed_help(capsys, "train", path)
     assert any(re.search(r"^--clients .*\(default: 7\)", entry) for entry in entries(text))
@@ -188,11 +174,6 @@ def test_an_attack_starts_from_its_own_defaults_then_the_file_then_flags(tmp_pat
     assert asked(str(tmp_path / "run.toml"), "--data", "cifar10").config.data.train_size == 100
 
 
-def test_the_schema_is_that_of_the_configuration(capsys):
-    assert main(["schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == Config.model_json_schema()
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion_knows_commands_attacks_and_flags(shell, capsys):
     assert main(["completion", shell]) == 0
@@ -203,7 +184,7 @@ def test_completion_knows_commands_attacks_and_flags(shell, capsys):
 def test_help_fits_on_two_screens_and_shows_what_applies(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
     text = printed_help(capsys, "train")
-    assert len(text.splitlines()) <= 96  # 92 in a terminal, which has boxes
+    assert len(text.splitlines()) <= 95  # 89 in a terminal, which has boxes
     assert "--sigma" not in text
     assert "--aggregator" not in text
     assert "--sigma" in printed_help(capsys, "train", "--defence", "ppdl")
@@ -212,16 +193,13 @@ def test_help_fits_on_two_screens_and_shows_what_applies(monkeypatch, capsys):
     assert "ppdl: standard deviation of the noise" in everything
 
 
-def test_names_of_flags_are_unique():
+def test_names_of_flags_are_unique_and_keys_of_data_sets_are_the_options_of_their_loaders():
     assert sum(len(section.model_fields) for section in SECTIONS.values()) == len(HOME)
     attacks, audits = commands.AttackCommand.starts(), commands.AuditCommand.starts()
     for start in (TrainCommand(), commands.CompareCommand(), *attacks.values(), *audits.values()):
         own = [field.name for field in fields(start) if field.name not in ("defence", "config")]
         options = [field.name for field in fields(start.attack)] if hasattr(start, "attack") else []
         assert len({*own, *options, *HOME}) == len(own) + len(options) + len(HOME)
-
-
-def test_keys_of_data_sets_are_the_options_of_their_loaders():
     for name in CATALOGUE:
         options = {*inspect.signature(find_loader(name)).parameters} & HOME.keys() - {"seed"}
         choices = Choices(name, "mlp", ("veil",))

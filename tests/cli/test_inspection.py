@@ -37,7 +37,7 @@ class Both(nn.Module):
         return self.head(torch.tanh(self.words(ids).mean(1) + self.numbers(numbers)))
 
 
-def test_inspect_prints_axes_symmetry_coverage_and_limits(capsys):
+def test_inspect_prints_axes_symmetry_coverage_and_limits_as_text_and_as_json(capsys):
     assert main(["inspect", MODEL, "--input", "3,8,8"]) == 0
     text = capsys.readouterr().out
     assert "Plan of Sequential: 1,570 parameters: 92.9% scaled or with additive noise, 7.1% changed in sign" in text
@@ -47,9 +47,6 @@ def test_inspect_prints_axes_symmetry_coverage_and_limits(capsys):
     assert "  0.weight           4  any" in capsys.readouterr().out
     assert main(["inspect", f"{HERE}:sigmoid", "--input", "3", "--head", "exposed"]) == 0
     assert "HEAD EXPOSED: no additive noise, clients read the true predictions" in capsys.readouterr().out
-
-
-def test_inspect_as_json_is_read_by_machines_and_takes_one_input_for_each_argument(capsys):
     assert main(["inspect", MODEL, "--input", "3,8,8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["coverage"], plan["known"]["names"], plan["head"]) == (1.0, ["1.weight"], "4")
@@ -78,21 +75,17 @@ def test_sizes_names_and_types_make_what_forward_takes():
     [
         (HERE, ["3"], ["a model is named as package.module:name"]),
         ("nowhere.at_all:x", ["3"], ["cannot import nowhere.at_all"]),
-        (f"{HERE}:nothing", ["3"], [f"module {HERE} has no 'nothing'"]),
         (f"{HERE}:MODEL", ["3"], ["cannot be called without arguments"]),
         ("builtins:dict", ["3"], ["returned dict, not a torch.nn.Module"]),
         (f"{HERE}:headless", ["3"], ["Sequential: no layer can take additive noise"]),
         ("./nets.py:Net", ["3"], ["./nets.py is a file", "nets:Net"]),
-        ("my/nets.py:Net", ["3"], ["my/nets.py is a file", "my.nets:Net"]),
         ("torch.nn:Identiti", ["3"], ["module torch.nn has no 'Identiti'", "torch.nn:Identity"]),
-        ("torch.nn:qqqq", ["3"], ["module torch.nn has no 'qqqq'", "name something that torch.nn defines"]),
         (MODEL, ["3,x"], ["--input 3,32,32"]),
         (MODEL, ["ids=5:int", "3"], ["some arguments are named and some are not"]),
         (MODEL, ["ids=5", "ids=5"], ["ids is given twice"]),
         (MODEL, ["ids=5:text"], ["unknown type 'text' in 'ids=5:text'"]),
         (MODEL, ["2 words=5"], ["'2 words' in '2 words=5' is not a valid argument name"]),
         (MODEL, ["ids=x:int"], ["'x' is not a list of sizes"]),
-        (MODEL, [""], ["'' is not a list of sizes"]),
     ],
 )
 def test_models_and_inputs_that_do_not_exist_are_refused(capsys, model, inputs, texts):

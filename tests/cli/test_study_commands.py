@@ -8,6 +8,7 @@ import pytest
 import fedveil.studies.study
 from fedveil.cli import main, studies
 from fedveil.cli.commands import find_attack
+from fedveil.studies.paper.reproduce import EXHIBITS
 
 GUESS, OWN = "tests.cli.guessing:GUESS", "tests.cli.guessing:Own"
 
@@ -28,7 +29,7 @@ def test_an_own_attack_runs_and_its_repeat_command_asks_for_the_same(tmp_path, c
     assert type(find_attack("tests.cli.guessing:GuessStudy")) is type(find_attack(GUESS))
 
 
-def test_an_audit_without_a_federation_is_that_of_the_suite(tmp_path):
+def test_an_audit_without_a_federation_is_that_of_the_suite_and_help_names_every_exhibit(tmp_path):
     def is_suite(*words):
         return studies.AuditCommand.parse("fedveil audit", words).is_suite
 
@@ -36,6 +37,7 @@ def test_an_audit_without_a_federation_is_that_of_the_suite(tmp_path):
     assert is_suite("--defence", "plain", "--trials", "1", "--out", "x")
     for words in (["--data", "digits"], ["--no-permute"], ["--clients=3"], [str(tmp_path)], ["--run", str(tmp_path)]):
         assert not is_suite(*words)
+    assert re.findall(r"(?:table|fig)\d", studies.EXHIBITS) == list(EXHIBITS)
 
 
 def test_ctrl_c_is_one_line_that_says_how_to_continue(monkeypatch, capsys, tmp_path):
@@ -47,12 +49,6 @@ def test_ctrl_c_is_one_line_that_says_how_to_continue(monkeypatch, capsys, tmp_p
     captured = capsys.readouterr()
     assert captured.err.strip() == "fedveil: stopped; run the same command again to continue"
     assert captured.out == ""
-
-
-def test_the_exhibits_of_the_help_are_those_that_there_are():
-    from fedveil.studies.paper.reproduce import EXHIBITS
-
-    assert re.findall(r"(?:table|fig)\d", studies.EXHIBITS) == list(EXHIBITS)
 
 
 @pytest.mark.parametrize("words", [["--epochs", "1", "--train-size", "50"], [GUESS, "--workers", "1"]])

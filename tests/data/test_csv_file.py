@@ -46,7 +46,6 @@ def test_words_are_classes_and_numbers_a_regression_whose_scale_is_kept(tmp_path
     [
         (("2", "10", "3", "4", "5"), (), "numbers, but only 5 distinct integers; use --task classification if they"),
         (("0", "1"), ("0", "1"), 'has only 0 and 1; use --task regression (in Python task="regression") if they are'),
-        (("-1", "1"), ("-1", "1"), "two classes, because the target 'y' has only -1 and 1"),
         (("0.0", "1.0"), ("0.0", "1.0"), "two classes, because the target 'y' has only 0 and 1"),
         (("0.5", "1"), (), "regression, because the target 'y' has numbers;"),
         (("0", "1", "1.0", "00"), ("0", "1"), "two classes"),  # spellings of one number are one class
@@ -152,7 +151,7 @@ def test_a_word_for_missing_may_be_a_value(tmp_path):
     assert load("csv", path=path, target="region", categorical="region").classes == ("?", "EU", "NA")
 
 
-def test_records_with_missing_cells_are_dropped_on_request(tmp_path):
+def test_records_with_missing_cells_are_dropped_or_imputed_on_request_and_targets_never_filled_in(tmp_path):
     found = load("csv", path=write_rows(tmp_path, *GAPS), target="y", missing="drop")
     assert len(found.train.targets) + len(found.test.targets) == 10
     assert found.notes[1:3] == (
@@ -162,9 +161,6 @@ def test_records_with_missing_cells_are_dropped_on_request(tmp_path):
     targets = torch.cat([found.original_units(part.targets) for part in (found.train, found.test)]).flatten()
     torch.testing.assert_close(targets.sort().values, torch.tensor([0.5, 0.5, 1.5, 2.5, 3.5, 4.5, 4.5, 5.5, 6.5, 7.5]))
     assert set(found.columns["colour"]) <= {"red", "None", "unknown"}  # among words "None" is one
-
-
-def test_missing_cells_are_imputed_on_request_from_the_training_part_and_targets_never(tmp_path):
     for seed in range(5):
         found = load("csv", path=write_rows(tmp_path, *GAPS), target="y", missing="impute", seed=seed)
         assert len(found.train.targets) + len(found.test.targets) == 14
@@ -206,7 +202,6 @@ NINE = [f"{n},{n % 2}" for n in range(9)]
     [
         (["1,", ",1", "3,"], {"missing": "drop"}, ["mine.csv: every record has missing cells"]),
         (["NA,1", ",2", "?,3"], {}, ["column 'x': every cell is missing", "--ignore x"]),
-        (["1,", "2,NA"], {"missing": "drop"}, ["column 'y': every cell is missing", "another target"]),
         ([*NINE, "-,1"], {}, ["line 11, column 'x': '-' is not a number", "empty it if", "--categorical x"]),
         ([*NINE, "1,-"], {}, ["line 11, column 'y': '-' is not a number", "--task classification"]),
         ([*NINE, "1_0,1"], {}, ["line 11, column 'x': '1_0' is not a number"]),
@@ -214,7 +209,6 @@ NINE = [f"{n},{n % 2}" for n in range(9)]
         ([f"{n},id{n}" for n in range(1001)], {}, ["column 'y': 1,001", "too many for classes", "--task reg"]),
         ([f"{n},1" for n in range(9)], {}, ["column 'y': every record has the value '1'"]),
         ([*NINE, "1e308,1"], {}, ["line 11, column 'x'", "'1e308' is too large to be standardised"]),
-        ([*NINE, "1,1e200"], {"task": "regression"}, ["line 11, column 'y'", "'1e200' is too large to be"]),
     ],
 )
 def test_columns_that_cannot_be_encoded_are_named(rows, options, texts, tmp_path):
@@ -240,15 +234,11 @@ def test_what_is_loaded_is_finite_or_refused_wherever_a_large_number_is(tmp_path
     [
         (b"", ["the file is empty", "a CSV file with a header"]),
         (b"a,y\n", ["there is a header but no rows"]),
-        (b"y\n1\n2\n", ["line 1: with the delimiter ',' there is only one column, 'y'", "at least one other"]),
-        (b"a y\n1 2\n", ["only one column, 'a y'", """--delimiter ' ' (in Python delimiter=" ")"""]),
+        (b"a y\n1 2\n", ["line 1: with the delimiter ',' there is only one column, 'a y'", "use --delimiter"]),
         *((start + b"rest", ["it is not CSV, but", "save it as CSV in UTF-8"]) for start in csv_file._OTHER_FILES),
         ("größe,y\n1,2\n".encode("latin1"), ["line 1: it is not UTF-8 text", "iconv -f latin1"]),
         (b"5.1,3.5,setosa\n4.9,3.0,setosa\n", ["line 1: the header should contain the names", "(5.1, 3.5)"]),
-        (
-            b"5.1,5.1,setosa\n4.9,3.0,setosa\n",
-            ["line 1: several columns have the same name: 5.1", "give each column its own name"],
-        ),
+        (b"5.1,5.1,setosa\n", ["line 1: several columns have the same name: 5.1", "give each column its own name"]),
         (b"a,y\n1,2\n3\n", ["line 3: 1 fields, but the header has 2", "if it is not ','"]),
     ],
 )
@@ -256,11 +246,8 @@ def test_files_that_are_not_tables_are_refused_by_their_kind(content, texts, tmp
     (tmp_path / "mine.csv").write_bytes(content)
     with refused(tmp_path / "mine.csv", *texts):
         load("csv", path=tmp_path / "mine.csv", target="y")
-
-
-def test_a_folder_is_refused(tmp_path):
     with refused(tmp_path, "it is a folder, not a CSV file", "or use --data images for a folder of images"):
-        load("csv", path=tmp_path, target="kind")
+        load("csv", path=tmp_path, target="y")
 
 
 def test_identifiers_and_a_category_per_record_are_pointed_out(tmp_path):

@@ -29,10 +29,6 @@ def test_fewer_digits_train_and_all_others_test():
     assert (len(few.train.inputs), len(few.test.inputs)) == (100, 1697)
     assert torch.equal(few.train.inputs, whole.train.inputs[:100])
     assert torch.equal(load("digits", train_size=100, test_size=50).test.inputs, few.test.inputs[:50])
-
-
-def test_more_digits_than_there_are_is_refused():
-    with refused("train_size is 1797"):
-        load("digits", train_size=1797)
-    with refused("at most 1697"):
-        load("digits", train_size=100, test_size=1698)
+    for sizes, text in (({"train_size": 1797}, "is 1797"), ({"train_size": 100, "test_size": 1698}, "at most 1697")):
+        with refused(text):
+            load("digits", **sizes)

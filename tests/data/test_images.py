@@ -35,8 +35,8 @@ def test_folders_are_classes_and_channels_are_standardised_on_the_training_part(
         assert load("images", path=source, size=size).train.inputs.shape == (6, 3, size, size)
 
 
-@pytest.mark.parametrize("blue", [11, 13, 26])  # sums of these, divided again, are not the same number
-def test_a_channel_that_is_the_same_in_all_training_images_is_only_shifted(blue, tmp_path):
+def test_a_channel_that_is_the_same_in_all_training_images_is_only_shifted(tmp_path):
+    blue = 13  # the sum of these, divided again, is not the same number
     files = {f"train/{label}/{n}.png": picture((9 * n, n, blue)) for label in ("cat", "dog") for n in range(3)}
     files |= {f"test/{label}/0.png": picture((0, 0, 255)) for label in ("cat", "dog")}
     found = load("images", path=write_folder(tmp_path / "pets", files), size=8)
@@ -44,7 +44,7 @@ def test_a_channel_that_is_the_same_in_all_training_images_is_only_shifted(blue,
     torch.testing.assert_close(found.test.inputs[:, 2], torch.full((2, 8, 8), (255 - blue) / 255))
 
 
-def test_images_stand_upright_and_grey_and_transparent_ones_become_colour(tmp_path):
+def test_images_stand_upright_and_grey_and_transparent_ones_become_colour(tmp_path, monkeypatch):
     home = write_folder(tmp_path / "pets", class_folders(train=1))
     drawing = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     Image.fromarray(drawing).save(home / "train/cat/0.png")
@@ -55,6 +55,9 @@ def test_images_stand_upright_and_grey_and_transparent_ones_become_colour(tmp_pa
     Image.new("L", (8, 8), 7).save(home / "train/cat/grey.png")
     Image.new("RGBA", (8, 8), (1, 2, 3, 4)).save(home / "train/cat/clear.png")
     assert len(load("images", path=home, size=8).train.inputs) == 4
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with refused("reading image files needs Pillow", "pip install 'fedveil[images]'"):
+        load("images", path=home, size=9)
 
 
 def test_subsets_keep_the_shares_of_classes_and_grow(tmp_path):
@@ -89,13 +92,12 @@ def test_images_are_decoded_once_and_again_if_they_change(kind, tmp_path, monkey
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b"", lambda b: b[:600] + b"\x7f" * 40 + b[640:]])
-def test_a_damaged_cache_is_built_again(damage, source, cache):
+def test_a_damaged_cache_is_built_again(damage, cache, tmp_path):
+    source = write_folder(tmp_path / "pets", class_folders())
     first = load("images", path=source, size=8)
     (path,) = cache.iterdir()
     path.write_bytes(damage(path.read_bytes()))
     assert torch.equal(first.train.inputs, load("images", path=source, size=8).train.inputs)
-    with np.load(path) as stored:
-        assert stored["images"].shape == (10, 3, 8, 8)
     path.unlink()
     os.mkfifo(path)  # reading it would never end
     assert torch.equal(first.train.inputs, load("images", path=source, size=8).train.inputs)
@@ -188,7 +190,7 @@ ANY_FORM = "use <class>/<image> with at least two classes, or train/<class>/<ima
         ({"README.md": b"", "cat/a.txt": b""}, {}, ["there are no images in it (.jpg, .jpeg, .png", ANY_FORM]),
         ({"a.png": picture((1, 1, 1))}, {}, ["member a.png: an image must be in the folder of its class", ANY_FORM]),
         (pets(dogs=0), {}, ["all images are in one folder, cat, and so belong to one class", ANY_FORM]),
-        (pets() | pets(top="more/"), {}, ["member more/cat/0.png: class folders must have the same parent, but cat"]),
+        (pets() | pets(top="more/"), {}, ["member more/cat/0.png", "all class folders must have the same parent"]),
         (pets() | {"train/0.png": picture((1, 1, 1))}, {}, ["member train/0.png", "if train or test is a class here"]),
         (pets(1, 1), {}, ["2 classes with one image each leave none to test on"]),
         (class_folders(), {"test_share": 0.2}, ["it is already divided into train/ and test/"]),
@@ -214,12 +216,6 @@ def test_a_damaged_zip_is_named(damage, texts, tmp_path):
     path.write_bytes(damage(path.read_bytes()))
     with refused(path, *texts):
         load("images", path=path)
-
-
-def test_without_pillow_the_extra_is_named(source, monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with refused("reading image files needs Pillow", "pip install 'fedveil[images]'"):
-        load("images", path=source)
 
 
 def test_what_is_not_a_file_is_named_where_it_would_be_read(tmp_path):

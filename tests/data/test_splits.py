@@ -46,7 +46,12 @@ def test_every_record_belongs_to_one_client_and_no_client_is_empty(request):
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_the_smaller_alpha_the_less_alike_the_clients():
+def test_records_with_one_value_stay_with_one_client_and_a_smaller_alpha_makes_clients_differ():
+    site = np.array(["a"] * 30 + ["b"] * 20 + ["c"] * 5 + ["d"] * 5)
+    shares = split(classified([0, 1] * 30, {"site": site}), 2, how="column", column="site")
+    held = [set(site[share.numpy()]) for share in shares]
+    assert held[0].isdisjoint(held[1])
+    assert sorted(len(share) for share in shares) == [30, 30]
     data = classified(list(range(5)) * 200)
 
     def skew(alpha):
@@ -54,14 +59,6 @@ def test_the_smaller_alpha_the_less_alike_the_clients():
         return np.mean([data.train.targets[share].bincount().max() / len(share) for share in shares])
 
     assert skew(0.1) > skew(1.0) + 0.1 > skew(1000.0) + 0.2
-
-
-def test_records_with_one_value_stay_with_one_client():
-    site = np.array(["a"] * 30 + ["b"] * 20 + ["c"] * 5 + ["d"] * 5)
-    shares = split(classified([0, 1] * 30, {"site": site}), 2, how="column", column="site")
-    held = [set(site[share.numpy()]) for share in shares]
-    assert held[0].isdisjoint(held[1])
-    assert sorted(len(share) for share in shares) == [30, 30]
 
 
 @pytest.mark.parametrize("how", ["iid", "dirichlet", "column"])

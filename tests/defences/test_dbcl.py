@@ -33,14 +33,6 @@ def drawn(n, q, seed=0):
     return Sketch.draw(n, q, np.random.default_rng(seed))
 
 
-def every_sketch(n, q):
-    """All equally likely ones: orders of the inputs, and signs of those that are kept."""
-    s = n // q
-    for order in itertools.permutations(range(n)):
-        for signs in itertools.product((1.0, -1.0), repeat=s * q):
-            yield Sketch(torch.tensor(order[: s * q]).view(q, s), torch.tensor(signs).double().view(q, s), n)
-
-
 def prepared(model, inputs, loss=None, **options):
     return Session(DBCL(**{"seed": 0, **options}), model, inputs[:2], loss or SquaredError())
 
@@ -60,11 +52,7 @@ def rounding(model, *passes):
 @pytest.mark.parametrize(("n", "q"), [(4, 2), (7, 2), (9, 4), (3, 3), (200, 3)])
 def test_a_sketch_puts_q_inputs_into_each_bucket_and_multiplies_by_s_or_its_transpose(n, q):
     sketch, s = drawn(n, q), n // q
-    S, rows, small = (
-        matrix(sketch),
-        torch.arange(3.0 * n).view(3, n).double(),
-        torch.arange(3.0 * s).view(3, s).double(),
-    )
+    S, rows, small = matrix(sketch), *(torch.arange(3.0 * size).view(3, size).double() for size in (n, s))
     assert torch.equal(sketch.down(rows), rows @ S)  # integers: nothing is rounded
     assert torch.equal(sketch.up(small), small @ S.T)
     assert torch.equal(S.T @ S, q * torch.eye(s, dtype=S.dtype))
@@ -181,30 +169,6 @@ def test_a_round_is_the_gradient_of_the_sketched_loss_with_respect_to_the_weight
     assert worst(defence.recover(updates, [10.0, 30.0]).gradients, true) > 0.1  # and weights matter
 
 
-def mean_gradient(monkeypatch, model, loss, inputs, targets, n, q):
-    """Over all sketches, each through a round of its own."""
-    defence, total, count = prepared(model, inputs, loss, q=q, skip_last=False), 0, 0
-    for sketch in every_sketch(n, q):
-        monkeypatch.setattr(Sketch, "draw", lambda *_, given=sketch: given)
-        update = defence.step(defence.broadcast(model), Samples(inputs, targets))
-        total, count = total + defence.recover([update], [1.0]).gradients["weight"], count + 1
-    return total / count
-
-
-def test_where_the_loss_is_squared_the_mean_of_a_step_has_a_penalty_on_large_weights(monkeypatch):
-    n, q = 4, 2
-    model, (x, y) = built(lambda: nn.Linear(n, 3, bias=False)), batch((n,), 3)
-    found = mean_gradient(monkeypatch, model, SquaredError(), x, y, n, q)
-    W, M = model.weight.detach(), x.T @ x / len(x)
-    plain = W @ M - y.T @ x / len(x)
-    together = (q - 1) / (n - 1)
-    penalty = together * W @ (M + M.trace() * torch.eye(n, dtype=W.dtype) - 2 * M.diag().diag())
-    draws = sum(1 for _ in every_sketch(n, q))
-    size = W.abs().sum() * M.abs().sum() * q**2 + (y.abs().T @ x.abs()).sum()
-    assert (found - plain - penalty).abs().max() <= (draws + len(x) + n) * EPS * size
-    assert penalty.norm() > 0.1 * plain.norm()  # so the mean is not the plain gradient
-
-
 def leaked(thing, secrets):
     """Names of weights whose shape, memory or values a client could reach."""
     names = set()
@@ -257,9 +221,8 @@ def test_the_view_answers_as_the_sketched_network_in_both_modes(net, training):
     assert (answers - model(inputs)).norm() > 0.01 * dense.norm()
     seen = dict(view.named_buffers())
     assert set(seen) == set(buffers)
-    assert all(
-        (seen[name] - value).double().norm() <= allowed * value.double().norm() for name, value in buffers.items()
-    )
+    for name, value in buffers.items():
+        assert (seen[name] - value).double().norm() <= allowed * value.double().norm()
 
 
 def test_a_view_is_its_owners_and_takes_its_sketch_along():

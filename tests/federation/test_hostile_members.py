@@ -246,20 +246,17 @@ def trained(kind, n, hostile):
     names = tuple(f"site-{k}" for k in range(n))
     known = parties(names, {name: kind for name in names[:hostile]})
     server = server_of("veil", known=known, sizes=SIZES[:n])
-    inside, open_sum, decode = [], server.rounds._open, server.rounds._decode
-    attempts = []
+    attempts, inside, open_sum = [], [], server.rounds._open
 
     def watch_opening(attempt, faults):
         attempts.append(attempt)
         return open_sum(attempt, faults)
 
-    def watch_result(*given):
-        found = decode(*given)
-        inside.append(() if "skipped" in found.notes else attempts[-1].tally.survivors)
-        return found
+    def note(record):
+        inside.append(() if "skipped" in record else attempts[-1].tally.survivors)
 
-    server.rounds._open, server.rounds._decode = watch_opening, watch_result
-    server.fit(rounds=ROUNDS)
+    server.rounds._open = watch_opening
+    server.fit(rounds=ROUNDS, on_round=note)
     return server, inside
 
 
@@ -267,9 +264,8 @@ def expected(inside, n):
     """Plain training with those who were in each sum."""
     data = parts(SIZES[:n])
     engine = Loopback({f"site-{k}": member(net, data[k], k) for k in range(n)})
-    server = LoopbackServer(
-        engine, net(), data[0][0][:2], "plain", adam, loss="squared_error", batch_size=8, limits=None
-    )
+    how = {"loss": "squared_error", "batch_size": 8, "limits": None}
+    server = LoopbackServer(engine, net(), data[0][0][:2], "plain", adam, **how)
     for members in inside:
         if members:
             engine.down = set(engine.answers) - set(members)
@@ -279,12 +275,7 @@ def expected(inside, n):
     return floats(server.model)
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("n", "hostile"), [(4, 1), pytest.param(5, 1, marks=SLOW), pytest.param(10, 1, marks=SLOW), (10, 2)]
-)
+@pytest.mark.parametrize(("n", "hostile"), [(4, 1), pytest.param(10, 1, marks=pytest.mark.slow), (10, 2)])
 @pytest.mark.parametrize("name", list(KINDS))
 def test_the_run_goes_to_its_end_and_proven_liars_are_named(name, n, hostile):
     server, inside = trained(KINDS[name], n, hostile)
@@ -353,9 +344,8 @@ def test_a_rounds_line_says_who_is_excluded_and_that_a_round_was_skipped():
     server, _ = trained(OtherPolynomial, 4, 1)
     first, second = [describe_round(record, ROUNDS) for record in server.history.records[:2]]
     assert "skipped: 1 of 4 self seeds are lost; site-0 lied" in first
-    assert "site-0 is excluded: it did not reveal the shares that it was dealt" in first  # its own, of the other seed
+    assert "site-0 is excluded: it did not reveal" in first  # its own shares, of the other seed
     assert "3 of 3 answered" in second
-    assert "clients' work" not in second  # times of single clients do not travel
 
 
 def test_three_members_with_a_disputed_pair_cannot_train_and_the_error_says_so():

@@ -5,8 +5,10 @@ import itertools
 
 import pytest
 import torch
+from tests import asks
+from tests.forms import records
 from tests.oracle import built, worst
-from torch import nn
+from tests.sessions import watch
 
 from fedveil import Entropy, Federation, Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
@@ -15,30 +17,24 @@ from fedveil.errors import BadArgument, Diverged, TooFewAnswers
 from fedveil.federation.history import RoundRecord
 from fedveil.federation.limits import AGGREGATORS, REMEMBERED, bounded_shares
 from fedveil.federation.local import LocalEngine
-from fedveil.models import mlp
 from fedveil.scheme import Update
 
 CLIENTS = 5
 DEFENCES = {"plain": Plain, "veil": lambda: Veil(entropy=Entropy.for_tests(1))}
 
 
-def parts(count=CLIENTS, dtype=torch.float32, size=20):
+def parts(count=CLIENTS, dtype=torch.float32):
     draw = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(size, 6, generator=draw).to(dtype), torch.randn(size, 4, generator=draw).to(dtype))
-        for _ in range(count)
-    ]
+    pairs = [(torch.randn(20, 6, generator=draw), torch.randn(20, 4, generator=draw)) for _ in range(count)]
+    return [(inputs.to(dtype), targets.to(dtype)) for inputs, targets in pairs]
 
 
 def net(dtype=torch.float32):
-    return built(lambda: mlp(6, 4, hidden=10)).to(dtype)
+    return built(asks.net, dtype=dtype)
 
 
 def normed(dtype=torch.float32):
-    def make():
-        return nn.Sequential(nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 4))
-
-    return built(make).to(dtype)
+    return built(asks.normed, dtype=dtype)
 
 
 def sgd(parameters):
@@ -146,14 +142,11 @@ def test_without_limits_the_same_update_ruins_the_model(name, defence):
 
 @pytest.mark.parametrize("defence", DEFENCES)
 def test_a_claim_of_records_counts_up_to_the_cap(defence):
-    claim = 10**12
-    alone = honest([0])
-    share = {"none": hostile(claim=claim, defence=defence, limits=Limits(max_share=1.0))}
-    share["half"] = hostile(claim=claim, defence=defence, limits=Limits())
-    share["known"] = hostile(claim=claim, defence=defence, limits=Limits(max_records=20))
-    share["own"] = hostile(claim=claim, defence=defence, limits=Limits(max_records={0: 20}))
+    caps = {"none": {"max_share": 1.0}, "half": {}, "known": {"max_records": 20}, "own": {"max_records": {0: 20}}}
+    share = {name: hostile(claim=10**12, defence=defence, limits=Limits(**cap)) for name, cap in caps.items()}
     for run in share.values():
         run.fit(rounds=1)
+    alone = honest([0])
     assert worst(values(share["none"].model), alone) < 1e-5  # all of the mean
     for name in ("known", "own"):
         assert worst(values(share[name].model), honest()) < 1e-5
@@ -206,8 +199,7 @@ def test_a_rule_protects_buffers_as_it_does_gradients():
 
 def test_the_bound_remembers_rounds_with_longer_gradients():
     """Near convergence a hard batch may be far longer than the median of its round; that is no reason to refuse it."""
-    run = hostile(times(50.0), limits=Limits(norm_factor=3.0))
-    first = hostile(limits=Limits(norm_factor=3.0))
+    run, first = hostile(times(50.0), limits=Limits(norm_factor=3.0)), hostile(limits=Limits(norm_factor=3.0))
     first.fit(rounds=1)
     length = first.history.records[0].figures["update_norm"]
 
@@ -243,14 +235,10 @@ def test_too_few_updates_end_the_run_with_their_names():
         hostile(times(float("nan")), limits=Limits(), data=parts(1)).fit(rounds=1)
 
 
-def private(inner="plain", **options):
-    return Private(DEFENCES[inner](), 1.0, 0.0, **options)
-
-
 @pytest.mark.parametrize("inner", DEFENCES)
 @pytest.mark.parametrize("size", [float("nan"), 1e30])
 def test_with_privacy_the_round_goes_on_too_and_tells_no_norm(inner, size):
-    run = Federation(net(), parts(), private(inner), sgd, limits=Limits())
+    run = Federation(net(), parts(), Private(DEFENCES[inner](), 1.0, 0.0), sgd, limits=Limits())
     run.use_engine(Hostile(run.clients, times(size)))
     run.fit(rounds=2)
     assert all(record["faults"][0].startswith("client 0: ") for record in run.history.records)
@@ -276,7 +264,7 @@ def test_limits_that_make_no_sense_are_refused(options, text):
 
 def test_what_cannot_be_combined_is_refused():
     with pytest.raises(BadArgument, match="differential privacy clips each update"):
-        Federation(net(), parts(), private(), sgd, limits=Limits("median"))
+        Federation(net(), parts(), Private(Plain(), 1.0, 0.0), sgd, limits=Limits("median"))
     with pytest.raises(BadArgument, match="krum with hostile=1 needs 5 clients"):
         Federation(net(), parts(4), "plain", sgd, limits=Limits("krum"))
     with pytest.raises(BadArgument, match="needs 5 clients in a round, not 2"):
@@ -284,21 +272,16 @@ def test_what_cannot_be_combined_is_refused():
 
 
 def test_an_update_of_the_veil_keeps_its_secret_whatever_is_refused():
-    seen = []
-    rounds = []
+    seen, rounds = [], []
     run = hostile(times(1e30), defence="veil", limits=Limits())
-    start = run.defence_server.start_round
-    run.defence_server.start_round = lambda *given: rounds.append(start(*given)) or rounds[-1]
-    run.step(lambda broadcast, updates: seen.extend(updates))
+    watch(run, rounds.append).step(lambda broadcast, updates: seen.extend(updates))
     assert isinstance(seen[0], Update)
     with pytest.raises(BadArgument, match="was released"):
         rounds[0].recover(seen, [1.0] * len(seen))
 
 
 def test_a_client_with_many_more_batches_than_the_others_is_not_refused():
-    draw = torch.Generator().manual_seed(0)
-    sizes = (4, 4, 4, 400)
-    data = [(torch.randn(n, 6, generator=draw) + 3, torch.randn(n, 4, generator=draw)) for n in sizes]
+    data = [(inputs.float() + 3, targets.float()) for inputs, targets in records((4, 4, 4, 400))]
     run = Federation(normed(), data, "plain", sgd, batch_size=4, whole_shard=True, limits=Limits(max_share=1.0))
     run.fit(rounds=3)
     assert not any("faults" in record for record in run.history.records)
@@ -313,13 +296,11 @@ def test_counters_grow_no_faster_than_the_median_allows():
 
 def test_a_rule_withstands_a_hostile_client_beside_an_honest_one_that_stands_out():
     """Refusing the honest one would leave a rule that is told to withstand nobody."""
-    factors = iter([1.0, 1.0, 1.0, 20.0, -9.0])
-    own = [times(next(factors)) for _ in range(5)]
 
     class Different(Hostile):
         def updates(self, broadcast, clients, number):
             first = super().updates(broadcast, clients, number)[0]
-            return [alter(first) for alter in own]
+            return [times(factor)(first) for factor in (1.0, 1.0, 1.0, 20.0, -9.0)]
 
     run = Federation(net(), parts(), "plain", sgd, limits=Limits("trimmed-mean"))
     run.use_engine(Different(run.clients, lambda update: update))

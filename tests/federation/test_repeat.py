@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from tests.configs import config_of
 from tests.small import SMALL
-from torch import nn
 
 import fedveil
 from fedveil.cli import main
@@ -84,14 +83,6 @@ def test_what_is_no_run_is_refused_and_nothing_is_made(at, capsys, words, text):
     assert sorted(path.name for path in at.iterdir()) == ["list.json", "run", "torn.json"]
 
 
-def test_a_config_json_from_elsewhere_runs_no_code(at, capsys):
-    trained("--defence", "plain", "--out", "first")
-    path = at / "first/config.json"
-    path.write_text(path.read_text().replace('"model": "mlp"', '"model": "os:getcwd"'))
-    assert main(["train", "first/config.json", "--out", "second"]) == 2
-    assert "names code, and importing it runs it" in capsys.readouterr().err
-
-
 def test_progress_goes_to_a_log_where_there_is_no_terminal(at, capsys, monkeypatch):
     monkeypatch.setattr("fedveil.cli.show.EVERY", 0.0)
     trained("--defence", "plain", "--out", "run")
@@ -114,30 +105,20 @@ def test_the_last_and_the_best_model_load_in_one_line(tmp_path, network):
     assert accuracy(last, data) == summary["accuracy"]
     assert accuracy(best, data) == summary["best"]
     assert summary["best"] > summary["accuracy"]  # or the test shows nothing
-    assert (summary["model"], summary["best_model"]) == (
-        str(tmp_path / "run/model.safetensors"),
-        str(tmp_path / "run/best.safetensors"),
-    )
+    assert summary["model"] == str(tmp_path / "run/model.safetensors")
+    assert summary["best_model"] == str(tmp_path / "run/best.safetensors")
 
 
 def test_a_model_of_the_users_own_loads_where_its_code_is_trusted(at, capsys):
-    text = (
-        "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Linear(5, 10))\n"
-    )
+    text = "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
     (at / "minenet.py").write_text(text)
     assert main(["train", *SHORT, "--model", "minenet:net", "--out", "run", "--defence", "plain"]) == 0
     with pytest.raises(BadArgument, match="names code"):
         fedveil.load_model("run")
     loaded = fedveil.load_model("run", trust_code=True)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(loaded.parameters(), fedveil.load_model("run", model=own()).parameters(), strict=True)
-    )
+    other = fedveil.load_model("run", model=import_module("minenet").net())
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), other.parameters(), strict=True))
     sys.modules.pop("minenet")
-
-
-def own():
-    return import_module("minenet").net()
 
 
 @pytest.mark.parametrize(
@@ -149,10 +130,7 @@ def own():
         ),
         (lambda run: (run / "model.safetensors").write_bytes(b"torn"), "is damaged"),
         (shutil.rmtree, r"model\.safetensors: there is no model: there is no such folder"),
-        (
-            lambda run: (run / "model.json").unlink(),
-            r"model\.json, which contains the shape of records, cannot be read",
-        ),
+        (lambda run: (run / "model.json").unlink(), r"model\.json, which contains the shape of records, cannot be"),
         (
             lambda run: (run / "model.json").write_text('{"schema": 1, "record": [63], "outputs": 10}'),
             "its values belong to another model",
@@ -164,18 +142,6 @@ def test_a_model_that_cannot_be_loaded_is_refused_with_a_reason(tmp_path, spoil,
     spoil(tmp_path / "run")
     with pytest.raises(BadArgument, match=text):
         fedveil.load_model(tmp_path / "run")
-
-
-def test_the_folder_of_a_fit_has_the_last_and_the_best_model(tmp_path):
-    data = torch.randn(20, 3), torch.randn(20, 2)
-    model = nn.Linear(3, 2)
-    run = fedveil.Federation(model, [data], "plain", lambda p: torch.optim.SGD(p, 0.9))
-    run.fit(6, test=data, folder=tmp_path)
-    assert torch.equal(fedveil.load_model(tmp_path, model=nn.Linear(3, 2)).weight, model.weight)
-    best = fedveil.load_model(tmp_path, best=True, model=nn.Linear(3, 2))
-    assert metrics(predict(best, data[0]), data[1])["mse"] == run.best[0]
-    with pytest.raises(BadArgument, match=r"(?s)no config\.json.*model=the network"):
-        fedveil.load_model(tmp_path)
 
 
 def test_a_run_is_not_resumed_with_fewer_epochs(tmp_path):

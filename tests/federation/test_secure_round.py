@@ -1,7 +1,6 @@
 """Secure aggregation in a federation: the model of plain training, dropouts, refusals, what the server sees."""
 
 import copy
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -30,16 +29,15 @@ from fedveil import Entropy, Federation, Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
 from fedveil.errors import BadArgument, ModelMismatch, TooFewAnswers
 from fedveil.federation.protocol import MaskedAnswer, Step, read
-from fedveil.federation.sums import Packing, RowFormat, Sums, check_combination, encode_words
+from fedveil.federation.sums import Packing, Sums, encode_words
 from fedveil.models import mlp, resnet
 from fedveil.secagg import Identity, Opening, Party, Roster
 from fedveil.wire import read_kind
 
 
 def one_process(defence, rounds=6, build=net, data=None, optimizer=adam, **options):
-    run = Federation(
-        build(), data or parts(), defence, optimizer, **{"loss": "squared_error", "batch_size": 8, **options}
-    )
+    options = {"loss": "squared_error", "batch_size": 8, **options}
+    run = Federation(build(), data or parts(), defence, optimizer, **options)
     run.fit(rounds=rounds)
     return run
 
@@ -77,15 +75,11 @@ def test_fifty_rounds_with_large_noise(kind, loss, dtype):
         return torch.optim.SGD(parameters, 1e-2, momentum=0.9)
 
     options = {"loss": loss, "data": data, "build": build, "rounds": 50, "fuse": False, "optimizer": sgd}
+    plain = floats(one_process("plain", **options).model)
+    others = one_process(Plain(rounding=1), **options), one_process(large(2), **options)
+    baseline = 1e-7 if dtype == torch.float64 else max(worst(floats(other.model), plain) for other in others)
     summed = one_process(large(2), secure_aggregation=True, **options)
-    plain, rounded = one_process("plain", **options), one_process(Plain(rounding=1), **options)
-    error = worst(floats(summed.model), floats(plain.model))
-    if dtype == torch.float64:
-        assert error < 1e-6
-    else:
-        veiled = one_process(large(2), **options)
-        baseline = max(worst(floats(other.model), floats(plain.model)) for other in (rounded, veiled))
-        assert error < 10 * baseline
+    assert worst(floats(summed.model), plain) < 10 * baseline
 
 
 def skipped(run):
@@ -150,25 +144,19 @@ def test_a_member_that_vanishes_costs_no_repeat(number, clients):
     assert worst(floats(server.model), plain_of(1, clients)) < 1e-6
 
 
-def test_two_that_vanish_make_the_round_repeat_with_new_masks():
-    faults = {(name, 2): lambda data: None for name in NAMES[:2]}  # t = 4 of 5
-    server = server_of("veil", faults)
-    server.fit(rounds=1)
-    (record,) = server.history.records
-    assert (record["answers"], record["attempts"]) == (5, 2)
-    assert any("aborted: settle: 3 of 5 clients are left" in text for text in record["faults"])
-    assert worst(floats(server.model), plain_of(1)) < 1e-6
-
-
-def test_a_sum_that_is_lost_after_the_reveal_skips_the_round_and_never_repeats_it():
-    faults = {(name, 3): lambda data: None for name in NAMES[:2]}
-    server = server_of("veil", faults)
+@pytest.mark.parametrize("number", [2, 3])
+def test_two_that_vanish_make_the_round_repeat_but_never_after_the_reveal(number):
+    server = server_of("veil", {(name, number): lambda data: None for name in NAMES[:2]})  # t = 4 of 5
     before = copy.deepcopy(floats(server.model))
     server.fit(rounds=1)
     (record,) = server.history.records
-    assert "3 of 5 clients have revealed: at least 4" in record["skipped"]
-    assert worst(floats(server.model), before) == 0
-    server.fit(rounds=2)
+    if number == 3:
+        assert "3 of 5 clients have revealed: at least 4" in record["skipped"]
+        assert worst(floats(server.model), before) == 0
+        server.fit(rounds=2)
+    else:
+        assert record["attempts"] == 2
+        assert any("aborted: settle: 3 of 5 clients are left" in text for text in record["faults"])
     assert server.history.records[-1]["answers"] == 5
     assert worst(floats(server.model), plain_of(1)) < 1e-6
 
@@ -215,13 +203,6 @@ def test_a_stranger_whom_the_servers_roster_has_stops_every_client():
     assert str(caught.value).count("the key of site-4 is not signed by site-4") == 4
 
 
-def test_fewer_than_three_are_refused():
-    server = server_of("veil", attempts=1)
-    server.engine.transport.down = {"site-0", "site-1", "site-2"}
-    with pytest.raises(TooFewAnswers, match="only 2 of 3 clients are present"):
-        server.fit(rounds=1)
-
-
 def test_members_that_stay_away_cost_nothing_while_enough_are_left():
     server = server_of("veil")
     server.fit(rounds=1)
@@ -235,11 +216,10 @@ def test_members_that_stay_away_cost_nothing_while_enough_are_left():
         server.fit(rounds=5)
 
 
-def test_a_share_of_the_members_is_a_roster_of_its_own():
+def test_a_fraction_of_the_members_is_a_roster():
     server = server_of("veil", participation=0.8)
     server.fit(rounds=4)
-    assert [record["answers"] for record in server.history.records] == [4] * 4
-    assert not any("faults" in record for record in server.history.records)
+    assert [(record["answers"], "faults" in record) for record in server.history.records] == [(4, False)] * 4
 
 
 @pytest.mark.parametrize(
@@ -249,6 +229,7 @@ def test_a_share_of_the_members_is_a_roster_of_its_own():
         (DBCL(), {}, "dbcl is not linear"),
         (SPN(), {}, "SPN .* is not linear"),
         (Private(Veil(), 1.0, 1.0), {}, "differential privacy clips recovered gradients, but with veil"),
+        (Private(type("Doubled", (Plain,), {})(), 1.0, 0.0), {}, "differential privacy clips recovered gradients"),
         (Veil(multiplicative=1e4), {}, "leave too few digits"),
         ("veil", {"limits": Limits("median")}, "limits and aggregation rules need individual updates"),
     ],
@@ -265,11 +246,7 @@ def averaging():
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [
-        ({"data": parts((10, 10))}, "at least 3"),
-        ({"build": averaging}, r"1 averages over all batches \(momentum=None\)"),
-        ({"limits": Limits()}, "limits and aggregation rules need individual updates"),  # the default of other servers
-    ],
+    [({"data": parts((10, 10))}, "at least 3"), ({"build": averaging}, r"1 averages over all batches \(momentum=N")],
 )
 def test_what_one_process_cannot_sum_is_refused(options, text):
     with pytest.raises(BadArgument, match=text):
@@ -328,19 +305,6 @@ def test_a_client_that_spoils_the_sum_costs_rounds_and_not_the_run():
     assert worst(floats(server.model), before) == 0
 
 
-def test_nobody_takes_the_name_of_another_member():
-    known = parties()
-    thief = Identity.new("site-2")
-    keys = {name: party._roster.public_key(name) for name, party in known.items()}
-    known["site-4"] = Party(thief, Roster({**keys, "site-2": thief.public()}), policy=POLICY)
-    server = server_of("veil", known=known, secure_aggregation=known["site-2"]._roster)
-    server.fit(rounds=1)
-    (record,) = server.history.records
-    assert record["answers"] == 4
-    assert record["excluded"] == {"site-4": "its hello is not signed by site-2"}
-    assert worst(floats(server.model), plain_of(1, (0, 1, 2, 3))) < 1e-6
-
-
 def test_what_the_server_receives_holds_no_update_and_no_number_of_records(monkeypatch):
     """The words of a client are uniform without its seeds; here: no plain answer, no count, nothing repeated."""
     server, seen = server_of("plain"), []
@@ -348,21 +312,15 @@ def test_what_the_server_receives_holds_no_update_and_no_number_of_records(monke
 
     def tapped(common, own, **options):
         for name, data in ask(common, own, **options):
-            seen.append((name, data))
+            seen.append(data)
             yield name, data
 
     monkeypatch.setattr(server.engine.transport, "ask", tapped)
     server.fit(rounds=2)
-    kinds = {read_kind(data) for _, data in seen}
-    assert kinds == {"maskedanswer", "step"}
-    uploads = [read(data, MaskedAnswer) for _, data in seen if read_kind(data) == "maskedanswer"]
-    assert len(uploads) == 10
-    for masked in uploads:
-        values = {key for key in vars(masked) if key != "tensors"}
-        assert values == {"round", "token", "defence"}
-    words = [np.frombuffer(m.tensors["upload"].numpy().tobytes()[-4096:], np.uint8) for m in uploads]
-    assert len({own.tobytes() for own in words}) == 10
-    steps = [read(data, Step).step for _, data in seen if read_kind(data) == "step"]
+    uploads = [read(data, MaskedAnswer) for data in seen if read_kind(data) == "maskedanswer"]
+    assert all(set(vars(masked)) == {"round", "token", "defence", "tensors"} for masked in uploads)
+    assert len({masked.tensors["upload"].numpy().tobytes()[-4096:] for masked in uploads}) == len(uploads) == 10
+    steps = [read(data, Step).step for data in seen if read_kind(data) != "maskedanswer"]
     assert set(steps) == {"hello", "settle", "reveal"}
 
 
@@ -375,14 +333,11 @@ def test_words_and_back():
     }
     packing = Packing.from_tensors(update)
     assert packing.rows == (1, 5, 20, 20, 20)
-    sizes = {
-        "passes/w": update["passes/w"].abs().flatten(1).amax(1).tolist(),
-        "buffer/mean": [3.0],
-        "buffer/count": [7.0],
-    }
+    largest = update["passes/w"].abs().flatten(1).amax(1).tolist()
+    sizes = {"passes/w": largest, "buffer/mean": [3.0], "buffer/count": [7.0]}
     hello = parties()["site-0"].hello("a run")
-    layout, counts = RowFormat(packing.choose_exponents(sizes, 100, 0), packing.rows, True), (3, 11, 50, 36)
-    opening = Opening("a run", 0, 0, (hello,) * 4, *layout)
+    exponents, counts = packing.choose_exponents(sizes, 100, 0), (3, 11, 50, 36)
+    opening = Opening("a run", 0, 0, (hello,) * 4, exponents, packing.rows, True)
     with np.errstate(over="ignore"):
         total = sum((packing.pack(update, n, opening) for n in counts), np.zeros(opening.size, np.uint64))
     records, mean = packing.unpack(total, opening)
@@ -398,13 +353,3 @@ def test_words_and_back():
     for wrong in (float("nan"), float("inf")):
         spoilt = {**update, "buffer/mean": torch.full((5,), wrong)}
         assert packing.pack(spoilt, 3, opening).tolist() == [1] + [0] * (opening.size - 1)
-    json.dumps(opening.values())
-
-
-def test_a_class_derived_from_plain_has_to_say_that_its_gradients_can_be_clipped():
-    class Doubled(Plain):
-        pass
-
-    assert Plain.clippable
-    with pytest.raises(BadArgument, match="differential privacy clips recovered gradients"):
-        check_combination(Private(Doubled(), 1.0, 0.0), net(), None)

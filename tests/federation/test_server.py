@@ -4,7 +4,6 @@ import copy
 import logging
 import math
 
-import numpy as np
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
@@ -38,27 +37,24 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, 0.1)
 
 
-def test_an_optimiser_object_trains_as_its_factory_does():
+def frozen(parameters):
+    return torch.optim.SGD(parameters, 1e-30)  # nothing improves
+
+
+def test_an_optimizer_and_a_schedule_train_as_their_factories_do():
     one, other = net(), net()
-    Federation(one, [data()], "plain", torch.optim.Adam(one.parameters(), 0.01)).fit(3)
-    Federation(other, [data()], "plain", lambda p: torch.optim.Adam(p, 0.01)).fit(3)
+    optimizer = sgd(one.parameters())
+    Federation(one, [data()], "plain", optimizer, schedule=StepLR(optimizer, 1, 0.5)).fit(3)
+    Federation(other, [data()], "plain", sgd, schedule=lambda o: StepLR(o, 1, 0.5)).fit(3)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_a_schedule_object_of_the_optimiser_is_taken():
-    model = net()
-    optimizer = sgd(model.parameters())
-    federation = Federation(model, [data()], "plain", optimizer, schedule=StepLR(optimizer, 1, 0.5), batch_size=8)
-    federation.fit(2)
-    assert optimizer.param_groups[0]["lr"] == 0.1 / 4
-
-
-def test_a_schedule_steps_every_round_if_asked_and_records_have_the_rate():
-    federation = Federation(
-        net(), [data()], "plain", sgd, schedule=lambda o: StepLR(o, 1, 0.5), schedule_every="round", batch_size=8
-    )
-    history = federation.fit(1)
-    assert [record["lr"] for record in history.records] == [0.1, 0.05, 0.025]
+@pytest.mark.parametrize(("every", "rates"), [("round", [0.1, 0.05, 0.025]), ("epoch", [0.1, 0.1, 0.1])])
+def test_a_schedule_steps_every_round_or_epoch_and_records_have_the_rate(every, rates):
+    how = {"schedule": lambda o: StepLR(o, 1, 0.5), "schedule_every": every, "batch_size": 8}
+    federation = Federation(net(), [data()], "plain", sgd, **how)
+    assert [record["lr"] for record in federation.fit(1).records] == rates
+    assert federation.optimizer.param_groups[0]["lr"] == 0.1 / (8 if every == "round" else 2)
 
 
 def test_a_clipped_step_is_that_of_the_clipped_gradient():
@@ -77,12 +73,8 @@ def test_a_clipped_step_is_that_of_the_clipped_gradient():
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_a_plateau_lowers_the_rate_whichever_way_the_metric_goes(mode):
-    inputs, classes = data(4)
-    frozen = lambda p: torch.optim.SGD(p, 1e-30)  # noqa: E731  (nothing improves)
-    federation = Federation(
-        net(), [(inputs, classes)], "plain", frozen, schedule=lambda o: ReduceLROnPlateau(o, mode, 0.1, patience=1)
-    )
-    history = federation.fit(4, test=(inputs, classes))
+    schedule = lambda o: ReduceLROnPlateau(o, mode, 0.1, patience=1)  # noqa: E731
+    history = Federation(net(), [data(4)], "plain", frozen, schedule=schedule).fit(4, test=data(4))
     assert [record["lr"] for record in history.records] == pytest.approx([1e-30, 1e-30, 1e-30, 1e-31])
 
 
@@ -101,13 +93,9 @@ def test_waiting_for_progress_needs_test_data(options):
 
 
 def test_training_stops_early_and_a_resumed_run_stays_stopped(tmp_path):
-    def federation():
-        return Federation(net(), [data()], "plain", lambda p: torch.optim.SGD(p, 1e-30))
-
-    first = federation()
+    first, second = [Federation(net(), [data()], "plain", frozen) for _ in range(2)]
     history = first.fit(50, test=data(), patience=3, folder=tmp_path)
     assert len(history.records) == 4  # the first evaluation, and three that are no better
-    second = federation()
     second.resume(tmp_path)
     assert len(second.fit(50, test=data(), patience=3).records) == 4
     assert len(second.fit(50, test=data(), patience=6).records) == 7
@@ -169,18 +157,14 @@ def changed(place, client, record, value, dtype=torch.float32):
 
 
 PLACES = {"inputs": 0, "targets": 1}
-
-
 BAD = [math.nan, math.inf, -math.inf]
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_targets_that_are_not_finite_are_refused_with_their_client_and_record(value):
-    with pytest.raises(BadArgument, match="client 2, record 5: targets hold NaN or infinity"):
-        Federation(small(), changed(1, 2, 5, value), "plain")
-    one_column = [(inputs, targets[:, 3]) for inputs, targets in changed(1, 2, 5, value)]
-    with pytest.raises(BadArgument, match="client 2, record 5: targets hold NaN or infinity"):
-        Federation(small(), one_column, "plain", loss=lambda y, t: (y[:, 0] - t) ** 2)
+@pytest.mark.parametrize("place", PLACES)
+def test_records_that_are_not_finite_are_refused_with_their_client_and_number(place, value):
+    with pytest.raises(BadArgument, match=f"client 2, record 5: {place} hold NaN or infinity"):
+        Federation(small(), changed(PLACES[place], 2, 5, value), "plain")
 
 
 @pytest.mark.parametrize("fuse", [True, False])
@@ -228,9 +212,8 @@ def test_so_it_is_under_limits_and_secure_aggregation(options):
 def test_where_clients_share_a_pass_none_of_them_is_named():
     run = Federation(small(), huge(4, 3), "plain")
     text = r"(?s)^round 0: training diverged: the pass that all clients share: .*Fix: scale inputs and targets"
-    with pytest.raises(Diverged, match=text) as caught:  # before the first step, the learning rate is not the cause
+    with pytest.raises(Diverged, match=text):  # before the first step, the learning rate is not the cause
         run.fit(rounds=20)
-    assert "client 0" not in str(caught.value)
 
 
 @pytest.mark.parametrize("defence", ["plain", "veil"])
@@ -256,19 +239,12 @@ def test_a_model_that_is_not_finite_is_refused_before_the_first_round(value):
 
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
-
-
 Y = (X[:, 0] > 0).long()
-
-
-CLIENTS = [(X[:20], Y[:20]), (X[20:], Y[20:])]
+CLIENTS, PAIRS = [(X[:20], Y[:20]), (X[20:], Y[20:])], TensorDataset(X, Y)
 
 
 def federation(clients=CLIENTS, defence="plain", model=None, **options):
     return Federation(model or seeded(), clients, defence, **options)
-
-
-PAIRS = TensorDataset(X, Y)
 
 
 REFUSED = {
@@ -281,24 +257,14 @@ REFUSED = {
     "a class for a defence": (lambda: federation(defence=Veil), r"(?s)defence is <class.*fedveil.defences.Veil\(\)"),
     "a dict of limits": (lambda: federation(limits={"hostile": 1}), r"(?s)limits is a dict.*fedveil.Limits\("),
     "a text for a seed": (lambda: federation(seed="42"), "seed must be an integer, got '42'"),
-    "no seed": (lambda: federation(seed=None), "seed must be an integer, got None"),
-    "a seed of NumPy": (lambda: federation(seed=np.int64(3)), "seed must be an integer, got np.int64"),
     "a word for whole_shard": (lambda: federation(whole_shard="no"), "whole_shard must be True or False, got 'no'"),
     "a number for fuse": (lambda: federation(fuse=0), "(?s)fuse must be True or False, got 0.*Fix: use fuse=True"),
-    "a rate as text": (
-        lambda: federation(optimizer=lambda p: torch.optim.SGD(p, lr="1e-3")),
-        r"(?s)optimizer= cannot be created: .*Adam\(parameters, lr=1e-3\)",
-    ),
     "a rate below 0": (
         lambda: federation(optimizer=lambda p: torch.optim.SGD(p, lr=-1.0)),
-        "optimizer= cannot be created: Invalid learning rate: -1.0",
+        r"(?s)optimizer= cannot be created: Invalid learning rate: -1.0.*Adam\(parameters, lr=1e-3\)",
     ),
-    "a schedule without its settings": (
-        lambda: federation(schedule=StepLR),
-        r"(?s)schedule= cannot be created: .*step_size.*T_max=20",
-    ),
+    "a bare schedule": (lambda: federation(schedule=StepLR), r"(?s)schedule= cannot be created: .*step_size.*T_max=20"),
     "a word for rounds": (lambda: federation().fit(1, evaluate_every="epoch"), "evaluate_every must be an integer"),
-    "rounds below 0": (lambda: federation().fit(1, evaluate_every=-1), "evaluate_every must be .* got -1"),
     "a text for rounds": (lambda: federation().fit(1, checkpoint_every="1"), "checkpoint_every must be"),
     "a name for an optimizer": (lambda: federation(optimizer="adam"), "optimizer is 'adam'"),
     "no optimizer": (lambda: federation(optimizer=lambda p: None), "optimizer created a NoneType"),
@@ -311,15 +277,11 @@ REFUSED = {
     "an empty batch": (lambda: federation(batch_size=0), "batch_size must be an integer of at least 1, got 0"),
     "nobody": (lambda: federation(participation=0.0), "participation must be above 0"),
     "an unknown defence": (lambda: federation(defence="moat"), "there is no defence 'moat'"),
-    "a class too many": (
-        lambda: federation([(X, Y * 4)]),
-        "classes range from 0 to 4, but the model has outputs 0 to 1",
-    ),
     "a callback by name": (lambda: federation().fit(1, on_round="print"), "on_round is 'print'"),
     "callbacks by name": (lambda: federation().fit(1, on_round=["print"]), "on_round is 'print'"),
     "one-hot integers": (
-        lambda: federation([(X, nn.functional.one_hot(Y, 2))]),
-        r"(?s)class indices need shape \(40,\).*targets.argmax\(-1\)",
+        lambda: federation([(X, torch.eye(2).long()[Y])]),
+        r"(?s)shape \(40,\).*argmax of one-hot",
     ),
 }
 
@@ -346,10 +308,6 @@ def test_a_second_fit_that_trains_nothing_says_so(caplog):
     assert not caplog.text
 
 
-def ending_in(layer, outputs):
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, outputs), layer)
-
-
 @pytest.mark.parametrize(
     ("layer", "outputs", "loss", "text"),
     [
@@ -359,7 +317,7 @@ def ending_in(layer, outputs):
 )
 def test_probabilities_for_a_loss_that_takes_logits_are_warned_of(layer, outputs, loss, text):
     with pytest.warns(UserWarning, match=text):
-        federation(model=ending_in(layer, outputs), loss=loss)
+        federation(model=nn.Sequential(mlp(4, outputs, hidden=8), layer), loss=loss)
 
 
 def seeded():

@@ -11,30 +11,8 @@ import time
 
 import pytest
 import torch
-from tests.engines import Loopback, LoopbackServer, member
-from tests.federation.kept import (
-    EVERY,
-    HOW,
-    LAST,
-    PREVIOUS,
-    ROUNDS,
-    TEST,
-    HalfWay,
-    Interrupted,
-    Plateau,
-    Struck,
-    Stubborn,
-    check_whole,
-    equal,
-    halving,
-    impatient,
-    make,
-    make_resumed,
-    round_in,
-    sgd,
-    stop_at,
-    told,
-)
+from tests.federation import kept
+from tests.federation.kept import EVERY, HOW, LAST, PREVIOUS, ROUNDS, check_whole, equal, impatient, make, round_in, sgd
 from tests.oracle import worst
 from tests.sessions import watch
 from tests.small import adam, federation, net, pairs
@@ -44,18 +22,16 @@ from torch.utils import _pytree as pytree
 
 import fedveil
 from fedveil.defences import Plain, Private, Veil
-from fedveil.errors import BadArgument, Diverged, FedveilError, TooFewAnswers
+from fedveil.errors import BadArgument, Diverged, FedveilError
 from fedveil.federation import Federation, checkpoint
 from fedveil.models import mlp
 
 
-@pytest.mark.parametrize("test", [TEST, None], ids=["evaluated", "not evaluated"])
+@pytest.mark.parametrize("test", [kept.TEST, None], ids=["evaluated", "not evaluated"])
 def test_a_checkpoint_follows_each_evaluation_and_without_test_data_each_interval(tmp_path, test):
-    seen = {}
-    make().fit(
-        **HOW | {"test": test}, folder=tmp_path, on_round=lambda r: seen.update({r["round"]: round_in(tmp_path)})
-    )
-    assert seen == {number: number // EVERY * EVERY for number in range(1, ROUNDS + 1)}
+    seen = []
+    make().fit(**HOW | {"test": test}, folder=tmp_path, on_round=lambda _: seen.append(round_in(tmp_path)))
+    assert seen == [number // EVERY * EVERY for number in range(1, ROUNDS + 1)]
 
 
 def test_a_checkpoint_is_written_when_the_last_one_is_too_long_ago(tmp_path, monkeypatch):
@@ -75,12 +51,11 @@ class Ended(Exception):
 def test_what_a_callback_raises_goes_through_and_its_round_is_saved(tmp_path, error, number):
     run = make()
     with pytest.raises(type(error)) as caught:
-        run.fit(**HOW, folder=tmp_path, on_round=stop_at(number, error))
+        run.fit(**HOW, folder=tmp_path, on_round=kept.stop_at(number, error))
     assert caught.value is error
     assert run.round == round_in(tmp_path) == number
-    again = make_resumed(tmp_path)
+    again = kept.make_resumed(tmp_path)
     assert equal(again, run)
-    assert told(again) == told(run)
     check_whole(tmp_path)
 
 
@@ -91,21 +66,16 @@ def interrupt_exchange(number):
         if next(rounds) == number:
             raise KeyboardInterrupt
 
-    return make(defence=watch(Plain(), on_recover=stop))
+    return watch(make(), stop)
 
 
 INTERRUPTED = {  # how the run is made, options of fit, its last complete round, how the resumed run is made
     "an exchange": (lambda: interrupt_exchange(7), {}, 6, {}),
-    "an evaluation": (make, {"test": Interrupted(15)}, 8, {}),
-    "the last evaluation": (make, {"test": Interrupted(25)}, 12, {}),
-    "a step": (lambda: make(sgd(HalfWay)), {}, 4, {"optimizer": sgd()}),
-    "a step of the schedule": (lambda: make(schedule=lambda o: Struck(o, 5, 0.5)), {}, 5, {}),
-    "a step of a plateau": (
-        lambda: make(schedule=impatient(Plateau)),
-        {},
-        8,
-        {"schedule": impatient(ReduceLROnPlateau)},
-    ),
+    "an evaluation": (make, {"test": kept.Interrupted(15)}, 8, {}),
+    "the last evaluation": (make, {"test": kept.Interrupted(25)}, 12, {}),
+    "a step": (lambda: make(sgd(kept.HalfWay)), {}, 4, {"optimizer": sgd()}),
+    "a step of the schedule": (lambda: make(schedule=lambda o: kept.Struck(o, 5, 0.5)), {}, 5, {}),
+    "a plateau": (lambda: make(schedule=impatient(kept.Plateau)), {}, 8, {"schedule": impatient(ReduceLROnPlateau)}),
 }
 
 
@@ -125,14 +95,14 @@ def test_an_interrupt_leaves_the_last_complete_round(tmp_path, name):
 
 
 def test_a_second_interrupt_tears_nothing_either(tmp_path):
-    run, whole = make(sgd(Stubborn)), make(sgd())
+    run, whole = make(sgd(kept.Stubborn)), make(sgd())
     with pytest.raises(KeyboardInterrupt):
         run.fit(**HOW, folder=tmp_path)
     assert round_in(tmp_path) == EVERY  # the last that was whole
     run.fit(**HOW, folder=tmp_path)
     whole.fit(**HOW)
     assert equal(run, whole)
-    assert told(run) == told(whole)
+    assert kept.told(run) == kept.told(whole)
 
 
 def leaping():
@@ -148,7 +118,7 @@ def test_after_a_divergence_the_model_in_memory_and_on_disk_is_the_last_finite_o
         run.fit(rounds=9, folder=tmp_path, checkpoint_every=1)
     assert [run.round, round_in(tmp_path), round_in(tmp_path, PREVIOUS)] == [3, 3, 2]
     assert equal(run, whole)
-    assert equal(make_resumed(tmp_path, optimizer=sgd()), whole)
+    assert equal(kept.make_resumed(tmp_path, optimizer=sgd()), whole)
     assert not list(tmp_path.glob("*.safetensors"))
     with pytest.raises(Diverged, match="the model in memory has the values after the step"):
         leaping().fit(rounds=9)
@@ -196,27 +166,6 @@ def test_a_model_that_was_made_infinite_elsewhere_is_not_saved_and_the_old_check
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_run_whose_clients_are_gone_is_saved_and_a_new_server_resumes_it(tmp_path):
-    members = {name: member(net, pairs(8, seed=name)[0], name) for name in range(2)}
-
-    def start(engine):
-        how = {"loss": "squared_error", "pause": 0.0, "attempts": 1, "patience": 0.1, "timeout": 1.0}
-        return LoopbackServer(engine, net(), TEST[0][:2], "plain", adam, **how)
-
-    engine, again, whole = Loopback(members), start(Loopback(members)), start(Loopback(members))
-
-    def leave(record):
-        engine.down = set(members) if record["round"] == 5 else set()
-
-    with pytest.raises(TooFewAnswers):
-        start(engine).fit(**HOW, folder=tmp_path, on_round=leave)
-    assert round_in(tmp_path) == 5
-    again.fit(**HOW, folder=tmp_path, resume=True)
-    whole.fit(**HOW)
-    assert equal(again, whole)
-    assert [record["round"] for record in again.history.records] == list(range(1, ROUNDS + 1))
-
-
 def test_a_last_save_that_fails_is_a_warning_beside_the_error_that_ended_the_run(tmp_path, monkeypatch, caplog):
     def full(handle):
         raise OSError(28, "No space left on device")
@@ -255,7 +204,7 @@ def test_a_second_interrupt_does_not_stop_the_save(tmp_path, monkeypatch):
 
 
 def test_resume_starts_a_run_continues_one_and_leaves_a_finished_one(tmp_path):
-    first, again, done, other = make(), make(), make(), make()
+    first, again, done, other = [make() for _ in range(4)]
     first.fit(**HOW | {"rounds": 5}, folder=tmp_path, resume=True)
     before = (tmp_path / LAST).read_bytes()
     other.step()
@@ -272,11 +221,13 @@ def test_resume_starts_a_run_continues_one_and_leaves_a_finished_one(tmp_path):
         make().fit(rounds=1, resume=True)
 
 
-@pytest.mark.parametrize("schedule", [None, halving, impatient(ReduceLROnPlateau)], ids=["none", "halving", "plateau"])
+@pytest.mark.parametrize(
+    "schedule", [None, kept.halving, impatient(ReduceLROnPlateau)], ids=["none", "halving", "plateau"]
+)
 def test_resuming_with_another_learning_rate_says_which_one_is_used(tmp_path, caplog, schedule, request):
     slow, fast = (lambda parameters, rate=rate: torch.optim.SGD(parameters, rate) for rate in (0.01, 0.25))
     make(slow, schedule).fit(**HOW | {"rounds": 8}, folder=tmp_path)
-    for same in (schedule, schedule or halving):  # a new schedule is no other learning rate
+    for same in (schedule, schedule or kept.halving):  # a new schedule is no other learning rate
         make(slow, same).resume(tmp_path)
     assert "learning rate" not in caplog.text
     make(fast, schedule).resume(tmp_path)
@@ -330,7 +281,7 @@ def test_load_model_takes_the_checkpoint_if_it_is_newer(tmp_path, best):
     run = make()
     run.fit(**HOW | {"rounds": 4}, folder=tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        run.fit(**HOW, folder=tmp_path, checkpoint_every=1, on_round=stop_at(9))
+        run.fit(**HOW, folder=tmp_path, checkpoint_every=1, on_round=kept.stop_at(9))
     state = checkpoint.load(tmp_path / LAST)
     (_, first), (_, second) = run.history.curve("mse")
     assert first > second  # the best one is newer, too
@@ -340,8 +291,11 @@ def test_load_model_takes_the_checkpoint_if_it_is_newer(tmp_path, best):
     run.fit(**HOW, folder=tmp_path)
     (tmp_path / LAST).unlink()
     (tmp_path / PREVIOUS).unlink()
-    found = fedveil.load_model(tmp_path, model=net()).state_dict()
-    assert all(torch.equal(value, found[name]) for name, value in run.model.state_dict().items())
+    found = fedveil.load_model(tmp_path, model=net(), best=best).state_dict()
+    wanted = run.best[1] if best else run.model.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    with pytest.raises(BadArgument, match=r"(?s)no config\.json.*model=the network"):
+        fedveil.load_model(tmp_path)
 
 
 def private():
@@ -352,22 +306,22 @@ def test_a_private_round_is_on_disk_before_a_callback_hears_of_it(tmp_path):
     spent = []
 
     def look(record):
-        again = make_resumed(tmp_path, defence=private())
+        again = kept.make_resumed(tmp_path, defence=private())
         spent.append((record["epsilon"], again.defence_server.accountant.epsilon()))
 
     make(defence=private()).fit(rounds=3, folder=tmp_path, on_round=look)
     assert len(spent) == 3
-    assert all(told == kept for told, kept in spent)
+    assert all(told == saved for told, saved in spent)
 
 
 def test_a_round_whose_noise_was_drawn_counts_although_it_is_undone(tmp_path):
-    run, again = make(sgd(HalfWay), defence=private()), make(sgd(), defence=private())
+    run, again = make(sgd(kept.HalfWay), defence=private()), make(sgd(), defence=private())
     with pytest.raises(KeyboardInterrupt):
         run.fit(rounds=9, folder=tmp_path)
     assert (run.round, run.defence_server.accountant.rounds) == (4, 5)
     saved = (tmp_path / LAST).read_bytes()
     (tmp_path / LAST).write_bytes(b"garbage")
-    back = make_resumed(tmp_path, optimizer=sgd(), defence=private())
+    back = kept.make_resumed(tmp_path, optimizer=sgd(), defence=private())
     assert (back.round, back.defence_server.accountant.rounds) == (4, 5)
     (tmp_path / LAST).write_bytes(saved)
     again.fit(rounds=9, folder=tmp_path, resume=True)
@@ -377,16 +331,14 @@ def test_a_round_whose_noise_was_drawn_counts_although_it_is_undone(tmp_path):
 def test_a_resumed_veil_draws_new_secrets_and_ends_as_plain_training(tmp_path):
     seen, data = [], [(inputs.double(), targets.double()) for inputs, targets in pairs(12, 8)]
 
-    def trained(defence, rounds, **how):
-        run = Federation(net().double(), data, defence, adam, batch_size=4)
-        run.fit(rounds=rounds, **how)
-        return run.model.state_dict()
-
-    for rounds in (4, 8):
-        veil = watch(Veil(groups=2), on_broadcast=lambda own: seen.append(own.broadcast.round))
-        found = trained(veil, rounds, folder=tmp_path, resume=True)
+    plain, *veiled = [
+        Federation(net().double(), data, defence, adam, batch_size=4) for defence in ("plain", *["veil"] * 2)
+    ]
+    for run, rounds in zip(veiled, (4, 8), strict=True):
+        watch(run, lambda own: seen.append(own.broadcast.round)).fit(rounds=rounds, folder=tmp_path, resume=True)
+    plain.fit(rounds=8)
     assert len(set(seen)) == 8
-    assert worst(found, trained("plain", 8)) < 1e-9
+    assert worst(veiled[1].model.state_dict(), plain.model.state_dict()) < 1e-9
 
 
 def test_no_secret_is_in_a_checkpoint(tmp_path):
@@ -395,15 +347,11 @@ def test_no_secret_is_in_a_checkpoint(tmp_path):
     def leak(own):
         secrets.extend(own.perturbation.recovery.transform.scale.tolist())
 
-    make(defence=watch(Veil(), on_recover=leak)).fit(rounds=3, folder=tmp_path)
-    leaves = [torch.as_tensor(leaf) for leaf in pytree.tree_leaves(checkpoint.load(tmp_path / LAST)) if is_number(leaf)]
-    numbers = {value for leaf in leaves for value in leaf.double().flatten().tolist()}
+    watch(make(defence=Veil()), leak).fit(rounds=3, folder=tmp_path)
+    saved = pytree.tree_leaves(checkpoint.load(tmp_path / LAST))
+    leaves = [torch.as_tensor(leaf).double() for leaf in saved if isinstance(leaf, torch.Tensor | int | float)]
     assert secrets
-    assert not numbers & {secret for secret in secrets if abs(secret) != 1}
-
-
-def is_number(leaf):
-    return isinstance(leaf, torch.Tensor | int | float)
+    assert not set(torch.cat([leaf.flatten() for leaf in leaves]).tolist()) & {s for s in secrets if abs(s) != 1}
 
 
 def elsewhere(call):
@@ -422,52 +370,24 @@ def elsewhere(call):
     return found[0] if isinstance(found[0], BaseException) else None
 
 
-@pytest.mark.parametrize("make", [Plain, Veil])
-def test_three_others_are_refused_while_one_trains_and_its_rounds_stay_right(tmp_path, make):
-    run, alone, seen = federation(make()), federation(make()), []
+def test_other_threads_are_refused_while_one_trains_but_not_from_a_copy(tmp_path):
+    run, seen = federation(), []
     run.fit(rounds=1, folder=tmp_path / "before")
-    alone.fit(rounds=4)
 
     def disturb(record):
-        if not seen:
-            calls = (run.step, lambda: run.fit(rounds=9), lambda: run.save(tmp_path / "other"))
-            seen.extend(elsewhere(call) for call in (*calls, lambda: run.resume(tmp_path / "before")))
+        copies = [copy.deepcopy(run), pickle.loads(pickle.dumps(run))]
+        assert [elsewhere(other.step) for other in copies] == [None, None]
+        run.save(tmp_path / "own")  # as callbacks may
+        calls = (run.step, lambda: run.fit(rounds=9), lambda: run.save(tmp_path / "other"))
+        seen.extend(elsewhere(call) for call in (*calls, lambda: run.resume(tmp_path / "before")))
+        raise KeyboardInterrupt
 
-    run.fit(rounds=4, on_round=disturb)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit(rounds=4, on_round=disturb)
     assert len(seen) == 4
     for error in seen:
         assert isinstance(error, FedveilError)
         assert "Federation: another thread is using it" in str(error)
-        assert "Fix: wait until it is done" in str(error)
-    assert not (tmp_path / "other").exists()
-    assert [record["round"] for record in run.history.records] == [1, 2, 3, 4]
-    assert run.round == alone.round
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "own"]
     assert elsewhere(run.step) is None  # nobody is inside any more
-    assert run.round == 5
-
-
-def test_a_thread_that_failed_lets_the_next_one_in_and_callbacks_may_call_what_they_like(tmp_path):
-    run = federation()
-
-    def stop(record):
-        run.save(tmp_path)
-        run.step()
-        assert isinstance(elsewhere(run.step), FedveilError)  # still, after the calls inside have returned
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run.fit(rounds=3, on_round=stop)
-    assert elsewhere(run.step) is None
     assert run.round == 3
-
-
-def test_a_copy_is_used_by_another_thread():
-    run, copies = federation(), []
-
-    def keep(record):
-        copies.extend([copy.deepcopy(run), pickle.loads(pickle.dumps(run))])
-        assert [elsewhere(other.step) for other in copies] == [None, None]
-        assert isinstance(elsewhere(run.step), FedveilError)
-
-    run.fit(rounds=1, on_round=keep)
-    assert [run.round, *(other.round for other in copies)] == [1, 2, 2]

@@ -84,6 +84,11 @@ class LocalGrid(Grid):
                 found.append(over_the_wire(reply))
         return found
 
+    def sent_bytes(self):
+        """The content of all messages to nodes."""
+        records = [record for message in self.sent for record in message.content.array_records.values()]
+        return b"".join(array.data for record in records for array in record.values())
+
     def send_and_receive(self, messages, *, timeout=None):
         messages = list(messages)
         return self.pull_messages(self.push_messages(messages))

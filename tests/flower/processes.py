@@ -1,7 +1,9 @@
 """Real Flower processes on loopback, each in a process group of its own, all ended when the test ends."""
 
+import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,10 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
 APP = Path(__file__).parent / "app"
 SCRIPT = ROOT / "examples" / "flower_app" / "make_certificates.sh"
+needs_keys = pytest.mark.skipif(
+    not shutil.which("openssl") or not shutil.which("ssh-keygen"), reason="no openssl, ssh-keygen"
+)
 LOOP = 'while true; do "$@"; sleep 2; done'  # as docs/flower.md has it
 
 
@@ -39,14 +46,6 @@ def commands(page):
     """The shell blocks of the first section of a page, step by step."""
     section = (ROOT / "docs" / page).read_text().split("## From scratch")[1].split("\n## ")[0]
     return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
-
-
-def group_alive(group):
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 class Processes:
@@ -141,10 +140,9 @@ class Deployment(Processes):
         if wait:
             self.wait(out, within)
 
-    def kill(self, name, sign=signal.SIGKILL):
+    def kill(self, name):
         process = self.processes.pop(name)
-        if group_alive(process.pid):
-            os.killpg(process.pid, sign)
+        signal_group(process, signal.SIGKILL)
         process.wait(30)
 
     def __enter__(self):
@@ -152,26 +150,32 @@ class Deployment(Processes):
         return self
 
     def __exit__(self, *_):
-        groups = [process.pid for process in self.processes.values()]
-        for sign, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
-            for group in groups:
-                if group_alive(group):
-                    os.killpg(group, sign)
-            end = time.monotonic() + patience
-            while any(group_alive(group) for group in groups) and time.monotonic() < end:
-                [process.poll() for process in self.processes.values()]
-                time.sleep(0.1)
-        [process.wait(10) for process in self.processes.values()]
-        ours = [p for p in Path("/proc").glob("[0-9]*/environ") if mentions(p, f"FLWR_HOME={self.home}")]
-        for left in ours:  # what left its group, such as Ray's workers
-            os.kill(int(left.parent.name), signal.SIGKILL)
+        for process in self.processes.values():
+            signal_group(process, signal.SIGTERM)
+        end = time.monotonic() + 5.0
+        while any(process.poll() is None for process in self.processes.values()) and time.monotonic() < end:
+            time.sleep(0.1)
+        for process in self.processes.values():
+            signal_group(process, signal.SIGKILL)
+            process.wait(10)
+        for left in naming(f"FLWR_HOME={self.home}\0", "environ"):  # those that left their group, such as Ray's workers
+            os.kill(left, signal.SIGKILL)
 
 
-def mentions(path, text):
-    try:
-        return text.encode() in path.read_bytes().split(b"\0")
-    except OSError:
-        return False
+def signal_group(process, number):
+    """Signal a process and all that it started, as far as they live."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def naming(text, file="cmdline"):
+    """Other processes whose command, or environment, holds a text."""
+    found = []
+    for path in Path("/proc").glob(f"[0-9]*/{file}"):
+        with contextlib.suppress(OSError):
+            if path.parent.name != str(os.getpid()) and text.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 def toml(value):

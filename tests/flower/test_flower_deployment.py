@@ -1,8 +1,6 @@
-"""Real processes: the model of one process, keys, proxies, kills and eavesdropping."""
+"""Real processes: the model of one process, keys and eavesdropping."""
 
-import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -11,24 +9,16 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedvei
 from safetensors.torch import load_file
 from tests.deployed.eavesdropping import Ear, listen
 from tests.deployed.results import answered, error, one_process, records
-from tests.flower.processes import LOOP, SCRIPT, Deployment, mentions, wait_until
+from tests.flower.processes import SCRIPT, Deployment, needs_keys
 from tests.oracle import worst
 
 pytestmark = pytest.mark.slow
-needs_keys = pytest.mark.skipif(
-    not shutil.which("openssl") or not shutil.which("ssh-keygen"), reason="no openssl, ssh-keygen"
-)
 
 
 @pytest.fixture
 def keys(tmp_path):
     subprocess.run([SCRIPT, tmp_path / "keys", "4"], check=True, capture_output=True)
     return tmp_path / "keys"
-
-
-def register(deployment, count):
-    for part in range(count):
-        deployment.flwr("supernode", "register", deployment.tls / f"node{part}.pub", "lab")
 
 
 @pytest.mark.parametrize(("where", "defence"), [("simulation", "plain"), ("simulation", "veil"), ("nodes", "veil")])
@@ -63,8 +53,8 @@ def test_tls_and_registered_keys_admit_registered_nodes_only(tmp_path, keys):
         "no-tls": (["--insecure", "--max-retries", "2"], "305"),
     }
     with Deployment(tmp_path / "flwr", tls=keys) as deployment:
-        register(deployment, 2)
         for part in range(2):
+            deployment.flwr("supernode", "register", keys / f"node{part}.pub", "lab")
             deployment.start_node(part)
         started = [deployment.start_node(2, trust=own, name=name) for name, (own, _) in strangers.items()]
         deployment.run(out, rounds=2, wait_for=2, within=600)
@@ -73,35 +63,3 @@ def test_tls_and_registered_keys_admit_registered_nodes_only(tmp_path, keys):
             assert code in (deployment.home / f"{name}.log").read_text()
     assert answered(out) == [(0, 1)] * 2
     assert error(out) < 1e-9
-
-
-@needs_keys
-def test_a_node_behind_a_proxy_that_hangs_up_takes_part_again_under_a_loop(tmp_path, keys):
-    out = tmp_path / "out"
-    with Deployment(tmp_path / "flwr", tls=keys, options=["--database", tmp_path / "link.db"]) as deployment:
-        register(deployment, 3)
-        deployment.kill("link")
-        proxy = Ear(deployment.port)  # accepts, and hangs up while the SuperLink is down
-        try:
-            nodes = [
-                deployment.start_node(part, superlink=f"127.0.0.1:{proxy.port}", loop=LOOP if part < 2 else None)
-                for part in range(3)
-            ]
-            assert nodes[2].wait(120) == 1  # what the loop is for; if this fails, Flower has fixed it
-            logs = [deployment.home / f"node{part}.log" for part in range(2)]
-            wait_until(lambda: all("Exit Code: 305" in log.read_text() for log in logs), 120, "the nodes' end")
-            deployment.start_link()
-            deployment.run(out, rounds=2, wait_for=2, within=600)
-        finally:
-            deployment.__exit__()
-            proxy.close()
-    assert answered(out) == [(0, 1)] * 2
-
-
-def test_the_processes_of_these_tests_end_with_them(tmp_path):
-    with Deployment(tmp_path / "flwr") as deployment:
-        process = deployment.start_node(0)
-        assert process.poll() is None
-    assert process.poll() is not None
-    wanted = f"FLWR_HOME={deployment.home}"
-    wait_until(lambda: not any(mentions(p, wanted) for p in Path("/proc").glob("[0-9]*/environ")), 10, "their end")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedvei
 from flwr.app import Context, RecordDict
 from tests.data.making import bank_row, bank_text
 from tests.flower.grid import LocalGrid
-from tests.flower.processes import BIN, ROOT, commands, free_port, mentions, wait_until
+from tests.flower.processes import BIN, ROOT, commands, free_port, naming, wait_until
 
 EXAMPLE = ROOT / "examples" / "flower_app"
 
@@ -107,11 +106,10 @@ def test_the_pages_commands_train_over_tls(tmp_path):
         text, _ = process.communicate(timeout=900)
         assert process.returncode == 0, text
     finally:
-        home = f"FLWR_HOME={tmp_path}/runs/flwr"
-        for file in Path("/proc").glob("[0-9]*/environ"):
-            if mentions(file, home) and file.parent.name != str(os.getpid()):
-                os.kill(int(file.parent.name), signal.SIGKILL)
-        wait_until(lambda: not any(mentions(f, home) for f in Path("/proc").glob("[0-9]*/environ")), 20, "their end")
+        home = f"FLWR_HOME={tmp_path}/runs/flwr\0"
+        for pid in naming(home, "environ"):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not naming(home, "environ"), 20, "their end")
     found = [json.loads(line) for line in (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
     assert [record["answers"] for record in found] == [2] * 10
     assert found[-1]["accuracy"] > found[0]["accuracy"]

@@ -8,18 +8,21 @@ import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
 
+from tests.federation.test_local import words
 from tests.flower.grid import LocalGrid, parts
+from tests.forms import FORMS, Words, network, records, reformed
 from tests.oracle import built, worst
 from torch import nn
 
 from fedveil import Entropy
-from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil, dbcl
+from fedveil.defences import DBCL, PPDL, SPN, Plain, Veil, dbcl
 from fedveil.errors import BadArgument
 from fedveil.federation import Federation
 from fedveil.federation.client import ClientState
 from fedveil.federation.evaluate import slice_inputs
-from fedveil.flower import Server, client, client_app
+from fedveil.flower import Server, answer, client, client_app
 from fedveil.models import mlp
+from fedveil.secagg import Identity, Memory, Party, Policy, Roster
 
 ROUNDS = 5
 
@@ -78,43 +81,12 @@ def test_whole_shards_over_flower_are_those_of_the_engine(make, build):
     assert ours.optimizer.param_groups[0]["lr"] == theirs.optimizer.param_groups[0]["lr"] == 1e-2 / 4
 
 
-@pytest.mark.parametrize("inner", [Plain, Veil], ids=["plain", "veil"])
-def test_differential_privacy_on_top_is_the_servers(inner):
-    """Clipped, with every client counting alike; without noise, so that two runs can be compared."""
-    data = parts()
-    ours = on_flower(Private(inner(), 0.1, 0.0), data)
-    theirs = in_engine(Private(Plain(), 0.1, 0.0), data)
-    assert worst(values(ours.model), values(theirs.model)) < 1e-9
-    assert ours.history.records[0]["dp_clipped"] == 1
-    assert ours.defence_server.accountant.rounds == ROUNDS
-    with pytest.raises(BadArgument, match="draws from a test seed"):
-        on_flower(Private(inner(), 0.1, 0.0, entropy=Entropy.for_tests(1)), data)
-
-
-def test_noise_for_privacy_reaches_the_model_and_is_accounted_for():
-    pytest.importorskip("dp_accounting", reason="pip install 'fedveil[dp]'")
-    data = parts()
-    quiet, loud = (on_flower(Private(Veil(), 0.1, noise), data) for noise in (0.0, 2.0))
-    assert worst(values(loud.model), values(quiet.model)) > 1e-3
-    spent = [record["epsilon"] for record in loud.history.records]
-    assert spent == sorted(set(spent))
-    assert spent[-1] == pytest.approx(in_engine(Private(Plain(), 0.1, 2.0), data).defence_server.accountant.epsilon())
-
-
 def test_batches_over_flower_are_those_of_the_engine():
     data = parts((30, 21, 24))
     ours = on_flower("veil", data, whole_shard=False, batch_size=8, rounds_per_epoch=4, seed=3, rounds=9)
     theirs = in_engine("plain", data, whole_shard=False, batch_size=8, seed=3, rounds=9)
     assert theirs.rounds_per_epoch == 4
     assert worst(values(ours.model), values(theirs.model)) < 1e-9
-
-
-@pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
-def test_class_indices_and_other_losses_travel(loss):
-    data = parts(classes=4)
-    ours = on_flower("veil", data, loss=loss)
-    theirs = in_engine("plain", data, loss=loss)
-    assert worst(values(ours.model), values(theirs.model)) < 1e-4  # the tolerance of nodes, over 5 rounds of Adam
 
 
 def own_loss(outputs, targets):
@@ -169,7 +141,7 @@ def test_clients_keep_their_private_state_where_it_belongs(make, on_disk, tmp_pa
     server.fit(rounds=ROUNDS)
     assert worst(values(server.model), values(engine.model)) < 1e-9
     assert len(list(tmp_path.iterdir())) == (3 if on_disk else 0)
-    sent = b"".join(a.data for m in grid.sent for r in m.content.array_records.values() for a in r.values())
+    sent = grid.sent_bytes()
     for k in range(3):
         own = next(v for v in engine.clients.client.state(k).values() if isinstance(v, torch.Tensor))
         assert own.numpy().tobytes()[:64] not in sent
@@ -208,3 +180,55 @@ def test_single_precision_travels_as_such():
     assert 3 * 4 * count < record["bytes_up"] < 3 * 4 * count + 1000  # G^, sigma~ and beta
     assert 4 * count < record["bytes_down"] < 4 * count + 2500
     assert record["bytes_total"] == 3 * (record["bytes_down"] + record["bytes_up"])
+
+
+@pytest.mark.parametrize(
+    ("defence", "form"),
+    [
+        *[("plain", "tuple"), ("plain", "dict"), ("plain", "nested")],
+        *[("veil", "tuple"), ("veil", "dict"), ("spn", "dict"), ("dbcl", "tuple")],
+    ],
+)
+def test_every_form_travels_nowhere_and_trains_as_in_one_process(defence, form):
+    kind, change = FORMS[form]
+    data = reformed(records((10, 14, 9), classes=True), change)
+    server = on_flower(defence, data, lambda: network(kind), rounds=3, batch_size=8)
+    if defence in ("plain", "veil"):
+        engine = in_engine("plain", data, lambda: network(kind), rounds=3, batch_size=8)
+        assert worst(values(server.model), values(engine.model)) < 1e-9
+    assert [record["answers"] for record in server.history.records] == [3] * 3
+    sent = server.engine.transport.grid.sent_bytes()
+    assert records((10, 14, 9))[0][0][0, :2].numpy().tobytes() not in sent
+
+
+def test_token_ids_stay_whole_and_numbers_take_the_models_dtype():
+    def single():
+        return built(Words, dtype=torch.float32)
+
+    data = words((5, 9))
+    short = [({"ids": x["ids"], "numbers": x["numbers"].float()}, y) for x, y in data]
+    options = {"loss": "cross_entropy", "batch_size": 8}
+    server = on_flower("plain", data, single, example=short[0][0], **options)
+    assert worst(values(server.model), values(in_engine("plain", short, single, **options).model)) < 1e-5
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_nodes_under_secure_aggregation_keep_their_party_or_go_on_from_its_file(stay, tmp_path):
+    """Stock SuperNodes do not stay: nothing but files is left from one message to the next."""
+    data, operator = parts((30, 20, 25, 15)), Identity.new("server")
+    found = [Identity.new(f"node-{k}") for k in range(4)]
+    roster = Roster({own.name: own.public() for own in found})
+    policy = Policy(server=operator.public(), min_records=10)
+
+    def party(context, memory=None):
+        return Party(found[int(context.node_config["partition-id"])], roster, memory, policy=policy)
+
+    def app(message, context):
+        own = party(context, Memory(tmp_path / f"{context.node_id}.memory"))
+        return answer(message, context, net(), data[int(context.node_config["partition-id"])], party=own)
+
+    app = app_of(data, party=party) if stay else app
+    options = {"secure_aggregation": roster, "identity": operator, "batch_size": 8, "timeout": 5.0}
+    server = on_flower("veil", data, app=app, rounds=3, **options)
+    assert [record["answers"] for record in server.history.records] == [4] * 3
+    assert worst(values(server.model), values(in_engine("plain", data, rounds=3, batch_size=8).model)) < 1e-6

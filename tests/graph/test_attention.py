@@ -1,12 +1,13 @@
 """Attention and recurrent networks: exact in every form in which people write them, broken by a wrong exponent."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.oracle import Network, assert_close, perturb, plain, planned, veiled_round, worst
+from tests.oracle import Network, answered, assert_close, perturb, plain, planned, veiled_round, worst
 from tests.transformers import WIDTH, Attention, Block, Stream, attention_networks, recurrent_networks, shaken
 from torch import nn
 
@@ -45,17 +46,13 @@ def attention_model(form="fused"):
 
 def recurrent(kind):
     layers = {"embedding": nn.Embedding(7, 5), "layer": kind(5, 6, batch_first=True), "head": nn.Linear(6, 4)}
-    return Network(lambda m, ids: m.head(m.layer(m.embedding(ids))[0][:, -1]), **layers)
+    return shaken(Network(lambda m, ids: m.head(m.layer(m.embedding(ids))[0][:, -1]), **layers))
 
 
 def error_after(model, tamper, seed=3):
     """The worst error of a parameter after a round under a plan that was tampered with."""
-    ids, targets = tokens()
-    plan = fedveil.analyse(model, ids)
-    tamper(plan)
-    secret = perturb(model, plan, multiplicative=10.0, entropy=fedveil.Entropy.for_tests(seed))
-    update = fedveil.client_step(model, secret.broadcast, ids, targets)
-    return worst(secret.recover([update]).gradients, plain(model, ids, targets)[0])
+    secret, update, truth = answered(model, *tokens(), tamper, seed, multiplicative=10.0)
+    return worst(secret.recover([update]).gradients, truth)
 
 
 def slots_of(plan, name, kind, number=0):
@@ -89,9 +86,7 @@ INNER = "blocks.0.inner."
         pytest.param(attention_model, invert(INNER + "q.weight", INNER + "q.bias"), id="queries invert keys"),
         pytest.param(attention_model, drop(INNER + "o.weight", -1), id="the output projection inverts values"),
         *[
-            pytest.param(
-                lambda kind=kind: shaken(recurrent(kind)), drop("layer.weight_ih_l0"), id=f"{kind.__name__} gate"
-            )
+            pytest.param(partial(recurrent, kind), drop("layer.weight_ih_l0"), id=f"{kind.__name__} gate")
             for kind in (nn.LSTM, nn.GRU, nn.RNN)
         ],
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.oracle import built, perturb
+from tests.oracle import Network, built, perturb
 from tests.zoo import ZOO
 from torch import nn
 
@@ -11,13 +11,8 @@ from fedveil import errors
 from fedveil.defences import Veil
 
 
-class Odd(nn.Module):
-    def forward(self, x):
-        return torch.special.i0(x)
-
-
 def half_bare():
-    return nn.Sequential(nn.Linear(5, 6), Odd(), nn.Linear(6, 3))
+    return nn.Sequential(nn.Linear(5, 6), Network(lambda _, x: torch.special.i0(x)), nn.Linear(6, 3))
 
 
 def test_each_value_counts_under_the_strongest():

@@ -17,39 +17,34 @@ from fedveil.graph.export import export
 from fedveil.graph.head import find_head, keeps_samples_apart
 
 
-class Then(nn.Module):
+def then(after, layer=None):
     """Convolutions, the layer that takes the noise, and what follows it."""
-
-    def __init__(self, after, layer=None):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
-        self.layer, self.after = layer or nn.Conv2d(6, 4, 1), after
-
-    def forward(self, x):
-        return self.after(self.layer(self.body(x)))
+    body = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+    layer = layer or nn.Conv2d(6, 4, 1)
+    return Network(lambda m, x: m.after(m.layer(m.body(x))), body=body, layer=layer, after=after)
 
 
 # A final layer, behind nothing but what is linear and equal for every output.
 FINAL = {
-    "3x3": Then(nn.Identity(), nn.Conv2d(6, 4, 3, padding=1)),
-    "no bias": Then(nn.Identity(), nn.Conv2d(6, 4, 3, bias=False)),
-    "stride and dilation": Then(nn.Identity(), nn.Conv2d(6, 4, 3, stride=2, dilation=2, padding=2)),
-    "reflect": Then(nn.Identity(), nn.Conv2d(6, 4, 3, padding=1, padding_mode="reflect")),
-    "replicate": Then(nn.Identity(), nn.Conv2d(6, 4, 3, padding=1, padding_mode="replicate")),
-    "circular": Then(nn.Identity(), nn.Conv2d(6, 4, 3, padding=1, padding_mode="circular")),
-    "average pool": Then(lambda x: F.adaptive_avg_pool2d(x, 2), nn.Conv2d(6, 4, 3)),
-    "mean": Then(lambda x: x.mean((2, 3))),
-    "bicubic": Then(lambda x: F.interpolate(x, size=(7, 9), mode="bicubic")),
-    "nearest": Then(lambda x: F.interpolate(x, scale_factor=2)),
-    "crop": Then(lambda x: x[:, :, 1:-1, 1:-1]),
-    "flattened pixels": Then(lambda x: x.flatten(2)),
-    "classes last": Then(lambda x: x.permute(0, 2, 3, 1)),
+    "3x3": then(nn.Identity(), nn.Conv2d(6, 4, 3, padding=1)),
+    "no bias": then(nn.Identity(), nn.Conv2d(6, 4, 3, bias=False)),
+    "stride and dilation": then(nn.Identity(), nn.Conv2d(6, 4, 3, stride=2, dilation=2, padding=2)),
+    "reflect": then(nn.Identity(), nn.Conv2d(6, 4, 3, padding=1, padding_mode="reflect")),
+    "replicate": then(nn.Identity(), nn.Conv2d(6, 4, 3, padding=1, padding_mode="replicate")),
+    "circular": then(nn.Identity(), nn.Conv2d(6, 4, 3, padding=1, padding_mode="circular")),
+    "average pool": then(lambda x: F.adaptive_avg_pool2d(x, 2), nn.Conv2d(6, 4, 3)),
+    "mean": then(lambda x: x.mean((2, 3))),
+    "bicubic": then(lambda x: F.interpolate(x, size=(7, 9), mode="bicubic")),
+    "nearest": then(lambda x: F.interpolate(x, scale_factor=2)),
+    "crop": then(lambda x: x[:, :, 1:-1, 1:-1]),
+    "flattened pixels": then(lambda x: x.flatten(2)),
+    "classes last": then(lambda x: x.permute(0, 2, 3, 1)),
 }
 PIXELWISE = {  # classes on axis 1
-    "1x1": Then(nn.Identity()),
-    "transposed": Then(nn.Identity(), nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1, output_padding=1)),
-    "bilinear": Then(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)),
-    "global average": Then(lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1)),
+    "1x1": then(nn.Identity()),
+    "transposed": then(nn.Identity(), nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1, output_padding=1)),
+    "bilinear": then(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)),
+    "global average": then(lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1)),
 }
 OTHER_DIMS = {
     "1d": (nn.Conv1d(3, 6, 3), nn.Conv1d(6, 4, 2), (3, 8)),
@@ -194,22 +189,22 @@ def branches():
 
 
 STACKED = {
-    "squeeze": lambda: Then(nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())),
+    "squeeze": lambda: then(nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())),
     "softmax": lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 9), nn.ReLU(), nn.Linear(9, 4), nn.Softmax(1)),
-    "max pool": lambda: Then(nn.MaxPool2d(2)),
-    "pixel shuffle": lambda: Then(nn.PixelShuffle(2)),
-    "layer norm": lambda: Then(nn.LayerNorm([4, 8, 8])),
-    "batch norm in eval mode": lambda: Then(nn.BatchNorm2d(4).eval()),
-    "mean over classes": lambda: Then(lambda x: x.mean(1)),
-    "grouped last layer": lambda: Then(nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 1, groups=2))),
-    "tanh behind a transposed convolution": lambda: Then(nn.Tanh(), nn.ConvTranspose2d(6, 4, 2, stride=2)),
+    "max pool": lambda: then(nn.MaxPool2d(2)),
+    "pixel shuffle": lambda: then(nn.PixelShuffle(2)),
+    "layer norm": lambda: then(nn.LayerNorm([4, 8, 8])),
+    "batch norm in eval mode": lambda: then(nn.BatchNorm2d(4).eval()),
+    "mean over classes": lambda: then(lambda x: x.mean(1)),
+    "grouped last layer": lambda: then(nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 1, groups=2))),
+    "tanh behind a transposed convolution": lambda: then(nn.Tanh(), nn.ConvTranspose2d(6, 4, 2, stride=2)),
     "functional": functional,
     "branches": branches,
 }
 REPEATED = {
-    "batch norm": lambda: Then(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())),
-    "mean over samples": lambda: Then(lambda x: x - x.mean(0)),
-    "samples and classes changed": lambda: Then(lambda x: x.relu().transpose(0, 1)),
+    "batch norm": lambda: then(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())),
+    "mean over samples": lambda: then(lambda x: x - x.mean(0)),
+    "samples and classes changed": lambda: then(lambda x: x.relu().transpose(0, 1)),
     "a way around": around,
     "twice": twice,
 }
@@ -236,7 +231,7 @@ def test_whatever_follows_is_exact(name):
 
 
 def test_dropout_behind_the_head_leaves_out_the_same_units_for_every_candidate():
-    model = built(lambda: Then(nn.Sequential(nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.3))))
+    model = built(lambda: then(nn.Sequential(nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.3))))
     assert planned(model, IMAGES).head.tail == "repeated"
     found = veiled(model, separate, IMAGES, torch.zeros(6), permute=False)  # dropout hits units by position
     gradients, _ = truth(model, separate, IMAGES, None)
@@ -265,7 +260,7 @@ def test_training_is_lossless(name, whole_shard):
     loss = "cross_entropy" if name != "softmax" else "squared_error"
     clients = [(batch((3, 8, 8), samples=n, seed=n)[0], torch.arange(n) % 4) for n in (8, 12)]
     pooled = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    build = (lambda: Then(copy.deepcopy(pooled))) if name == "batch norm" else NETWORKS[name]
+    build = (lambda: then(copy.deepcopy(pooled))) if name == "batch norm" else NETWORKS[name]
     runs = []
     for defence in (Plain(), Veil(groups=2, additive=100.0, entropy=fedveil.Entropy.for_tests(0))):
         model = built(build)
@@ -293,6 +288,6 @@ def test_training_is_lossless(name, whole_shard):
     ],
 )
 def test_operations_that_couple_samples_are_known(after, kept):
-    exported = export(built(lambda: Then(after)), IMAGES)
+    exported = export(built(lambda: then(after)), IMAGES)
     node = next(n for n in reversed(exported.graph.nodes) if "conv2d" in str(n.target))
     assert keeps_samples_apart(exported, node) is kept

@@ -16,11 +16,6 @@ def dense(**options):
     return nn.Sequential(nn.Linear(5, 6, **options), nn.ReLU(), nn.Linear(6, 3))
 
 
-class Branching(nn.Module):
-    def forward(self, x):
-        return x if x.sum() > 0 else -x
-
-
 class TwoInputs(nn.Module):
     def forward(self, x, other):
         return x + other
@@ -32,7 +27,8 @@ class Numpy(nn.Linear):
 
 
 def with_branch():
-    return Network(lambda m, x: m.head(m.inner(x)), inner=Branching(), head=nn.Linear(5, 2))
+    inner = Network(lambda _, x: x if x.sum() > 0 else -x)
+    return Network(lambda m, x: m.head(m.inner(x)), inner=inner, head=nn.Linear(5, 2))
 
 
 def two_outputs():
@@ -74,7 +70,7 @@ PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
 @pytest.mark.parametrize(
     ("model", "example", "options", "kind", "text"),
     [
-        (with_branch(), X, {}, errors.NotTraceable, r"inner \(Branching\), line.* reads the values.*Fix: replace `if`"),
+        (with_branch(), X, {}, errors.NotTraceable, r"inner \(Network\), line.* reads the values.*Fix: replace `if`"),
         (dense(), torch.zeros(1, 7), {}, errors.NotTraceable, r"0 \(Linear\): torch.export cannot .*Fix: check"),
         (packed(), PACKED, {}, errors.NotTraceable, r"line.*cannot record packed sequences.*Fix: pass padded"),
         (causal(), torch.zeros(2, 3, 8), {}, errors.NotTraceable, "line.*values of the mask.*Fix: pass is_causal=True"),

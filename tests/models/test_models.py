@@ -5,7 +5,7 @@ import torch
 
 import fedveil
 from fedveil.errors import BadArgument
-from fedveil.models import cnn, densenet, lenet, mlp, resnet
+from fedveil.models import cnn, lenet, mlp, resnet
 
 IMAGE = torch.zeros(2, 3, 32, 32)
 
@@ -22,7 +22,7 @@ def test_an_mlp_has_its_layers_and_is_covered_whole(layers):
 PARAMETERS = {8: 75_290, 20: 269_722, 32: 464_154, 44: 658_586, 56: 853_018}
 
 
-@pytest.mark.parametrize("kind", [*PARAMETERS, cnn, densenet])
+@pytest.mark.parametrize("kind", [*PARAMETERS, cnn])
 def test_networks_have_the_papers_sizes_and_a_veil_covers_them_whole(kind):
     net = resnet(kind) if kind in PARAMETERS else kind()
     if kind in PARAMETERS:
@@ -31,13 +31,10 @@ def test_networks_have_the_papers_sizes_and_a_veil_covers_them_whole(kind):
     plan = fedveil.analyse(net, IMAGE)
     assert plan.coverage == 1
     assert not plan.pinned
-
-
-@pytest.mark.parametrize("shortcut", ["A", "B"])
-def test_resnets_without_norm_take_positive_factors_everywhere(shortcut):
-    plan = fedveil.analyse(resnet(20, norm="none", shortcut=shortcut), IMAGE)
-    assert plan.coverage == 1
-    assert {axis.symmetry.words for axis in plan.axes} == {"positive"}
+    for shortcut in ("A", "B") if kind == 20 else ():
+        plan = fedveil.analyse(resnet(20, norm="none", shortcut=shortcut), IMAGE)
+        assert plan.coverage == 1
+        assert {axis.symmetry.words for axis in plan.axes} == {"positive"}
 
 
 @pytest.mark.parametrize(("activation", "symmetry"), [("relu", "positive"), ("sigmoid", "pinned")])
@@ -54,10 +51,10 @@ def test_the_network_of_dlg_has_its_size_and_sigmoids_take_permutations_only(act
 
 def test_what_cannot_be_built_is_refused():
     calls = {
-        "unknown activation 'tanh'": lambda: lenet(activation="tanh"),
+        "there is no activation 'tanh'": lambda: lenet(activation="tanh"),
         "depth must be one of 8, 20, 32, 44, 56, got 18": lambda: resnet(18),
         'norm must be "batch" or "none"': lambda: resnet(20, norm="layer"),
-        "layers must be at least 1, got 0": lambda: mlp(3, 1, layers=0),
+        "layers must be an integer of at least 1, got 0": lambda: mlp(3, 1, layers=0),
     }
     for text, call in calls.items():
         with pytest.raises(BadArgument, match=text):

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from tests.deployed.serving import DEFAULTS
-from tests.flower.processes import BIN, ROOT, Processes, free_port, listening, wait_until
+from tests.flower.processes import BIN, ROOT, Processes, free_port, listening, naming, signal_group, wait_until
 
 from fedveil.nvflare import configure
 
@@ -92,7 +92,7 @@ class Flare(Processes):
 
     def kill_work(self, part):
         """The process that computes, which the site started for the job."""
-        ours = [pid for pid in self._of(f"site-{part + 1}") if "worker_process" in command(pid)]
+        ours = set(self._of(f"site-{part + 1}")) & set(naming("worker_process"))
         assert ours, "no job runs on this site"
         for pid in ours:
             os.kill(pid, signal.SIGKILL)
@@ -137,8 +137,7 @@ class Flare(Processes):
 
     def stop(self):
         for process in self.started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            signal_group(process, signal.SIGKILL)
         end = time.monotonic() + 20
         while (left := naming(f"{self.home}/")) and time.monotonic() < end:
             for pid in left:
@@ -147,23 +146,6 @@ class Flare(Processes):
             [process.poll() for process in self.started]
             time.sleep(0.1)
         [process.wait(10) for process in self.started]
-
-
-def command(pid):
-    """Of a process; empty if it has ended."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    return ""
-
-
-def naming(text):
-    """Other processes whose command holds a text."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if file.parent.name != str(os.getpid()) and text.encode() in file.read_bytes():
-                found.append(int(file.parent.name))
-    return found
 
 
 def provisioned(home, port, sites, through=()):

@@ -1,6 +1,10 @@
-"""FLARE with real processes: the simulator, mTLS, and what an eavesdropper hears."""
+"""FLARE with real processes: the simulator, mTLS, what an eavesdropper hears, and the commands of docs/nvflare.md."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
 
 import pytest
 
@@ -9,6 +13,7 @@ pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedv
 from safetensors.torch import load_file
 from tests.deployed.eavesdropping import Ear, listen
 from tests.deployed.results import error, one_process, records
+from tests.flower.processes import BIN, ROOT, commands, free_port, naming, wait_until
 from tests.nvflare.processes import Flare
 from tests.oracle import worst
 
@@ -68,3 +73,31 @@ def test_a_site_that_forbids_code_runs_installed_classes_only(tmp_path):
             flare.start_client(part)
         flare.run(tmp_path / "out", rounds=2)
     assert error(tmp_path / "out") < 1e-6
+
+
+@pytest.mark.slow
+def test_the_pages_commands_train_over_mtls(tmp_path):
+    install, *steps = commands("nvflare.md")
+    assert "pip install" in install
+    example = tmp_path / "examples" / "nvflare_app"
+    shutil.copytree(ROOT / "examples" / "nvflare_app", example)
+    project = example / "project.yml"
+    project.write_text(project.read_text().replace("8002", str(free_port())))
+    path = f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    try:
+        for step in steps:
+            done = subprocess.run(
+                ["bash", "-ec", step], cwd=tmp_path, env={**os.environ, **quiet}, check=False,
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        wait_until(lambda: not naming(f"{tmp_path}/runs/kits"), 60, "the end that the last step asks for")
+    finally:
+        for pid in naming(f"{tmp_path}/runs"):
+            os.kill(pid, signal.SIGKILL)
+    for name, rounds in (("sim", 50), ("first", 200)):
+        found = [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        assert [record["answers"] for record in found] == [2] * rounds
+        assert found[-1]["accuracy"] > 0.9
+        assert (tmp_path / "runs" / name / "report.html").exists()

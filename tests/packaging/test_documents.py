@@ -39,11 +39,8 @@ def test_licence_citation_and_changelog_are_those_of_this_version():
     assert all(date == "unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", date) for _, date in versions)
 
 
-def test_names_in_contributing_are_there():
+def test_names_and_paths_in_contributing_are_there():
     assert [name for name in NAMED if pydoc.locate(name) is None] == []
-
-
-def test_paths_in_contributing_are_there():
     made = {"site/", ".venv/bin/pre-commit"}  # by a command on the page
     assert {place for place in PLACES if not (ROOT / place).exists()} <= made
 

@@ -48,14 +48,11 @@ STANDARD = {*sys.stdlib_module_names, "fedveil"}
 BASE = modules(PROJECT["dependencies"])
 
 
-def test_a_file_imports_only_what_every_user_has():
+def test_imports_are_declared_those_of_every_file_are_installed_and_all_dependencies_are_used():
     for path, tree in FILES.items():
         extra = ROOMS.get(path.relative_to(SOURCE).parts[0])
         known = STANDARD | BASE | (modules(EXTRAS[extra]) if extra else set())
         assert set(imports(tree, top=True)) <= known, path
-
-
-def test_whatever_is_imported_anywhere_is_declared_and_every_dependency_is_imported():
     users = {name: lines for name, lines in EXTRAS.items() if name not in ("dev", "docs")}
     known = STANDARD | BASE | set().union(*map(modules, users.values()))
     found = {path: set(imports(tree, top=False)) for path, tree in FILES.items()}
@@ -95,7 +92,7 @@ def required(lines):
     return {canonicalize_name(Requirement(line).name): Requirement(line) for line in lines}
 
 
-def test_every_requirement_is_pinned_to_a_version_that_it_allows_and_that_is_installed_here():
+def test_requirements_are_pinned_to_versions_that_are_installed_here_and_listed_once():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     for name, version in pins.items():
@@ -103,9 +100,6 @@ def test_every_requirement_is_pinned_to_a_version_that_it_allows_and_that_is_ins
     everyone = [line for lines in (PROJECT["dependencies"], *EXTRAS.values()) for line in lines]
     for name, requirement in required(everyone).items():
         assert name == "fedveil" or Version(pins[name]) in requirement.specifier, name
-
-
-def test_dev_has_every_other_extra_and_none_of_its_tools_twice():
     dev = required(EXTRAS["dev"])
     assert dev["fedveil"].extras == EXTRAS.keys() - {"dev"}
     for extra in dev["fedveil"].extras:

@@ -62,7 +62,7 @@ def user(distributions, tmp_path_factory):
     shutil.rmtree(folder / "venv")  # a gigabyte
 
 
-def test_the_wheel_has_every_file_of_the_package_and_no_other(distributions):
+def test_the_distributions_have_the_files_of_the_package_and_no_others(distributions):
     package = ROOT / "src" / "fedveil"
     ours = {path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     names = set(zipfile.ZipFile(distributions[1]).namelist())
@@ -71,9 +71,6 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(distributions):
     assert {name.partition("/")[2] for name in about} == {
         *("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
     }
-
-
-def test_the_source_distribution_has_what_it_takes_to_build(distributions):
     with tarfile.open(distributions[0]) as source:
         names = {name.partition("/")[2] for name in source.getnames()}
     assert {"LICENSE", "README.md", "CHANGELOG.md", "SECURITY.md", "pyproject.toml", "setup.py"} <= names
@@ -92,16 +89,13 @@ def test_metadata_has_the_licence_the_links_and_a_description_with_absolute_ones
     assert not re.search(r"\]\((?!https?:|#)", text)
 
 
-def test_the_installed_package_is_used_and_no_extra_is_there(user):
+def test_the_demo_and_a_run_work_outside_of_the_checkout_without_any_extra(user, tmp_path):
     assert user(["fedveil", "--version"]).stdout == f"{fedveil.__version__}\n"
     where = user(["python", "-c", "import fedveil; print(fedveil.__file__)"]).stdout
     assert "/site-packages/fedveil/" in where
     installed = {line.partition("==")[0].lower() for line in user(["pip", "freeze"]).stdout.splitlines()}
     assert not installed & set(OPTIONAL)
     user(["pip", "check"])
-
-
-def test_the_demo_and_a_run_work_outside_of_the_checkout(user, tmp_path):
     printed = user(["fedveil", "demo", "--out", tmp_path / "demo"]).stdout
     assert f"report: {tmp_path / 'demo' / 'report.html'}" in printed
     assert (tmp_path / "demo" / "report.html").stat().st_size > 10_000

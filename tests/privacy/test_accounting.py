@@ -27,14 +27,11 @@ SETTINGS = [
 
 def one_round(budget, noise, rate):
     """Delta of one round by integration: a record is removed, or added."""
-    p, q = (
-        stats.norm(0, noise).pdf,
-        lambda x: (1 - rate) * stats.norm.pdf(x, 0, noise) + rate * stats.norm.pdf(x, 1, noise),
-    )
     grid = np.linspace(-12 * noise, 1 + 12 * noise, 200_001)
-    return max(
-        integrate.trapezoid(np.maximum(0, a(grid) - math.exp(budget) * b(grid)), grid) for a, b in ((p, q), (q, p))
-    )
+    without = stats.norm.pdf(grid, 0, noise)
+    sampled = (1 - rate) * without + rate * stats.norm.pdf(grid, 1, noise)
+    pairs = (without, sampled), (sampled, without)
+    return max(integrate.trapezoid(np.maximum(0, a - math.exp(budget) * b), grid) for a, b in pairs)
 
 
 @pytest.mark.parametrize(("noise", "rate"), [(0.9, 0.0155), (2.0, 0.1), (0.7, 0.3)])
@@ -97,32 +94,24 @@ def test_a_running_epsilon_is_an_upper_bound_within_a_few_rounds():
     spent.count(["a"])
     assert spent.rounds == 61
     assert spent.epsilon() <= spent.epsilon(running=True) <= 1.02 * spent.epsilon()
-    assert spent.by_client()["a"] > spent.by_client()["b"]
-    assert spent.epsilon() == spent.by_client()["a"]
+    assert spent.epsilon() == spent.by_client()["a"] > spent.by_client()["b"]
 
 
-def test_an_accountant_continues_from_its_counts():
-    first, second = Accountant(1.0, DELTA), Accountant(1.0, DELTA)
-    first.count([0, 1])
-    first.count()
-    second.restore(**first.state())
-    assert (second.rounds, second.epsilon()) == (2, first.epsilon())
+IMPOSSIBLE = {"delta": (0.0, 1.0, math.nan), "rounds": (-1,), "noise": (-1.0,), "rate": (0.0, 1.1)}
 
 
-@pytest.mark.parametrize(
-    "given", [(1, 1.0, 0.0), (1, 1.0, 1.0), (-1, 1.0, 1e-5), (1, -1.0, 1e-5), (1, 1.0, 1e-5, 0.0), (1, 1.0, 1e-5, 1.1)]
-)
-def test_impossible_settings_are_refused(given):
+@pytest.mark.parametrize(("name", "value"), [(name, bad) for name, values in IMPOSSIBLE.items() for bad in values])
+def test_impossible_settings_are_refused(name, value):
     with pytest.raises(BadArgument):
-        epsilon(*given)
+        epsilon(**{"rounds": 1, "noise": 1.0, "delta": DELTA, name: value})
 
 
 def test_no_rounds_cost_nothing_and_no_noise_everything():
-    assert epsilon(0, 1.0, DELTA, 0.1) == renyi_epsilon(0, 1.0, DELTA) == 0.0
+    assert epsilon(0, 1.0, DELTA, 0.1) == 0.0
     assert math.isinf(epsilon(1, 0.0, DELTA, 0.1))
     with pytest.raises(BadArgument, match="several records with sampling"):
         epsilon(1, 1.0, DELTA, 0.1, replace=True, group=2)
-    with pytest.raises(BadArgument, match="epsilon must be a positive number"):
+    with pytest.raises(BadArgument, match="epsilon must be a finite number above 0"):
         solve_noise(0.0, 10, DELTA)
 
 

@@ -11,7 +11,7 @@ from fedveil.errors import BadArgument
 from fedveil.models import mlp
 from fedveil.privacy.accounting import affordable_rounds
 from fedveil.privacy.gradients import RecordGradients, clipped_sums
-from fedveil.privacy.mechanism import add_noise, count_shares, make_grid, quantise
+from fedveil.privacy.mechanism import add_noise, make_grid, quantise
 from fedveil.privacy.samplers import SCALE
 from fedveil.privacy.settings import Privacy
 from fedveil.scheme import Entropy
@@ -23,7 +23,7 @@ from fedveil.scheme.losses import find_loss
 @pytest.mark.parametrize("candidates", [1, 3])
 def test_noise_is_the_multiplier_times_the_sensitivity(noise, shares, candidates):
     grid = make_grid(noise, 2.0, 1000, candidates=candidates, shares=shares)
-    total = grid.deviation * math.sqrt(shares)
+    total = SCALE * grid.unit * math.sqrt(shares)
     assert total == pytest.approx(noise * grid.sensitivity, rel=1e-12)
     exact = math.sqrt(candidates) * 2.0 + grid.unit * math.sqrt(candidates * 1000)
     assert exact < grid.sensitivity < exact * (1 + 2e-5)
@@ -38,11 +38,7 @@ def test_a_coarse_grid_is_refused():
 def test_a_record_changes_the_rounded_sum_by_at_most_the_sensitivity(dtype):
     """Measured over neighbouring data, on a grid so coarse that its rounding shows."""
     torch.manual_seed(0)
-    model, inputs, targets = (
-        mlp(20, 5, hidden=30).to(dtype),
-        torch.randn(40, 20, dtype=dtype),
-        torch.randint(0, 5, (40,)),
-    )
+    model, inputs, targets = mlp(20, 5, hidden=30).to(dtype), torch.randn(40, 20, dtype=dtype), torch.arange(40) % 5
     task = RecordGradients.from_model(model, find_loss("cross_entropy"))
     numbers, clip, every = task.parameters(), 1e-3, torch.ones(40, dtype=torch.bool)
     grid = make_grid(9000.0, clip, numbers)
@@ -60,12 +56,6 @@ def test_noise_is_added_on_the_grid():
     noise = (add_noise(sums, Entropy()) - sums).numpy()
     assert np.array_equal(noise, np.round(noise))
     assert stats.kstest(noise / SCALE, "norm").statistic < 0.0197  # exceeded with probability below 1e-10
-
-
-def test_shares_that_vanish_or_are_known_leave_enough():
-    assert count_shares(5, 1, 1) == 3
-    with pytest.raises(BadArgument, match="no noise is left"):
-        count_shares(3, 2, 1)
 
 
 @pytest.mark.parametrize("records", [1, 20, 300, 8000, 60_000])

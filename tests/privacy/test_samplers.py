@@ -91,13 +91,9 @@ def test_noise_has_the_discrete_gaussian_distribution(monkeypatch):
 def test_noise_at_its_scale():
     drawn = discrete_gaussian(Entropy(), 100_000) / SCALE
     assert stats.kstest(drawn, "norm").statistic < 0.011  # exceeded with probability 2 exp(-2 n d^2) < 1e-10
+    assert stats.kstest(1.05 * drawn, "norm").statistic > 0.011  # a planted error shows
     assert abs(drawn.var() - 1) < 0.03
     assert len(np.unique(np.round(drawn * SCALE).astype(np.int64) % 2)) == 2  # every integer can occur
-
-
-def test_a_planted_error_in_the_scale_is_found():
-    drawn = discrete_gaussian(Entropy(), 100_000) / SCALE
-    assert stats.kstest(1.05 * drawn, "norm").statistic > 0.011
 
 
 @pytest.mark.parametrize("value", [7 * SCALE, 7 * SCALE + 1, 9 * SCALE + 12345, 30 * SCALE + 1])

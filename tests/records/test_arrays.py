@@ -114,7 +114,7 @@ REFUSED = {
     "days of a zone": (pd.Series(pd.to_datetime(["2020-05-01"], utc=True)), ["holds 2020-05-01 00:00", "days since"]),
     "a column of objects": (pd.DataFrame({"a": [1, 2]}, dtype=object), ["'a' has type object", ".astype(float)"]),
     "no columns": (pd.DataFrame(index=[0, 1]), ["the DataFrame has no columns"]),
-    "a frame of another library": (Foreign(), ["Foreign", "(its .to_numpy())"]),
+    "a frame of another library": (Foreign(), ["Foreign", ".to_numpy()"]),
     "sparse": (Sparse(), ["Sparse", ".toarray()"]),
     "nothing": (None, ["it is None", "a tensor, a NumPy array, a pandas DataFrame or Series, or numbers"]),
     "a word alone": ("red", ["it is str"]),

@@ -1,16 +1,14 @@
 """Records in every form that users have train the same model; other objects are refused."""
 
-import copy
-
 import numpy as np
 import pandas
 import pytest
 import torch
 from tests.federation.test_local import values
-from tests.forms import Apart, network
+from tests.forms import FORMS as INPUT_FORMS
+from tests.forms import Apart, network, records
 from tests.oracle import built, worst
 from tests.small import Records
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 from fedveil import Federation, errors
@@ -19,15 +17,11 @@ from fedveil.models import mlp
 
 
 def pairs(classes=None, sizes=(20, 13)):
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in sizes]
-    if classes:
-        return [(x, torch.randint(0, classes, (len(x),), generator=generator)) for x in inputs]
-    return [(x, torch.randn(len(x), 4, generator=generator, dtype=torch.float64)) for x in inputs]
+    return records(sizes, classes)
 
 
 def small_mlp():
-    return built(lambda: mlp(6, 4, hidden=8))
+    return built(lambda: mlp(6, 4, hidden=10))
 
 
 def trained(clients, defence="plain", *, test=None, model=None, rounds=5, **options):
@@ -96,11 +90,8 @@ def test_a_client_larger_than_memory_is_read_batch_by_batch():
 
 
 def test_a_resumed_run_on_a_stream_continues_with_the_next_batch(tmp_path):
-    def start():
-        clients = [Records(*pair) for pair in pairs(4)]
-        return Federation(small_mlp(), clients, "plain", lambda p: torch.optim.SGD(p, 0.1), batch_size=8)
-
-    straight, first, second = start(), start(), start()
+    clients = [Records(*pair) for pair in pairs(4)]
+    straight, first, second = [Federation(small_mlp(), clients, "plain", batch_size=8) for _ in range(3)]
     straight.fit(rounds=6)
     first.fit(rounds=4, folder=str(tmp_path))
     second.resume(str(tmp_path))
@@ -109,30 +100,22 @@ def test_a_resumed_run_on_a_stream_continues_with_the_next_batch(tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in values(second.model).items())
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.other, self.head = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 4)
-
-    def forward(self, a, b):
-        return self.head(torch.relu(self.one(a) + self.other(b)))
-
-
 @pytest.mark.parametrize(
     "form",
     [
-        lambda x, y: ((x.numpy(), x.flip(1).numpy()), y.numpy()),
-        lambda x, y: TensorDataset(x, x.flip(1), y),
-        lambda x, y: DataLoader([(a, a.flip(0), t) for a, t in zip(x, y, strict=True)], batch_size=8),
-        lambda x, y: ({"a": x.numpy(), "b": pandas.DataFrame(x.flip(1).numpy())}, y),
+        lambda a, b, y: ((a.numpy(), b.numpy()), y.numpy()),
+        TensorDataset,
+        lambda *columns: DataLoader(list(zip(*columns, strict=True)), batch_size=8),
+        lambda a, b, y: ({"a": a.numpy(), "b": pandas.DataFrame(b.numpy())}, y),
     ],
     ids=["arrays", "TensorDataset", "DataLoader", "dict"],
 )
 def test_models_with_several_inputs_take_them_in_every_form(form):
     data = pairs(4)
-    expected, _ = trained([((x, x.flip(1)), y) for x, y in data], model=built(Two))
-    found, _ = trained([form(*pair) for pair in data], "veil", model=built(Two), test=form(*data[0]))
-    assert worst(found, expected) < 1e-9
+    expected, _ = trained(data)
+    given = [form(x[:, :2], x[:, 2:], y) for x, y in data]
+    found, _ = trained(given, "veil", model=network(Apart), test=given[0])
+    assert worst(dict(zip(expected, found.values(), strict=True)), expected) < 1e-9
 
 
 def test_numbers_get_the_dtype_of_the_model_and_frames_hold_features():
@@ -167,11 +150,7 @@ def second(item):
 
 
 TABLE = pandas.DataFrame({"a": [1.0, 2.0], "b": ["x", "y"]})
-
-
 SPARSE = torch.eye(6).to_sparse()
-
-
 LISTED = Records(*pairs()[0])
 
 
@@ -216,21 +195,15 @@ def test_records_that_cannot_be_trained_on_are_refused(client, text):
         Federation(small_mlp(), [client], "plain").fit(rounds=2)
 
 
-def as_dict(x):
-    return {"b": x[:, 2:], "a": x[:, :2]}
-
-
 def changed(number, change):
     """Two clients with dicts of two tensors, of which one is changed."""
-    clients = [(as_dict(inputs), targets) for inputs, targets in pairs(sizes=(4, 5))]
-    inputs, targets = clients[number]
-    clients[number] = (change(inputs), targets)
+    clients = [(INPUT_FORMS["dict"][1](inputs), targets) for inputs, targets in pairs(sizes=(4, 5))]
+    clients[number] = change(clients[number][0]), clients[number][1]
     return clients
 
 
 def with_value(place, value):
     def change(inputs):
-        inputs = copy.deepcopy(inputs)
         inputs["b"][place] = value
         return inputs
 
@@ -238,9 +211,7 @@ def with_value(place, value):
 
 
 TENSOR = pairs(sizes=(4,))[0]
-
-
-TUPLE = (TENSOR[0][:, :2], TENSOR[0][:, 2:]), TENSOR[1]
+TUPLE = INPUT_FORMS["tuple"][1](TENSOR[0]), TENSOR[1]
 
 
 @pytest.mark.parametrize(

@@ -17,23 +17,21 @@ PATIENCE = 30  # seconds
 
 
 class Tab:
-    """A page in the browser: what it asked for, complained of and saved is kept."""
+    """A page in the browser: what it complained of and saved is kept."""
 
     def __init__(self, commands, answers):
         self.commands, self.answers, self.number, self.heard_so_far = commands, answers, 0, b""
-        self.asked, self.complaints, self.saved = [], [], []
+        self.complaints, self.saved = [], []
         self.session = None
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Network", "Log"):
+        for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
 
     def heard(self, said):
         """Keep what an event tells."""
         method, what = said.get("method"), said.get("params", {})
-        if method == "Network.requestWillBeSent":
-            self.asked.append(what["request"]["url"])
-        elif method in ("Log.entryAdded", "Runtime.exceptionThrown"):
+        if method in ("Log.entryAdded", "Runtime.exceptionThrown"):
             self.complaints.append(what.get("entry", what))
         elif method == "Browser.downloadProgress" and what["state"] != "inProgress":
             self.saved.append(what["state"])
@@ -76,8 +74,7 @@ class Tab:
 
     def press(self, key):
         """Press a key, as a keyboard does."""
-        text = {"Enter": "\r", " ": " "}.get(key, "")
-        code = {"Enter": 13, "Tab": 9, " ": 32}[key]
+        text, code = {"Enter": ("\r", 13), "Tab": ("", 9)}[key]
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, text=text, windowsVirtualKeyCode=code)
 

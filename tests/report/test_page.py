@@ -27,7 +27,7 @@ def tree(text):
     return read(text)
 
 
-def test_every_section_has_a_heading_and_every_link_leads_somewhere(tree):
+def test_headings_links_figures_and_boxes_that_scroll_are_complete(tree):
     assert [node.text for node in tree.all("h1")] == [demo.TITLE]
     assert [node.text for node in tree.all("h2")] == [section.title for section in demo.sections()]
     ids = [node.attributes["id"] for node in tree.walk() if "id" in node.attributes]
@@ -37,6 +37,8 @@ def test_every_section_has_a_heading_and_every_link_leads_somewhere(tree):
     assert {link[1:] for link in links} <= set(ids)
     named = {name for node in tree.walk() for name in node.attributes.get("aria-labelledby", "").split()}
     assert named <= set(ids)
+    boxes = tree.all("div", "scroll")
+    assert all(box.attributes["tabindex"] == "0" and box.attributes["aria-label"] for box in boxes)  # by keyboard
 
 
 def test_the_page_loads_nothing_and_runs_no_script_but_its_own(tree):
@@ -78,12 +80,6 @@ def test_every_figure_has_a_button_that_saves_it_and_is_hidden_without_the_scrip
     assert not read(report.render(report.Page("t", "v", empty, "c"))).all("button", "png")
 
 
-def test_every_box_that_scrolls_can_be_reached_by_keyboard_and_has_a_name(tree):
-    boxes = tree.all("div", "scroll")
-    assert boxes
-    assert all(box.attributes["tabindex"] == "0" and box.attributes["aria-label"] for box in boxes)
-
-
 def test_nothing_a_caller_supplies_becomes_markup():
     matrix = report.Matrix(EVIL, [EVIL, "b"], [[1, 2], [3, 4]], note=EVIL)
     curves = report.Curves(EVIL, EVIL, EVIL, {EVIL: [(1, 1), (2, 2)], "empty" + EVIL: []}, note=EVIL)
@@ -120,9 +116,8 @@ def test_a_page_is_replaced_atomically_and_a_failed_write_leaves_the_older_one(t
 
 
 def test_a_page_of_a_dozen_long_charts_stays_below_a_megabyte():
-    series = {
-        name: [(k / 7, (k * 7919 % 1013) / 997 + k) for k in range(20_000)] for name in ("plain", "veil", "control")
-    }
+    line = [(k / 7, (k * 7919 % 1013) / 997 + k) for k in range(20_000)]
+    series = {"plain": line, "veil": line, "control": line}
     charts = [report.Curves(f"chart {number}", "step", "loss", series) for number in range(12)]
     assert len(report.render(report.Page("t", "l", charts, "c")).encode()) < 1_000_000
 
@@ -134,8 +129,8 @@ def _luminance(colour):
 
 
 def _contrast(one, other):
-    high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
+    low, high = sorted(_luminance(colour) + 0.05 for colour in (one, other))
+    return high / low
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -155,14 +150,11 @@ def drawn(section):
     return read(report.render(report.Page("t", "v", [section], "c"))).all("section")[0]
 
 
-def test_columns_of_numbers_are_aligned_and_failures_marked():
+def test_columns_of_numbers_are_aligned_failures_marked_and_intervals_printed_smaller():
     results = drawn(next(section for section in demo.sections() if section.title == "Results"))
     numeric = ["number" in node.attributes.get("class", "") for node in results.all("thead")[0].all("th")]
     assert numeric == [False, True, True, True, True, True, False]
     assert [node.text for node in results.all("td", "failed")] == ["failed: out of memory"]
-
-
-def test_an_interval_in_brackets_is_printed_smaller_and_the_cell_reads_the_same():
     rows = [["plain", "89.1% [87.7%, 90.4%]"], ["veil", "0.30 (0.55)"], ["dp", "12 (of 40) clients"]]
     tree = drawn(report.Table("t", ["defence", "success"], rows))
     assert [node.text for node in tree.all("td")] == [row[1] for row in rows]
@@ -187,15 +179,8 @@ def test_a_grid_has_one_picture_per_cell_with_alternative_text_and_caption():
     assert base64.b64decode(data) == GREY.to_png()
 
 
-@pytest.mark.parametrize(
-    ("width", "height", "shown"),
-    [
-        (8, 8, "--wide:96px;--narrow:64px"),
-        (28, 28, "--wide:84px;--narrow:56px"),
-        (32, 64, "--wide:64px;--narrow:32px"),
-        (224, 224, "--wide:224px;--narrow:224px"),
-    ],
-)
-def test_a_picture_is_enlarged_by_an_integer_factor(width, height, shown):
-    tree = drawn(report.Pictures("p", ["a"], [("r", [report.Picture(width, height, 1, bytes(width * height))])]))
-    assert tree.all("img")[0].parent.attributes["style"] == shown
+def test_a_picture_is_enlarged_by_an_integer_factor():
+    sizes = {(8, 8): (96, 64), (28, 28): (84, 56), (32, 64): (64, 32), (224, 224): (224, 224)}
+    for (width, height), (wide, narrow) in sizes.items():
+        tree = drawn(report.Pictures("p", ["a"], [("r", [report.Picture(width, height, 1, bytes(width * height))])]))
+        assert tree.all("img")[0].parent.attributes["style"] == f"--wide:{wide}px;--narrow:{narrow}px"

@@ -11,7 +11,7 @@ from fedveil.runs.folder import train
 SIGMOID = "tests.cli.test_inspection:sigmoid"
 
 
-@pytest.mark.parametrize("model", ["mlp", "cnn", "lenet", "resnet8", "densenet", SIGMOID])
+@pytest.mark.parametrize("model", ["mlp", "cnn", "lenet", "resnet8", SIGMOID])
 def test_models_are_built_for_the_data_and_the_same_seed_gives_the_same_start(model):
     config = config_of(model=model, labels="5-9")
     data = load_data(config)
@@ -24,7 +24,6 @@ def test_models_are_built_for_the_data_and_the_same_seed_gives_the_same_start(mo
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"model": "perceptron"}, "there is no model 'perceptron'"),
         ({"model": "cnn", "data": "diabetes"}, "cnn takes images, but a record is a vector of 10 numbers"),
         ({"device": "cuda:7"}, "cannot use 'cuda:7'"),
         ({"model": SIGMOID}, r"the clients' records: .* does not accept them"),  # three inputs, digits have 64

@@ -27,9 +27,7 @@ def test_a_clients_model_must_match_the_broadcast(model, broadcast):
     with pytest.raises(errors.ModelMismatch, match=r"0.weight: the broadcast has \(6, 5\), the model \(7, 5\)"):
         fedveil.client_step(other, broadcast, inputs, targets)
     model[1].eval()
-    with pytest.raises(
-        errors.ModelMismatch, match=r"(?s)^1: .* train mode here.*call model.get_submodule\('1'\).train"
-    ):
+    with pytest.raises(errors.ModelMismatch, match=r"(?s)^1: .* train mode here.*get_submodule\('1'\).train"):
         fedveil.client_step(model, broadcast, inputs, targets)
     with pytest.raises(errors.ModelMismatch, match=r"(?s)Sequential: .* train mode here.*Fix: call model.train\(\)"):
         fedveil.client_step(model.eval(), broadcast, inputs, targets)

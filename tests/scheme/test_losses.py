@@ -11,23 +11,10 @@ from torch.nn import functional as F
 import fedveil
 from fedveil.errors import BadArgument
 from fedveil.models import mlp
-from fedveil.scheme.losses import (
-    AbsoluteError,
-    BatchLoss,
-    BinaryCrossEntropy,
-    CrossEntropy,
-    Hinge,
-    Huber,
-    LogCosh,
-    Poisson,
-    SquaredError,
-    find_loss,
-)
+from fedveil.scheme.losses import LOSSES, BatchLoss, CrossEntropy, Huber, find_loss
 from fedveil.scheme.messages import known_loss
 
 FLOAT64 = 1e-9  # rounding of float64, amplified by the noise
-
-
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2])
 SOFT = torch.softmax(torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2)), 1)
 WEIGHT = (0.5, 2.0, 1.0)
@@ -91,8 +78,7 @@ def test_a_veil_recovers_its_gradient(name):
 def test_a_loss_travels_with_its_settings_and_a_function_does_not():
     model = built(lambda: mlp(5, 3, layers=1, hidden=8))
     plan = fedveil.analyse(model, torch.zeros(1, 5).double())
-    named = (SquaredError(), CrossEntropy((1, 2, 3), 0.1), BinaryCrossEntropy(), LogCosh(), Poisson())
-    for loss in (*named, AbsoluteError(), Huber(0.3), Hinge()):
+    for loss in (*[kind() for kind in LOSSES.values()], CrossEntropy((1, 2, 3), 0.1), Huber(0.3)):
         metadata, tensors = perturb(model, plan, loss).broadcast.pack()
         assert fedveil.Broadcast.unpack(json.loads(json.dumps(metadata)), tensors).loss == loss
 
@@ -136,7 +122,7 @@ def test_a_loss_that_a_server_may_not_ask_for_is_refused(name, settings, text):
         (
             "cross_entropy",
             torch.tensor([0, 1, 2, 3, 0, 0]),
-            "classes range from 0 to 3, but the model has outputs 0 to 2",
+            "classes range from 0 to 3, but the model has",
         ),
         ("cross_entropy", torch.tensor([0, 1, -1, 1, 0, 0]), "classes range from -1 to 1"),
         (CrossEntropy(weight=(1, 2)), LABELS, "there are 2 class weights, but the model has 3 outputs"),

@@ -98,12 +98,7 @@ def test_no_secret_value_is_in_what_is_broadcast(sent):
     assert not any(f"{number:.12g}" in text for number in wanted if number != 1)
     head = model[-1].weight.detach().numpy().ravel()
     assert not np.isin(head, tensors["parameter/5.weight"]).any()
-
-
-def test_no_parameter_is_broadcast_as_it_is(sent):
-    model, _, _, _, broadcast = sent
-    for name, value in broadcast.parameters.items():
-        assert not torch.equal(value, model.get_parameter(name)), name
+    assert not any(torch.equal(value, model.get_parameter(name)) for name, value in broadcast.parameters.items())
 
 
 def test_the_view_is_the_papers_model_and_the_centred_view_its_base(sent):
@@ -114,10 +109,8 @@ def test_the_view_is_the_papers_model_and_the_centred_view_its_base(sent):
     gamma = known.gamma * head.direction
     entry = next(e for e in recovery.plan.layout.entries if e.name == "5.weight")
     flat = torch.cat([p.detach().reshape(-1) for p in (*model.parameters(),)])
-    scaled = (
-        recovery.transform.factors[entry.start : entry.stop]
-        * flat[recovery.transform.sources[entry.start : entry.stop]]
-    )
+    rows, transform = slice(entry.start, entry.stop), recovery.transform
+    scaled = transform.factors[rows] * flat[transform.sources[rows]]
     torch.testing.assert_close(view[-1].weight, scaled.view(10, 16) + gamma[:, None])
     torch.testing.assert_close(view[-1].bias, model[-1].bias + gamma)
     assert torch.equal(fedveil.client_view(model, broadcast, centred=True)[-1].weight, broadcast.parameters["5.weight"])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.oracle import batch, built, perturb, plain, worst
+from tests.oracle import answered, batch, built, perturb, plain, worst
 from tests.zoo import ZOO
 from torch.nn import functional as F
 
@@ -13,15 +13,11 @@ from fedveil.scheme import client as client_module
 BROKEN = 1e-3  # a million times the promise of 1e-9
 
 
-def answered(name, tamper=lambda plan: None, **settings):
-    """A secret, an update of its round, and the true gradient; under a plan that may have been tampered with."""
-    build, shape = ZOO[name]
-    model = built(build)
-    inputs, targets = batch(shape)
-    plan = fedveil.analyse(model, inputs)
-    tamper(plan)
-    secret = perturb(model, plan, entropy=fedveil.Entropy.for_tests(1), **settings)
-    return secret, fedveil.client_step(model, secret.broadcast, inputs, targets), plain(model, inputs, targets)[0]
+def error_after(name, change=lambda secret, update: None, tamper=lambda plan: None, **settings):
+    """The worst error of a parameter after a change of the secret or the update, or under another plan."""
+    secret, update, truth = answered(built(ZOO[name][0]), *batch(ZOO[name][1]), tamper, **settings)
+    change(secret, update)
+    return worst(secret.recover([update]).gradients, truth)
 
 
 def drop_pass(number):
@@ -57,24 +53,22 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_recovery_breaks_without(name):
-    secret, update, truth = answered("CNN", groups=3)
-    assert worst(secret.recover([update]).gradients, truth) < 1e-9
-    CHANGES[name](secret, update)
-    assert worst(secret.recover([update]).gradients, truth) > BROKEN
+    assert error_after("CNN", groups=3) < 1e-9
+    assert error_after("CNN", CHANGES[name], groups=3) > BROKEN
 
 
 def test_recovery_breaks_without_the_signs_before_batch_norm():
-    secret, update, truth = answered("Bottleneck ResNet", permute=False)
-    secret.recovery.transform.factors.abs_()
-    assert worst(secret.recover([update]).gradients, truth) > BROKEN
+    def drop_signs(secret, update):
+        secret.recovery.transform.factors.abs_()
+
+    assert error_after("Bottleneck ResNet", drop_signs, permute=False) > BROKEN
 
 
 def test_scaling_before_batch_norm_in_training_mode_would_not_be_lossless():
     def let_factors_through(plan):
         plan.symmetries[plan.symmetries == 1] = 3  # where only signs may pass
 
-    secret, update, truth = answered("Bottleneck ResNet", let_factors_through, multiplicative=10.0)
-    assert worst(secret.recover([update]).gradients, truth) > BROKEN
+    assert error_after("Bottleneck ResNet", tamper=let_factors_through, multiplicative=10.0) > BROKEN
 
 
 def float32_error(model, seed):

@@ -4,8 +4,6 @@ import copy
 import logging
 import os
 import pickle
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -124,23 +122,11 @@ def test_with_kept_noise_two_candidate_sets_give_the_true_offset_away(model, kee
 # Noise that is drawn ahead
 
 
-def test_noise_drawn_ahead_is_dealt_once_also_to_threads_and_forked_processes():
+def test_noise_drawn_ahead_is_dealt_once_also_to_threads():
     _, session = small_session()
-
-    def deal():
-        return session._draw(session._reserve)[0].scale.tobytes()
-
-    deal()
     with ThreadPoolExecutor(8) as threads:
-        assert len(set(threads.map(lambda _: deal(), range(500)))) == 500
-    reader, writer = os.pipe()
-    if not (child := os.fork()):
-        os.write(writer, deal())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(reader, 4096) != deal()
-    os.close(reader)
-    os.close(writer)
+        dealt = threads.map(lambda _: session._draw(session._reserve)[0].scale.tobytes(), range(500))
+        assert len(set(dealt)) == 500
 
 
 @pytest.mark.parametrize("keep_noise", [True, False])
@@ -157,53 +143,38 @@ def test_a_forked_process_has_no_noise_of_its_parent(keep_noise):
     assert session._reserve.ahead  # the parent's own is as it was
 
 
-START = """
-import os
-import torch
-from fedveil import Veil, analyse
-from fedveil.models import mlp
+@pytest.mark.parametrize("child_goes_on", [True, False])
+def test_a_broadcast_does_not_change_with_work_in_the_other_process(child_goes_on):
+    model = built(lambda: mlp(300, 10, hidden=300))
+    session = Veil().start(fedveil.analyse(model, torch.zeros(2, 300)))
+    held = session.perturb(model)
+    before = {name: tensor.clone() for name, tensor in held.broadcast.parameters.items()}
 
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = mlp(300, 10, hidden=300)
-session = Veil().start(analyse(model, torch.zeros(2, 300)))
-held = session.perturb(model)
-before = {name: tensor.clone() for name, tensor in held.broadcast.parameters.items()}
+    def go_on():
+        held.release(reuse=True)
+        for _ in range(4):
+            session.perturb(model).release(reuse=True)
 
-def go_on():
-    held.release(reuse=True)
-    for _ in range(4):
-        session.perturb(model).release(reuse=True)
+    def is_same():
+        return all(torch.equal(tensor, before[name]) for name, tensor in held.broadcast.parameters.items())
 
-def same():
-    return all(torch.equal(tensor, before[name]) for name, tensor in held.broadcast.parameters.items())
-
-reader, writer = os.pipe()
-child = os.fork()
-"""
-PARENT_GOES_ON = """
-if child:
-    go_on()
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        torch.set_num_threads(1)  # the parent's threads are not here
+        if child_goes_on:
+            for tensor in held.broadcast.parameters.values():
+                tensor.zero_()
+            go_on()
+            os._exit(0)
+        os.read(reader, 1)
+        os._exit(0 if is_same() else 3)
+    if not child_goes_on:
+        go_on()
     os.write(writer, b"x")
-    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-os.read(reader, 1)
-os._exit(0 if same() else 3)
-"""
-CHILD_GOES_ON = """
-if not child:
-    for tensor in held.broadcast.parameters.values():
-        tensor.zero_()
-    go_on()
-    os._exit(0)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-raise SystemExit(0 if same() else 3)
-"""
-
-
-@pytest.mark.parametrize("rest", [PARENT_GOES_ON, CHILD_GOES_ON], ids=["the parent's", "the child's"])
-def test_a_broadcast_does_not_change_with_work_in_the_other_process(rest):
-    done = subprocess.run([sys.executable, "-c", START + rest], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert is_same() or not child_goes_on
+    os.close(reader)
+    os.close(writer)
 
 
 # Secrets
@@ -240,9 +211,7 @@ def test_secrets_are_neither_pickled_nor_copied(model, leak):
 
 
 def test_more_groups_than_outputs_are_refused(model):
-    with pytest.raises(
-        errors.BadArgument, match="Veil: groups must be at most 10, the number of the model's outputs, got 11"
-    ):
+    with pytest.raises(errors.BadArgument, match=r"Veil: groups must be at most 10, .* outputs, got 11"):
         keeping(model, groups=11)
 
 
@@ -253,17 +222,6 @@ def test_another_model_or_mode_than_the_one_analysed_is_refused(model):
     model[0][1].eval()
     with pytest.raises(errors.ModelMismatch, match=r"0.1: its mode \(train or eval\) differs from the one analysed"):
         perturb(model, plan)
-
-
-def test_a_bias_of_zeros_is_sent_without_noise():
-    """Noise on it would be the noise itself."""
-    model = built(lambda: mlp(5, 4, layers=2, hidden=16))
-    with torch.no_grad():
-        model[-1].bias.zero_()
-    for groups in (1, 3):
-        broadcast = perturb(model, fedveil.analyse(model, torch.zeros(1, 5)), groups=groups, additive=1e4).broadcast
-        assert not broadcast.head.noisy_bias
-        assert not broadcast.parameters[broadcast.head.bias].any()
 
 
 def test_the_size_of_the_noise_is_only_in_the_public_offset(model):

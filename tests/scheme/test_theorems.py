@@ -49,11 +49,6 @@ def test_theorem_1_hidden_outputs_are_scaled_and_final_ones_shifted_by_alpha_r(p
     torch.testing.assert_close(veiled, true + alpha * r)
 
 
-def jacobians(outputs, parameters):
-    """d outputs_i / d parameter, for one sample."""
-    return [torch.autograd.grad(out, parameters, retain_graph=True) for out in outputs]
-
-
 def test_theorem_2_the_perturbed_gradient_is_the_true_one_scaled_plus_r_sigma_minus_v_beta():
     model = built(lambda: mlp(4, 3, layers=2, hidden=5, bias=False))
     inputs, targets = batch((4,), 3, samples=1)
@@ -66,7 +61,7 @@ def test_theorem_2_the_perturbed_gradient_is_the_true_one_scaled_plus_r_sigma_mi
     delta = (y - targets)[0]
     gradient = torch.autograd.grad(0.5 * (y - targets).pow(2).sum(), weights, retain_graph=True)
     dalpha = torch.autograd.grad(alpha, weights, retain_graph=True, materialize_grads=True)
-    dy = jacobians(y[0], weights)
+    dy = [torch.autograd.grad(out, weights, retain_graph=True) for out in y[0]]  # d y_i / d parameter
     r = known.gamma * known.head.direction
     R = [recovery.transform.factors[e.start : e.stop].view(e.shape) for e in recovery.plan.layout.trainable]
     truth = plain(model, inputs, targets)[0].values()

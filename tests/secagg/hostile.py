@@ -7,7 +7,7 @@ from tests.secagg.group import upload
 from fedveil.errors import BadArgument, FedveilError
 from fedveil.secagg import masks, threshold
 from fedveil.secagg.masks import join_seed
-from fedveil.secagg.messages import Reveal, RevealReply, SealedShares, Settle, SettleReply, Upload, context
+from fedveil.secagg.messages import Reveal, RevealReply, Settle, SettleReply, Upload, context, pack_dealt
 
 
 class Hostile:
@@ -46,15 +46,12 @@ class Hostile:
         place, own = self.names.index(name), self.names.index(dealer)
         return self.sent[dealer].sealed[place - (place > own)]
 
-    def share_hash(self, dealer, name):
-        return self.sent[dealer].hashes[self.names.index(name)]
-
     def settle(self, name, step, members, replaced=None):
         """Show a client a list of members; shares of other attempts go in as `replaced`, by dealer."""
         settle = Settle(self.contexts[name], step, tuple(members))
         dealt = [(replaced or {}).get(d) or self.sealed(d, name) for d in members if d != name] if step == 0 else []
-        known = [self.share_hash(dealer, name) for dealer in members if dealer != name]
-        own = SealedShares(tuple(dealt), tuple(known)).to_bytes() if step == 0 else b""
+        known = [self.sent[dealer].hashes[self.names.index(name)] for dealer in members if dealer != name]
+        own = pack_dealt(dealt, known) if step == 0 else b""
         data = self.ask(name, lambda party: party.settle(settle.to_bytes(), own))
         if data:
             outside = [other for other in self.names if other not in members]

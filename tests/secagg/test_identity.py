@@ -4,11 +4,12 @@ import copy
 import os
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from fedveil.errors import BadArgument
-from fedveil.secagg import Identity, Policy, Roster
+from fedveil.secagg import Identity, Memory, Party, Policy, Roster, environment
 
 KEY = "ab" * 32
 
@@ -21,29 +22,52 @@ def test_an_identity_comes_back_and_signs_alike(tmp_path):
     assert roster.verifies("alice", found.sign(b"x"), b"x")
     assert not roster.verifies("alice", found.sign(b"x"), b"y")
     assert not roster.verifies("bob", found.sign(b"x"), b"x")
+    (tmp_path / "a.key").write_text("private = 1")
+    with pytest.raises(BadArgument, match="is not an identity file"):
+        Identity.load(tmp_path / "a.key")
 
 
-def test_an_identity_is_neither_pickled_nor_copied_nor_shown():
-    identity = Identity.new("alice")
-    assert repr(identity) == "Identity('alice')"
-    for leave in (pickle.dumps, copy.copy):
-        with pytest.raises(BadArgument, match="a private key is not pickled"):
-            leave(identity)
+def test_the_environment_names_a_nodes_files_and_no_job_does(tmp_path, monkeypatch):
+    identity = Identity.new("node-0")
+    monkeypatch.setenv(environment.IDENTITY, str(identity.save(tmp_path / "node-0.key")))
+    with pytest.raises(BadArgument, match="FEDVEIL_ROSTER"):
+        environment.own_party()
+    roster = Roster({"node-0": identity.public()})
+    monkeypatch.setenv(environment.ROSTER, str(roster.write(tmp_path / "roster")))
+    with pytest.raises(BadArgument, match=r"node-0.policy: there is no policy"):
+        environment.own_party()
+    Policy(server=b"k" * 32).write(tmp_path / "node-0.policy")
+    party = environment.own_party()
+    assert (party.name, party.policy.server) == ("node-0", b"k" * 32)
+    party.hello("run")
+    assert (tmp_path / "node-0.memory").stat().st_mode & 0o777 == 0o600
+    monkeypatch.delenv(environment.IDENTITY)
+    assert environment.own_party() is None
 
 
 def test_a_roster_comes_back(tmp_path):
     roster = Roster({name: Identity.new(name).public() for name in ("zoe", "alice")})
     found = Roster.read(roster.write(tmp_path / "roster"))
-    assert found.names == roster.names == ("zoe", "alice")
+    assert repr(found) == "Roster(zoe, alice)"
     assert all(found.public_key(name) == roster.public_key(name) for name in roster.names)
-    assert repr(roster) == "Roster(zoe, alice)"
     with pytest.raises(BadArgument, match="'bob' is not in it"):
         roster.public_key("bob")
+
+
+def test_what_holds_secrets_is_neither_pickled_nor_copied_nor_shown():
+    identity = Identity.new("alice")
+    party = Party(identity, Roster({"alice": identity.public()}))
+    for holder, shown in ((identity, "Identity('alice')"), (party, "Party('alice')"), (Memory(), "Memory()")):
+        assert repr(holder) == str(holder) == shown
+        for leave in (pickle.dumps, copy.copy):
+            with pytest.raises(BadArgument, match="secrets are neither pickled nor copied"):
+                leave(holder)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (b"\xff\xfe", "is not a text file"),
         ("alice", "line 1: a line must hold a name and a public key"),
         (f"\nalice {KEY[:-1]}", "line 2: a line must hold a name and a public key"),
         (f"alice {KEY} more", "a line must hold a name and a public key"),
@@ -53,38 +77,29 @@ def test_a_roster_comes_back(tmp_path):
     ],
 )
 def test_rosters_that_make_no_sense_are_refused(tmp_path, text, message):
-    (tmp_path / "roster").write_text(text)
+    (tmp_path / "roster").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BadArgument, match=message):
         Roster.read(tmp_path / "roster")
-
-
-def test_a_roster_that_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / "roster").write_bytes(b"\xff\xfe")
-    for path in (tmp_path / "roster", tmp_path / "none", tmp_path):
-        with pytest.raises(BadArgument, match=r"cannot be read|is not a text file"):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(BadArgument, match="cannot be read"):
             Roster.read(path)
 
 
 def test_two_that_save_a_key_at_once_do_not_overwrite_one_another(tmp_path):
     """One of them gets the name, the other an error; a check before the write would let both through."""
-    path, start, outcomes = tmp_path / "a.key", threading.Barrier(8), []
+    path, start = tmp_path / "a.key", threading.Barrier(8)
 
     def save(identity):
         start.wait()
         try:
-            identity.save(path)
-            outcomes.append(identity.public())
+            return Identity.load(identity.save(path)).public() == identity.public()
         except BadArgument as error:
-            outcomes.append(str(error))
+            return "exists and is not overwritten" in str(error)
 
-    threads = [threading.Thread(target=save, args=(Identity.new("alice"),)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    saved = [outcome for outcome in outcomes if isinstance(outcome, bytes)]
-    assert saved == [Identity.load(path).public()]
-    assert sum("exists and is not overwritten" in str(outcome) for outcome in outcomes) == 7
+    identities = [Identity.new("alice") for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(save, identities))
+    assert Identity.load(path).public() in [identity.public() for identity in identities]
     assert [found.name for found in tmp_path.iterdir()] == ["a.key"]
 
 
@@ -99,14 +114,16 @@ def files(tmp_path):
     }
 
 
-@pytest.mark.parametrize("mode", [0o666, 0o664, 0o646])
-def test_rosters_and_policies_that_others_can_change_are_refused(files, mode):
-    for read, path in list(files.items())[1:]:
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o646, 0o640])
+def test_files_that_others_can_change_and_keys_that_others_can_read_are_refused(files, mode):
+    texts = {Identity.load: "others can read or change this private file"}
+    for read, path in files.items():
         read(path)
         path.chmod(mode)
-        with pytest.raises(BadArgument, match=f"others can change this file.*mode {mode:o}"):
-            read(path)
-        path.chmod(0o644)
+        if mode & 0o022 or read == Identity.load:
+            with pytest.raises(BadArgument, match=f"{texts.get(read, 'others can change this file')}.*mode {mode:o}"):
+                read(path)
+        path.chmod(0o600)
         read(path)
 
 

@@ -121,13 +121,3 @@ def test_one_colluder_more_opens_a_single_client():
 
 def test_without_signatures_a_single_client_opens():
     assert smallest_sum(4, 1, signatures=False) == 1
-
-
-def test_without_the_rule_that_nobody_comes_back_a_single_client_opens(monkeypatch):
-    """The lists then need not shrink; two steps are enough."""
-    names = tuple(f"c{place}" for place in range(4))
-    without = [Settle(b"", 0, names[:3]), Settle(b"", 1, names)]
-    current = Current(b"", 0, b"", names, (), b"", 0, names[:3])
-    assert not allowed(current, without[1], "c0")
-    monkeypatch.setattr(rules, "check_members", lambda current, members: None)
-    assert allowed(current, without[1], "c0")

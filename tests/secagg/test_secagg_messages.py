@@ -85,22 +85,19 @@ def survives(call, *arguments):
     return True
 
 
-def outcome(tally):
+def finish(group, tally):
+    """All that follows the uploads."""
+    settle_all(group, tally, refused=[])
+    reveal_all(group, tally, refused=[])
+    return tally.total()
+
+
+def ended(call):
     """The sum, or why there is none."""
     try:
-        return tally.total(), None
+        return call(), None
     except Aborted as error:
         return None, error.reason
-
-
-def ended(group, tally):
-    """The outcome of all that follows the uploads."""
-    try:
-        settle_all(group, tally, refused=[])
-    except Aborted as error:
-        return None, error.reason
-    reveal_all(group, tally, refused=[])
-    return outcome(tally)
 
 
 def test_uploads(recorded):
@@ -112,7 +109,7 @@ def test_uploads(recorded):
         for name in group.names:
             data = mutated(sent[name], rng) if name == "c1" else sent[name]
             accepted += survives(tally.take_upload, name, data) and name == "c1"
-        total, reason = ended(group, tally)
+        total, reason = ended(lambda tally=tally: finish(group, tally))
         if total is None:
             assert reason in ("few", "sum", "share")
             continue
@@ -122,45 +119,35 @@ def test_uploads(recorded):
     assert 0 < accepted < MUTATIONS
 
 
-def test_settle_at_clients(recorded):
+def test_settling(recorded):
     rng = random.Random(2)
-    for _ in range(MUTATIONS):
-        group, tally = at_stage(recorded, "settle")
-        common, own = tally.settle()
-        damaged = [mutated(common, rng), own["c0"]] if rng.random() < 0.5 else [common, mutated(own["c0"], rng)]
-        survives(group.parties["c0"].settle, *damaged)
-
-
-def test_settled_at_the_server(recorded):
-    rng = random.Random(3)
     group, tally = at_stage(recorded, "settle")
     common, own = tally.settle()
+    kept = group.snapshot()
     answer = group.parties["c0"].settle(common, own["c0"])
     for _ in range(MUTATIONS):
+        group.restore(kept)
+        survives(group.parties["c0"].settle, mutated(common, rng), own["c0"])
+        group.restore(kept)
+        survives(group.parties["c0"].settle, common, mutated(own["c0"], rng))
         survives(tally.take_settle_reply, "c0", mutated(answer, rng))
         tally._replies.clear()
 
 
-def test_reveal_at_clients(recorded):
-    rng = random.Random(4)
+def test_revealing(recorded):
+    rng = random.Random(5)
     group, tally = at_stage(recorded, "reveal")
     message, kept = tally.reveal(), group.snapshot()
     for _ in range(MUTATIONS):
         survives(group.parties["c0"].reveal, mutated(message, rng))
         group.restore(kept)
-
-
-def test_revealed_at_the_server(recorded):
-    rng = random.Random(5)
-    group, tally = at_stage(recorded, "reveal")
-    message = tally.reveal()
     answers = {name: group.parties[name].reveal(message) for name in tally.survivors}
     exact = summed(recorded[2], tally.survivors)
     for _ in range(MUTATIONS):
         tally._revealed.clear()
         for name, data in answers.items():
             survives(tally.take_reveal_reply, name, mutated(data, rng) if name == "c0" else data)
-        total, reason = outcome(tally)
+        total, reason = ended(tally.total)
         assert reason in ("few", "share") or np.array_equal(total, exact)
 
 

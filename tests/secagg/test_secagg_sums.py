@@ -5,19 +5,15 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.secagg.group import DIGEST, STAGES, Attempt, Group, attempt, reveal_all, settle_all, summed, upload
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.secagg import Tally, bits, decode, encode, threshold
-
-TEN = 10
+from fedveil.secagg import Tally, threshold
 
 
-def patterns(count, of=TEN):
+def patterns(count):
     """All ways for `count` clients to vanish before upload, settle or reveal."""
-    for gone in itertools.combinations(range(of), count):
+    for gone in itertools.combinations(range(10), count):
         for stages in itertools.product(STAGES, repeat=count):
             yield {f"c{place}": stage for place, stage in zip(gone, stages, strict=True)}
 
@@ -29,60 +25,35 @@ FOUR = list(patterns(4))  # 17,010
 @pytest.fixture(scope="module")
 def ten():
     """Ten clients that have uploaded, and what they remember of that: every pattern goes on from here."""
-    group = Group(TEN)
+    group = Group(10)
     opening, vectors = group.opening(), group.vectors()
     sent = group.uploads(opening, vectors)
     return group, opening, vectors, sent, group.snapshot()
 
 
-def check(ten, pattern):
-    """The exact sum over those who had not vanished before the last settling, in one attempt."""
+@pytest.mark.parametrize("count", [48, pytest.param(len(UP_TO_THREE), marks=pytest.mark.slow)])
+def test_up_to_three_of_ten_vanish_and_the_sum_is_exact(ten, count):
+    """The sum over those who had not vanished before the last settling, in one attempt."""
     group, opening, vectors, sent, kept = ten
-    group.restore(kept)
-    tally = attempt(group, opening, sent, pattern)
-    stayed = [name for name in group.names if pattern.get(name, "reveal") == "reveal"]
-    assert list(tally.survivors) == stayed
-    assert np.array_equal(tally.total(), summed(vectors, stayed))
+    for pattern in random.Random(0).sample(UP_TO_THREE, count):
+        group.restore(kept)
+        tally = attempt(group, opening, sent, pattern)
+        stayed = [name for name in group.names if pattern.get(name, "reveal") == "reveal"]
+        assert list(tally.survivors) == stayed
+        assert np.array_equal(tally.total(), summed(vectors, stayed))
 
 
-def check_aborts(ten, pattern):
+@pytest.mark.parametrize("count", [25, pytest.param(len(FOUR), marks=pytest.mark.slow)])
+def test_four_of_ten_vanish_and_the_attempt_aborts(ten, count):
     group, opening, _, sent, kept = ten
-    group.restore(kept)
-    with pytest.raises(Aborted, match=r"6 of 10 clients (are left|have revealed): at least 7") as caught:
-        attempt(group, opening, sent, pattern).total()
-    assert caught.value.reason == "few"
+    for pattern in random.Random(5).sample(FOUR, count):
+        group.restore(kept)
+        with pytest.raises(Aborted, match=r"6 of 10 clients (are left|have revealed): at least 7") as caught:
+            attempt(group, opening, sent, pattern).total()
+        assert caught.value.reason == "few"
 
 
-def test_nobody_vanishes_and_settling_takes_one_step():
-    a = Attempt(TEN)
-    assert a.finish() == 1
-    assert a.exact()
-
-
-@pytest.mark.parametrize("part", range(4))
-def test_up_to_three_of_ten_vanish_and_the_sum_is_exact(ten, part):
-    for pattern in random.Random(part).sample(UP_TO_THREE, 12):
-        check(ten, pattern)
-
-
-def test_four_of_ten_vanish_and_the_attempt_aborts(ten):
-    for pattern in random.Random(5).sample(FOUR, 25):
-        check_aborts(ten, pattern)
-
-
-@pytest.mark.slow
-def test_all_ways_for_up_to_three_of_ten_to_vanish(ten):
-    for pattern in UP_TO_THREE:
-        check(ten, pattern)
-
-
-@pytest.mark.slow
-def test_all_ways_for_four_of_ten_to_vanish(ten):
-    for pattern in FOUR:
-        check_aborts(ten, pattern)
-
-
-@pytest.mark.parametrize("n", [4, 5, 7])
+@pytest.mark.parametrize("n", [3, 4, 5, 7])
 def test_as_many_as_the_threshold_allows_vanish_one_by_one(n):
     """Each settling loses one more, so that as many steps are needed as can be."""
     a = Attempt(n)
@@ -95,30 +66,6 @@ def test_as_many_as_the_threshold_allows_vanish_one_by_one(n):
     reveal_all(a.group, a.tally)
     assert a.tally.survivors == tuple(a.group.names[len(spare) :])
     assert a.exact()
-
-
-@given(
-    values=st.lists(st.lists(st.floats(-200, 200), min_size=2, max_size=2), min_size=4, max_size=4),
-    lost=st.sampled_from([None, 0, 3]),
-    stage=st.sampled_from(STAGES[:2]),
-)
-def test_words_add_up_to_the_integer_sum_of_encodings(values, lost, stage):
-    b = bits(4, 8)
-    group = FOUR_CLIENTS
-    rows = {name: encode(np.array([2.0**-b, *row]), b) for name, row in zip(group.names, values, strict=True)}
-    opening = group.opening()
-    pattern = {} if lost is None else {f"c{lost}": stage}
-    tally = attempt(group, opening, group.uploads(opening, rows), pattern)
-    stayed = [name for name in group.names if name not in pattern]
-    assert list(tally.survivors) == stayed
-    total = tally.total()
-    assert np.array_equal(total, summed(rows, stayed))
-    exact = np.sum([values[group.names.index(name)] for name in stayed], axis=0)
-    bound = len(stayed) * 2.0 ** -(b + 1) + 2**-51 * 4 * 200  # rounding of encodings; float64 sums, here and in decode
-    assert np.abs(decode(total, b)[1:] - exact).max() <= bound
-
-
-FOUR_CLIENTS = Group(4)
 
 
 @pytest.mark.parametrize("n", [4, 10])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.secagg.group import DIGEST, SIZE, Attempt, Group, reveal_all, settle_all, summed, upload
+from tests.secagg.group import DIGEST, Attempt, Group, reveal_all, settle_all
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import Conduct, Tally, masks, threshold
@@ -138,18 +138,6 @@ def test_a_wrong_pair_seed_counts_as_no_answer_and_the_members_shrink(liar, abse
         assert a.exact()
 
 
-def with_other_commitments(*partners):
-    """c0 commits to other seeds than these partners do."""
-
-    def change(name, upload):
-        found = list(upload.commitments)
-        for other in partners if name == "c0" else ():
-            found[other] = flipped(found[other])
-        return replace(upload, commitments=tuple(found))
-
-    return change
-
-
 def disagree(monkeypatch, one, other):
     """`one` has another seed with `other` than that has with it, and masks, commits and opens accordingly."""
     honest = masks.pair_seed
@@ -176,59 +164,34 @@ def test_of_a_disputed_pair_one_is_left_out_in_turn(n, monkeypatch):
 
 @pytest.mark.parametrize(("n", "partners"), [(4, 2), (4, 3), (5, 2), (7, 3), (10, 4)])
 def test_a_member_that_disputes_with_more_partners_than_may_lie_is_excluded_alone(n, partners):
-    a = Attempt(n, with_other_commitments(*range(1, partners + 1)))
+    def change(name, upload):
+        lies = range(1, partners + 1) if name == "c0" else ()
+        found = [flipped(own) if k in lies else own for k, own in enumerate(upload.commitments)]
+        return replace(upload, commitments=tuple(found))
+
+    a = Attempt(n, change)
     a.finish()
     assert a.tally.survivors == tuple(a.group.names[1:])
     assert list(a.tally.conduct.excluded) == ["c0"]
     assert a.exact()
 
 
-def test_disputes_with_other_partners_in_later_rounds_count_together(monkeypatch):
+def test_disputes_with_other_partners_in_later_rounds_count_together():
     conduct = Conduct()
-    for partner in ("c1", "c2"):
-        with monkeypatch.context() as patch:
-            disagree(patch, "c0", partner)
-            a = Attempt(4, conduct=conduct)
-            settle_all(a.group, a.tally)
+    conduct.settle_disputes([("c0", "c1")], 4)
+    assert not conduct.excluded
+    conduct.settle_disputes([("c0", "c2")], 4)
     assert list(conduct.excluded) == ["c0"]
 
 
-def test_a_lie_about_a_seed_that_is_opened_later_is_proven():
-    """c0 commits to another seed than it masks with; c1 is left out, and c0 has to open that seed."""
-    a = Attempt(5, with_other_commitments(1))
-    common, own = a.tally.settle()
-    assert "c1" not in own
-    with pytest.raises(BadArgument, match="c0 is excluded: a pair seed that it opened"):
-        a.tally.take_settle_reply("c0", a.group.parties["c0"].settle(common, own["c0"]))
-
-
 def test_a_pair_that_is_not_compared_gives_no_wrong_sum_either(monkeypatch):
-    """A client that masks with a seed of its own: commitments tell, and without them the first word does."""
-    group = Group(4)
-    opening, vectors = group.opening(), group.vectors(SIZE)
-    honest, seeds = masks.pair_seed, masks.pair_seed
-    sent = {}
-    for name in group.names:
-        if name == "c3":
-            monkeypatch.setattr(masks, "pair_seed", lambda pair, context, *names: honest(pair, bytes(32), *names))
-        sent[name] = upload(group.parties[name], opening, DIGEST, vectors[name])
-    monkeypatch.setattr(masks, "pair_seed", seeds)
-    kept = group.snapshot()
-    for compared in (True, False):
-        group.restore(kept)
-        if not compared:
-            monkeypatch.setattr(Tally, "_differs", lambda self, one, other: False)
-        tally = Tally(opening, DIGEST, group.roster)
-        for name, data in sent.items():
-            tally.take_upload(name, data)
-        settle_all(group, tally)
-        reveal_all(group, tally)
-        if compared:
-            assert tally.survivors == ("c0", "c1", "c2")
-            assert np.array_equal(tally.total(), summed(vectors, tally.survivors))
-        else:
-            with pytest.raises(Aborted, match="the masks of 4 clients do not cancel"):
-                tally.total()
+    """Commitments tell that two members mask with different seeds; without them the first word does."""
+    disagree(monkeypatch, "c0", "c1")
+    monkeypatch.setattr(Tally, "_differs", lambda self, one, other: False)
+    a = Attempt(4)
+    a.finish()
+    with pytest.raises(Aborted, match="the masks of 4 clients do not cancel"):
+        a.tally.total()
 
 
 def with_bad_shares_for(dealer, receivers):
@@ -243,91 +206,39 @@ def with_bad_shares_for(dealer, receivers):
     return change
 
 
-@pytest.mark.parametrize("dealer", range(1, 7))
-def test_one_complaint_costs_a_share_and_nobody_its_place(dealer):
-    a = Attempt(7, with_bad_shares_for(f"c{dealer}", [0]))
-    assert a.finish() == 1
-    assert a.tally.survivors == tuple(a.group.names)
-    assert not a.tally.conduct.excluded
+@pytest.mark.parametrize(
+    ("n", "dealer", "receivers", "excluded"),
+    [
+        *[(7, f"c{k}", (0,), False) for k in range(1, 7)],
+        *[(4, "c2", (0, 1), True), (5, "c2", (0, 1), True), (7, "c2", (0, 1, 3), True), (10, "c2", (0, 1, 3, 4), True)],
+    ],
+)
+def test_a_dealer_about_whom_more_complain_than_may_lie_is_excluded(n, dealer, receivers, excluded):
+    """Otherwise a complaint costs a share, and nobody its place."""
+    a = Attempt(n, with_bad_shares_for(dealer, receivers))
+    assert a.finish() == 1 + excluded
+    assert a.tally.survivors == tuple(name for name in a.group.names if name != dealer or not excluded)
+    assert list(a.tally.conduct.excluded) == [dealer] * excluded
     assert a.exact()
 
 
-@pytest.mark.parametrize(("n", "receivers"), [(4, (0, 1)), (5, (0, 1)), (7, (0, 1, 3)), (10, (0, 1, 3, 4))])
-def test_a_dealer_about_whom_more_complain_than_may_lie_is_excluded(n, receivers):
-    a = Attempt(n, with_bad_shares_for("c2", receivers))
-    assert a.finish() == 2
-    assert a.tally.survivors == tuple(name for name in a.group.names if name != "c2")
-    assert list(a.tally.conduct.excluded) == ["c2"]
-    assert a.exact()
-
-
-def accuse(dealers):
-    """Say that one cannot use the shares of these dealers."""
-    return lambda answer: replace(answer, failed=tuple(dealers)) if answer.step == 0 else answer
-
-
-@pytest.mark.parametrize(("n", "accused"), [(4, 1), (5, 1), (10, 3)])
-def test_an_accuser_of_no_more_than_may_lie_costs_nobody_the_round(n, accused):
+@pytest.mark.parametrize(
+    ("n", "accused", "excluded"),
+    [
+        *[(4, 1, False), (5, 1, False), (10, 3, False)],
+        *[(4, 2, True), (4, 3, True), (5, 2, True), (5, 4, True), (10, 4, True), (10, 9, True)],
+    ],
+)
+def test_an_accuser_of_more_than_may_lie_is_excluded_and_the_accused_stay(n, accused, excluded):
     a = Attempt(n)
     lost = a.group.names[1 : accused + 1]
-    settle_with(a, "c0", accuse(lost))
+    settle_with(a, "c0", lambda answer: replace(answer, failed=tuple(lost)) if answer.step == 0 else answer)
     for name, data in a.revealed().items():
         found = RevealReply.from_bytes(data)
         shares = {d: share for d, share in found.shares.items() if name != "c0" or d not in lost}
         a.tally.take_reveal_reply(name, replace(found, shares=shares).to_bytes())
-    assert a.tally.survivors == tuple(a.group.names)
-    assert not a.tally.conduct.excluded
-    assert a.exact()
-
-
-@pytest.mark.parametrize(("n", "accused"), [(4, 2), (4, 3), (5, 2), (5, 4), (10, 4), (10, 9)])
-def test_an_accuser_of_more_than_may_lie_is_excluded_and_the_accused_stay(n, accused):
-    a = Attempt(n)
-    settle_with(a, "c0", accuse(a.group.names[1 : accused + 1]))
-    reveal_all(a.group, a.tally)
-    assert a.tally.survivors == tuple(a.group.names[1:])
-    assert list(a.tally.conduct.excluded) == ["c0"]
-    assert a.exact()
-
-
-def test_answers_for_other_attempts_and_strangers_do_not_count():
-    a, b = Attempt(4), Attempt(4)
-    with pytest.raises(BadArgument, match="replied to a different opening"):
-        Tally(a.opening, DIGEST, a.group.roster).take_upload("c0", b.sent["c0"])
-    fresh = Tally(a.opening, DIGEST, a.group.roster)
-    for name in ("c9", "", None):
-        with pytest.raises(BadArgument, match="late, early, or from a stranger"):
-            fresh.take_upload(name, a.sent["c0"])
-    common, own = a.tally.settle()
-    answer = a.group.parties["c0"].settle(common, own["c0"])
-    a.tally.take_settle_reply("c0", answer)
-    with pytest.raises(BadArgument, match="another step, or twice"):
-        a.tally.take_settle_reply("c0", answer)
-    with pytest.raises(BadArgument, match="from a stranger"):
-        a.tally.take_reveal_reply("c0", answer)
-    with pytest.raises(BadArgument, match="from a stranger"):
-        a.tally.take_upload("c0", a.sent["c0"])
-    complaint = replace(SettleReply.from_bytes(answer, 0), failed=("c9",)).to_bytes()
-    with pytest.raises(BadArgument, match="it complained about strangers"):
-        a.tally.take_settle_reply("c1", complaint)
-
-
-def test_a_late_answer_of_a_dropped_client_does_not_count():
-    a = Attempt(4)
-    group, tally = a.group, a.tally
-    common, own = tally.settle()
-    late = group.parties["c3"].settle(common, own["c3"])
-    for name in ("c0", "c1", "c2"):
-        tally.take_settle_reply(name, group.parties[name].settle(common, own[name]))
-    settle_all(group, tally)
-    with pytest.raises(BadArgument, match="from a stranger"):
-        tally.take_settle_reply("c3", late)
-    message = tally.reveal()
-    with pytest.raises(Aborted, match="not about the members that this client agreed to last"):
-        group.parties["c3"].reveal(message)
-    for name in tally.survivors:
-        tally.take_reveal_reply(name, group.parties[name].reveal(message))
-    assert tally.survivors == ("c0", "c1", "c2")
+    assert a.tally.survivors == tuple(a.group.names[excluded:])
+    assert list(a.tally.conduct.excluded) == ["c0"] * excluded
     assert a.exact()
 
 
@@ -352,17 +263,37 @@ def test_without_the_check_of_the_first_word_a_wrong_sum_would_come_out(monkeypa
     assert not a.exact()
 
 
-def test_an_answer_to_an_earlier_step_does_not_count():
+def test_answers_of_strangers_for_other_attempts_or_steps_do_not_count():
     a = Attempt(5)  # t = 4
-    group, tally = a.group, a.tally
-    common, own = tally.settle()
-    first = {name: group.parties[name].settle(common, own[name]) for name in own if name != "c4"}
-    for name, data in first.items():
-        tally.take_settle_reply(name, data)
-    common, own = tally.settle()
+    group, tally, fresh = a.group, a.tally, Tally(a.opening, DIGEST, a.group.roster)
+
+    def refused(text, take, *given):
+        with pytest.raises(BadArgument, match=text):
+            take(*given)
+
+    refused("replied to a different opening", fresh.take_upload, "c0", Attempt(5).sent["c0"])
+    for name in ("c9", "", None):
+        refused("late, early, or from a stranger", fresh.take_upload, name, a.sent["c0"])
+    first = a.answers(*tally.settle())
+    complaint = replace(SettleReply.from_bytes(first["c0"], 0), failed=("c9",)).to_bytes()
+    for name in group.names[:4]:
+        tally.take_settle_reply(name, first[name])
+    refused("another step, or twice", tally.take_settle_reply, "c0", first["c0"])
+    refused("from a stranger", tally.take_reveal_reply, "c0", first["c0"])
+    refused("from a stranger", tally.take_upload, "c0", a.sent["c0"])
+    refused("c4 is excluded: it complained about strangers", tally.take_settle_reply, "c4", complaint)
+    common, _ = tally.settle()  # without c4
     second = SettleReply.from_bytes(group.parties["c0"].settle(common), 1)
-    with pytest.raises(BadArgument, match="bytes after its head"):
-        tally.take_settle_reply("c0", first["c0"])
-    with pytest.raises(BadArgument, match="c0 replied to another step, or twice"):
-        tally.take_settle_reply("c0", replace(second, step=0).to_bytes())
+    refused("from a stranger", tally.take_settle_reply, "c4", first["c4"])
+    refused("bytes after its head", tally.take_settle_reply, "c0", first["c0"])
+    refused("c0 replied to another step", tally.take_settle_reply, "c0", replace(second, step=0).to_bytes())
     tally.take_settle_reply("c0", second.to_bytes())
+    for name in group.names[1:4]:
+        tally.take_settle_reply(name, group.parties[name].settle(common))
+    message = tally.reveal()
+    with pytest.raises(Aborted, match="not about the members that this client agreed to last"):
+        group.parties["c4"].reveal(message)
+    for name in tally.survivors:
+        tally.take_reveal_reply(name, group.parties[name].reveal(message))
+    assert tally.survivors == tuple(group.names[:4])
+    assert a.exact()

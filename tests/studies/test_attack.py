@@ -5,9 +5,12 @@ from tests.configs import config_of
 
 from fedveil.errors import BadArgument
 from fedveil.studies.attack import AttackRequest
+from fedveil.studies.audit.run import AUDIT
 from fedveil.studies.gradients.run import GRADIENTS
 from fedveil.studies.gradients.server import SERVER
 from fedveil.studies.inversion.run import INVERSION
+from fedveil.studies.jobs import Failure
+from fedveil.studies.membership.run import MEMBERSHIP
 from fedveil.studies.poisoning import POISONING
 from fedveil.studies.study import gather
 
@@ -30,7 +33,6 @@ DIGITS = {"data": "digits", "train_size": 200, "test_size": None, "defence": "pl
         (INVERSION, {}, {"codes": 0}, "must be at least 1, got 0"),
         (INVERSION, {}, {"codes": 5}, "5 cannot be divided among 4 broadcasts"),
         (POISONING, {}, {"attacks": "sign-flop"}, "there is no attack 'sign-flop'"),
-        (POISONING, {}, {"rules": "meadian"}, "there is no rule 'meadian'"),
         (POISONING, {}, {"seeds": 0}, "--seeds must be an integer of at least 1"),
         (POISONING, {"hostile": 2}, {}, "krum against 2 hostile clients needs 7, not 5"),
         (POISONING, {"hostile": 5}, {"rules": "none"}, "5 of 5 clients"),
@@ -40,8 +42,8 @@ DIGITS = {"data": "digits", "train_size": 200, "test_size": None, "defence": "pl
         (SERVER, {}, {"sums": "2,x"}, "sums over '2,x' clients"),
         (SERVER, {}, {"sums": "2,2"}, "sums over '2,2' clients"),
         (SERVER, {}, {"sums": "0"}, "sums over '0' clients"),
-        (SERVER, {}, {"difference": 1}, "a sum over 1 clients"),
-        (SERVER, {}, {"rounds": 0}, "0 rounds of 1 records per client"),
+        (SERVER, {}, {"difference": 1}, "--difference must be an integer of at least 2"),
+        (SERVER, {}, {"rounds": 0}, "--rounds must be an integer of at least 1"),
     ],
 )
 def test_what_cannot_be_attacked_is_refused_before_anything_is_trained(tmp_path, study, changes, options, what):
@@ -55,3 +57,12 @@ def test_poisoning_refuses_a_trained_run(tmp_path):
     asked = AttackRequest(config_of(**{**POISONING.defaults, **DIGITS}), ("plain",), POISONING.options(), tmp_path)
     with pytest.raises(BadArgument, match="hostile clients take part in training"):
         POISONING.graph(asked, tmp_path)
+
+
+@pytest.mark.parametrize("study", [AUDIT, GRADIENTS, INVERSION, MEMBERSHIP, POISONING, SERVER])
+def test_a_failed_defence_has_a_row_and_its_reason_comes_first(study):
+    config = config_of(**{**study.defaults, **DIGITS})
+    shown = study.present(AttackRequest(config, ("veil",), study.options()), {"veil": Failure("diverged")})
+    assert shown.verdict.startswith("No verdict")
+    assert [row[:2] for row in shown.rows if row[0] == "veil"] == [["veil", "failed"]]
+    assert shown.first[0].paragraphs == ["veil: diverged"]

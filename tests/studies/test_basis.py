@@ -114,29 +114,26 @@ def import_again(name):
     importlib.invalidate_caches()
 
 
-def test_changed_code_of_a_model_makes_new_results_and_a_new_run(here, run):
-    words = ["attack", "membership", *CSV, "--model", "own_net:net", "--defence", "plain", "--shadows", "0"]
-    words += ["--no-full", "--attack-epochs", "1", "--workers", "1", "--out", "study"]
-    Path("own_net.py").write_text(NET.format(hidden=4))
+def test_changed_code_of_a_model_and_changed_records_of_own_code_make_new_results_and_a_new_run(here, run):
+    words = ["attack", "membership", "--data", "own_load:load", "--model", "own_net:net", "--defence", "plain"]
+    words += ["--clients", "2", "--epochs", "1", "--shadows", "0", "--no-full", "--attack-epochs", "1"]
+    words += ["--workers", "1", "--out", "study"]
+    jobs = {"train-plain", "membership-plain"}
+    for name, text in (("own_net.py", NET.format(hidden=4)), ("own_load.py", LOAD), ("shift", "1")):
+        Path(name).write_text(text)
     run(*words)
-    assert run(*words)[0] == {"train-plain", "membership-plain"}
+    assert run(*words) == (jobs, {})
+    Path("shift").write_text("22")  # the source file stays the same
+    _, again = run(*words)
+    assert set(again) == jobs
+    assert all(why.startswith("the data changed") for why in again.values())
     Path("own_net.py").write_text(NET.format(hidden=5))
     import_again("own_net")
     _, again = run(*words)
-    assert set(again) == {"train-plain", "membership-plain"}
+    assert set(again) == jobs
     assert all(why.startswith("the code of own_net changed") for why in again.values())
     assert open_run("study/plain/run", trust_code=True)[1].model[0].out_features == 5
     import_again("own_net")
-
-
-def test_changed_records_of_own_code_make_new_results(here, run):
-    words = ["compare", "--data", "own_load:load", "--clients", "2", "--epochs", "1", "--hidden", "4", *COMPARE]
-    Path("own_load.py").write_text(LOAD)
-    Path("shift").write_text("1")
-    run(*words)
-    assert run(*words) == ({"plain-0"}, {})
-    Path("shift").write_text("22")  # the source file stays the same
-    assert run(*words)[1]["plain-0"].startswith("the data changed")
     import_again("own_load")
 
 
@@ -167,17 +164,14 @@ def test_a_changed_image_makes_a_new_generator_evaluator_and_attack(here, run):
     nets = ["--gan-epochs", "1", "--gan-width", "4", "--judge-epochs", "1", "--judge-width", "2", "--width", "2"]
     words = ["attack", "inversion", *federation, "--model", "cnn", "--epochs", "1", "--defence", "plain", *few, *nets]
     words += ["--workers", "1", "--out", "study"]
-    jobs, networks = (
-        {"gan", "evaluator", "train-plain", "inversion-plain"},
-        [Path("study/gan.pt"), Path("study/judge.pt")],
-    )
+    jobs = {"gan", "evaluator", "train-plain", "inversion-plain"}
     run(*words)
-    before = [path.read_bytes() for path in networks]
+    before = {path: path.read_bytes() for path in (Path("study/gan.pt"), Path("study/judge.pt"))}
     assert run(*words) == (jobs, {})
     image.new("RGB", (8, 8), (1, 2, 3)).save("pictures/train/d/0.png")  # a class that is not trained on
     _, again = run(*words)
     assert set(again) == jobs
-    assert all(old != path.read_bytes() for old, path in zip(before, networks, strict=True))
+    assert all(old != path.read_bytes() for path, old in before.items())
 
 
 def test_an_attacked_run_is_never_written_to_and_its_state_is_reported(here, capsys):

@@ -5,7 +5,7 @@ import torch
 from tests.configs import config_of
 
 from fedveil.defences.registry import BUILT_IN
-from fedveil.runs.folder import is_finished
+from fedveil.studies.basis import Basis
 from fedveil.studies.federations import load_or_train, measure_quality, observe
 
 CONFIG = config_of(data="digits", train_size=200, clients=2, hidden=16, epochs=2, defence="plain", fuse=False)
@@ -17,29 +17,22 @@ def silent(fraction, what):
 
 
 @pytest.mark.parametrize("defence", DEFENCES)
-def test_an_attacker_observes_what_travelled_and_its_own_records(defence, tmp_path):
-    federation, _ = load_or_train(CONFIG.changed(defence=defence), tmp_path, silent)
+def test_an_attacker_observes_what_travelled_and_a_finished_run_is_not_trained_again(defence, tmp_path):
+    config = CONFIG.changed(defence=defence)
+    federation, data = load_or_train(config, tmp_path, silent, Basis())
+    written = (tmp_path / "checkpoint.pt").stat().st_mtime_ns
+    again, _ = load_or_train(config, tmp_path, silent, Basis())
+    assert (tmp_path / "checkpoint.pt").stat().st_mtime_ns == written
+    for name, value in federation.model.state_dict().items():
+        assert torch.equal(value, again.model.state_dict()[name])
+    quality = measure_quality(federation, data)
+    assert (quality.metric, quality.gap) == ("accuracy", quality.train - quality.test)
     before = federation.round
     observed = observe(federation, rounds=3)
-    assert federation.round == before + 2
-    assert len(observed.rounds) == 3
+    assert (federation.round, len(observed.rounds)) == (before + 2, 3)
     assert observed.model is observed.rounds[-1].model
     assert observed.rounds[-1].upload is None
     assert all(seen.upload is not None and len(seen.rows) == 32 for seen in observed.rounds[:-1])
     assert torch.equal(observed.inputs, federation.shards.inputs[: federation.shards.sizes[0]])
     first, last = (dict(observed.rounds[k].model.named_parameters()) for k in (0, 2))
     assert any(not torch.equal(first[name], last[name]) for name in first)  # rounds do not share a model
-
-
-def test_a_finished_run_is_not_trained_again(tmp_path):
-    assert not is_finished(CONFIG, tmp_path)
-    federation, data = load_or_train(CONFIG, tmp_path, silent)
-    assert is_finished(CONFIG, tmp_path)
-    assert not is_finished(CONFIG.changed(epochs=3), tmp_path)
-    written = (tmp_path / "checkpoint.pt").stat().st_mtime_ns
-    again, _ = load_or_train(CONFIG, tmp_path, silent)
-    assert (tmp_path / "checkpoint.pt").stat().st_mtime_ns == written
-    for name, value in federation.model.state_dict().items():
-        assert torch.equal(value, again.model.state_dict()[name])
-    quality = measure_quality(federation, data)
-    assert (quality.metric, quality.gap) == ("accuracy", quality.train - quality.test)

@@ -1,7 +1,4 @@
-"""`fedveil attack gradients` from end to end, on digits; with real pictures where they are available."""
-
-import os
-from pathlib import Path
+"""`fedveil attack gradients` from end to end, on digits."""
 
 import pytest
 import torch
@@ -17,11 +14,9 @@ from fedveil.runs.folder import train
 from fedveil.studies.attack import AttackRequest
 from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View, judge_views
 from fedveil.studies.gradients.run import GRADIENTS, GradientOptions, floors, shared_labels
-from fedveil.studies.jobs import Failure, run_jobs
 from fedveil.studies.study import gather, publish
 from fedveil.studies.verdicts import Label
 
-REAL = Path(os.environ.get("FEDVEIL_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 QUICK = GradientOptions(images=2, victim_batch="1,2", steps=2, restarts=1)
 DEFENCES = tuple(record.name for record in BUILT_IN)
 
@@ -55,18 +50,6 @@ def test_a_server_of_adam_is_attacked_by_its_signs(tmp_path):
     assert rows == [["adaptive", "1"], ["adaptive", "2"]]
 
 
-def test_a_stopped_attack_resumes_with_the_missing_batch(tmp_path):
-    jobs = GRADIENTS.graph(AttackRequest(small(), ("plain",), QUICK), tmp_path).jobs
-    first = run_jobs(jobs, tmp_path, workers=1)
-    names = ["plain-batch1-0.json", "plain-batch1-1.json", "plain-batch2-0.json"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-    (tmp_path / names[1]).unlink()
-    before = (tmp_path / names[0]).stat().st_mtime_ns
-    again = run_jobs(jobs, tmp_path, workers=1)
-    assert (tmp_path / names[0]).stat().st_mtime_ns == before
-    assert all(first.require(job) == again.require(job) for job in jobs)
-
-
 def test_a_batch_that_fails_is_a_failed_row(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise BadArgument("search", "it broke")
@@ -86,7 +69,7 @@ def test_the_method_follows_the_activation():
     assert GradientOptions().search(lenet()).method == "cosine"
     smooth = GradientOptions(restarts=3).search(lenet(activation="sigmoid"))
     assert (smooth.method, smooth.steps, smooth.restarts) == ("idlg", 150, 3)
-    with pytest.raises(BadArgument, match="unknown method 'magic'"):
+    with pytest.raises(BadArgument, match="there is no method 'magic'"):
         GradientOptions(method="magic").search(lenet())
 
 
@@ -109,22 +92,8 @@ def rebuilt(**psnr):
 
 def test_the_nearest_view_is_judged_beside_a_guess():
     veil = rebuilt(**{"V-up": [11.9, 12.1], "V-diff, two broadcasts": [21.8, 22.2]})
-    verdicts = judge_views({"plain": rebuilt(**{"V-up": [24.8, 25.2]}), "veil": veil, "spn": Failure("x")}, 1)
+    verdicts = judge_views({"plain": rebuilt(**{"V-up": [24.8, 25.2]}), "veil": veil}, 1)
     assert {name: one.label for name, one in verdicts.items()} == {"plain": Label.LEAK, "veil": Label.LEAK}
     assert (verdicts["veil"].guess, verdicts["veil"].published.value) == (11.0, pytest.approx(12.0))
     for psnr in ([30.0], [5.0, 17.5]):  # one image proves nothing
         assert judge_views({"plain": rebuilt(**{"V-up": psnr})}, 1)["plain"].label is Label.TOO_FEW
-
-
-@pytest.mark.slow
-def test_plain_training_gives_real_pictures_away(tmp_path, monkeypatch):
-    """DLG's network on CIFAR-10, two clients, from two broadcasts: above the 20 dB that count as success."""
-    if not (REAL / "cifar10").is_dir():
-        pytest.skip(f"no cifar10 in {REAL}")
-    monkeypatch.setenv("FEDVEIL_DATA", str(REAL))
-    monkeypatch.setenv("FEDVEIL_CACHE", str(tmp_path / "cache"))
-    config = small(data="cifar10", train_size=1000, model="lenet", activation="sigmoid")
-    asked = AttackRequest(config, ("plain",), GradientOptions(images=1, victim_batch="1", restarts=2))
-    part = gather(GRADIENTS, asked, tmp_path, workers=1)["plain"].parts["batch1-0"]
-    assert part.views["V-diff"].psnr[0] > 20 > part.floors["mean image"].psnr[0]
-    assert part.views["V-diff"].labels == 1

@@ -72,33 +72,27 @@ def test_a_result_is_computed_once_unless_the_work_changes_or_its_file_is_torn(t
     assert log.read_text().split() == ["2", "3", "5", "5", "5", "5"]
 
 
-def test_a_failed_job_is_a_failure_and_runs_again_next_time(tmp_path, capsys):
-    asked = jobs(tmp_path / "log", "", "refuse", "crash")
-    found = run_jobs(asked, tmp_path, workers=1)
-    assert found.require(asked[0]).value == 4
-    assert found[asked[1]] == Failure("here: no 3.\n  Fix: another")
-    assert found[asked[2]] == Failure("ZeroDivisionError: by hand")
-    assert "ZeroDivisionError" in capsys.readouterr().err
-    mended = [asked[0], StudyJob("job3", Square(3, str(tmp_path / "log")), Number)]
-    assert values(mended, run_jobs(mended, tmp_path, workers=1)) == [4, 9]
-
-
 @pytest.mark.parametrize("workers", [1, 2])
-def test_jobs_hand_results_on_and_fail_with_those_that_they_need(tmp_path, workers, monkeypatch):
+def test_jobs_hand_results_on_fail_with_those_that_they_need_and_run_again(tmp_path, workers, monkeypatch, capfd):
     log = str(tmp_path / "log")
     for module in ("multiprocessing", "random", "socket"):  # a process must not take them from the working directory
         (tmp_path / f"{module}.py").write_text("raise SystemExit(__name__)")
     monkeypatch.chdir(tmp_path)
-    first, second, broken = jobs(log, "", "", "refuse")
+    first, second, broken, crashed = jobs(log, "", "", "refuse", "crash")
     total = StudyJob("total", Add((first, second)), Number, (first, second))
     blocked = StudyJob("blocked", Add((first, broken)), Number, (first, broken))
     late = StudyJob("late", Square(7, log), Number, after=(broken,))
-    found = run_jobs([first, second, broken, total, blocked, late], tmp_path / "jobs", workers=workers)
+    every = [first, second, broken, crashed, total, blocked, late]
+    found = run_jobs(every, tmp_path / "jobs", workers=workers)
     assert found.require(total).value == 13
     assert found[blocked] == Failure("job4: here: no 4.\n  Fix: another")
     assert found.require(late).value == 49  # it only waits
     with pytest.raises(FedveilError, match="no 4"):
         found.require(blocked)
+    assert found[crashed] == Failure("ZeroDivisionError: by hand")
+    assert "ZeroDivisionError" in capfd.readouterr().err
+    mended = [first, StudyJob(broken.name, Square(4, log), Number)]
+    assert values(mended, run_jobs(mended, tmp_path / "jobs", workers=1)) == [4, 16]
 
 
 def test_processes_run_in_parallel_and_a_dead_one_is_reported(tmp_path):
@@ -160,21 +154,13 @@ def kill_while_it_waits(tmp_path, workers):
     return children
 
 
-def is_alive(process):
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find children")
 def test_workers_end_with_the_process_that_started_them(tmp_path):
     started = kill_while_it_waits(tmp_path, workers=2)
     assert int((tmp_path / "waits").read_text()) in started
     assert len(started) >= 3  # two workers, and the tracker of their semaphores
     deadline = time.monotonic() + 60
-    while any(map(is_alive, started)):
+    while any(Path(f"/proc/{process}").exists() for process in started):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +23,6 @@ from fedveil.studies.verdicts import Label
 
 CONFIG = config_of(data="digits", train_size=120, clients=2, hidden=12, epochs=3)
 QUICK = MembershipOptions(shadows=2, lira=True, attack_epochs=3)
-REAL = Path(os.environ.get("FEDVEIL_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 
 
 def test_members_and_others_are_disjoint_and_the_test_is_balanced():
@@ -43,9 +40,8 @@ def test_members_and_others_are_disjoint_and_the_test_is_balanced():
 def test_a_held_out_record_that_equals_a_member_is_left_out():
     inputs = torch.arange(40.0).reshape(20, 2)
     test = torch.cat([inputs[:5], 100 + inputs[:7]])
-    data = Data(
-        "made", DataPart(inputs, torch.arange(20) % 2), DataPart(test, torch.arange(12) % 2), classes=("a", "b")
-    )
+    parts = DataPart(inputs, torch.arange(20) % 2), DataPart(test, torch.arange(12) % 2)
+    data = Data("made", *parts, classes=("a", "b"))
     records = divide_records(CONFIG.changed(train_size=None), data)
     assert sorted(records.pool.inputs[20:, 0].tolist()) == sorted((100 + inputs[:7, 0]).tolist())
     with pytest.raises(BadArgument, match="no other client to learn about"):
@@ -64,8 +60,6 @@ def test_plain_and_veil_share_shadows_and_others_have_their_own(tmp_path):
     with pytest.raises(BadArgument, match="in pairs"):
         shadows(3, "plain")
     assert all(job.work.everyone for job in attacks.shadow_jobs(CONFIG, ["veil"], 2, tmp_path, everyone=True))
-    first, second = attacks.shadow_members(CONFIG, 10, 2)
-    assert (first != second).all()
 
 
 def attacked(folder, config=CONFIG, options=QUICK, defences=("plain",)):
@@ -95,10 +89,7 @@ def test_every_attack_runs_on_every_defence_and_is_stored(tmp_path):
                 assert attack["tpr"] == {"0.01": None, "0.001": None}  # too few records
     assert [row[0] for row in first.rows] == [name for name, attackers in every.items() for _ in attackers]
     assert "ROC: RMIA" in (tmp_path / "report.html").read_text()
-    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npz")}
-    assert len(written) == 2 * 4
-    assert attacked(tmp_path, defences=every).rows == first.rows
-    assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npz")}
+    assert len(list(tmp_path.rglob("*.npz"))) == 2 * 4
 
 
 def test_a_missing_shadow_makes_a_failed_attack_and_not_a_smaller_one(tmp_path):
@@ -114,7 +105,7 @@ def test_a_missing_shadow_makes_a_failed_attack_and_not_a_smaller_one(tmp_path):
 def membership(**aucs):
     """A membership attack in which attackers have these AUCs."""
     scored = {name: attacks.AttackScores(auc, auc, {"0.01": None, "0.001": None}) for name, auc in aucs.items()}
-    found = {name: attacks.Attacker("V-out", {"three": one, "x": Failure("")}) for name, one in scored.items()}
+    found = {name: attacks.Attacker({"three": one, "x": Failure("")}) for name, one in scored.items()}
     return attacks.Membership("accuracy", 1.0, 0.8, 0.2, "veil", 0, {}, found)
 
 
@@ -123,7 +114,6 @@ def test_the_strongest_attack_is_judged_beside_chance():
         "plain": membership(published=Estimate(0.7, 0.68, 0.72)),
         "veil": membership(published=Estimate(0.51, 0.49, 0.53), own=Estimate(0.40, 0.38, 0.43)),
         "ppdl": membership(published=Estimate(0.51, 0.3, 0.7)),
-        "spn": Failure("why"),
     }
     verdicts = judge_attackers(results)
     labels = {"plain": Label.LEAK, "veil": Label.PARTIAL, "ppdl": Label.TOO_FEW}
@@ -131,16 +121,3 @@ def test_the_strongest_attack_is_judged_beside_chance():
     assert verdicts["veil"].strongest.below
     shown = MEMBERSHIP.present(AttackRequest(CONFIG, tuple(results), QUICK), results)
     assert shown.verdict.startswith("Membership: LEAK (no defence 0.70)")
-    assert shown.rows[-1][:2] == ["spn", "failed"]
-
-
-@pytest.mark.slow
-def test_an_overfitted_plain_federation_on_cifar10_gives_its_members_away(tmp_path, monkeypatch):
-    if not (REAL / "cifar10").is_dir():
-        pytest.skip(f"no cifar10 in {REAL}")
-    monkeypatch.setenv("FEDVEIL_DATA", str(REAL))
-    config = config_of(**{**MEMBERSHIP.defaults, "train_size": 2000, "test_size": 2000})
-    attacked(tmp_path, config, MembershipOptions(shadows=0, attack_epochs=30))
-    assert stored(tmp_path)["train"] >= 0.95
-    found = stored(tmp_path)["attackers"]["as published"]["attacks"]
-    assert min(found[name]["accuracy"]["low"] for name in ("full", "loss")) > 0.6

@@ -65,11 +65,10 @@ def test_cells_are_means_over_seeds_and_count_runs_that_ended_early():
     assert poisoning.LimitFigures("plain", "x", UNLIMITED, [run(None), run(0.88)]).cell() == "88.0 (1 of 2 ended)"
     both = [Endings({UNLIMITED: run(value), BOUNDED: run(0.9, refused=50, wronged=1)}) for value in (0.90, 0.94)]
     found = Poisoning({HONEST: both, "overflow": both, "buffers": [Failure("it broke"), both[0]]})
-    assert poisoning.show({"plain": found, "veil": Failure("no")}, [UNLIMITED, BOUNDED], 2).rows == [
+    assert poisoning.show({"plain": found}, [UNLIMITED, BOUNDED], 2).rows == [
         ["plain", "honest", "92.0", "90.0", "100/0, 2"],
         ["plain", "overflow", "92.0", "90.0", "100/200, 2"],
         ["plain", "buffers", "failed: it broke", "", ""],
-        ["veil", "failed", "", "", ""],
     ]
 
 
@@ -82,13 +81,12 @@ def test_the_verdict_is_that_of_the_worst_attack_under_the_defence_that_suffers_
         return Poisoning({name: [own] for name, own in endings.items()})
 
     plain, ended = poisoned(records=[0.1, 0.9, 0.94], buffers=[0.5, 0.3, 0.91]), poisoned(overflow=[None, 0.95, 0.95])
-    said = poisoning.show({"plain": plain, "veil": Failure("x")}, limits, 1).verdict
-    assert said.endswith("attack: no limits 10.0 %, bounds 30.0 %, median 91.0 %; with honest clients 95.0 %.")
-    assert (
-        "attack: no limits no model, bounds 30.0 %"
-        in poisoning.show({"plain": plain, "veil": ended}, limits, 1).verdict
-    )
-    assert poisoning.show({"plain": Failure("x")}, limits, 1).verdict.startswith("No verdict")
+    verdicts = [
+        poisoning.show(found, limits, 1).verdict for found in ({"plain": plain}, {"plain": plain, "veil": ended}, {})
+    ]
+    assert verdicts[0].endswith("attack: no limits 10.0 %, bounds 30.0 %, median 91.0 %; with honest clients 95.0 %.")
+    assert "attack: no limits no model, bounds 30.0 %" in verdicts[1]
+    assert verdicts[2].startswith("No verdict")
 
 
 def test_bounds_are_the_default_limits_and_come_with_every_rule():

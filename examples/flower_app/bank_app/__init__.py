@@ -1,1 +1,1 @@
-"""Bank Marketing over Flower, under a veil."""
+"""Train on Bank Marketing with Flower, under a veil."""

@@ -1,4 +1,4 @@
-"""The client: its model and data; Fedveil does the rest."""
+"""The client app, which defines the client's model and data; Fedveil does the rest."""
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -11,5 +11,5 @@ app = ClientApp()
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Answer one round."""
+    """Answer one message of the server."""
     return answer(message, context, make_model(context.run_config), lambda: load_part(context))

@@ -1,4 +1,4 @@
-"""The server: the model, its optimizer, its defence and its test data."""
+"""The server app, which defines the model, its optimizer, its defence and its test data."""
 
 import json
 import shlex

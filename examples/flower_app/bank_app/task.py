@@ -1,4 +1,4 @@
-"""The network and the data that server and clients agree on."""
+"""The network and the data that the server and clients agree on."""
 
 import hashlib
 from pathlib import Path
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from fedveil.flower import cache_records
 from fedveil.models import mlp
 
-SHAPES = {"bank": (63, 1), "digits": (64, 10)}  # inputs and outputs, so that a client builds the network without data
+# numbers of inputs and outputs, so that a client can build the network without data
+SHAPES = {"bank": (63, 1), "digits": (64, 10)}
 
 
 def make_model(config: Any) -> nn.Module:
@@ -25,8 +26,8 @@ def make_model(config: Any) -> nn.Module:
 def load_part(context: Context) -> tuple[Tensor, Tensor]:
     """Load the records of this node.
 
-    The node's config says where they are: path="..." for its data, partition-id=0 num-partitions=3 to take part of a
-    shared file, cache="..." for a folder in which they are kept ready to use.
+    The node's config tells where they are: path="..." is its data, partition-id=0 num-partitions=3 selects a part of a
+    shared file, and cache="..." is a folder for loaded records.
     """
     node, config = context.node_config, context.run_config
     path, name = str(node.get("path", config["path"])), str(config["data"])

@@ -1,1 +1,1 @@
-"""Bank Marketing over NVIDIA FLARE, under a veil."""
+"""Train on Bank Marketing with NVIDIA FLARE, under a veil."""

@@ -1,4 +1,4 @@
-"""The client: its model and data; Fedveil does the rest."""
+"""The client, which defines a site's model and data; Fedveil does the rest."""
 
 from typing import Any
 
@@ -23,5 +23,5 @@ class BankClient(Client):
         return load_part(Settings(**self.settings), site)
 
     def number(self, site: str) -> int:
-        """Return the client's index in the one-process federation, so that batches have the same order."""
+        """Return the client's index in a federation in one process, so that batches have the same order."""
         return part_of(site)

@@ -1,4 +1,4 @@
-"""The server: the model, its optimizer, its defence and its test data."""
+"""The server, which defines the model, its optimizer, its defence and its test data."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from fedveil.runs.folder import record_run
 
 
 class BankServer:
-    """Trains, resuming from the last checkpoint if there is one, and writes the run's folder."""
+    """A server that trains, resuming from the last checkpoint if there is one, and writes the run's folder."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings = settings

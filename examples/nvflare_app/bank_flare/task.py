@@ -1,4 +1,4 @@
-"""The settings, the network and the data that server and clients agree on."""
+"""The settings, the network and the data that the server and clients agree on."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,19 +9,20 @@ from torch import Tensor, nn
 from fedveil.data import load, split
 from fedveil.models import mlp
 
-SHAPES = {"bank": (63, 1), "digits": (64, 10)}  # inputs and outputs, so that a client builds the network without data
+# numbers of inputs and outputs, so that a client can build the network without data
+SHAPES = {"bank": (63, 1), "digits": (64, 10)}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run; each is a flag of job.py."""
+    """Settings of a run, each of which is a flag of job.py."""
 
     out: str = "runs/flare"
-    """the server's folder: checkpoint, metrics, model, report"""
+    """the server's folder for checkpoints, metrics, models and the report"""
     data: Literal["bank", "digits"] = "bank"
-    """digits needs no file"""
+    """data set; digits needs no file"""
     sites: int = 3
-    """number of sites that take part: site-1, site-2 ..."""
+    """number of sites, which are named site-1, site-2 and so on"""
     defence: Literal["plain", "veil", "ppdl", "dbcl", "spn"] = "veil"
     rounds: int = 50
     lr: float = 0.01
@@ -39,7 +40,7 @@ class Settings:
     secure_aggregation: bool = False
     """the server sees only sums; sites need FEDVEIL_IDENTITY and FEDVEIL_ROSTER"""
     timeout: float = 60.0
-    """seconds for a round's exchange"""
+    """timeout of a round's exchange in seconds"""
     seed: int = 0
 
 
@@ -52,12 +53,12 @@ def make_model(settings: Settings) -> nn.Module:
 
 
 def part_of(site: str) -> int:
-    """Return the index of a site's part: site-1 has the first."""
+    """Return the index of a site's part; site-1 has the first part."""
     return int(site.rpartition("-")[2]) - 1
 
 
 def load_part(settings: Settings, site: str) -> tuple[Tensor, Tensor]:
-    """Load a site's records: here its part of a shared data set, in the site's FEDVEIL_DATA."""
+    """Load a site's records, which are a part of a shared data set in the site's FEDVEIL_DATA."""
     data = load(settings.data)
     rows = split(data, settings.sites, seed=settings.seed)[part_of(site)]
     return data.train.inputs[rows], data.train.targets[rows]

@@ -2,7 +2,7 @@
 
 An honest-but-curious client sees only the messages that it received and its own records. Hostile clients, which do not
 follow the protocol, also see the uploads of other clients (`poisoning`). A curious server sees updates, or sums of them
-(`sums`).
+(`leaked_gradients`).
 """
 
 from fedveil.attacks.observation import Observation, Round

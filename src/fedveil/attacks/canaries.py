@@ -1,9 +1,9 @@
-"""Canaries in the gradient: records whose gradient is one coordinate, added by clients to find out what a run reveals.
+"""Measure the epsilon of a private run with canaries: records whose gradient is a single coordinate.
 
-A canary goes the way of a record: it is sampled with the run's rate, its gradient is clipped by the same function, and
-the noise is the run's own. The auditor knows everything else, and scores a canary by its coordinate of the noisy sums
-minus what records contribute to it. So a wrong rate, clipping or noise shows; how gradients of records are computed is
-not tested here, but against a loop (tests/privacy/test_gradients.py).
+Clients treat a canary like any other record: it is sampled at the run's rate, its gradient is clipped by the same
+function, and the run's own noise is added. The auditor knows everything else, and scores a canary by its coordinate of
+the noisy sums minus the contribution of the records. So a wrong rate, clipping or noise is detected. The gradients of
+records are not tested here, but against a loop (tests/privacy/test_gradients.py).
 """
 
 from collections.abc import Callable
@@ -23,27 +23,25 @@ from fedveil.privacy.samplers import poisson_sample
 from fedveil.scheme import Entropy
 from fedveil.wire import Tensors
 
-LENGTH = 10.0  # of a canary's gradient before it is clipped, over the clipping norm
+LENGTH = 10.0  # norm of a canary's gradient before clipping, relative to the clipping norm
 GUESSES = 0.5  # fraction of the canaries that the auditor guesses
-MOST = 3000  # canaries, by default: more cost sharpness at delta = 1e-5
-Sampler = Callable[[int, int], NDArray[np.int64]]
-"""Takes the number of canaries and of the round, and returns the canaries that are in it."""
+MOST = 3000  # default number of canaries; with more, the bound is less sharp at delta = 1e-5
 
 
 class CanaryClient:
-    """The clients of a federation, the first of them with canaries among its records.
+    """The clients of a federation; the first of them has canaries among its records.
 
     Args:
         inner: the clients.
-        coordinates: of the canaries that are included.
+        coordinates: coordinates of the canaries that are included.
         clip: the clipping norm.
-        sample: chooses canaries for a round.
+        rate: the sampling rate.
     """
 
-    def __init__(self, inner: AnyClient, coordinates: NDArray[np.int64], clip: float, sample: Sampler) -> None:
-        self._inner, self._coordinates, self._clip, self._sample = inner, coordinates, clip, sample
+    def __init__(self, inner: AnyClient, coordinates: NDArray[np.int64], clip: float, rate: float) -> None:
+        self._inner, self._coordinates, self._clip, self._rate = inner, coordinates, clip, rate
+        self._entropy = Entropy()
         self.contributed: Tensor | float = 0.0  # by records in the current round, to each coordinate
-        self.round = 0
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
@@ -54,16 +52,12 @@ class CanaryClient:
         flat = _flatten(update.sums)
         self.contributed = self.contributed + flat
         if client == 0:
-            chosen = self._coordinates[self._sample(len(self._coordinates), self.round)]
-            flat[torch.from_numpy(chosen)] += self._contribution()
+            chosen = self._coordinates[poisson_sample(self._entropy, len(self._coordinates), self._rate)]
+            length = LENGTH * self._clip
+            squares = torch.tensor([length**2], dtype=torch.float64)
+            flat[torch.from_numpy(chosen)] += length * float(clip_factors(squares, torch.tensor([True]), self._clip, 1))
             update = type(update)(_split(flat, update.sums))
         return update
-
-    def _contribution(self) -> float:
-        """Return what a canary adds to its coordinate, after clipping."""
-        length = LENGTH * self._clip
-        squares = torch.tensor([length**2], dtype=torch.float64)
-        return length * float(clip_factors(squares, torch.tensor([True]), self._clip, 1))
 
 
 def measure_epsilon(
@@ -72,19 +66,17 @@ def measure_epsilon(
     *,
     canaries: int | None = None,
     seed: int = 0,
-    sample: Sampler | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> MeasuredEpsilon:
-    """Train a private federation with canaries, and return what an auditor proves about its epsilon.
+    """Train a private federation with canaries, and return the lower bound that an auditor proves for its epsilon.
 
     Args:
-        federation: new, with `privacy=` for records and without a defence, in one process. A veil changes nothing that
-            is tested here: it recovers the same sum.
-        rounds: to train; the claim is for these rounds.
-        canaries: their number; by default up to 3,000, at most one per parameter.
-        seed: of the choice of coordinates and of what is included.
-        sample: replaces the samples of canaries, to test the audit itself.
-        progress: called with the rounds done and all rounds.
+        federation: a new federation in one process, with `privacy=` for records and without a defence. A veil would
+            change nothing that is tested here, since the same sum is recovered.
+        rounds: number of rounds to train; the claimed epsilon is for these rounds.
+        canaries: number of canaries; by default up to 3,000, at most one per parameter.
+        seed: seed for the choice of coordinates and of the canaries that are included.
+        progress: called with the number of completed rounds and the number of all rounds.
     """
     privacy = getattr(federation.defence, "privacy", None)
     if privacy is None or federation.defence.base.name != "plain+dp":
@@ -96,14 +88,12 @@ def measure_epsilon(
         raise BadArgument("measure_epsilon", f"the model has {numbers} parameters, fewer than {count} canaries")
     draw = np.random.default_rng(seed)
     coordinates, included = draw.permutation(numbers)[:count], draw.random(count) < 0.5
-    entropy = Entropy()
-    own = sample or (lambda number, _: poisson_sample(entropy, number, privacy.rate))
-    client = CanaryClient(federation.clients.client, coordinates[included], privacy.clip, own)
+    client = CanaryClient(federation.clients.client, coordinates[included], privacy.clip, privacy.rate)
     federation.clients.client = client  # type: ignore[assignment]
     total = sum(federation.shards.sizes)
     scores = np.zeros(count)
     for number in range(rounds):
-        client.contributed, client.round = 0.0, number
+        client.contributed = 0.0
         result = federation.step()
         noisy = _flatten({name: g.unsqueeze(0) for name, g in result.gradients.items()}) * privacy.rate * total
         scores += (noisy - client.contributed)[torch.from_numpy(coordinates)].numpy()

@@ -147,13 +147,6 @@ def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
     return {number: np.concatenate(parts) for number, parts in found.items()}
 
 
-class Pairing(NamedTuple):
-    """The units of one model in the order of another's, paired by the Hungarian method."""
-
-    order: Integers
-    cost: float  # the sum of squared distances of pairs
-
-
 def _list_cells(plan: Plan, block: int) -> list[Integers]:
     """Return the cells of a block, sorted by kind, each as an array of classes; block 0 has the cells of no block."""
     orders, found = plan.orders, []
@@ -172,25 +165,26 @@ def sources(plan: Plan, flat: Tensor, reference: Tensor, without: Collection[str
     """
     own, wanted = (fingerprints(plan, _zero_tensors(plan, vector, without)) for vector in (flat, reference))
 
-    def pair(here: Integers, there: Integers) -> Pairing:
+    def pair(here: Integers, there: Integers) -> tuple[Integers, float]:
+        """Return the units of one cell in the order of another's (Hungarian method), and their squared distance."""
         nothing = np.zeros(0)  # all classes without parameters are alike
         rows, columns = (
             np.stack([known.get(int(c), nothing) for c in cell]) for known, cell in ((wanted, there), (own, here))
         )
         costs = (rows**2).sum(1)[:, None] + (columns**2).sum(1) - 2 * rows @ columns.T
         pairs = linear_sum_assignment(costs)
-        return Pairing(pairs[1], float(costs[pairs].sum()))
+        return pairs[1], float(costs[pairs].sum())
 
     orders, members = plan.orders, plan.orders.members.copy()
     for classes in _list_cells(plan, 0):
-        members[classes] = orders.members[classes][pair(classes, classes).order]
+        members[classes] = orders.members[classes][pair(classes, classes)[0]]
     for family in np.unique(orders.families[1:]):
         blocks = [_list_cells(plan, int(b)) for b in np.flatnonzero(orders.families == family) if b]
         every = [[[pair(*cells) for cells in zip(here, there, strict=True)] for here in blocks] for there in blocks]
-        costs = [[sum(pairing.cost for pairing in pairings) for pairings in row] for row in every]
+        costs = [[sum(cost for _, cost in pairings) for pairings in row] for row in every]
         for to, source in zip(*linear_sum_assignment(np.array(costs)), strict=True):
-            for there, here, pairing in zip(blocks[to], blocks[source], every[to][source], strict=True):
-                members[there] = orders.members[here][pairing.order]
+            for there, here, (order, _) in zip(blocks[to], blocks[source], every[to][source], strict=True):
+                members[there] = orders.members[here][order]
     shifts = torch.from_numpy(plan.slots.shifts(members)).to(flat.device)
     return element_slots(plan).sources(shifts)
 

@@ -114,29 +114,29 @@ class SignViolation:
         return VIOLATION * wrong / (own.square().sum() + others.square().sum())
 
 
-def from_canonical_difference(observed: Observation, at: int = -2) -> Leak:
+def from_canonical_difference(observed: Observation) -> Leak:
     """Derive the mean gradient of all other clients at the canonical model, as far as two veiled broadcasts reveal it.
 
-    Needs the round `at`, which the attacker answered, and the one after it. The server uses plain SGD, or Adam in its
+    Needs the last round that the attacker answered, and the one after it. The server uses plain SGD, or Adam in its
     first round. If heads have candidates for their noise, the pair whose difference is a step of Adam is used or, if
     there is none, the closest pair: decoys are redrawn in each round, and the model hardly changes.
     """
-    batch = observed.own_batch(observed.consecutive(at)[0])
-    pairs = canonical_pairs(observed, at)
+    batch = observed.own_batch(observed.consecutive()[0])
+    pairs = canonical_pairs(observed)
     blocks, lr = find_blocks(pairs[0].plan), observed.learning_rate
     fits = [fit_signs(blocks, *pair.weights, lr) for pair in pairs]
-    steps, signed = min(zip(fits, pairs, strict=True), key=lambda both: both[0].misfit)
-    pair = signed if steps.misfit < CLEAR else min(pairs, key=lambda one: one.distance)
+    (misfit, signs), signed = min(zip(fits, pairs, strict=True), key=lambda both: both[0][0])
+    pair = signed if misfit < CLEAR else min(pairs, key=lambda one: one.distance)
     model = copy_with_values(observed.architecture, pair.to_tensors(pair.before, pair.plan.layout.entries))
     own = flatten(mean_gradients(model, observed.loss, *batch), pair.plan.layout.trainable).double()
-    if steps.misfit < CLEAR:
-        return leak_from_signs(observed, model, pair, own, steps.signs)
+    if misfit < CLEAR:
+        return leak_from_signs(observed, model, pair, own, signs)
     return leak_from_directions(observed, model, pair, own, blocks)
 
 
-def canonical_pairs(observed: Observation, at: int = -2) -> list[RoundPair]:
-    """Bring the round `at` and the one after it to canonical form: one pair for every two candidates."""
-    first, second = (seen.broadcast for seen in observed.consecutive(at))
+def canonical_pairs(observed: Observation) -> list[RoundPair]:
+    """Bring the last two rounds to canonical form: one pair for every two candidates."""
+    first, second = (seen.broadcast for seen in observed.consecutive())
     if not isinstance(first, Broadcast) or not isinstance(second, Broadcast):
         raise DoesNotApply("two broadcasts", "these broadcasts are not veiled")
     plan = analyse_architecture(observed)
@@ -181,21 +181,12 @@ def step_sizes(blocks: Blocks, moved: Tensor, own: Tensor, observed: Observation
     return blocks.fit_factors(torch.where(usable, measured, 1.0).log(), weights)
 
 
-@dataclass(frozen=True, eq=False)
-class SignedSteps:
-    """Steps in units of the learning rate, rounded.
+def fit_signs(blocks: Blocks, before: Tensor, after: Tensor, lr: float) -> tuple[float, Tensor]:
+    """Fit the steps between two rounds, assuming that all were +lr, 0 or -lr before factors changed them.
 
-    Attributes:
-        signs: -1, 0 or 1 for each trainable element.
-        misfit: the fraction of the steps' energy that rounding changed; about 0 if they are signs.
+    Returns the fraction of the steps' energy that rounding changed, about 0 if they are signs, and the signs: -1, 0 or
+    1 for each trainable element.
     """
-
-    signs: Tensor
-    misfit: float
-
-
-def fit_signs(blocks: Blocks, before: Tensor, after: Tensor, lr: float) -> SignedSteps:
-    """Fit the steps between two rounds, assuming that all were +lr, 0 or -lr before factors changed them."""
     usable = blocks.scaled & (blocks.sizes >= LEAST_ADAM)
     gauge = torch.ones_like(blocks.sizes)
     for _ in range(TURNS):
@@ -217,7 +208,7 @@ def fit_signs(blocks: Blocks, before: Tensor, after: Tensor, lr: float) -> Signe
     factors = blocks.fit_factors(torch.where(solved, step / gauge / lr, ones).log(), weights)
     steps = (before - after / gauges[blocks.number]) / (lr * factors[blocks.number])
     rounded = steps.round().clamp(-1, 1)
-    return SignedSteps(rounded, float((steps - rounded).square().sum() / steps.square().sum().clamp_min(TINY)))
+    return float((steps - rounded).square().sum() / steps.square().sum().clamp_min(TINY)), rounded
 
 
 def leak_from_signs(observed: Observation, model: nn.Module, pair: RoundPair, own: Tensor, signs: Tensor) -> Leak:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,17 +54,12 @@ def stack_sketches(observed: Observation) -> Observation:
     return dataclasses.replace(observed, model=copy_with_values(observed.architecture, values))
 
 
-@dataclass(frozen=True, eq=False)
-class FirstLayer:
-    """The first layer's sketches in all rounds, and the attacker's knowledge of the steps between them, in float64."""
+def observe_first_layer(observed: Observation) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Return what the broadcasts reveal about the first layer, in float64.
 
-    sketches: list[Tensor]  # S_t, (inputs, buckets)
-    known: list[Tensor]  # W~_t without the changes by the attacker's own uploads since the first round
-    steps: Tensor  # (rounds - 1, units): the victim's delta_t, from the bias, which is not sketched
-
-
-def observe_first_layer(observed: Observation) -> FirstLayer:
-    """Collect what the broadcasts reveal about the first layer."""
+    These are the sketches S_t, (inputs, buckets); the sketched weights without the changes by the attacker's own
+    uploads since the first round; and the victim's delta_t, (rounds - 1, units), from the bias, which is not sketched.
+    """
     path, rate, share = first_linear(observed.architecture), observed.learning_rate, observed.share
     found = [seen.model.get_submodule(path) for seen in observed.rounds]
     layers = [layer for layer in found if isinstance(layer, SketchedLayer)]
@@ -82,7 +76,7 @@ def observe_first_layer(observed: Observation) -> FirstLayer:
         known.append(layer.weight.detach().double().cpu() - added @ sketches[number])
         if number < len(own):
             added = added - rate * share * own[number][f"{path}.weight"].double().cpu() @ sketches[number].T
-    return FirstLayer(sketches, known, steps)
+    return sketches, known, steps
 
 
 def rebuild_record(observed: Observation) -> Tensor:
@@ -95,17 +89,17 @@ def rebuild_record(observed: Observation) -> Tensor:
     is linear in W and x. One projection for all units removes the part that some W explains; the rest is a
     least-squares problem for x alone. One round reveals S^T x, a part of the record; several reveal all of it.
     """
-    layer = observe_first_layer(observed)
-    joint = torch.cat(layer.sketches, 1)
+    sketches, known, steps = observe_first_layer(observed)
+    joint = torch.cat(sketches, 1)
     inputs, equations = joint.shape
     if inputs > MAX_INPUTS or equations <= inputs:
         what = f"{equations} equations per unit for {inputs} inputs; at most {MAX_INPUTS} inputs are solved for"
         raise DoesNotApply("dbcl", what)
     away = torch.eye(equations).to(joint) - torch.linalg.pinv(joint) @ joint
-    pairs = [[s @ (s.T @ later) for later in layer.sketches] for s in layer.sketches[:-1]]
+    pairs = [[s @ (s.T @ later) for later in sketches] for s in sketches[:-1]]
     spread = torch.stack([torch.cat([p * (t > n) for t, p in enumerate(row)], 1) @ away for n, row in enumerate(pairs)])
-    left = torch.cat(layer.known, 1) @ away / -(observed.learning_rate * (1 - observed.share))
-    total = torch.einsum("ts,tie,sje->ij", layer.steps @ layer.steps.T, spread, spread)
-    wanted = torch.einsum("tie,te->i", spread, layer.steps @ left)
+    left = torch.cat(known, 1) @ away / -(observed.learning_rate * (1 - observed.share))
+    total = torch.einsum("ts,tie,sje->ij", steps @ steps.T, spread, spread)
+    wanted = torch.einsum("tie,te->i", spread, steps @ left)
     found: Tensor = torch.linalg.lstsq(total, wanted.unsqueeze(1), rcond=RANK, driver="gelsd").solution[:, 0]
     return found

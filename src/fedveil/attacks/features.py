@@ -1,6 +1,6 @@
 """Features of a record under a model: outputs of its last layers, its loss, the gradient of the last layer."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from fedveil.federation.evaluate import evaluating
 from fedveil.graph.inputs import ModuleCall, record_calls
 from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, one_hot
 
-LAYERS = ("last", "second", "third")  # to last
+LAYERS = ("last", "second", "third")  # counted from the end
 SIDE = 8  # maps are limited to 8 x 8 pixels and sequences to 64 steps; larger ones are averaged down to that
 BATCH = 500
 
@@ -83,16 +83,6 @@ def labels(targets: Tensor) -> Tensor:
     return targets.argmax(-1) if targets.dim() > 1 else targets.long()
 
 
-def head_gradients(loss: Loss, outputs: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Return the gradient of each record's loss in the last Linear's weight and bias: (records, outputs, features + 1).
-
-    It is delta (h, 1)^T, with the loss's gradient delta in the outputs and the layer's input h: no backward pass.
-    """
-    delta = loss.gradient(outputs, dense_targets(loss, targets, outputs))
-    with_bias = torch.cat([hidden, torch.ones_like(hidden[:, :1])], 1)
-    return delta.unsqueeze(2) * with_bias.unsqueeze(1)
-
-
 def _final_linear(model: nn.Module, example: Tensor) -> nn.Linear | None:
     """Return the Linear whose outputs, one row per record, are the model's; None if there is no such module."""
     ((outputs, calls),) = _run(model, example[:2], _weighted_modules(model))
@@ -100,29 +90,23 @@ def _final_linear(model: nn.Module, example: Tensor) -> nn.Linear | None:
     return final if isinstance(final, nn.Linear) else None
 
 
-def ends_in_linear(model: nn.Module, example: Tensor) -> bool:
-    """Return whether the model's outputs are those of a Linear that takes one row per record."""
-    return _final_linear(model, example) is not None
-
-
 def record_features(
-    model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss, *, extras: Sequence[str] = ()
+    model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss, *, full: bool = True
 ) -> dict[str, Tensor]:
-    """Return outputs of the last layers by name, and the `extras`: "label", "loss", "gradient" (of the last Linear)."""
+    """Return the outputs of the last layers by name; if `full`, also label, loss and gradient of the final Linear.
+
+    That gradient, (records, outputs, features + 1), is delta (h, 1)^T, with the loss's gradient delta in the outputs
+    and the layer's input h: no backward pass. A model whose outputs are not those of a Linear has none.
+    """
     outputs = layer_outputs(model, inputs)
     found = dict(zip(LAYERS, outputs, strict=False))
     last, targets = outputs[0], targets.cpu()
-    for name in extras:
-        if name == "label":
-            found[name] = dense_targets(loss, targets, last).reshape(len(last), -1)
-        elif name == "loss":
-            found[name] = losses(loss, last, targets).to(last.dtype).unsqueeze(1)
-        elif name == "gradient" and len(outputs) > 1 and (final := _final_linear(model, inputs)):
-            hidden = torch.cat([call.entered.cpu() for _, calls in _run(model, inputs, [final]) for call in calls])
-            found[name] = head_gradients(loss, last, hidden, targets)
-        elif name == "gradient":
-            what = "the gradient of the last layer needs a model that ends in nn.Linear"
-            raise BadArgument("features", what, "leave the gradient out")
-        else:
-            raise BadArgument("features", f"unknown feature {name!r}", "use label, loss or gradient")
+    if full:
+        found["label"] = dense_targets(loss, targets, last).reshape(len(last), -1)
+        found["loss"] = losses(loss, last, targets).to(last.dtype).unsqueeze(1)
+    if full and (final := _final_linear(model, inputs)):
+        hidden = torch.cat([call.entered.cpu() for _, calls in _run(model, inputs, [final]) for call in calls])
+        delta = loss.gradient(last, dense_targets(loss, targets, last))
+        with_bias = torch.cat([hidden, torch.ones_like(hidden[:, :1])], 1)
+        found["gradient"] = delta.unsqueeze(2) * with_bias.unsqueeze(1)
     return found

@@ -46,12 +46,10 @@ def append_one(inputs: Tensor) -> Tensor:
 
 
 def record_from_gradient(leak: Leak, path: str) -> Tensor:
-    """Fit the record x to G_i = b_i x, over the elements that were received (`mask`)."""
+    """Fit the record x to G_i = b_i x."""
     gradient = layer_rows(leak.gradients, path)
-    mask = layer_rows(leak.mask, path) if leak.mask else torch.ones_like(gradient)
-    factor = gradient[:, -1:] * mask[:, -1:]
-    both = mask[:, :-1] * mask[:, -1:]
-    return (factor * both * gradient[:, :-1]).sum(0) / (factor**2 * both).sum(0).clamp_min(TINY)
+    factor = gradient[:, -1:]
+    return (factor * gradient[:, :-1]).sum(0) / factor.square().sum(0).clamp_min(TINY)
 
 
 def record_from_agreeing_rows(leak: Leak, path: str) -> Tensor:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fedveil.attacks.leaked_gradients import Gradients, Leak, mean_gradients
 from fedveil.attacks.similarity import total_variation
+from fedveil.checks import check_choice, check_count
 from fedveil.errors import BadArgument
 
-METHODS = ("dlg", "idlg", "cosine")
 DECAYS = (3 / 8, 5 / 8, 7 / 8)
 ENOUGH = 1e-6  # squared distance at which L-BFGS stops, as in iDLG
 Progress = Callable[[float], None]  # takes the fraction completed
@@ -40,10 +40,9 @@ class Search:
     smooth: float = 1e-2  # weight of each image's total variation, "cosine" only
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise BadArgument("Search", f"unknown method {self.method!r}", f"use one of {', '.join(METHODS)}")
-        if self.steps < 1 or self.restarts < 1:
-            raise BadArgument("Search", f"{self.steps} steps and {self.restarts} restarts", "use at least one of each")
+        check_choice("Search", "method", self.method, ("dlg", "idlg", "cosine"))
+        check_count("Search", "steps", self.steps)
+        check_count("Search", "restarts", self.restarts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from fedveil.attacks.similarity import total_variation
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.evaluate import evaluating
-from fedveil.progress import Progress
+from fedveil.progress import Progress, silent
 from fedveil.records.shards import generator as source
 
 CODE = 100  # dimensions of a code z
@@ -111,7 +111,7 @@ def train_gan(
     seed: int = 0,
     path: Path | None = None,
     asked: str = "",
-    progress: Progress = lambda fraction, what: None,
+    progress: Progress = silent,
 ) -> tuple[Gan, list[float]]:
     """Train on public images; return both networks, and the critic's distance in each epoch.
 
@@ -164,14 +164,7 @@ class ClassImages:
 
 
 def search(
-    model: Model,
-    gan: Gan,
-    wanted: Tensor,
-    *,
-    steps: int = 1500,
-    restarts: int = 5,
-    seed: int = 0,
-    progress: Progress = lambda fraction, what: None,
+    model: Model, gan: Gan, wanted: Tensor, *, steps: int, restarts: int, seed: int = 0, progress: Progress = silent
 ) -> ClassImages:
     """For each wanted class, search for an image from the generator that the model assigns to that class.
 
@@ -220,13 +213,7 @@ def _class_scores(model: Model, images: Tensor, wanted: Tensor) -> Tensor:
 
 
 def search_pixels(
-    model: Model,
-    shape: tuple[int, int, int],
-    wanted: Tensor,
-    *,
-    steps: int = 300,
-    seed: int = 0,
-    progress: Progress = lambda fraction, what: None,
+    model: Model, shape: tuple[int, ...], wanted: Tensor, *, steps: int, seed: int = 0, progress: Progress = silent
 ) -> ClassImages:
     """Search without a generator: for pixels instead of codes, with smoothness instead of public images.
 

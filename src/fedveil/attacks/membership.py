@@ -20,11 +20,6 @@ FALLBACK = 0.3  # RMIA's a if there are too few shadows to choose it
 GRID = tuple(step / 10 for step in range(11))
 
 
-def loss_scores(losses: Tensor) -> Tensor:
-    """Return s(x) = -loss(x) (Yeom et al., 2018)."""
-    return -losses
-
-
 def calibrated_scores(losses: Tensor, classes: Tensor, known: Tensor, known_classes: Tensor) -> Tensor:
     """Return s(x) = mean loss of the known non-members of x's class (or of all, if it has none) - loss(x)."""
     fallback = float(known.mean())

@@ -110,12 +110,8 @@ def find_attackers(record: Record) -> Attackers:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class Views:
-    """The observations that the attackers of a defence work on, by label."""
-
-    attackers: dict[str, Observation]  # as published, and with the models that adaptive attackers estimate
-    left_out: dict[str, str]  # why attackers do not apply, or how they failed
+Views = tuple[dict[str, Observation], dict[str, str]]
+"""Observations by label, with the models that adaptive attackers estimate; and why other attackers have none."""
 
 
 def attacker_views(attackers: Attackers, observed: Observation) -> Views:
@@ -127,4 +123,4 @@ def attacker_views(attackers: Attackers, observed: Observation) -> Views:
             left_out[label] = result
         else:
             found[label] = result
-    return Views(found, left_out)
+    return found, left_out

@@ -1,6 +1,7 @@
 """Measures of how well scores separate members from others. Scores are larger for members, here and in every attack.
 
-All intervals are two-sided at `level`. They account for the sampling of the scored records, not for that of the model.
+All intervals are two-sided, at 95 % by default. They account for the sampling of the scored records, not for that of
+the model.
 """
 
 import math
@@ -51,13 +52,16 @@ def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
     return Estimate(hits / trials, low, high)
 
 
-def average(values: Sequence[float], *, level: float = 0.95) -> Estimate:
-    """Return the mean of repeated measurements with Student's interval; for a single measurement, it is a point."""
+def average(values: Sequence[float], *, least: float = -math.inf, most: float = math.inf) -> Estimate:
+    """Return the mean of repeated measurements with Student's 95 % interval, clipped to [least, most].
+
+    For a single measurement, the interval is a point.
+    """
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
         return Estimate(mean, mean, mean)
-    reach = float(stdtrit(count - 1, (1 + level) / 2)) * statistics.stdev(values) / math.sqrt(count)
-    return Estimate(mean, mean - reach, mean + reach)
+    reach = float(stdtrit(count - 1, 0.975)) * statistics.stdev(values) / math.sqrt(count)
+    return Estimate(mean, max(least, mean - reach), min(most, mean + reach))
 
 
 def placements(scores: Scores, against: Scores) -> Scores:

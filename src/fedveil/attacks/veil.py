@@ -189,7 +189,7 @@ def fit_noise(heads: Sequence[Heads]) -> Tensor:
     """Fit the size of each group's noise in each round, (rounds, m), so that the heads without it change least.
 
     Minimises, over consecutive rounds, the squared changes of the head's elements, each divided by its own mean square,
-    which is estimated in turn (iteratively reweighted least squares). A normal prior, with noise no larger than
+    which is estimated alternately (iteratively reweighted least squares). A normal prior, with noise no larger than
     the head, decides where the data do not: if the noise stays the same, only its changes are visible.
     """
     rounds, groups = len(heads), len(heads[0].noise)

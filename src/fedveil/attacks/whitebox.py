@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +21,6 @@ KERNELS = 100  # of a branch for gradients, sequences or maps
 DROPOUT = 0.5  # of a map's pixels, and of its kernels' outputs
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """The attack network after an epoch."""
-
-    train: float  # accuracy on its training records, half of them members
-    positive: float  # fraction of them classified as members; 0 or 1 if it gives the same answer for all
-    validation: float  # balanced accuracy on the validation records, at the threshold 0.5
-
-
 @dataclass(frozen=True, eq=False)
 class TrainedNetwork:
     """The attack network from the first epoch with the best accuracy on the validation records."""
@@ -37,12 +28,7 @@ class TrainedNetwork:
     score: Score  # features -> one score per record, from 0 to 1; larger = member
     held_out: tuple[Tensor, Tensor]  # scores of the validation records, members and others, to choose a threshold
     chosen: int  # the epoch, from 0
-    epochs: Sequence[Epoch]
-
-    @property
-    def collapsed(self) -> bool:
-        """Whether the chosen network gives the same answer for all of its training records."""
-        return self.epochs[self.chosen].positive in (0.0, 1.0)
+    collapsed: bool  # whether it gives the same answer for all of its training records
 
 
 class MembershipNetwork(nn.Module):
@@ -152,22 +138,21 @@ def train_attack(
         found: Tensor = network(prepare(features))
         return found.double().cpu()
 
-    log, best = list[Epoch](), dict[str, Tensor]()
+    best = -1.0
     optimizer = torch.optim.Adam(network.parameters(), recipe.lr)
     for number in range(recipe.epochs):
         with torch.random.fork_rng():  # dropout takes no generator
             torch.manual_seed(int(torch.randint(2**62, (1,), generator=chance)))
             _train_epoch(network, ready, optimizer, recipe.batch_size, chance)
         with torch.no_grad():
-            answers = (network(ready) > 0.5).double()
-        right = torch.cat([answers[: len(answers) // 2], 1 - answers[len(answers) // 2 :]]).mean()
+            answers = network(ready) > 0.5
         validation = balanced_accuracy(score(held_out[0]), score(held_out[1]), 0.5).value
-        log.append(Epoch(float(right), float(answers.mean()), validation))
         on_epoch(number, score)
-        if all(validation > epoch.validation for epoch in log[:-1]):
-            chosen, best = number, copy.deepcopy(network.state_dict())
-    network.load_state_dict(best)
-    return TrainedNetwork(score, (score(held_out[0]), score(held_out[1])), chosen, log)
+        if validation > best:
+            best, chosen, collapsed = validation, number, len(answers.unique()) == 1
+            values = copy.deepcopy(network.state_dict())
+    network.load_state_dict(values)
+    return TrainedNetwork(score, (score(held_out[0]), score(held_out[1])), chosen, collapsed)
 
 
 def _split(

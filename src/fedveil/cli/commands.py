@@ -11,19 +11,15 @@ if TYPE_CHECKING:
     from fedveil.studies.attack import AttackStudy
 
 COMMANDS = {
-    "inspect": (
-        "inspection:inspect",
-        "show which layers of a model can be perturbed",
-        "my_package:net --input 3,32,32",
-    ),
-    "train": ("training:TrainCommand", "train a federation, from flags or a TOML file", "--epochs 5 --out runs/a"),
+    "inspect": ("inspection:inspect", "show which layers of a model can be perturbed", "my_nets:net --input 3,32,32"),
+    "train": ("training:TrainCommand", "train a federation, set up by flags or a TOML file", "--epochs 5 --out runs/a"),
     "compare": ("studies:CompareCommand", "compare defences on one federation", "--defences plain,veil --seeds 3"),
     "attack": ("studies:AttackCommand", "measure what a curious participant learns", "membership --defence plain,veil"),
     "audit": ("studies:AuditCommand", "measure what attackers learn under each defence", "runs/a"),
     "reproduce": ("studies:reproduce", "recompute the paper's tables and figures", "all --scale cpu"),
     "data": ("training:data", "list data sets, or download one", "get bank"),
     "demo": ("studies:demo", "train on digits with five clients, plain and veiled, and compare", "--out runs/demo"),
-    "keys": ("deployment:keys", "create or show a member's signing key for secure aggregation", "new alice --out keys"),
+    "keys": ("deployment:keys", "manage signing keys and policies for secure aggregation", "new alice --out keys"),
     "flare-kit": ("deployment:flare_kit", "prepare an NVIDIA FLARE startup kit", "runs/kits/bank/prod_00/site-1"),
     "schema": ("training:schema", "print the JSON schema of run.toml, for editors", "> run.schema.json"),
     "completion": ("flags:completion", "print a shell completion script", "bash > ~/.fedveil-completion"),
@@ -46,10 +42,7 @@ Example: fedveil train --data digits --defence veil --epochs 5
 AUDIT = "fedveil.studies.audit.run:AUDIT"
 GROUP = "fedveil.attacks"
 ATTACKS = {
-    "gradients": (
-        "fedveil.studies.gradients.run:GRADIENTS",
-        "reconstruct images from gradients (DLG, iDLG, Inverting Gradients)",
-    ),
+    "gradients": ("fedveil.studies.gradients.run:GRADIENTS", "reconstruct images from gradients (DLG and others)"),
     "inversion": ("fedveil.studies.inversion.run:INVERSION", "reconstruct what the classes look like (GMI)"),
     "membership": ("fedveil.studies.membership.run:MEMBERSHIP", "infer which records the other clients trained on"),
     "poisoning": ("fedveil.studies.poisoning:POISONING", "measure what hostile clients can do, and how limits help"),

@@ -7,17 +7,17 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from fedveil.errors import BadArgument
 
-WHAT = "create a signing key and print its roster line; print the roster line of a key file; or write a client's policy"
-NAME = "for `new`, the name of the member; otherwise its key file"
-SERVER = "for `policy`, the public key of the server that the client answers: the 64 digits in the server's roster line"
-PACKAGE = "installed package whose classes a job may use without sending code, such as bank_flare; may be repeated"
+WHAT = "new: create a signing key and print its roster line; show: print this line; policy: write a client's policy"
+NAME = "for new, the name of the member; for show and policy, its key file"
+SERVER = "for policy: public key of the server that the client answers, the 64 digits in the server's roster line"
+PACKAGE = "installed package whose classes a job may use without sending code, such as bank_flare"
 
 
 def keys(
     what: Annotated[Literal["new", "show", "policy"], arg(help=WHAT)],
     name: Annotated[str, Positional, arg(metavar="NAME|FILE", help=NAME)],
     out: Annotated[Path, arg(help="folder to write NAME.key to")] = Path(),
-    server: Annotated[str, arg(help=SERVER, metavar="HEX")] = "",
+    server: Annotated[str, arg(help=SERVER, metavar="HEX", help_behavior_hint="")] = "",
 ) -> None:
     """Create or show a key, or write a policy."""
     from fedveil.secagg.identity import HEX, Identity

@@ -25,8 +25,8 @@ Switch = Annotated[bool, conf.FlagCreatePairsOff, conf.arg(help_behavior_hint=""
 Json = Annotated[Switch, conf.arg(name="json", help="print the result as JSON", help_behavior_hint="")]
 TABLES = (".csv", ".tsv", ".tab", ".xls", ".xlsx", ".parquet")
 HELP = ("-h", "--help", HELP_ALL)
-FILE = "run.toml, or the config.json of a run; flags override it"
-TRUST = "import the code that the file or the run's folder names as package.module:name; use only if you trust it"
+FILE = "TOML file or config.json of a run, whose values flags override; attack and audit also take a run's folder"
+TRUST = "import the code that the file or run names as package.module:name; use only if you trust it"
 MORE = f"`{HELP_ALL}` also lists advanced flags and the flags of other data sets, models and defences."
 SIZES = ("train_size", "test_size")  # a default for one data set is meaningless for another
 
@@ -124,10 +124,6 @@ class FederationCommand:
         """Names of the defences."""
         return (self.config.defence.name,)
 
-    def run(self) -> None:
-        """Run the command."""
-        raise NotImplementedError
-
     def file_values(self) -> dict[str, object]:
         """Return the values in the file; a command on several defences ignores the file's defence."""
         if self.file and self.file.suffix.lower() in TABLES:
@@ -221,7 +217,7 @@ def run_command(name: str, words: Sequence[str]) -> None:
         tyro.cli(command, prog=prog, args=words, description=about, config=MARKERS)
 
 
-def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="the shell to complete in")]) -> None:
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="shell that runs the script")]) -> None:
     """Print the completion script, with the commands and flags of everything that is installed."""
     kinds: list[Any] = []
     for name, (_, summary, _) in COMMANDS.items():

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Several = Annotated[tuple[str, ...], UseAppendAction]
 TYPES = {name: name for name in ("float32", "float64", "int64", "bool")} | {"float": "float32", "int": "int64"}
 INPUT = (
-    "sizes of one argument of forward, without the batch, such as 3,32,32; repeat for each argument, in order. "
-    "NAME=SIZES is a keyword argument, SIZES:TYPE sets the type (float, int, bool, float32, float64, int64), "
+    "sizes of one argument of forward, without the batch size, such as 3,32,32; repeat for each argument, in order. "
+    "NAME=SIZES names a keyword argument, SIZES:TYPE sets the type (float, int, bool, float32, float64, int64), "
     "as in ids=128:int. Name all arguments or none. For one number per record, leave the sizes out: length=:int"
 )
 HEAD = "exposed: no additive noise, so clients see the true predictions"
@@ -30,7 +30,7 @@ PUBLIC = "name or prefix of parameters whose values clients know"
 
 
 def inspect(
-    model: Annotated[str, arg(metavar="MODEL", help="package.module:factory, called without arguments, or a module")],
+    model: Annotated[str, arg(metavar="MODEL", help="package.module:name of a module or of a function that builds it")],
     input: Annotated[Several, arg(metavar="[NAME=]SIZES[:TYPE]", help=INPUT, help_behavior_hint="(required)")] = (),
     dtype: Annotated[Literal["float32", "float64", "int64"], arg(help="type of inputs without :TYPE")] = "float32",
     eval: Annotated[Switch, arg(help="analyse in evaluation mode")] = False,

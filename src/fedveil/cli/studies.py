@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from fedveil.studies.study import Study
 
 S = TypeVar("S")
-DEFENCES = "all, or a comma-separated list: plain, veil, ppdl, dbcl, spn, an installed name or package.module:Class"
-COMPARED = "comma-separated list of defences as in train; baseline is plain training with one additional rounding error"
+DEFENCES = "all, or a comma-separated list of plain, veil, ppdl, dbcl, spn, installed defences and package.module:Class"
+COMPARED = "comma-separated list of defences; baseline is plain training with one additional rounding error"
 EXHIBITS = "all, or some of table1, table2, fig3, table3, table4, fig4, fig5"
-SCALES = "quick: minutes, embedded data; cpu: two cores, up to two hours per table; paper: as published, needs a GPU"
+SCALES = "quick: minutes, on embedded data; cpu: up to two hours per table on two cores; paper: as published, on a GPU"
 RUN = "attack the run in this folder"
-OUT = "folder for the results; a stopped command resumes from it; by default in runs"
+OUT = "folder for the results, from which a stopped command resumes; by default a folder in runs"
 Out = Annotated[Path | None, arg(help=OUT, help_behavior_hint="")]
 WORKERS = "number of parallel processes; by default one per core"
 Workers = Annotated[int | None, arg(help=WORKERS, help_behavior_hint="")]

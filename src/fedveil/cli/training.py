@@ -21,9 +21,9 @@ from fedveil.runs.config import Config
 from fedveil.signals import INTERRUPTED, TERMINATED, Termination, catch_sigterm, end_at_once
 
 SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # of the model's values, by how a veil perturbs each
-OUT = "folder for the run; by default runs/DATA-MODEL-DEFENCE-SEED, followed by a number if that folder holds a run"
-GET, TO = "the data set to download", "folder for the download; by default FEDVEIL_DATA, or the cache"
-RESUME = "continue the run in the folder (by default the latest run) with its original flags; --epochs may be increased"
+OUT = "folder for the run; by default runs/DATA-MODEL-DEFENCE-SEED, with a number if that folder already holds a run"
+GET, TO = "data set to download", "folder for the download; by default FEDVEIL_DATA or the cache"
+RESUME = "continue the run in --out (by default, the latest) with its original flags; only --epochs may be increased"
 
 
 @dataclass(frozen=True)

@@ -4,27 +4,13 @@ from pathlib import Path
 
 import numpy as np
 
-from fedveil.data.catalogue import Task
+from fedveil.data.catalogue import NAMES, Task
 from fedveil.data.dataset import Data, part_from_arrays
 from fedveil.data.splits import divide
 from fedveil.data.tables import read_table
 
-_NUMBERS = "age duration campaign pdays previous emp.var.rate cons.price.idx cons.conf.idx euribor3m nr.employed"
-NUMBERS = tuple(_NUMBERS.split())
-_WORDS = {
-    "job": "admin. blue-collar entrepreneur housemaid management retired self-employed services student technician "
-    "unemployed unknown",
-    "marital": "divorced married single unknown",
-    "education": "basic.4y basic.6y basic.9y high.school illiterate professional.course university.degree unknown",
-    "default": "no unknown yes",
-    "housing": "no unknown yes",
-    "loan": "no unknown yes",
-    "contact": "cellular telephone",
-    "month": "mar apr may jun jul aug sep oct nov dec",
-    "day_of_week": "mon tue wed thu fri",
-    "poutcome": "failure nonexistent success",
-}
-CATEGORIES = {column: words.split() for column, words in _WORDS.items()}
+NUMBERS = tuple(NAMES["bank"]["numbers"])
+CATEGORIES = NAMES["bank_categories"]
 ANSWERS = ("no", "yes")
 
 

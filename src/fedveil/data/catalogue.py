@@ -5,11 +5,13 @@ import importlib
 import inspect
 import os
 import stat
+import tomllib
 from collections.abc import Callable, Iterable
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from fedveil.checks import check_choice
 from fedveil.errors import BadArgument
@@ -18,14 +20,13 @@ from fedveil.files import refusals
 if TYPE_CHECKING:
     from fedveil.data.dataset import Data
 
+T = TypeVar("T")
 Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
 Between = Annotated[float, Field(gt=0, lt=1)]
 Task = Literal["classification", "regression"]
 MOST_BYTES = 2**28  # maximum size of a file that is read as a whole: an image, a CIFAR batch, a download
 OWN = "yours"  # source and licence of a user's files
-_KRIZHEVSKY = "https://www.cs.toronto.edu/~kriz"
-_BANK = "bank-additional-full.csv"
 METADATA = "HAM10000_metadata.csv"
 _READABLE = "use files and folders that can be read"
 
@@ -85,56 +86,17 @@ class DatasetInfo(NamedTuple):
             return None
 
 
-def _describe_cifar(classes: int, folder: str, batch: str, md5: str) -> DatasetInfo:
-    archive = f"cifar-{classes}-python.tar.gz"
-    return DatasetInfo(
-        f"cifar{classes}",
-        "cifar",
-        f"60,000 photographs of 32 x 32, {classes} classes",
-        f"Krizhevsky 2009; {_KRIZHEVSKY}/cifar.html",
-        "none stated",
-        (archive, folder, f"./{batch}", "./train", "*.zip"),
-        f"{archive} (or a zip of train|test/<class>/<image>)",
-        Download(f"{_KRIZHEVSKY}/{archive}", archive, f"md5:{md5}"),
-    )
+def read_resource(file: str, kind: type[T]) -> T:
+    """Read a TOML file of this package."""
+    text = resources.files("fedveil.data").joinpath(file).read_text(encoding="utf-8")
+    return TypeAdapter(kind).validate_python(tomllib.loads(text))
 
 
-_DATASETS = (
-    DatasetInfo(
-        "bank",
-        "bank",
-        "Bank Marketing: 41,188 calls, 20 inputs, did the client subscribe?",
-        "Moro, Cortez, Rita 2014; UCI Machine Learning Repository, data set 222",
-        "CC BY 4.0",
-        (_BANK, f"bank-additional/{_BANK}"),
-        _BANK,
-        Download(
-            "https://archive.ics.uci.edu/static/public/222/bank+marketing.zip",
-            _BANK,
-            "sha256:74adfc578bf77a7ff4bb1ba4a9f8709d9e3c6907342959c2c8416847e0afb4d8",
-            inside=("bank-additional.zip", f"bank-additional/{_BANK}"),
-            most=2**26,
-        ),
-    ),
-    _describe_cifar(10, "cifar-10-batches-py", "data_batch_1", "c58f30108f718f92721af3b95e74349a"),
-    _describe_cifar(100, "cifar-100-python", "train", "eb9058c3a382ffc7106e4002c42a8d85"),
-    DatasetInfo("csv", "csv_file", "CSV file with a header; needs --path and --target", OWN, OWN, wanted="records.csv"),
-    DatasetInfo(
-        "diabetes", "embedded", "442 patients: diabetes progression", "Efron et al. 2004; scikit-learn", "none stated"
-    ),
-    DatasetInfo("digits", "embedded", "1,797 handwritten digits", "Alpaydin, Kaynak 1998; scikit-learn", "CC BY 4.0"),
-    DatasetInfo("images", "images", "images in a folder per class; needs --path", OWN, OWN, wanted="folder_or.zip"),
-    DatasetInfo(
-        "lesion",
-        "lesion",
-        "HAM10000: skin lesions at 64 x 64, 7 classes",
-        "Tschandl, Rosendahl, Kittler 2018; Harvard Dataverse, https://doi.org/10.7910/DVN/DBW86T",
-        "Creative Commons, not for commercial use",
-        ("./*.jpg", "./*/*.jpg", "*.zip", f"./{METADATA}"),
-        f"the HAM10000 images, in a folder or a zip, with {METADATA}",
-    ),
-)
-CATALOGUE = {info.name: info for info in _DATASETS}
+CATALOGUE = read_resource("catalogue.toml", dict[str, DatasetInfo])
+"""The data sets by name."""
+Words = Annotated[tuple[str, ...], BeforeValidator(str.split)]
+NAMES = read_resource("names.toml", dict[str, dict[str, Words]])
+"""Names of classes, columns and categories in published data sets."""
 
 
 def load(name: str, *, path: str | Path | None = None, **options: object) -> "Data":
@@ -225,9 +187,7 @@ def _find_files(info: DatasetInfo, path: Path | None) -> Path:
     if info.files:
         folder = path or data_folder() / info.name
         where = folder if path is None or path.is_dir() else folder.parent
-        fix = (
-            f"put {info.wanted} into {where}, or set FEDVEIL_DATA, or pass path=, or run `fedveil data get {info.name}`"
-        )
+        fix = f"put {info.wanted} into {where}, set FEDVEIL_DATA, pass path=, or run `fedveil data get {info.name}`"
         if path is None or path.is_dir():
             found = _find_inside(info, folder)
             if found is None:

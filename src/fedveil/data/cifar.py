@@ -18,7 +18,7 @@ import numpy as np
 from torch.nn.functional import avg_pool2d
 
 from fedveil.data.archives import open_archive, stamp
-from fedveil.data.catalogue import Positive
+from fedveil.data.catalogue import NAMES, Positive
 from fedveil.data.dataset import Data, DataPart
 from fedveil.data.images import Arrays, Bytes, Channels, ImageSet, assemble, find_image_files, read_files, use_cache
 from fedveil.data.splits import Indices
@@ -28,16 +28,6 @@ SIDE = 32
 MOST_UNPACKED = 2**29  # maximum size of an archive in bytes; the published ones have 186 MB
 _WIDTH = 3 * SIDE * SIDE
 _AGAIN = "download the archive again"
-_TEN = "airplane automobile bird cat deer dog frog horse ship truck"
-_HUNDRED = """
-    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
-    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
-    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard
-    lobster man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear
-    pickup_truck pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark
-    shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
-    television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
-"""
 
 
 class _Variant(NamedTuple):
@@ -51,12 +41,10 @@ class _Variant(NamedTuple):
     deviation: Channels
 
 
-_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
-TEN = _Variant("cifar10", tuple(_TEN.split()), _BATCHES, "labels", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-_TWO = ("train", "test")
-HUNDRED = _Variant(
-    "cifar100", tuple(_HUNDRED.split()), _TWO, "fine_labels", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-)
+_TEN, _HUNDRED = (NAMES[name]["classes"] for name in ("cifar10", "cifar100"))
+_SIX, _TWO = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"), ("train", "test")
+TEN = _Variant("cifar10", _TEN, _SIX, "labels", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+HUNDRED = _Variant("cifar100", _HUNDRED, _TWO, "fine_labels", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 
 
 def _load(
@@ -79,7 +67,9 @@ def _load(
     """
     batches = path.is_file() and path.name.endswith((".tar.gz", ".tgz", ".tar"))
     if batches or (path / form.batches[0]).is_file():
-        arrays = use_cache(_cache_key(form, path), lambda: _read_batches(form, path))
+        files = [path] if path.is_file() else [path / name for name in form.batches]
+        key = form.name, str(path.resolve()), *(stamp(file) for file in files if file.exists())
+        arrays = use_cache(key, lambda: _read_batches(form, path))
         images = ImageSet(arrays["pixels"], arrays["targets"], arrays["train"], arrays["test"], form.classes)
     else:
         archive = open_archive(path)
@@ -92,12 +82,6 @@ def _load(
 
 
 cifar10, cifar100 = functools.partial(_load, TEN), functools.partial(_load, HUNDRED)
-
-
-def _cache_key(form: _Variant, source: Path) -> tuple[str, ...]:
-    """Return everything that the content of the batches depends on."""
-    files = [source] if source.is_file() else [source / name for name in form.batches]
-    return form.name, str(source.resolve()), *(stamp(file) for file in files if file.exists())
 
 
 def _read_batches(form: _Variant, source: Path) -> Arrays:

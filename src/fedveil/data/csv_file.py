@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from fedveil.checks import check_choice
 from fedveil.data.catalogue import Between, Seed, Task, shorten
 from fedveil.data.dataset import FEW, Data, part_from_arrays
 from fedveil.data.splits import divide
-from fedveil.data.tables import DELIMITERS, Column, CsvTable, Floats, Indices, flag, number, read_table
+from fedveil.data.tables import Column, CsvTable, Floats, Indices, flag, number, read_table
 from fedveil.errors import BadArgument
 
 WHERE = "load('csv')"
@@ -117,20 +117,13 @@ def _open_table(path: Path, delimiter: str | None, decimal: str, notes: list[str
                 raise BadArgument(str(path), what, f"save it as CSV in UTF-8, or convert it in Python: {_PANDAS}")
     table = read_table(path, mark, decimal)
     if len(table.columns) == 1:
-        _refuse_one_column(table)
+        (header,) = table.columns
+        what = f"with the delimiter {table.delimiter!r} there is only one column, {header[:80]!r}"
+        fix = "use --delimiter (in Python delimiter=), or a file with at least one column besides the target"
+        raise BadArgument(f"{path}, line 1", what, fix)
     if mark is None and table.delimiter != ",":
         notes.append(f"fields are separated by {'tabs' if table.delimiter == chr(9) else repr(table.delimiter)}")
     return table
-
-
-def _refuse_one_column(table: CsvTable) -> NoReturn:
-    (header,) = table.columns
-    likely = max((*DELIMITERS, " "), key=header.count)
-    fix = "use a file with the column to predict and at least one other column"
-    if likely in header:
-        fix = f"use {flag('delimiter', 'tab' if likely == chr(9) else likely)}"
-    what = f"with the delimiter {table.delimiter!r} there is only one column, {header[:80]!r}"
-    raise BadArgument(f"{table.path}, line 1", what, fix)
 
 
 def _check_target(table: CsvTable, target: str | None, ignore: Sequence[str], categorical: Sequence[str]) -> str:

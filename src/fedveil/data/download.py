@@ -4,7 +4,6 @@ import hashlib
 import http.client
 import io
 import os
-import urllib.error
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -49,20 +48,11 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
             return target
         content = _unpack(_receive(source, progress), source)
     except (http.client.HTTPException, KeyError, *DAMAGE) as error:
-        raise BadArgument(source.url, _explain(error), fix) from error
+        raise BadArgument(source.url, f"the download failed: {error}", fix) from error
     if compute_digest(content, source.digest) != source.digest:
         what = f"the download is not the expected file (its checksum is not {source.digest}), and was not kept"
         raise BadArgument(source.url, what, fix)
     return write_whole(target, content)
-
-
-def _explain(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        error.close()
-        return f"the server answered {error.code} {error.reason}"
-    if isinstance(error, urllib.error.URLError):
-        return f"it cannot be reached ({error.reason})"
-    return f"the download failed ({error})"
 
 
 def _receive(source: Download, progress: Progress | None) -> bytes:

@@ -145,10 +145,8 @@ def _find_class_folders(archive: Archive) -> list[ImageFile]:
         raise BadArgument(str(archive.path), f"there are no images in it ({', '.join(SUFFIXES)})", ANY_FORM)
     first = next(iter(images.values()))
     for name, image in images.items():
-        if len(image.parts) < 2:
-            raise BadArgument(archive.where(name), "an image must be in the folder of its class", ANY_FORM)
-        if image.parent.parent != first.parent.parent:
-            what = f"class folders must have the same parent, but {first} is elsewhere"
+        if len(image.parts) < 2 or image.parent.parent != first.parent.parent:
+            what = "an image must be in the folder of its class, and all class folders must have the same parent"
             raise BadArgument(archive.where(name), what, ANY_FORM)
     if len({image.parent for image in images.values()}) < 2:
         what = f"all images are in one folder, {first.parent}, and so belong to one class"

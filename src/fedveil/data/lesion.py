@@ -9,7 +9,7 @@ from pydantic import Field
 from fedveil.data.archives import Archive, open_archive
 from fedveil.data.catalogue import METADATA, Positive
 from fedveil.data.dataset import Data
-from fedveil.data.images import ImageSet, assemble, decode_images
+from fedveil.data.images import SUFFIXES, ImageSet, assemble, decode_images
 from fedveil.data.splits import divide_groups
 from fedveil.data.tables import CsvTable, parse_table, read_table
 from fedveil.errors import BadArgument
@@ -20,7 +20,6 @@ CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 MEAN = (0.7630, 0.5456, 0.5700)
 DEVIATION = (0.1409, 0.1526, 0.1700)
 COLUMNS = ("dx_type", "sex", "localization")
-_SUFFIXES = {".jpg", ".jpeg", ".png"}
 
 
 def lesion(
@@ -72,7 +71,7 @@ def _match_images(archive: Archive, table: CsvTable) -> tuple[list[str], list[in
         if image in row_of:
             table.refuse(row, "image_id", f"{image!r} is listed twice", "keep one row per image")
         row_of[image] = row
-    names = [name for name in archive.names if PurePosixPath(name).suffix.lower() in _SUFFIXES]
+    names = [name for name in archive.names if PurePosixPath(name).suffix.lower() in SUFFIXES]
     if not names:
         raise BadArgument(str(archive.path), "there are no images in it", "add the images of HAM10000, as .jpg")
     rows = []

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fedveil.checks import check_count
 from fedveil.defences import encoding
 from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Samples
-from fedveil.defences.plain import PlainClient, PlainUpdate, accumulate, average
+from fedveil.defences.plain import PlainClient, PlainUpdate, average
 from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument, ModelMismatch, StaleUpdate
 from fedveil.graph.inputs import Inputs, call, record_calls
@@ -133,13 +133,12 @@ class SketchedBroadcast:
 
     number: int  # the number of the server's broadcasts so far
     network: nn.Module
-    sketched: tuple[str, ...]  # names of the sketched weights
 
-    def find_sketch(self, name: str) -> Sketch:
-        """Return the sketch of a weight."""
-        layer = self.network.get_submodule(name.rpartition(".")[0])
-        assert isinstance(layer, SketchedLayer)
-        return layer.sketch
+    @property
+    def sketches(self) -> dict[str, Sketch]:
+        """The sketch of each sketched weight, by the weight's name."""
+        layers = [(path, layer) for path, layer in self.network.named_modules() if isinstance(layer, SketchedLayer)]
+        return {f"{path}.weight".lstrip("."): layer.sketch for path, layer in layers}
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +218,7 @@ class DBCLServer(DefenceServer[SketchedBroadcast, SketchedUpdate]):
         chance = np.random.default_rng(None if self._seed is None else (self._seed, self._number))
         weights = {name: model.get_parameter(name).detach() for name in self.sketched}
         sketches = {name: Sketch.draw(w[0].numel(), self._q, chance).to(w) for name, w in weights.items()}
-        broadcast = SketchedBroadcast(self._number, sketch_network(model, sketches), self.sketched)
+        broadcast = SketchedBroadcast(self._number, sketch_network(model, sketches))
         return DBCLRound(broadcast, model)
 
     def state(self) -> State:
@@ -256,11 +255,10 @@ class DBCLRound(SketchedRound):
             self.check_number(update.number, position)
         mean = average(updates, weights, {})
         gradients, network, entries = dict(mean.gradients), self.broadcast.network, 0
-        for name in self.broadcast.sketched:
-            sketch, shape = self.broadcast.find_sketch(name), self._model.get_parameter(name).shape
+        for name, sketch in self.broadcast.sketches.items():
             entries += sketch.inputs.numel()
             if name in gradients:
-                gradients[name] = sketch.up(gradients[name]).reshape(shape)
+                gradients[name] = sketch.up(gradients[name]).reshape(self._model.get_parameter(name).shape)
         down = encoding.count_bytes([*network.parameters(), *network.buffers()]) + 4 * entries  # an index and its sign
         up = encoding.count_bytes([*updates[0].gradients.values(), *mean.buffers.values()])
         return dataclasses.replace(mean, gradients=gradients, figures={"bytes_down": down, "bytes_up": up})
@@ -281,7 +279,7 @@ class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
         self, broadcast: SketchedBroadcast, total: SketchedUpdate | None, update: SketchedUpdate
     ) -> tuple[SketchedBroadcast, SketchedUpdate]:
         """Sum gradients of the sketched network."""
-        network, update = accumulate(broadcast.network, total, update)
+        network, update = self._plain.accumulate(broadcast.network, total, update)
         return dataclasses.replace(broadcast, network=network), update
 
 
@@ -338,10 +336,9 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
     def encode_broadcast(self, broadcast: SketchedBroadcast) -> Packed:
         """Encode sketches as the inputs of each bucket, and their signs as int8."""
         values, tensors = encoding.pack_model(broadcast.network)
-        for name in broadcast.sketched:
-            sketch = broadcast.find_sketch(name)
+        for name, sketch in broadcast.sketches.items():
             tensors |= {f"inputs/{name}": sketch.inputs.int(), f"signs/{name}": sketch.signs.to(torch.int8)}
-        return values | {"number": broadcast.number, "sketched": list(broadcast.sketched)}, tensors
+        return values | {"number": broadcast.number, "sketched": list(broadcast.sketches)}, tensors
 
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> SketchedBroadcast:
         """Put a `SketchedLayer` in place of each sketched layer."""
@@ -360,7 +357,7 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
         for module in filled.modules():
             if isinstance(module, SketchedLayer):
                 module.sketch = module.sketch.to(module.weight.detach())
-        return SketchedBroadcast(found["number"], filled, tuple(found["sketched"]))
+        return SketchedBroadcast(found["number"], filled)
 
     def encode_update(self, update: SketchedUpdate) -> Packed:
         """Encode gradients, buffers and the number of the broadcast."""

@@ -15,8 +15,8 @@ from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.result import recover_each
 from fedveil.wire import Packed, Tensors, Values
 
-if TYPE_CHECKING:
-    from fedveil.privacy.accounting import Accountant
+if TYPE_CHECKING:  # most runs do not need it
+    from fedveil.privacy.accounting import Accountant, Members
     from fedveil.privacy.gradients import RecordGradients
 
 B = TypeVar("B")  # a broadcast
@@ -116,7 +116,7 @@ class DefenceServer(ABC, Generic[B, U]):
     has_budget: bool = True  # of a differentially private defence: whether one more round is within its epsilon
 
     @abstractmethod
-    def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> DefenceRound[B, U]:
+    def start_round(self, model: nn.Module, members: "Members" = None) -> DefenceRound[B, U]:
         """Create the broadcast for an attempt; `members` are the clients that will answer, if known."""
 
     def state(self) -> State:
@@ -223,6 +223,11 @@ class Defence(ABC, Generic[B, U]):
     @abstractmethod
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
         """Prepare clients for a run; `model` defines the architecture."""
+
+    def require_record_gradients(self) -> None:
+        """Refuse if clients cannot compute the gradient of a single record."""
+        if not self.has_record_gradients:
+            raise BadArgument("privacy", f"{self.name}: {NO_RECORDS}", RECORDS_FIX)
 
     def for_records(self) -> "Defence[B, U]":
         """Return the variant of this defence that a guarantee for records needs; by default itself."""

@@ -98,16 +98,13 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
 
     def sum_template(self) -> Tensors:
         """Return one row per parameter that gets a gradient."""
-        return {
-            name: own.new_empty((1, *own.shape), device="meta", dtype=torch.float64) for name, own in self._trainable()
-        }
+        own = encoding.trainable_tensors(self.broadcast)
+        return {name: p.new_empty((1, *p.shape), device="meta", dtype=torch.float64) for name, p in own.items()}
 
     def from_sums(self, sums: Tensors) -> PlainUpdate:
         """Return the sums as gradients."""
-        return PlainUpdate({name: sums[name][0].to(own.dtype) for name, own in self._trainable()}, {})
-
-    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, own) for name, own in self.broadcast.named_parameters() if own.requires_grad]
+        own = encoding.trainable_tensors(self.broadcast)
+        return PlainUpdate({name: sums[name][0].to(p.dtype) for name, p in own.items()}, {})
 
     def expect(self, update: PlainUpdate, last: Mapping[str, Tensor] | None = None) -> Tensors:
         """Predict the gradients, each as one row."""
@@ -188,19 +185,14 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
         return RecordGradients.from_model(broadcast, self.loss)
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
-        """Sum gradients; running statistics continue from the last batch."""
-        return accumulate(broadcast, total, update)
-
-
-def accumulate(broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
-    """Sum gradients, and put the buffers of the last batch into a copy of the broadcast."""
-    if update.buffers:
-        broadcast = copy.deepcopy(broadcast)
-        broadcast.load_state_dict(update.buffers, strict=False)
-    if total is not None:
-        summed = {name: total.gradients[name] + g for name, g in update.gradients.items()}
-        update = replace(update, gradients=summed)
-    return broadcast, update
+        """Sum gradients, and put the buffers of the last batch into a copy of the broadcast."""
+        if update.buffers:
+            broadcast = copy.deepcopy(broadcast)
+            broadcast.load_state_dict(update.buffers, strict=False)
+        if total is not None:
+            summed = {name: total.gradients[name] + g for name, g in update.gradients.items()}
+            update = replace(update, gradients=summed)
+        return broadcast, update
 
 
 def compute_gradients(model: nn.Module, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensors:

@@ -277,7 +277,7 @@ def _spread(tensors: Tensors, like: Tensors) -> Tensors:
         raise BadArgument("update", "the tensors 'selected' and 'indices' are missing or misshapen")
     if indices.dtype == torch.uint8:
         indices = torch.from_numpy(np.flatnonzero(np.unpackbits(indices.numpy())[:count]))
-    fits = indices.dtype in (torch.int32, torch.int64) and len(indices) == len(numbers)
+    fits = indices.dtype in (torch.int32, torch.int64) and len(indices) == len(numbers) and numbers.is_floating_point()
     if not fits or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < count):
         raise BadArgument("update", f"invalid indices for {len(numbers)} elements selected from {count}")
     flat = torch.zeros(count, dtype=numbers.dtype)

@@ -1,18 +1,19 @@
 """Differential privacy for clients, added to any other defence (docs/defences/privacy.md)."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.checks import check_range, is_number
+from fedveil.checks import check_range
 from fedveil.defences.clipping import clip_vector, split_vector
 from fedveil.defences.encoding import copy_buffers
-from fedveil.defences.interface import B, Codec, Defence, DefenceClient, DefenceRound, DefenceServer, U
+from fedveil.defences.interface import AnyClient, AnyDefence, AnyRound, B, Defence, DefenceRound, DefenceServer, U
 from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
-from fedveil.privacy.accounting import Accountant, import_library
+from fedveil.privacy.accounting import Accountant, Members, check_delta, import_library
 from fedveil.privacy.mechanism import add_noise, make_grid, quantise
 from fedveil.scheme import Aggregate, Entropy, Loss
 from fedveil.scheme.outputs import compute_outputs
@@ -21,7 +22,99 @@ from fedveil.wire import Tensors
 LEAST, MOST = 1e-30, 1e30  # bounds on clip: squares and products stay far inside float64
 
 
-class Private(Defence[B, U]):
+class PrivateDefence(Defence[B, U]):
+    """Differential privacy, added to another defence: the settings, the accountant and the source of noise.
+
+    Args:
+        inner: the other defence.
+        accountant: counts the rounds of all runs with this object.
+        entropy: `Entropy.for_tests(seed)` for repeatable tests, in which nothing is private; otherwise noise comes from
+            the operating system.
+    """
+
+    durable = True
+    fusable = False
+
+    def __init__(self, inner: AnyDefence, accountant: Accountant, entropy: Entropy | None) -> None:
+        self.inner, self.accountant, self.entropy = inner, accountant, entropy or Entropy()
+        self.name = f"{inner.name}+dp"
+        self.repeatable = self.entropy.for_tests_only or inner.repeatable
+
+    @abstractmethod
+    def wrap(self, inner: AnyRound, model: nn.Module, members: Members) -> DefenceRound[B, U]:
+        """Return a private round around a round of the inner defence."""
+
+    @abstractmethod
+    def settings(self) -> Mapping[str, float | str]:
+        """Return the settings that must not change within a run, because the rounds so far were counted with them."""
+
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "PrivateServer[B, U]":
+        """Prepare the inner server; refuse a model whose buffers reveal clients' data."""
+        if moving := find_moving_buffers(model, example):
+            what = f"buffer {moving[0]} depends on the clients' data, but is neither clipped nor protected by noise"
+            fix = "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet), or model.eval()"
+            raise BadArgument("privacy", what, fix)
+        return PrivateServer(self, self.inner.server(model, example, loss))
+
+    def client_view(self, model: nn.Module, broadcast: B) -> nn.Module:
+        """Return the inner defence's view."""
+        return self.inner.client_view(model, broadcast)
+
+
+class PrivateServer(DefenceServer[B, U]):
+    """The inner server with an accountant."""
+
+    accountant: Accountant
+
+    def __init__(self, defence: PrivateDefence[B, U], inner: DefenceServer[B, U]) -> None:
+        self.defence, self.inner, self.plan, self.accountant = defence, inner, inner.plan, defence.accountant
+
+    @property
+    def draws(self) -> int:  # type: ignore[override]
+        """The number of times the inner server drew noise to keep."""
+        return self.inner.draws
+
+    @property
+    def has_budget(self) -> bool:  # type: ignore[override]
+        """Whether one more round stays within the budget."""
+        return self.accountant.has_budget
+
+    def start_round(self, model: nn.Module, members: Members = None) -> DefenceRound[B, U]:
+        """Create the inner server's broadcast."""
+        return self.defence.wrap(self.inner.start_round(model, members), model, members)
+
+    def state(self) -> State:
+        """Return the inner server's state, the settings, and the rounds spent with these settings."""
+        return {"inner": self.inner.state(), **self.defence.settings(), **self.accountant.state()}
+
+    def restore(self, state: Mapping[str, StateValue]) -> None:
+        """Continue counting; refuse a state whose rounds had other settings."""
+        for name, own in self.defence.settings().items():
+            spent = read_state("privacy", state, name, type(own))
+            if spent != own:
+                what = f"the rounds so far had {name} = {spent}, not {own}"
+                raise BadArgument("privacy", what, "continue with the settings of the first part of the run")
+        self.inner.restore(read_state("privacy", state, "inner", dict))
+        self.accountant.restore(read_state("privacy", state, "rounds", int), read_state("privacy", state, "own", dict))
+
+
+class PrivateRound(DefenceRound[B, U]):
+    """A round of the inner defence, whose result gets noise."""
+
+    def __init__(self, defence: PrivateDefence[B, U], inner: AnyRound, members: Members) -> None:
+        self.inner, self.broadcast, self._members = inner, inner.broadcast, members
+        self._accountant, self._entropy = defence.accountant, defence.entropy
+
+    def recover_each(self, updates: Sequence[U]) -> list[Aggregate | UpdateRefused]:
+        """Refuse: single updates have too little noise, or none."""
+        raise BadArgument("privacy", "it recovers noisy sums, not single updates", "leave limits= out")
+
+    def release(self, *, reuse: bool = False) -> None:
+        """Drop the inner secret."""
+        self.inner.release(reuse=reuse)
+
+
+class Private(PrivateDefence[B, U]):
     """A defence whose rounds are differentially private: clients' gradients are clipped, and their sum gets noise.
 
         g_k   client k's gradient, as the inner defence recovers it from k's update alone
@@ -55,9 +148,6 @@ class Private(Defence[B, U]):
             the operating system.
     """
 
-    durable = True
-    fusable = False
-
     def __init__(
         self,
         inner: Defence[B, U],
@@ -70,17 +160,12 @@ class Private(Defence[B, U]):
     ) -> None:
         if inner.dp_clip is not None:
             raise BadArgument("Private", f"{inner.name} is already private", "wrap a defence once")
-        self.clip = check_range("Private", "clip", clip, LEAST, MOST, "use clip=1.0")
+        self.dp_clip = self.clip = check_range("Private", "clip", clip, LEAST, MOST, "use clip=1.0")
         self.noise = check_range("Private", "noise", noise, 0, MOST, "use noise=1.0; 0 gives no guarantee")
-        if not is_number(delta) or not 0 < delta < 1:
-            raise BadArgument("Private", f"delta must be above 0 and below 1, got {delta!r}", "use delta=1e-5")
+        self.delta = check_delta("Private", delta)
         if noise:
             import_library()  # refuse to start if it is missing
-        self.inner, self.delta = inner, float(delta)
-        self.dp_clip, self.name = self.clip, f"{inner.name}+dp"
-        self.entropy = entropy or Entropy()
-        self.accountant = Accountant(self.noise, self.delta, budget=budget)  # of all runs with this object
-        self.repeatable = self.entropy.for_tests_only or inner.repeatable
+        super().__init__(inner, Accountant(self.noise, self.delta, budget=budget), entropy)
         self.clippable, self.largest_factor = inner.clippable, inner.largest_factor
 
     @property
@@ -88,80 +173,25 @@ class Private(Defence[B, U]):
         """The inner defence, whose messages clients receive and send."""
         return self.inner
 
-    @property
-    def codec(self) -> Codec[B, U] | None:
-        """The inner defence's codec."""
-        return self.inner.codec
-
-    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "PrivateServer[B, U]":
-        """Prepare the inner server; refuse a model whose buffers reveal clients' data."""
-        moving = find_moving_buffers(model, example)
-        if moving:
-            what = f"buffer {moving[0]} depends on the clients' data, but is neither clipped nor protected by noise"
-            fix = "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet), or model.eval()"
-            raise BadArgument("Private", what, fix)
-        return PrivateServer(self, self.inner.server(model, example, loss))
-
-    def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
+    def client(self, model: nn.Module, example: Inputs, loss: Loss) -> AnyClient:
         """Prepare clients of the inner defence."""
         return self.inner.client(model, example, loss)
 
-    def client_view(self, model: nn.Module, broadcast: B) -> nn.Module:
-        """Return the inner defence's view."""
-        return self.inner.client_view(model, broadcast)
+    def wrap(self, inner: AnyRound, model: nn.Module, members: Members) -> "ClientPrivateRound[B, U]":
+        """Return a round that clips and adds noise."""
+        return ClientPrivateRound(self, inner, members)
+
+    def settings(self) -> dict[str, float]:
+        """Return the clipping norm and the noise multiplier."""
+        return {"clip": self.clip, "noise": self.noise}
 
 
-class PrivateServer(DefenceServer[B, U]):
-    """The inner server with an accountant."""
-
-    accountant: Accountant
-
-    def __init__(self, settings: Private[B, U], inner: DefenceServer[B, U]) -> None:
-        self.settings, self.inner, self.plan = settings, inner, inner.plan
-        self.accountant = settings.accountant
-
-    @property
-    def draws(self) -> int:  # type: ignore[override]
-        """The number of times the inner server drew noise to keep."""
-        return self.inner.draws
-
-    @property
-    def has_budget(self) -> bool:  # type: ignore[override]
-        """Whether one more round stays within the budget."""
-        return self.accountant.has_budget
-
-    def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "PrivateRound[B, U]":
-        """Create the inner server's broadcast."""
-        return PrivateRound(self.settings, self.accountant, self.inner.start_round(model, members), members)
-
-    def state(self) -> State:
-        """Return the inner server's state, the settings, and the rounds spent with these settings."""
-        settings = {"clip": self.settings.clip, "noise": self.settings.noise}
-        return {"inner": self.inner.state(), **settings, **self.accountant.state()}
-
-    def restore(self, state: Mapping[str, StateValue]) -> None:
-        """Continue counting; refuse a state whose rounds had other settings."""
-        for name, own in (("clip", self.settings.clip), ("noise", self.settings.noise)):
-            spent = read_state("Private", state, name, float)
-            if spent != own:
-                what = f"the rounds so far had {name} = {spent:g}, not {own:g}"
-                raise BadArgument("Private", what, "continue with the settings of the first part of the run")
-        self.inner.restore(read_state("Private", state, "inner", dict))
-        self.accountant.restore(read_state("Private", state, "rounds", int), read_state("Private", state, "own", dict))
-
-
-class PrivateRound(DefenceRound[B, U]):
+class ClientPrivateRound(PrivateRound[B, U]):
     """Clips each client's gradient, which the inner defence recovers, and adds noise to the sum."""
 
-    def __init__(
-        self,
-        settings: Private[B, U],
-        accountant: Accountant,
-        inner: DefenceRound[B, U],
-        members: Sequence[int | str] | None,
-    ) -> None:
-        self.inner, self.broadcast = inner, inner.broadcast
-        self._settings, self._accountant, self._members = settings, accountant, members
+    def __init__(self, defence: Private[B, U], inner: DefenceRound[B, U], members: Members) -> None:
+        super().__init__(defence, inner, members)
+        self._clip, self._noise = defence.clip, defence.noise
 
     def recover(self, updates: Sequence[U], weights: Sequence[float]) -> Aggregate:
         """Clip each client's gradient, sum them, add noise and divide by their number; `weights` are ignored."""
@@ -177,17 +207,13 @@ class PrivateRound(DefenceRound[B, U]):
         """The inner defence's round."""
         return self.inner
 
-    def recover_each(self, updates: Sequence[U]) -> list[Aggregate | UpdateRefused]:
-        """Refuse: individual gradients would be neither clipped nor noisy."""
-        raise BadArgument("Private", "it recovers noisy sums, not individual gradients", "call it on `base`")
-
     def combine(self, results: Sequence[Aggregate]) -> Aggregate:
         """Clip, sum, add noise, and divide by the number of clients."""
         if not results:
             raise BadArgument("Private", "a round needs at least one update")
-        like, clip = results[0].gradients, self._settings.clip
+        like = results[0].gradients
         flat = [torch.cat([one.gradients[name].reshape(-1).double() for name in like]) for one in results]
-        shorts = [clip_vector(own, clip, f"client {position}") for position, own in enumerate(flat)]
+        shorts = [clip_vector(own, self._clip, f"client {position}") for position, own in enumerate(flat)]
         gradients = self._add_noise(torch.stack([short for short, _, _ in shorts]).sum(0), len(results), like)
         figures = {key: sum(one.figures.get(key, 0.0) for one in results) / len(results) for key in results[0].figures}
         figures["dp_clipped"] = sum(cut for _, _, cut in shorts) / len(results)
@@ -201,12 +227,8 @@ class PrivateRound(DefenceRound[B, U]):
         gradients = self._add_noise(total, clients, mean.gradients)
         return Aggregate(gradients, {}, mean.error, {**mean.figures, **self._spent()}, mean.notes)
 
-    def release(self, *, reuse: bool = False) -> None:
-        """Drop the inner secret."""
-        self.inner.release(reuse=reuse)
-
     def _spent(self) -> dict[str, float]:
-        return {"epsilon": self._accountant.epsilon()} if self._settings.noise else {}
+        return {"epsilon": self._accountant.epsilon()} if self._noise else {}
 
     def _add_noise(self, total: Tensor, clients: int, like: Mapping[str, Tensor]) -> Tensors:
         """Return a sum of gradients with noise, divided by the number of clients.
@@ -214,11 +236,11 @@ class PrivateRound(DefenceRound[B, U]):
         The round counts for its members if all of them are in the sum, otherwise for everyone. It is counted before the
         noise is drawn, in case drawing is interrupted.
         """
-        known, settings = self._members is not None and len(self._members) == clients, self._settings
+        known = self._members is not None and len(self._members) == clients
         self._accountant.count(self._members if known else None)
-        if settings.noise:
-            grid = make_grid(settings.noise, settings.clip, len(total))
-            total = add_noise(quantise(total, grid), settings.entropy) * grid.unit
+        if self._noise:
+            grid = make_grid(self._noise, self._clip, len(total))
+            total = add_noise(quantise(total, grid), self._entropy) * grid.unit
         return split_vector(total / clients, like)
 
 

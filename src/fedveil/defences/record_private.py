@@ -1,6 +1,6 @@
 """Differential privacy for records, added to plain training or to a veil (docs/defences/privacy.md)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,31 +8,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from fedveil.defences.interface import (
-    NO_RECORDS,
-    RECORDS_FIX,
-    AnyClient,
-    AnyCodec,
-    AnyDefence,
-    AnyRound,
-    AnyServer,
-    Codec,
-    Defence,
-    DefenceClient,
-    DefenceRound,
-    DefenceServer,
-    Samples,
-)
-from fedveil.defences.private import find_moving_buffers
-from fedveil.defences.state import State, StateValue, read_state
-from fedveil.errors import Aborted, BadArgument, IncompleteUpdate, MisshapenUpdate, NonFiniteUpdate, UpdateRefused
+from fedveil.defences.interface import AnyClient, AnyCodec, AnyDefence, AnyRound, Codec, DefenceClient, Samples
+from fedveil.defences.private import PrivateDefence, PrivateRound, PrivateServer
+from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate
 from fedveil.graph.inputs import Inputs
-from fedveil.privacy.accounting import Accountant
+from fedveil.privacy.accounting import Accountant, Members
 from fedveil.privacy.gradients import clipped_sums, refuse_coupling
 from fedveil.privacy.mechanism import LARGEST, add_noise, quantise
 from fedveil.privacy.samplers import poisson_sample
 from fedveil.privacy.settings import Privacy
 from fedveil.scheme import Aggregate, Entropy, Loss
+from fedveil.scheme.recover import check_tensors
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 
 SUM = "sum"  # prefix of the tensors of an update
@@ -45,7 +31,7 @@ class SumUpdate:
     sums: Tensors
 
 
-class RecordPrivate(Defence[object, SumUpdate]):
+class RecordPrivate(PrivateDefence[object, SumUpdate]):
     """A defence whose rounds are differentially private for single records.
 
         S_k  the sum of client k's sampled per-record gradients, each clipped to norm C (`fedveil.privacy.gradients`)
@@ -56,9 +42,9 @@ class RecordPrivate(Defence[object, SumUpdate]):
 
     Guarantees: anyone who sees the models after the rounds, even all other clients together, learns about one record
       no more than epsilon and delta allow (`fedveil.privacy.accounting`). With noise by clients and secure aggregation
-      the same holds for a server that follows the protocol. Neighbouring data give the same messages but for the sum.
-    Not covered: the numbers N_k, what was chosen by looking at the data (settings, preprocessing, test records that
-      decide when to stop), and the time that a client takes for a sample larger than `Privacy.capacity`.
+      the same holds for a server that follows the protocol. Messages about neighbouring data differ only in the sum.
+    Not covered: the numbers N_k, choices that depend on the data (settings, preprocessing, when to stop), and the
+      time that a client takes for a sample larger than `Privacy.capacity`.
 
     Args:
         inner: plain, or a veil with decoys. Factors other than 1 (`multiplicative`) distort norms and noise.
@@ -66,24 +52,18 @@ class RecordPrivate(Defence[object, SumUpdate]):
         entropy: `Entropy.for_tests(seed)` for repeatable tests, in which nothing is private.
     """
 
-    durable = True
-    fusable = False
     linear = True
     integer_sums = True
 
     def __init__(self, inner: AnyDefence, privacy: Privacy, *, entropy: Entropy | None = None) -> None:
-        if not inner.has_record_gradients:
-            raise BadArgument("privacy", f"{inner.name}: {NO_RECORDS}", RECORDS_FIX)
+        inner.require_record_gradients()
         if inner.largest_factor != 1.0 and not privacy.allow_factors:
             what = f"factors up to {inner.largest_factor:g} change the norms by which gradients are clipped"
             raise BadArgument("privacy", what, "use fedveil.Veil(multiplicative=1.0, decoys=2), or allow_factors=True")
         assert privacy.noise is not None
         assert privacy.rate is not None
-        self.inner, self.privacy = inner, privacy
-        self.name, self.sampling_rate = f"{inner.name}+dp", privacy.rate
-        self.entropy = entropy or Entropy()
-        self.accountant = Accountant(privacy.noise, privacy.delta, privacy.rate, privacy.epsilon)
-        self.repeatable = self.entropy.for_tests_only or inner.repeatable
+        super().__init__(inner, Accountant(privacy.noise, privacy.delta, privacy.rate, privacy.epsilon), entropy)
+        self.privacy, self.sampling_rate = privacy, privacy.rate
 
     @property
     def codec(self) -> "Codec[object, SumUpdate] | None":
@@ -91,14 +71,11 @@ class RecordPrivate(Defence[object, SumUpdate]):
         inner = self.inner.codec
         return None if inner is None else SumCodec(inner)
 
-    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "RecordPrivateServer":
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PrivateServer[object, SumUpdate]:
         """Prepare the inner server; refuse a model or a loss in which records influence one another."""
         refuse_coupling(loss)
         refuse_batch_norm(model)
-        if moving := find_moving_buffers(model, example):
-            what = f"buffer {moving[0]} depends on the records, and is neither clipped nor protected by noise"
-            raise BadArgument("privacy", what, "use a module whose buffers stay as they are, or model.eval()")
-        return RecordPrivateServer(self, self.inner.server(model, example, loss))
+        return super().server(model, example, loss)
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "RecordPrivateClient":
         """Prepare clients."""
@@ -106,9 +83,14 @@ class RecordPrivate(Defence[object, SumUpdate]):
         refuse_batch_norm(model)
         return RecordPrivateClient(self, self.inner.client(model, example, loss), count_numbers(model))
 
-    def client_view(self, model: nn.Module, broadcast: object) -> nn.Module:
-        """Return the inner defence's view."""
-        return self.inner.client_view(model, broadcast)
+    def wrap(self, inner: AnyRound, model: nn.Module, members: Members) -> "RecordPrivateRound":
+        """Return a round that sums the clients' sums and adds noise."""
+        return RecordPrivateRound(self, inner, model, members)
+
+    def settings(self) -> dict[str, float | str]:
+        """Return all settings on which the noise depends."""
+        numbers = ("clip", "noise", "rate", "colluding", "vanishing")
+        return {name: float(getattr(self.privacy, name)) for name in numbers} | {"noise_by": self.privacy.noise_by}
 
 
 def count_numbers(model: nn.Module) -> int:
@@ -126,68 +108,27 @@ def refuse_batch_norm(model: nn.Module) -> None:
             raise BadArgument("privacy", what, fix)
 
 
-class RecordPrivateServer(DefenceServer[object, SumUpdate]):
-    """The inner server, and an accountant."""
-
-    accountant: Accountant
-
-    def __init__(self, settings: RecordPrivate, inner: AnyServer) -> None:
-        self.settings, self.inner, self.plan = settings, inner, inner.plan
-        self.accountant = settings.accountant
-
-    @property
-    def draws(self) -> int:  # type: ignore[override]
-        """How often the inner server drew noise to keep."""
-        return self.inner.draws
-
-    @property
-    def has_budget(self) -> bool:  # type: ignore[override]
-        """Whether one more round stays within epsilon."""
-        return self.accountant.has_budget
-
-    def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "RecordPrivateRound":
-        """Make the inner server's broadcast."""
-        return RecordPrivateRound(
-            self.settings, self.accountant, self.inner.start_round(model, members), model, members
-        )
-
-    def state(self) -> State:
-        """Return the inner server's state, the settings, and the rounds that were spent with them."""
-        own = self.settings.privacy
-        settings = {name: float(getattr(own, name)) for name in ("clip", "noise", "rate", "colluding", "vanishing")}
-        return {"inner": self.inner.state(), **settings, "noise_by": own.noise_by, **self.accountant.state()}
-
-    def restore(self, state: Mapping[str, StateValue]) -> None:
-        """Continue counting; refuse rounds that were spent with other settings."""
-        own = self.settings.privacy
-        for name in ("clip", "noise", "rate", "colluding", "vanishing", "noise_by"):
-            spent, value = read_state("privacy", state, name, str if name == "noise_by" else float), getattr(own, name)
-            if spent != value:
-                what = f"the rounds so far had {name} = {spent}, not {value}"
-                raise BadArgument("privacy", what, "continue with the settings of the first part of the run")
-        self.inner.restore(read_state("privacy", state, "inner", dict))
-        self.accountant.restore(read_state("privacy", state, "rounds", int), read_state("privacy", state, "own", dict))
-
-
-class RecordPrivateRound(DefenceRound[object, SumUpdate]):
+class RecordPrivateRound(PrivateRound[object, SumUpdate]):
     """Adds up the clients' sums, adds noise unless clients did, and recovers the gradient."""
 
-    def __init__(
-        self,
-        settings: RecordPrivate,
-        accountant: Accountant,
-        inner: AnyRound,
-        model: nn.Module,
-        members: Sequence[int | str] | None,
-    ) -> None:
-        self.inner, self.broadcast = inner, inner.broadcast
-        self._settings, self._accountant, self._members = settings, accountant, members
-        self._numbers, self.template = count_numbers(model), inner.sum_template()
+    def __init__(self, defence: RecordPrivate, inner: AnyRound, model: nn.Module, members: Members) -> None:
+        super().__init__(defence, inner, members)
+        self._privacy, self._numbers, self.template = defence.privacy, count_numbers(model), inner.sum_template()
+        self._device = next(model.parameters()).device
+
+    def check(self, update: SumUpdate, position: int) -> None:
+        """Refuse sums with other names, shapes or dtypes, and numbers that are not finite or exceed the grid."""
+        client = f"client {position}"
+        forms = {name: (like.shape, torch.float64) for name, like in self.template.items()}
+        check_tensors(client, "sum", update.sums, forms, self._device)
+        for name, own in update.sums.items():
+            if not bool((own.abs() < LARGEST).all()):  # NaN too
+                raise NonFiniteUpdate(client, f"sum {name} is not finite, or too large")
 
     def recover(self, updates: Sequence[SumUpdate], weights: Sequence[float]) -> Aggregate:
         """Return the noisy mean; weights are the clients' declared numbers of records."""
         for position, update in enumerate(updates):
-            check_sums(f"client {position}", update.sums, self.template)
+            self.check(update, position)
         total = {name: torch.stack([one.sums[name] for one in updates]).sum(0) for name in self.template}
         return self.recover_total(total, sum(weights), None)
 
@@ -195,20 +136,19 @@ class RecordPrivateRound(DefenceRound[object, SumUpdate]):
         """Return the noisy mean from a sum in grid units.
 
         Args:
-            total: the sum, over clients that declare so many records.
-            records: declared by these clients.
-            members: of the attempt, under secure aggregation.
-            survivors: of them, those in the sum.
+            total: the sum over clients.
+            records: the number of records that these clients declare.
+            members: the number of clients that were asked, under secure aggregation.
+            survivors: the number of clients in the sum, under secure aggregation.
         """
-        shared = self._settings.privacy.noise_by == "clients"
-        if shared and members is not None and survivors < members - self._settings.privacy.vanishing:
-            what = f"{survivors} of {members} clients are in it, and noise is missing if more than "
-            raise Aborted("few", "the sum", f"{what}{self._settings.privacy.vanishing} vanish")
-        privacy, candidates = self._settings.privacy, len(next(iter(self.template.values())))
-        grid = privacy.grid(self._numbers, candidates, members)
+        privacy, by_clients = self._privacy, self._privacy.noise_by == "clients"
+        if by_clients and members is not None and survivors < members - privacy.vanishing:
+            what = f"{survivors} of {members} clients are in it; its noise allows for {privacy.vanishing} missing"
+            raise Aborted("few", "the sum", what)
+        grid = privacy.grid(self._numbers, len(next(iter(self.template.values()))), members)
         self._accountant.count(self._members)  # before the noise is drawn, in case that is interrupted
-        if privacy.noise and privacy.noise_by == "server":
-            total = {name: add_noise(own, self._settings.entropy) for name, own in total.items()}
+        if privacy.noise and not by_clients:
+            total = {name: add_noise(own, self._entropy) for name, own in total.items()}
         assert privacy.rate is not None
         share = grid.unit / (privacy.rate * records)
         update = self.inner.from_sums({name: own * share for name, own in total.items()})
@@ -219,21 +159,13 @@ class RecordPrivateRound(DefenceRound[object, SumUpdate]):
         return Aggregate(found.gradients, {}, found.error, {**found.figures, **spent})
 
     def count_lost(self) -> None:
-        """Count the round: with noise by clients the server may have seen the sum."""
-        if self._settings.privacy.noise_by == "clients":
+        """Count the round if clients add the noise, because the server may have seen the sum."""
+        if self._privacy.noise_by == "clients":
             self._accountant.count(self._members)
-
-    def recover_each(self, updates: Sequence[SumUpdate]) -> list[Aggregate | UpdateRefused]:
-        """Refuse, because single sums have too little noise."""
-        raise BadArgument("privacy", "it recovers sums with noise, not single updates", "leave limits= out")
-
-    def release(self, *, reuse: bool = False) -> None:
-        """Drop the inner secret."""
-        self.inner.release(reuse=reuse)
 
 
 class RecordPrivateClient(DefenceClient[object, SumUpdate]):
-    """Samples, clips, adds up; adds its share of the noise if the clients do that."""
+    """Samples records, clips and sums their gradients, and adds a share of the noise if clients add it."""
 
     def __init__(self, settings: RecordPrivate, inner: AnyClient, numbers: int) -> None:
         self._privacy, self._entropy = settings.privacy, settings.entropy
@@ -265,26 +197,13 @@ class RecordPrivateClient(DefenceClient[object, SumUpdate]):
         return broadcast, update
 
     def prepare_sum(self, update: SumUpdate, members: int | None) -> SumUpdate:
-        """Round to the grid; add a share of noise if clients do."""
+        """Round to the grid; add a share of the noise if clients add it."""
         candidates = len(next(iter(update.sums.values())))
         grid = self._privacy.grid(self._numbers, candidates, members)
         sums = {name: quantise(own, grid) for name, own in update.sums.items()}
         if self._privacy.noise and self._privacy.noise_by == "clients":
             sums = {name: add_noise(own, self._entropy) for name, own in sums.items()}
         return SumUpdate(sums)
-
-
-def check_sums(where: str, sums: Tensors, template: Mapping[str, Tensor]) -> None:
-    """Refuse sums of other names or shapes, and numbers that are not integers of the grid."""
-    if sums.keys() != template.keys():
-        raise IncompleteUpdate(where, "its sums are not those of the model's parameters")
-    for name, like in template.items():
-        own = sums[name]
-        if own.shape != like.shape or own.dtype != torch.float64:
-            what = f"sum {name} is {tuple(own.shape)} {own.dtype}, not {tuple(like.shape)} torch.float64"
-            raise MisshapenUpdate(where, what)
-        if not bool((own.abs() < LARGEST).all()):  # NaN too
-            raise NonFiniteUpdate(where, f"sum {name} is not finite, or too large")
 
 
 class SumCodec(Codec[object, SumUpdate]):
@@ -306,21 +225,16 @@ class SumCodec(Codec[object, SumUpdate]):
         return {}, add_prefix(SUM, update.sums)
 
     def decode_update(
-        self,
-        own: DefenceRound[object, SumUpdate],
-        model: nn.Module,
-        values: Values,
-        tensors: Tensors,
-        position: int,
+        self, own: AnyRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> SumUpdate:
         """Decode sums of the model's names and shapes."""
         assert isinstance(own, RecordPrivateRound)
-        sums = strip_prefix(SUM, tensors)
-        check_sums(f"client {position}", sums, own.template)
         device = next(model.parameters()).device
-        return SumUpdate({name: tensor.to(device) for name, tensor in sums.items()})
+        update = SumUpdate({name: tensor.to(device) for name, tensor in strip_prefix(SUM, tensors).items()})
+        own.check(update, position)
+        return update
 
-    def template(self, own: DefenceRound[object, SumUpdate], model: nn.Module) -> Packed:
+    def template(self, own: AnyRound, model: nn.Module) -> Packed:
         """Return sums on the meta device."""
         assert isinstance(own, RecordPrivateRound)
         return {}, add_prefix(SUM, own.template)

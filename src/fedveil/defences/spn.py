@@ -78,7 +78,7 @@ class SPN(Plain):
         bits: number of outputs of the private head, at most 1024.
         margin: the margin m.
         lr: learning rate of the private heads; pass the server's. Default: that of `Federation`'s default optimizer.
-        seed: for tests only: whoever knows it knows every client's secrets. By default, secrets come from the operating
+        seed: for tests only: it determines every client's secrets. By default, secrets come from the operating
             system.
     """
 
@@ -173,7 +173,7 @@ class SPNClient(PlainClient):
 def find_split(model: nn.Module, example: Inputs) -> Split:
     """Find the last Linear: the layer that would get additive noise under a veil."""
     what = "SPN reads the input of the model's last Linear, which must end the model and be used once"
-    fix = "end the model in nn.Linear, move what follows it into the loss, and let torch.export record it"
+    fix = "end the model in nn.Linear, move later operations into the loss, and check that torch.export can trace it"
     try:
         head, _ = find_head(model, export(model, example), example)
     except AnalysisError as error:

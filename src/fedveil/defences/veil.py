@@ -1,5 +1,6 @@
 """The paper's defence: one-time noise on the model, removed from the updates that clients send."""
 
+import copy
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -45,7 +46,8 @@ class Veil(Defence[Broadcast, Update]):
         head: "exposed" for models without a layer that can take additive noise; clients then read true predictions.
         min_coverage: refuse a model if less than this fraction of its parameter values can be perturbed.
         public: names of parameters whose values clients know; see `analyse`.
-        decoys: number of false head offsets sent with the true one, at most 64; see `NoiseSettings`.
+        decoys: number of false head offsets sent with the true one, at most 64; by default `DEFAULT_DECOYS` (2), or
+            none for squared error if nothing follows the head (`NoiseSettings.count_decoys`).
         keep_noise: draw factors, permutation, direction and partition once, and keep them in memory for all rounds;
             another model, a restored state or another process gets new ones (docs/defences/veil.md).
         entropy: `Entropy.for_tests(seed)` for reproducible tests.
@@ -102,15 +104,10 @@ class Veil(Defence[Broadcast, Update]):
 
     def for_records(self) -> "Veil":
         """Return a veil with decoys and without factors, which would change the norms of gradients."""
-        own = self.noise
-        return Veil(
-            own.groups,
-            own.additive,
-            1.0,
-            permute=own.permute,
-            decoys=own.decoys or DEFAULT_DECOYS,
-            entropy=self._entropy,
-        )
+        found = copy.copy(self)
+        found.noise = dataclasses.replace(self.noise, multiplicative=1.0, decoys=self.noise.decoys or DEFAULT_DECOYS)
+        found.largest_factor = 1.0
+        return found
 
     def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
         """Return the model as the paper sends it: base plus offset."""

@@ -69,7 +69,7 @@ def save_values(path: Path, state: Mapping[str, Tensor], number: int) -> None:
 
 
 def round_of_values(path: Path) -> int:
-    """Return the run's round when these values were written; -1 if the file does not say."""
+    """Return the run's round when these values were written; -1 if the file does not contain it."""
     with safe_open(path, "pt") as file:
         found = (file.metadata() or {}).get(ROUND, "")
     return int(found) if found.isdecimal() else -1

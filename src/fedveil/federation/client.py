@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,20 +25,9 @@ from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, S
 from fedveil.defences.registry import build_for_client, find_codec, find_record, refuse_repeatable
 from fedveil.defences.state import State
 from fedveil.errors import Aborted, BadArgument, FedveilError
+from fedveil.federation import protocol
 from fedveil.federation.prepare import make_shards
-from fedveil.federation.protocol import (
-    CHALLENGE,
-    Answer,
-    Ask,
-    LastAsk,
-    MaskedAnswer,
-    SecureTerms,
-    Step,
-    max_tensors,
-    read,
-    refuse_old,
-    write,
-)
+from fedveil.federation.protocol import Answer, Ask, LastAsk, MaskedAnswer, SecureTerms, Step, read, write
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Given, Source, as_source, check_sources
 from fedveil.scheme.losses import Function, Loss, find_loss
@@ -47,7 +36,7 @@ from fedveil.wire import Packed, as_tensor, read_kind, read_layout
 
 if TYPE_CHECKING:  # a client without secure aggregation does not import it
     from fedveil.federation.sums import Words
-    from fedveil.secagg import Party, Policy
+    from fedveil.secagg import Opening, Party, Policy
     from fedveil.secagg.identity import Digest
     from fedveil.secagg.party import Ticket
 
@@ -179,13 +168,16 @@ class ClientSession:
         digest = None
         if self.party is not None or self._policy is not None:
             digest, _ = self._authenticate(message, own)
-        ask = read(message, Ask, max_tensors(self._model))
-        refuse_old(ask, self.state.last)
+        ask = read(message, Ask, protocol.max_tensors(self._model))
+        protocol.refuse_old(ask, self.state.last)
         last = LastAsk(ask.session, ask.round, ask.token)
         if self.party is not None or ask.secure:
             answer, private = self._answer_masked(ask, message, digest), self.state.private
         else:
-            answer, private = self._answer(self._decode(ask))
+            task, began = self._decode(ask), time.perf_counter()
+            (values, tensors), records, private = self._update(task, self._model, self.state.private)
+            seconds = time.perf_counter() - began
+            answer = write(Answer(ask.round, ask.token, ask.defence, records, seconds, values, tensors))
         self.state = ClientState(last, private)
         return answer
 
@@ -214,8 +206,12 @@ class ClientSession:
         """Answer an ask under secure aggregation. Once records have been read, only masked words show what happens."""
         from fedveil.federation.sums import encode_words
 
-        admission = admit(ask, message, digest, self.party, self._model)
-        task, party = self._decode(ask), admission.party
+        party = self.party
+        if party is None or digest is None:
+            what = "the server asks for secure aggregation, but this client has no identity for it"
+            raise BadArgument("ask", what, "run fedveil keys new NAME, and get a roster (docs/secure-aggregation.md)")
+        ticket, clip = admit(ask, message, digest, party, self._model)
+        task = self._decode(ask)
         if not task.defence.linear:
             what = f"{task.defence.name} is not linear, so its updates cannot be summed under masks"
             raise BadArgument("ask", what)
@@ -223,9 +219,9 @@ class ClientSession:
         def work() -> "Words":
             model = copy.deepcopy(self._model)  # traces of this forward pass must not show in a later answer
             (_, tensors), records, _ = self._update(task, model, {}, party.policy.min_records)
-            return encode_words(tensors, records, admission.ticket.opening, admission.clip)
+            return encode_words(tensors, records, ticket.opening, clip)
 
-        upload = party.upload(admission.ticket, contribute(admission, work))
+        upload = party.upload(ticket, contribute(ticket.opening, work))
         return write(MaskedAnswer(ask.round, ask.token, ask.defence, {"upload": as_tensor(upload)}))
 
     def _decode(self, ask: Ask) -> _Task:
@@ -248,13 +244,6 @@ class ClientSession:
             raise BadArgument("answer", f"the server asks for {ask.defence!r}, but this client requires {own.name!r}")
         refuse_repeatable("answer", own)
         return own
-
-    def _answer(self, task: _Task) -> tuple[bytes, State]:
-        """Return the encoded answer, and the client's private state after it."""
-        began, ask = time.perf_counter(), task.ask
-        (values, tensors), records, private = self._update(task, self._model, self.state.private)
-        seconds = time.perf_counter() - began
-        return write(Answer(ask.round, ask.token, ask.defence, records, seconds, values, tensors)), private
 
     def _update(self, task: _Task, model: nn.Module, private: State, least: int = 2) -> tuple[Packed, int, State]:
         """Compute an update from batches of at least `least` records; return it with its records and private state."""
@@ -287,14 +276,6 @@ def _read_source(data: Data) -> Source:
         raise BadArgument("this client", "its records cannot be used; its own log says why") from None
 
 
-class Admission(NamedTuple):
-    """An ask that a client has admitted."""
-
-    party: "Party"
-    ticket: "Ticket"
-    clip: float | None  # with differential privacy, the maximum norm of a client's gradient
-
-
 def take_step(step: Step, own: bytes, party: "Party | None", count_records: Callable[[], int]) -> bytes:
     """Return the body of the reply to a step of secure aggregation other than the upload."""
     from fedveil.secagg.identity import KEY
@@ -305,8 +286,8 @@ def take_step(step: Step, own: bytes, party: "Party | None", count_records: Call
     body = step.body
     if step.step == "hello":
         _check_records(count_records, party.policy)  # before any model arrives
-        challenge, server = body[:CHALLENGE], body[CHALLENGE:]
-        if len(challenge) != CHALLENGE or len(server) != KEY:
+        challenge, server = body[: protocol.CHALLENGE], body[protocol.CHALLENGE :]
+        if len(challenge) != protocol.CHALLENGE or len(server) != KEY:
             raise BadArgument("step", "a greeting consists of a challenge and the server's key")
         hello = party.hello(step.session, server)
         return json.dumps(hello.values() | {"proof": party.prove(hello, challenge).hex()}).encode()
@@ -320,11 +301,13 @@ def take_step(step: Step, own: bytes, party: "Party | None", count_records: Call
     raise BadArgument("step", f"unknown step {step.step[:20]!a}")
 
 
-def admit(ask: Ask, message: bytes, digest: "Digest | None", party: "Party | None", model: nn.Module) -> Admission:
-    """Check an ask under secure aggregation, and store its admission, before anything is computed."""
-    if party is None or digest is None:
-        what = "the server asks for secure aggregation, but this client has no identity for it"
-        raise BadArgument("ask", what, "run fedveil keys new NAME, and get a roster (docs/secure-aggregation.md)")
+def admit(
+    ask: Ask, message: bytes, digest: "Digest", party: "Party", model: nn.Module
+) -> "tuple[Ticket, float | None]":
+    """Check an ask under secure aggregation, and store its admission, before anything is computed.
+
+    Returns the ticket and, with differential privacy, the maximum norm of a client's gradient.
+    """
     if not ask.secure:
         what = "this client requires secure aggregation, but the server asks for its update in the clear"
         raise BadArgument("ask", what, "set secure_aggregation=True on the server")
@@ -340,11 +323,10 @@ def admit(ask: Ask, message: bytes, digest: "Digest | None", party: "Party | Non
     if not ask.whole_shard and ask.batch_size < party.policy.min_records:
         what = f"batches of {ask.batch_size} records are too small: the minimum in this client's policy is "
         raise Aborted("policy", "ask", what + str(party.policy.min_records))
-    ticket = party.admit(opening, digest.combine(), digest_subject(ask, message, digest.body))
-    return Admission(party, ticket, terms.clip)
+    return party.admit(opening, digest.combine(), digest_subject(ask, message, digest.body)), terms.clip
 
 
-def contribute(admission: Admission, work: "Callable[[], Words]") -> "Words":
+def contribute(opening: "Opening", work: "Callable[[], Words]") -> "Words":
     """Return the words of a client's update; if anything goes wrong, those of a client that contributes nothing."""
     from fedveil.federation.sums import no_words
 
@@ -354,7 +336,7 @@ def contribute(admission: Admission, work: "Callable[[], Words]") -> "Words":
         raise
     except BaseException:  # SystemExit too
         _print_failure("this client contributes nothing to the sum, because of this error:")
-        return no_words(admission.ticket.opening)
+        return no_words(opening)
 
 
 def _check_records(count: Callable[[], int], policy: "Policy") -> None:

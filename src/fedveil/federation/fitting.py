@@ -5,9 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-
-from fedveil.checks import check_count
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.federation.history import RoundRecord
@@ -30,10 +27,6 @@ class FitPlan:
     durable: bool  # every round must be saved to disk
     saved: float = field(default_factory=time.monotonic)  # time of the last checkpoint
 
-    def evaluates(self, number: int) -> bool:
-        """Return whether the model is evaluated after a round."""
-        return self.test is not None and self.ends_interval(number)
-
     def ends_interval(self, number: int) -> bool:
         """Return whether a round ends an interval, or the run."""
         return number % self.every == 0 or number >= self.last
@@ -53,12 +46,3 @@ def list_callbacks(given: Callback | Sequence[Callback] | None) -> list[Callback
             fix = "pass a function of a round's record, or a list of such functions"
             raise BadArgument("fit", f"on_round is {call!r}", fix)
     return [call for call in calls if callable(call)]
-
-
-def check_monitor(schedule: LRScheduler | None, test: Source | None, patience: int | None) -> None:
-    """Refuse settings that monitor a metric if nothing is evaluated."""
-    if patience is not None:
-        check_count("fit", "patience", patience)
-    if test is None and (patience is not None or isinstance(schedule, ReduceLROnPlateau)):
-        what = "ReduceLROnPlateau" if patience is None else "patience"
-        raise BadArgument("fit", f"{what} needs a metric, but there are no test data", "pass test=test to fit")

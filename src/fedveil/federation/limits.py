@@ -20,7 +20,7 @@ from fedveil.scheme.result import Aggregate
 
 MEAN = "mean"
 AGGREGATORS = (MEAN, *RULES)
-FEWEST = 3  # updates: with fewer, their median says nothing about a single update
+FEWEST = 3  # updates: the median of fewer does not bound a single one
 REMEMBERED = 50  # rounds whose norms bound later ones
 NORMS = {"update_norm": "gradient", "buffer_norm": "buffers", "counter_norm": "counters"}  # by key of a record
 """The norms of an update: of its gradient, and of the changes to its floating-point and its other buffers."""
@@ -79,10 +79,6 @@ class Limits:
         """Return the minimum number of updates in a round, in addition to those that were refused."""
         return 1 if self.aggregator == MEAN else RULES[self.aggregator].needed(max(0, self.hostile - refused))
 
-    def withstood(self, updates: int) -> int:
-        """Return how many of the remaining updates the rule assumes to be hostile: `hostile`, or its maximum."""
-        return 0 if self.aggregator == MEAN else min(self.hostile, RULES[self.aggregator].most(updates))
-
     def records(self, client: Member, claimed: int) -> int:
         """Return the number of records counted for a client that claims `claimed`."""
         known = self.max_records
@@ -93,10 +89,8 @@ class Limits:
 def limits_for(defence: AnyDefence, limits: Limits | None) -> Limits | None:
     """Return the limits as they apply to a defence; refuse limits that it cannot be combined with."""
     if limits is not None and not isinstance(limits, Limits):
-        what = f"limits is a {type(limits).__name__}"
-        raise BadArgument(
-            "Limits", what, "pass an instance, such as limits=fedveil.Limits(aggregator='median', hostile=1)"
-        )
+        fix = "pass an instance, such as limits=fedveil.Limits(aggregator='median', hostile=1)"
+        raise BadArgument("Limits", f"limits is a {type(limits).__name__}", fix)
     if limits is not None and defence.integer_sums:
         what = "limits and aggregation rules judge single updates, whose noise is not enough"
         raise BadArgument("Limits", what, "set limits=None: the clipping norm bounds every record")
@@ -105,9 +99,8 @@ def limits_for(defence: AnyDefence, limits: Limits | None) -> Limits | None:
     neutral = Limits(max_records=limits.max_records, max_share=limits.max_share, norm_factor=limits.norm_factor)
     if limits != neutral:
         what = "differential privacy clips each update and returns only their noisy sum"
-        raise BadArgument(
-            "Limits", what, "leave out aggregator, hostile and max_norm; the clipping norm bounds every client"
-        )
+        fix = "leave out aggregator, hostile and max_norm; the clipping norm bounds every client"
+        raise BadArgument("Limits", what, fix)
     return dataclasses.replace(limits, norm_factor=None)
 
 
@@ -129,14 +122,6 @@ def bounded_shares(records: Sequence[float], most: float) -> list[float]:
     return [1 / len(records)] * len(records)
 
 
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """The result of a round's updates, and the updates that were refused."""
-
-    result: Aggregate | None  # None if too few are left; its notes name clients that count for less than they claimed
-    refused: dict[Member, UpdateRefused]  # by client
-
-
 def aggregate(
     own_round: AnyRound,
     replies: Sequence[AnyReply],
@@ -145,8 +130,11 @@ def aggregate(
     past: Sequence[RoundRecord] = (),
     left_out: int = 0,
     least: int = 1,
-) -> Outcome:
+) -> tuple[Aggregate | None, dict[Member, UpdateRefused]]:
     """Check each client's update, and combine those that are not refused.
+
+    Returns the result and the refusals, by client. The result is None if too few updates are left; its notes name
+    clients that count for less than they claimed.
 
     Args:
         own_round: the round whose broadcast the updates answer.
@@ -164,7 +152,7 @@ def aggregate(
     kept = {client: one for client, one in judged.items() if isinstance(one, Aggregate)}
     out = left_out + len(refused)
     if len(kept) < max(least, limits.needed(out)):
-        return Outcome(None, refused)
+        return None, refused
     records = {client: limits.records(client, claims[client]) for client in kept}
     shares = bounded_shares(list(records.values()), limits.max_share if len(kept) >= FEWEST else 1.0)
     due = {client: own / sum(records.values()) - 1e-12 for client, own in records.items()}
@@ -173,7 +161,7 @@ def aggregate(
     capped = [c for c, own in zip(kept, shares, strict=True) if own < due[c] or records[c] < claims[c]]
     if capped and limits.aggregator == MEAN and private is None:
         result = dataclasses.replace(result, notes={**result.notes, "capped": capped})
-    return Outcome(result, refused)
+    return result, refused
 
 
 def judge(
@@ -275,19 +263,17 @@ def combine(found: Sequence[Aggregate], shares: Sequence[float], limits: Limits,
         rows = torch.stack(list(vectors))
         if limits.aggregator == MEAN:
             return torch.tensor(shares, dtype=rows.dtype, device=rows.device) @ rows
-        return RULES[limits.aggregator].combine(rows, limits.withstood(len(rows)))
+        rule = RULES[limits.aggregator]
+        return rule.combine(rows, min(limits.hostile, rule.most(len(rows))))  # refusals may leave fewer to withstand
 
     gradients = _combine_by_name([one_client.gradients for one_client in found], one)
     first = found[0].buffers
     floating = [name for name, buffer in first.items() if buffer.is_floating_point()]
     before = dict(model.named_buffers())
-    if limits.aggregator == MEAN:
-        buffers = _combine_by_name([{name: own.buffers[name] for name in floating} for own in found], one)
-    else:  # combine changes, since a rule may depend on the origin
-        buffers = _combine_by_name(
-            [{name: own.buffers[name] - before[name] for name in floating} for own in found], one
-        )
-        buffers = {name: before[name] + change for name, change in buffers.items()}
+    mean = limits.aggregator == MEAN  # other rules may depend on the origin, and get changes
+    origin = {name: torch.zeros_like(before[name]) if mean else before[name] for name in floating}
+    changes = [{name: own.buffers[name] - origin[name] for name in floating} for own in found]
+    buffers = {name: origin[name] + change for name, change in _combine_by_name(changes, one).items()}
     for name in first.keys() - set(floating):
         buffers[name] = _limit_counters([own.buffers[name] for own in found], before[name], limits.norm_factor)
     return Aggregate(gradients, buffers, _error(found, shares), _combine_figures(found))

@@ -122,25 +122,23 @@ class LocalEngine(Generic[B, U]):
         self, number: int, own_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
     ) -> tuple[bytes, Iterator[tuple[Member, bytes] | Fault]]:
         """Compute the masked updates of clients; masks are bound to the digest of the opening."""
-        digest = hashlib.sha256(json.dumps(terms.values()).encode()).digest()
-        return digest, self._masked_updates(number, own_round, members, terms, digest)
-
-    def _masked_updates(
-        self, number: int, own_round: AnyRound, members: Sequence[Member], terms: SecureTerms, digest: bytes
-    ) -> Iterator[tuple[Member, bytes] | Fault]:
         from fedveil.federation.sums import encode_words
 
+        digest = hashlib.sha256(json.dumps(terms.values()).encode()).digest()
         clients = [int(member) for member in members]
-        updates = self.updates(own_round.broadcast, clients, number, len(terms.opening.roster))
-        for client, update in zip(clients, updates, strict=True):
-            _, tensors = self._codec.encode_update(update)
-            records = self.claim_records(client)
-            words = encode_words(tensors, records, terms.opening, terms.clip, integers=self._integers)
-            if not words[1]:  # a remote client contributes nothing then; here nothing is hidden
-                what = "its update holds NaN or infinity, although the records are finite"
-                raise NonFiniteUpdate(f"client {client}", what)
-            party = self._parties[client]
-            yield client, party.upload(party.admit(terms.opening, digest), words)
+
+        def uploads() -> Iterator[tuple[Member, bytes] | Fault]:
+            updates = self.updates(own_round.broadcast, clients, number, len(terms.opening.roster))
+            for client, update in zip(clients, updates, strict=True):
+                _, tensors = self._codec.encode_update(update)
+                records, party = self.claim_records(client), self._parties[client]
+                words = encode_words(tensors, records, terms.opening, terms.clip, integers=self._integers)
+                if not words[1]:  # a remote client contributes nothing then; here nothing is hidden
+                    what = "its update holds NaN or infinity, although the records are finite"
+                    raise NonFiniteUpdate(f"client {client}", what)
+                yield client, party.upload(party.admit(terms.opening, digest), words)
+
+        return digest, uploads()
 
     def take_step(
         self, step: Step, own: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
@@ -225,7 +223,7 @@ class Federation(Server):
         sources = check_sources([as_source(f"client {number}", client) for number, client in enumerate(clients)])
         inputs, _ = sources[0].take(range(min(2, len(sources[0]))))
         output = one_output(model, inputs)  # refuses records that the model does not accept
-        loss = usual_loss(model, sources) if loss is None else loss
+        loss = usual_loss(output, sources) if loss is None else loss
         policy = RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0)
         size = choose_batch_size(clients, batch_size, BATCH_SIZE)
         if privacy is not None:
@@ -271,7 +269,7 @@ class Federation(Server):
         return read_held_out(test, self.model, self.loss, self.dtype, lambda: self.shards.example)
 
     def state(self) -> CheckpointState:
-        """Return the content of a checkpoint: of clients, record counts, a checksum, and which have a private state."""
+        """Return the content of a checkpoint, including which clients have a private state."""
         return {**super().state(), "private": sorted(self._private())}
 
     def setting(self) -> Setting:
@@ -327,7 +325,7 @@ class Federation(Server):
 
 def _couples_samples(model: nn.Module, loss: Loss) -> bool:
     """Return whether the loss, or a normalisation in training mode, couples the samples of a batch."""
-    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    norms = (module for module in model.modules() if isinstance(module, _NormBase))
     return couples_samples(loss) or any(norm.training or norm.running_mean is None for norm in norms)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fedveil.checks import check_count, check_integer
 from fedveil.errors import BadArgument
@@ -89,27 +88,16 @@ def refuse_single(model: nn.Module, shards: Shards) -> None:
     alone = shards.sizes.index(1) if 1 in shards.sizes else 0
     if shards.batch_size > 1 and shards.sizes[alone] > 1:
         return
-    layer = _find_layer(model, shards, alone)
-    if layer is None:
-        return
-    what, fix = "batch_size=1 gives batches of a single record", "set batch_size to at least 2"
-    if 1 in shards.sizes:
-        what, fix = f"client {alone} has a single record", "merge this client with another"
-    what += f", and layer {layer or type(model).__name__!r} normalises over a batch: it needs two records"
-    raise BadArgument(WHERE, what, f"{fix}, use GroupNorm or LayerNorm, or call model.eval()")
-
-
-def _find_layer(model: nn.Module, shards: Shards, client: int) -> str | None:
-    """Return the layer that rejects a single record in its current mode; None if there is none."""
-    entered, paths = [""], {module: path for path, module in model.named_modules()}
-    inputs, _ = shards.take(torch.arange(shards.starts[client], shards.starts[client] + 1))
+    inputs, _ = shards.take(torch.tensor([shards.starts[alone]]))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    hook = register_module_forward_pre_hook(lambda module, _: entered.append(paths.get(module, entered[-1])))
-    with hook, torch.no_grad(), torch.random.fork_rng(devices=[]):
-        try:
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             compute_outputs(model, inputs, buffers)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            return entered[-1]
-    return None
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        what, fix = "batch_size=1 gives batches of a single record", "set batch_size to at least 2"
+        if 1 in shards.sizes:
+            what, fix = f"client {alone} has a single record", "merge this client with another"
+        what += ", and a layer of the model normalises over a batch: it needs two records"
+        raise BadArgument(WHERE, what, f"{fix}, use GroupNorm or LayerNorm, or call model.eval()") from error

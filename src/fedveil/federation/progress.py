@@ -27,23 +27,15 @@ def describe_round(record: RoundRecord, rounds: int) -> str:
     return ", ".join(parts)
 
 
-def print_progress(
-    rounds: int, *, interval: float = INTERVAL, show: Callable[[str], None] | None = None
-) -> Callable[[RoundRecord], None]:
-    """Return a callback that prints a line for a round: at intervals, after faults, and for the last round.
-
-    Args:
-        rounds: number of rounds in the run.
-        interval: minimum number of seconds between lines.
-        show: called with each line, instead of print.
-    """
-    last = -interval
+def print_progress(rounds: int) -> Callable[[RoundRecord], None]:
+    """Return a callback for a run of `rounds` rounds that prints a line every second, after faults, and at the end."""
+    last = -INTERVAL
 
     def take(record: RoundRecord) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= interval or record.notes.get("faults") or record.round == rounds:
+        if now - last >= INTERVAL or record.notes.get("faults") or record.round == rounds:
             last = now
-            (show or (lambda text: print(text, flush=True)))(describe_round(record, rounds))
+            print(describe_round(record, rounds), flush=True)
 
     return take

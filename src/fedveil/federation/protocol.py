@@ -1,7 +1,7 @@
 """The messages between a server and its clients, and the interface of the engines that carry them.
 
-Messages are frozen dataclasses with a single encoding and bounds. An engine reaches the clients, and yields their valid
-replies, and a fault for every other reply.
+Messages are frozen dataclasses with a single encoding and bounds. An engine asks the clients and yields their valid
+replies, and a fault for every other one.
 """
 
 import logging
@@ -266,7 +266,7 @@ class Traffic:
     exchanges: int = 0
     down: int = 0
     up: int = 0
-    seconds_work: float = field(default=0.0)  # computing time of the slowest client, as it reports it
+    seconds_work: float = 0.0  # computing time of the slowest client, as it reports it
 
     def count_down(self, sizes: Sequence[int]) -> None:
         """Count one exchange, from the sizes of its messages to clients."""

@@ -13,27 +13,11 @@ from fedveil.checks import check_count
 from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound
 from fedveil.defences.registry import find_codec, find_record
 from fedveil.errors import BadArgument
+from fedveil.federation import protocol
 from fedveil.federation.evaluate import move_inputs
 from fedveil.federation.limits import Limits
 from fedveil.federation.optimise import Optimizer, Schedule
-from fedveil.federation.protocol import (
-    Answer,
-    AnyReply,
-    Ask,
-    Channels,
-    Fault,
-    MaskedAnswer,
-    Member,
-    Reply,
-    SecureTerms,
-    Step,
-    Traffic,
-    check_exchange,
-    describe_refusal,
-    max_tensors,
-    read,
-    write,
-)
+from fedveil.federation.protocol import AnyReply, Ask, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.graph.coverage import shares_in_words
@@ -100,11 +84,11 @@ class RemoteEngine:
             raise BadArgument(type(server).__name__, f"clients cannot find the defence {base.name}", fix)
         settings, loss = {name: getattr(base, name) for name in base.remote_settings}, server.loss
         self._task = record.name, settings, loss.name, loss.settings(), whole_shard, batch_size, server.seed
-        self.traffic = Traffic()
+        self.traffic = protocol.Traffic()
 
     def start_round(self) -> None:
         """Start counting the traffic of a round."""
-        self.traffic = Traffic()
+        self.traffic = protocol.Traffic()
 
     def members(self) -> list[Member]:
         """Return the clients that can be asked now, in a fixed order."""
@@ -119,19 +103,19 @@ class RemoteEngine:
             self.traffic.seconds_work = max(self.traffic.seconds_work, seconds)
             return reply
 
-        return self._send(write(ask), dict.fromkeys(members, b""), None, str(number), decode)
+        return self._send(protocol.write(ask), dict.fromkeys(members, b""), None, str(number), decode)
 
     def ask_masked(
         self, number: int, own_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
     ) -> tuple[bytes, Iterator[tuple[Member, bytes] | Fault]]:
         """Send the broadcast of an attempt under secure aggregation; return its digest, and the masked uploads."""
         ask = self._make_ask(number, own_round, terms)
-        message = write(ask)
+        message = protocol.write(ask)
         digest = Digest.compute(message).combine()
 
         def decode(member: Member, data: bytes) -> tuple[Member, bytes]:
-            answer = read(data, MaskedAnswer, 1)
-            check_exchange(answer, ask)
+            answer = protocol.read(data, protocol.MaskedAnswer, 1)
+            protocol.check_exchange(answer, ask)
             return member, as_bytes("answer", answer.tensors, "upload")
 
         own = dict.fromkeys(members, b"")
@@ -143,13 +127,13 @@ class RemoteEngine:
         """Send a step of secure aggregation; yield the bodies of the replies."""
 
         def decode(member: Member, data: bytes) -> tuple[Member, bytes]:
-            found = read(data, Step, 1)
+            found = protocol.read(data, Step, 1)
             if (found.session, found.step) != (step.session, step.step):
                 raise BadArgument("step", "it answers another step")
             return member, found.body
 
         label = f"{self._server.round} {step.step}"
-        return self._send(write(step), own, channels, label, decode, timeout=timeout)
+        return self._send(protocol.write(step), own, channels, label, decode, timeout=timeout)
 
     def close(self) -> None:
         """Release the connection."""
@@ -183,7 +167,7 @@ class RemoteEngine:
             try:
                 found: R | Fault = decode(member, reply)
             except Exception as error:  # nothing that a client sends may end the run
-                found = describe_refusal(member, error)
+                found = protocol.describe_refusal(member, error)
             yield found
 
     def _make_ask(self, number: int, own_round: AnyRound, terms: SecureTerms | None = None) -> Ask:
@@ -196,8 +180,8 @@ def decode_answer(
     data: bytes, ask: Ask, codec: AnyCodec, own_round: AnyRound, model: nn.Module, member: Member, position: int
 ) -> tuple[AnyReply, float]:
     """Return a client's reply to this ask and its computing time in seconds; refuse an unusable update."""
-    answer = read(data, Answer, max_tensors(model))
-    check_exchange(answer, ask)
+    answer = protocol.read(data, protocol.Answer, protocol.max_tensors(model))
+    protocol.check_exchange(answer, ask)
     update = codec.decode_update(own_round.base, model, answer.values, answer.tensors, position)
     return Reply((member,), update, answer.records), answer.seconds
 

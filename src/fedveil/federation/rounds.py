@@ -46,10 +46,9 @@ class RoundPolicy:
     def check(self, where: str) -> None:
         """Refuse values that are out of range."""
         check_fraction(where, "participation", self.participation)
-        for name in ("min_answers", "attempts"):
-            check_count(where, name, getattr(self, name))
-        if self.wait_for is not None:
-            check_count(where, "wait_for", self.wait_for)
+        for name in ("min_answers", "attempts", "wait_for"):
+            if (value := getattr(self, name)) is not None:
+                check_count(where, name, value)
         for name in ("timeout", "patience"):
             check_positive(where, name, getattr(self, name), f"set {name}=600, in seconds")
 
@@ -113,41 +112,27 @@ class ClearRound(RoundKind):
             return None
         if len(replies) < len(members) or self.engine.traffic:
             replies.sort(key=lambda reply: members.index(reply.members[0]))  # sums must not depend on arrival
-        updates = [reply.update for reply in replies]
         if observer:
-            observer(own_round.broadcast, updates)
-        if self._limits is not None:
-            return self._aggregate(own_round, replies, self._limits, left_out, faults)
-        try:
-            result = own_round.recover(updates, [float(reply.records) for reply in replies])
-        except NonFiniteUpdate as error:
-            who = _name_sender(error, replies)
-            raise NonFiniteUpdate(who, f"{error.what}, although the records are finite") from error
-        return self._count(result, replies)
-
-    def _aggregate(
-        self, own_round: AnyRound, replies: Sequence[AnyReply], limits: Limits, left_out: int, faults: FaultLog
-    ) -> Aggregate | None:
-        """Aggregate the updates that the limits allow; the others become faults."""
-        past = self._history.records
-        outcome = aggregate(own_round, replies, self._model, limits, past, left_out, self.min_answers)
-        for member, error in outcome.refused.items():
-            faults.add(describe_refusal(member, error))
-        if outcome.result is None:
-            return None
-        return self._count(outcome.result, [reply for reply in replies if reply.members[0] not in outcome.refused])
-
-    def _count(self, result: Aggregate, replies: Sequence[AnyReply]) -> Aggregate:
-        """Add the numbers of replies and of records to the result, if clients are remote."""
-        if self.engine.traffic is None:
+            observer(own_round.broadcast, [reply.update for reply in replies])
+        limits, past = self._limits, self._history.records
+        if limits is not None:
+            result, refused = aggregate(own_round, replies, self._model, limits, past, left_out, self.min_answers)
+            for member, error in refused.items():
+                faults.add(describe_refusal(member, error))
+            replies = [reply for reply in replies if reply.members[0] not in refused]
+        else:
+            result = _recover(own_round, replies)
+        if result is None or self.engine.traffic is None:
             return result
         counts = {"answers": len(replies), "records": sum(reply.records for reply in replies)}
         return dataclasses.replace(result, figures={**result.figures, **counts})
 
 
-def _name_sender(error: NonFiniteUpdate, replies: Sequence[AnyReply]) -> str:
-    """Return the sender of an update that a defence refused; the defence knows only its position among the updates."""
-    if len(replies) == 1 and len(replies[0].members) > 1:
-        return FUSED
-    known = {f"client {position}": f"client {reply.members[0]}" for position, reply in enumerate(replies)}
-    return known.get(error.where, error.where)
+def _recover(own_round: AnyRound, replies: Sequence[AnyReply]) -> Aggregate:
+    """Recover the weighted mean; an error names the client, of which the defence knows only the position."""
+    try:
+        return own_round.recover([reply.update for reply in replies], [float(reply.records) for reply in replies])
+    except NonFiniteUpdate as error:
+        known = {f"client {position}": f"client {reply.members[0]}" for position, reply in enumerate(replies)}
+        who = FUSED if len(replies[0].members) > 1 else known.get(error.where, error.where)
+        raise NonFiniteUpdate(who, f"{error.what}, although the records are finite") from error

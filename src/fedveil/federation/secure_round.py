@@ -14,21 +14,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedveil import secagg
 from fedveil.defences.interface import AnyRound
 from fedveil.errors import BadArgument, UpdateRefused
-from fedveil.federation.protocol import (
-    CHALLENGE,
-    SERVER,
-    Engine,
-    Fault,
-    FaultKind,
-    FaultLog,
-    Member,
-    SecureTerms,
-    Step,
-    describe_refusal,
-)
+from fedveil.federation import protocol
+from fedveil.federation.protocol import SERVER, Engine, Fault, FaultKind, FaultLog, Member, SecureTerms, Step
 from fedveil.federation.rounds import Observer
 from fedveil.federation.sums import Sums, Words
-from fedveil.scheme.result import Aggregate, Note
+from fedveil.scheme.result import Aggregate
 from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally
 from fedveil.secagg.identity import SIGNATURE, channel_key, tag_message
 from fedveil.secagg.masks import proper_key
@@ -37,6 +27,7 @@ from fedveil.secagg.policy import Policy
 RENEWAL = Policy.key_rounds  # attempts after which clients replace their keys, unless their policies say otherwise
 FAREWELL = 5.0  # seconds that clients have to confirm the end of the run
 Found = TypeVar("Found")
+Messages = tuple[bytes, Mapping[str, bytes]]  # for all clients, and in addition for each by name
 
 
 @dataclass(frozen=True)
@@ -122,14 +113,11 @@ class SecureRound:
             why = error.what
         self.answered = time.perf_counter()
         result = self._decode(own_round, total, attempt.opening, why)
-        notes: dict[str, Note] = dict(result.notes)
-        if new := {name: why for name, why in self.excluded.items() if name not in self._noted}:
-            notes["excluded"] = new
-            self._noted.update(new)
-        figures = dict(result.figures)
-        if self.engine.traffic is not None:
-            figures["answers"] = len(attempt.tally.survivors)
-        return replace(result, figures=figures, notes=notes)
+        new = {name: why for name, why in self.excluded.items() if name not in self._noted}
+        self._noted.update(new)
+        notes = {**result.notes, **({"excluded": new} if new else {})}
+        answers = {} if self.engine.traffic is None else {"answers": len(attempt.tally.survivors)}
+        return replace(result, figures={**result.figures, **answers}, notes=notes)
 
     def close(self) -> None:
         """Tell the clients that the run has ended, so that they forget its keys."""
@@ -148,7 +136,12 @@ class SecureRound:
             faults.add(Fault(SERVER, FaultKind.TOO_FEW, text))
             return None
         self._attempt += 1
-        opening = self._make_opening(number, sorted(names), names, own_round)
+        for member in present:
+            known = self._greetings[member]
+            self._greetings[member] = replace(known, uses=known.uses + 1)
+        hellos = tuple(self._greetings[names[name]].hello for name in sorted(names))
+        layout = self.sums.layout(own_round, len(hellos))
+        opening = Opening(self._session, number, self._attempt, hellos, *layout)
         terms = SecureTerms(opening, self.sums.clip)
         digest, uploads = self.engine.ask_masked(number, own_round, present, terms, self._channels(present))
         attempt = _Attempt(names, opening, Tally(opening, digest, self._roster, self.conduct))
@@ -156,35 +149,21 @@ class SecureRound:
             self._take(member, partial(attempt.tally.take_upload, self._name(member), upload), faults)
         return attempt
 
-    def _make_opening(
-        self, number: int, order: Sequence[str], names: Mapping[str, Member], own_round: AnyRound
-    ) -> Opening:
-        for name in order:
-            known = self._greetings[names[name]]
-            self._greetings[names[name]] = replace(known, uses=known.uses + 1)
-        hellos = tuple(self._greetings[names[name]].hello for name in order)
-        return Opening(self._session, number, self._attempt, hellos, *self.sums.layout(own_round, len(order)))
-
     def _open(self, attempt: _Attempt, faults: FaultLog) -> Words:
         """Settle until all remaining clients agree, then reveal; return the sum."""
         tally = attempt.tally
         while not tally.has_agreement():
-            self._take_step(attempt, "settle", *tally.settle(), tally.take_settle_reply, faults)
+            self._take_step(attempt, "settle", tally.settle(), tally.take_settle_reply, faults)
         attempt.revealing = True
-        common, own = tally.reveal(), dict.fromkeys(tally.survivors, b"")
-        self._take_step(attempt, "reveal", common, own, tally.take_reveal_reply, faults)
+        reveal = tally.reveal(), dict.fromkeys(tally.survivors, b"")
+        self._take_step(attempt, "reveal", reveal, tally.take_reveal_reply, faults)
         return tally.total()
 
     def _take_step(
-        self,
-        attempt: _Attempt,
-        step: str,
-        common: bytes,
-        own: Mapping[str, bytes],
-        take: Callable[[str, bytes], None],
-        faults: FaultLog,
+        self, attempt: _Attempt, step: str, messages: Messages, take: Callable[[str, bytes], None], faults: FaultLog
     ) -> None:
-        """Send a step to the clients named in `own`; clients without a valid reply have dropped out."""
+        """Send a step to the clients that get a message of their own; those without a valid reply have dropped out."""
+        common, own = messages
         wanted = {attempt.names[name]: extra for name, extra in own.items()}
         message = Step.make(self._session, step, common)
         for member, body in self._receive(self.engine.take_step(message, wanted, self._channels(wanted)), faults):
@@ -205,7 +184,7 @@ class SecureRound:
         stale = {member for member, greeting in self._greetings.items() if greeting.uses >= RENEWAL}
         new = [member for member in members if member not in self._greetings or member in self._doubtful | stale]
         if new:
-            challenge = secrets.token_bytes(CHALLENGE)
+            challenge = secrets.token_bytes(protocol.CHALLENGE)
             step = Step.make(self._session, "hello", challenge + self._key.public_key().public_bytes_raw())
             for member, body in self._receive(self.engine.take_step(step, dict.fromkeys(new, b""), None), faults):
                 hello = self._take(member, partial(self._check_hello, member, body, challenge), faults)
@@ -269,5 +248,5 @@ class SecureRound:
         try:
             return take()
         except Exception as error:  # nothing that a client sends may end the run
-            faults.add(replace(describe_refusal(member, error), kind=FaultKind.MALFORMED))
+            faults.add(replace(protocol.describe_refusal(member, error), kind=FaultKind.MALFORMED))
             return None

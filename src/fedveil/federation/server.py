@@ -20,7 +20,7 @@ from fedveil.defences.interface import AnyClient, AnyDefence, AnyServer, Defence
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, TooFewAnswers
 from fedveil.federation.evaluate import better, deciding_metric, metrics, predict_source
-from fedveil.federation.fitting import Callback, FitPlan, check_monitor, list_callbacks
+from fedveil.federation.fitting import Callback, FitPlan, list_callbacks
 from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, make_optimizer, make_schedule, plateau_value
@@ -28,6 +28,7 @@ from fedveil.federation.prepare import read_held_out
 from fedveil.federation.protocol import Engine, FaultKind, FaultLog, Member
 from fedveil.federation.rounds import Observer, RoundKind, RoundPolicy
 from fedveil.federation.state import LOG, LOWER, SPENT, Folder, Snapshot, StoredServer, find_non_finite_state
+from fedveil.federation.stopping import check_monitor, has_stalled
 from fedveil.federation.targets import attribute_targets
 from fedveil.graph.analyse import refuse_wrapped
 from fedveil.graph.inputs import Inputs
@@ -242,6 +243,7 @@ class Server(StoredServer):
 
     def _apply(self, result: Aggregate) -> None:
         """Step the optimizer, and replace the buffers; refuse a step after which the model is not finite."""
+        aftermath = NOT_RESTORED if self._before is None else RESTORED
         for name, parameter in self._parameters.items():
             parameter.grad = result.gradients.get(name)
         if self.clip_norm is not None:
@@ -251,18 +253,14 @@ class Server(StoredServer):
         except (RuntimeError, OverflowError) as error:
             if "overflow" not in str(error):
                 raise
-            raise self._divergence(f"the optimizer's step overflows; {self._aftermath}", LOWER) from error
+            raise self._divergence(f"the optimizer's step overflows; {aftermath}", LOWER) from error
         for name, value in result.buffers.items():
             self._buffers[name].copy_(value)
         infinite = find_non_finite(self._changing)
         if infinite is None and self._undoable:
             infinite = find_non_finite_state(self.optimizer.state_dict())
         if infinite is not None:
-            raise self._divergence(f"after the step {infinite} holds NaN or infinity; {self._aftermath}", LOWER)
-
-    @property
-    def _aftermath(self) -> str:
-        return NOT_RESTORED if self._before is None else RESTORED
+            raise self._divergence(f"after the step {infinite} holds NaN or infinity; {aftermath}", LOWER)
 
     def fit(
         self,
@@ -336,14 +334,14 @@ class Server(StoredServer):
         started = time.perf_counter() - (records[-1].seconds if records else 0.0)  # of a resumed run
         if plan.test is not None and records and records[-1].evaluated is False:
             self._complete(plan, started)
-        while self.round < plan.last and not self.has_stalled(plan.patience) and self._has_budget():
+        while self.round < plan.last and not has_stalled(self.history, plan.patience) and self._has_budget():
             rate = float(self.optimizer.param_groups[0]["lr"])
             result = self._exchange()
             if self._undoable:
                 self._before = Snapshot(self)
             self._advance(result)
             epoch, seconds = self.round / self.rounds_per_epoch, time.perf_counter() - started
-            evaluated = False if plan.evaluates(self.round) else None  # not yet
+            evaluated = False if plan.test is not None and plan.ends_interval(self.round) else None  # not yet
             record = RoundRecord(self.round, epoch, result.error, rate, seconds, evaluated)
             records.append(dataclasses.replace(record, figures=result.figures, notes=result.notes))
             self._complete(plan, started)
@@ -354,7 +352,7 @@ class Server(StoredServer):
         if plan.test is not None and records[-1].evaluated is False:
             records[-1] = self._evaluate(plan.test, records[-1], started)
         self._before = None
-        if plan.folder is not None and (plan.saves(self.round) or self.has_stalled(plan.patience)):
+        if plan.folder is not None and (plan.saves(self.round) or has_stalled(self.history, plan.patience)):
             self.save(plan.folder)  # before anyone learns of the round: it counts, whatever follows
             plan.saved = time.monotonic()
         for call in plan.callbacks:
@@ -370,17 +368,6 @@ class Server(StoredServer):
             unit, more = ("epochs", self.round // self.rounds_per_epoch) if in_epochs else ("rounds", self.round)
             what = f"{unit} count from the start, and round {self.round} is done already"
             LOG.warning("fedveil: fit trains nothing: %s; fit(%s=%d) trains more", what, unit, more + 1)
-
-    def has_stalled(self, patience: int | None) -> bool:
-        """Return whether the last `patience` evaluations brought no improvement."""
-        records = self.history.records
-        if patience is None or not records or not records[-1].evaluated:
-            return False
-        name = deciding_metric(records[-1].metrics)
-        values, best = [value for _, value in self.history.curve(name)], 0
-        for index, value in enumerate(values):
-            best = index if better(name, value, values[best]) else best
-        return len(values) - 1 - best >= patience
 
     def _evaluate(self, test: Source, record: RoundRecord, started: float) -> RoundRecord:
         """Return the record with the metrics on the test data; update the best model and a plateau schedule."""

@@ -138,7 +138,7 @@ class StoredServer(ABC):
     _saved: tuple[object, ...] | None  # identifies the state that was saved last
 
     def _has_budget(self) -> bool:
-        """Whether the defence's epsilon allows one more round; if not, say so."""
+        """Return whether the budget of epsilon allows one more round; if not, record and log why training stops."""
         if not self.defence_server.has_budget:
             self.stopped = f"after round {self.round}: {SPENT}"
             LOG.warning("fedveil: training stops %s", self.stopped)
@@ -173,9 +173,7 @@ class StoredServer(ABC):
 
     def _check_state(self) -> None:
         """Refuse to save a model or an optimizer that is not finite."""
-        name = find_non_finite(select_floats(self.model.state_dict()))
-        name = name or find_non_finite_state(self.optimizer.state_dict())
-        if name is not None:
+        if name := _find_divergence(self.model.state_dict(), self.optimizer.state_dict()):
             raise self._divergence(f"{name} holds NaN or infinity, and such a model is not saved", LOWER)
 
     def _save(self, folder: Path) -> set[int]:
@@ -190,7 +188,7 @@ class StoredServer(ABC):
     def resume(self, folder: Folder) -> None:
         """Continue from a folder's checkpoint: same data order and optimizer state, new secrets.
 
-        If it is damaged, or its model is not finite, the previous one is used; a warning and the last record say so.
+        If it is damaged, or its model is not finite, the previous one is used; a warning and its last record report it.
         """
         damaged: list[checkpoint.Damaged] = []
         folder = Path(folder)
@@ -198,7 +196,9 @@ class StoredServer(ABC):
             try:
                 tag, content = checkpoint.read(path, self.device)
                 state = cast(CheckpointState, content)
-                _check_finite(path, state)
+                if name := _find_divergence(state["model"], state["optimizer"]):
+                    what = f"the checkpoint is from a run that diverged: {name} holds NaN or infinity"
+                    raise checkpoint.Damaged(str(path), what, "start the run again with a lower learning rate")
                 private = self._private_states(folder, tag, state)
             except checkpoint.Damaged as error:
                 damaged.append(error)
@@ -330,9 +330,6 @@ class StoredServer(ABC):
         return Diverged(f"round {self.round}", f"training diverged: {what}", fix)
 
 
-def _check_finite(path: Path, state: CheckpointState) -> None:
-    """Refuse the state of a model that has diverged."""
-    name = find_non_finite(select_floats(state["model"])) or find_non_finite_state(state["optimizer"])
-    if name is not None:
-        what = f"the checkpoint is from a run that diverged: {name} holds NaN or infinity"
-        raise checkpoint.Damaged(str(path), what, "start the run again with a lower learning rate")
+def _find_divergence(model: Mapping[str, Tensor], optimizer: StateDict) -> str | None:
+    """Return the first tensor of a model or its optimizer that holds NaN or infinity; None if all are finite."""
+    return find_non_finite(select_floats(model)) or find_non_finite_state(optimizer)

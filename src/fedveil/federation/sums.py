@@ -33,18 +33,10 @@ SMALLEST = 2.0**-8  # of the largest number of a kind: smaller rows, perhaps sma
 MAX_FACTOR = 100.0  # of a veil: larger factors would cost more digits than float32 has
 PASSES = "passes/"
 Words = NDArray[np.uint64]
+RowFormat = tuple[tuple[int, ...], tuple[int, ...], bool]  # exponents, rows and checks of an `Opening`
 
 
-class RowFormat(NamedTuple):
-    """The layout of an update's rows in the words; see `Opening`."""
-
-    exponents: tuple[int, ...]
-    rows: tuple[int, ...]
-    checks: bool
-
-
-@dataclass(frozen=True)
-class PackedTensor:
+class PackedTensor(NamedTuple):
     """One tensor of an update, as it is packed into words."""
 
     name: str
@@ -79,7 +71,7 @@ class Packing:
     @property
     def rows(self) -> tuple[int, ...]:
         """The size of each row."""
-        return tuple([part.size // part.rows if part.rows else 0 for part in self.parts for _ in range(part.rows)])
+        return tuple([size for part in self.parts for size in [part.size // max(part.rows, 1)] * part.rows])
 
     def pack(self, tensors: Mapping[str, Tensor], records: int, opening: Opening, *, weigh: bool = True) -> Words:
         """Return a client's update, times its records unless it is a sum, in fixed point.
@@ -93,10 +85,8 @@ class Packing:
         values = torch.cat(flat).numpy() if flat else np.zeros(0)
         if not np.abs(values).max(initial=0.0) < LARGEST:  # NaN too
             return no_words(opening)
-        clients = len(opening.roster)
-        found = encode_rows(
-            values * records if weigh else values, opening.rows, row_bits(opening), clients, opening.checks
-        )
+        weighted = values * records if weigh else values
+        found = encode_rows(weighted, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
         return np.concatenate([np.array([1, records], np.uint64), found])
 
     def unpack(self, total: Words, opening: Opening, *, weigh: bool = True) -> tuple[int, Tensors]:
@@ -122,9 +112,10 @@ class Packing:
     def bound_rounding(self, exponents: Sequence[int], clients: int, records: int) -> dict[str, list[float]]:
         """Bound the rounding error of each number in the mean, by row: half a unit per client."""
         rest, found = list(exponents), {}
+        unit = clients * 2.0 ** -(secagg.bits(clients, 0) + 1) / records  # of a row with exponent 0
         for part in self.parts:
             own, rest = rest[: part.rows], rest[part.rows :]
-            found[part.name] = [clients * 2.0 ** -(secagg.bits(clients, e) + 1) / records for e in own]
+            found[part.name] = [unit * 2.0**e for e in own]
         return found
 
     def choose_exponents(self, sizes: Mapping[str, Sequence[float]], records: int, wider: int) -> tuple[int, ...]:
@@ -144,7 +135,8 @@ class Packing:
 
 def row_bits(opening: Opening) -> list[int]:
     """Return the number of fractional bits of each row."""
-    return [secagg.bits(len(opening.roster), exponent) for exponent in opening.exponents]
+    most = secagg.bits(len(opening.roster), 0)
+    return [most - exponent for exponent in opening.exponents]
 
 
 def no_words(opening: Opening) -> Words:
@@ -221,22 +213,21 @@ class Sums:
     def layout(self, own_round: AnyRound, clients: int) -> RowFormat:
         """Return the format of the words of an attempt with this many clients."""
         _, template = self.codec.template(own_round.base, self.model)
-        if self.integers:
-            self.packing = packing = Packing.from_tensors(template)
-            return RowFormat((secagg.bits(clients, 0),) * len(packing.rows), packing.rows, False)  # no fractional bits
-        if self.clip is not None:
+        if self.clip is not None and not self.integers:
             template = {name: own for name, own in template.items() if name.startswith("gradient/")}
         self.packing = packing = Packing.from_tensors(template)
+        if self.integers:
+            return (secagg.bits(clients, 0),) * len(packing.rows), packing.rows, False  # no fractional bits
         if self.clip is not None:  # clipped gradients always fit
             exponent = min(max(math.frexp(self.clip)[1] + 1, LOWEST), HIGHEST)
-            return RowFormat((exponent,) * len(packing.rows), packing.rows, False)
+            return (exponent,) * len(packing.rows), packing.rows, False
         if self._expected is None:
             self._expect_first(own_round)
         exponents = (min(FIRST_EXPONENT + self.wider, HIGHEST),) * len(packing.rows)
         if self._expected is not None:
             sizes = _find_ranges(own_round).bound(self._expected)
             exponents = packing.choose_exponents(sizes, self._records, self.wider)
-        return RowFormat(exponents, packing.rows, True)
+        return exponents, packing.rows, True
 
     def _expect_first(self, own_round: AnyRound) -> None:
         """Estimate the size of the first round's numbers from a client's step on random records."""

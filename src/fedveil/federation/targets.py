@@ -11,17 +11,8 @@ from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import move_inputs, predict, slice_inputs
 from fedveil.records.inputs import Batch, Inputs, name_tensors
 from fedveil.records.sources import Rows, Source
-from fedveil.scheme.losses import (
-    OF_CLASSES,
-    USERS,
-    BinaryCrossEntropy,
-    CrossEntropy,
-    Hinge,
-    Loss,
-    Poisson,
-    check_classes,
-    match_targets,
-)
+from fedveil.scheme import losses
+from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss, match_targets
 from fedveil.scheme.outputs import are_classes, class_axis, head_axis, spread, without
 
 MAX_ROUNDING = 2.0**-8  # in a sum of bfloat16 probabilities
@@ -53,24 +44,22 @@ def refuse_failure(where: str, what: str, fix: str) -> Iterator[None]:
         raise BadArgument(where, f"{what}: {first}", fix) from error
 
 
-def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
+def usual_loss(output: Tensor, sources: Sequence[Source]) -> str:
     """Return the name of the default loss for these records: for classes if targets are integers, else for quantities.
 
     A model with a single output and integer targets 0 and 1 is a binary classifier. Floats that are all 0 or 1 may be
-    classes or quantities, and are refused. From a stream, only the first record is read.
+    classes or quantities, and are refused. From a stream, only the first record is read. `output` is the model's output
+    for one record.
     """
-    inputs, targets = sources[0].take([0])
+    targets, single = sources[0].take([0])[1], output.numel() == 1
     known = [source.targets for source in sources if isinstance(source, Rows)]
     binary = len(known) == len(sources) and all(is_binary(own) for own in known)
-    single = one_output(model, inputs).numel() == 1
     if targets.is_floating_point():
         if not binary or not any(bool(own.any()) for own in known) or all(bool(own.all()) for own in known):
             return "squared_error"
         what = "all targets are floats 0 or 1: are they classes or quantities?"
-        classes = "loss='binary_cross_entropy' for yes or no"
-        if not single:
-            classes = f"loss='cross_entropy' for one-hot rows of classes, {classes} at each output"
-        raise BadArgument("Federation", what, f"name the loss: {classes}, {QUANTITIES}")
+        fix = f"name the loss: {YES_NO}, loss='cross_entropy' for one-hot rows of classes, {QUANTITIES}"
+        raise BadArgument("Federation", what, fix)
     if not single:
         return "cross_entropy"
     if binary:
@@ -80,22 +69,26 @@ def usual_loss(model: nn.Module, sources: Sequence[Source]) -> str:
     raise BadArgument("Federation", what, fix)
 
 
-def target_maker(model: nn.Module, loss: Loss, example: Batch, axis: int | None = None) -> Callable[[Tensor], Tensor]:
+def target_maker(model: nn.Module, loss: Loss, example: Batch) -> Callable[[Tensor], Tensor]:
     """Return a function that turns class indices into one-hot rows in the shape of the model's outputs.
 
     The function refuses targets that the loss cannot be trained on. A custom loss gets targets unchanged. Cross-entropy
     at several positions of a record (pixels, tokens) keeps indices: one-hot targets would need as much memory as the
     outputs, and indices show which axis of the outputs is the class axis. If shapes do not determine that axis, it is
-    `axis`, by default the axis that the model's last layer writes.
+    the axis that the model's last layer writes.
     """
     if isinstance(loss, USERS):
         return lambda targets: targets
-    one = one_output(model, example[0])
-    axis = head_axis(model) if axis is None else axis
+    one, axis = one_output(model, example[0]), head_axis(model)
 
     def make(targets: Tensor) -> Tensor:
         template = one.expand(len(targets), *one.shape[1:])
-        check_loss(loss, targets, template, axis)
+        if isinstance(loss, OF_CLASSES):
+            _check_classes(loss, targets, template, axis)
+        elif isinstance(loss, BinaryCrossEntropy):
+            _check_probabilities(targets, template)
+        else:
+            _check_quantities(loss, targets, template)
         return targets if targets.is_floating_point() else _dense(loss, targets, template, axis)
 
     return make
@@ -142,33 +135,12 @@ def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> T
     targets = targets.long()
     if not are_classes(template, targets):
         wanted = " or ".join(sorted({str(tuple(without(template.shape, dim))) for dim in (-1, 1)}))
-        fix = "use targets[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else f"use targets of shape {wanted}"
-        if targets.shape == template.shape and is_binary(targets):
-            fix = f"use targets.argmax({class_axis(template, targets, axis)}) for one-hot rows, or targets.float()"
+        fix = "use targets[:, 0] for a column, or the argmax of one-hot rows"
         raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but class indices need shape {wanted}", fix)
     if not isinstance(loss, OF_CLASSES) or template.dim() < 3:
         return spread(targets, template, axis).contiguous()
-    check_classes(targets, template.shape[class_axis(template, targets, axis)])
+    losses.check_classes(targets, template.shape[class_axis(template, targets, axis)])
     return targets
-
-
-def check_loss(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | None = None) -> None:
-    """Refuse targets that the loss cannot be trained on; a custom function accepts any targets.
-
-    Args:
-        loss: the clients' objective.
-        targets: the targets of all records.
-        outputs: outputs for the same number of records; only their shape is used.
-        axis: the class axis, if shapes do not determine it.
-    """
-    if isinstance(loss, USERS):
-        return
-    if isinstance(loss, OF_CLASSES):
-        _check_classes(loss, targets, outputs, axis)
-    elif isinstance(loss, BinaryCrossEntropy):
-        _check_probabilities(targets, outputs)
-    else:
-        _check_quantities(loss, targets, outputs)
 
 
 def is_binary(targets: Tensor) -> bool:
@@ -181,18 +153,15 @@ def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | Non
     floats, place = targets.is_floating_point(), class_axis(outputs, targets, axis)
     if outputs.dim() < 2 or outputs.shape[place] < 2:
         what = f"{loss.name} compares classes, but the model has one output: nothing can be learned"
-        fix = f"use {QUANTITIES}" if floats else f"use {PER_CLASS}, or {QUANTITIES} with targets.float()"
-        raise BadArgument("targets", what, f"use {YES_NO}, {QUANTITIES}, or {PER_CLASS}" if is_binary(targets) else fix)
+        raise BadArgument("targets", what, f"use {YES_NO}, {QUANTITIES} (targets.float()), or {PER_CLASS}")
     if not floats:
         return
     if targets.shape != outputs.shape and not _has_positions(targets, outputs):
         wanted = f"class indices, or probabilities of shape {tuple(outputs.shape)}"
         what = f"they are {targets.dtype} of shape {tuple(targets.shape)}, but {loss.name} expects {wanted}"
-        column = "[:, 0]" if targets.dim() == 2 and targets.shape[1] == 1 else ""
-        integers = bool((targets == targets.round()).all())
-        quantities = f"use {QUANTITIES}, and a model with one output per quantity"
-        raise BadArgument("targets", what, f"use targets{column}.long() for classes" if integers else quantities)
-    if isinstance(loss, Hinge) and not is_binary(targets):
+        fix = f"use targets.long() of shape {tuple(without(outputs.shape, place))} for classes, or {QUANTITIES}"
+        raise BadArgument("targets", what, f"{fix} with one output per quantity")
+    if isinstance(loss, losses.Hinge) and not is_binary(targets):
         what = "hinge expects one-hot rows, but some values are not 0 or 1"
         raise BadArgument("targets", what, "use loss='cross_entropy'")
     if bool((targets < 0).any()) or bool(((targets.double().sum(place) - 1).abs() > MAX_ROUNDING).any()):
@@ -216,16 +185,14 @@ def _check_probabilities(targets: Tensor, outputs: Tensor) -> None:
 
 def _check_quantities(loss: Loss, targets: Tensor, outputs: Tensor) -> None:
     """Refuse integers that cannot be classes, and negative counts."""
-    single = outputs[0].numel() == 1
     if not targets.is_floating_point():
-        if single or targets.shape == outputs.shape:
+        if outputs[0].numel() == 1 or targets.shape == outputs.shape:
             what = f"they are {targets.dtype}, which means class indices, but {loss.name} compares quantities here"
-            fix = "use targets.float() for quantities" + (f", or {YES_NO}" if single else "")
-            raise BadArgument("targets", what, fix)
+            raise BadArgument("targets", what, f"use targets.float() for quantities, or {YES_NO}")
         return
     if not _has_positions(targets, outputs):
         match_targets(outputs, targets)
-    if isinstance(loss, Poisson) and bool((targets < 0).any()):
+    if isinstance(loss, losses.Poisson) and bool((targets < 0).any()):
         what = "poisson expects counts, but some targets are negative"
         raise BadArgument("targets", what, f"use counts of at least 0, or {QUANTITIES}")
 
@@ -235,7 +202,7 @@ def warn_of_activation(model: nn.Module, loss: Loss, outputs: Tensor) -> None:
     found, last = outputs.double(), list(model.modules())[-1]
     inside = bool(((found >= 0) & (found <= 1)).all())
     rows = bool(((found.sum(-1) - 1).abs() <= outputs.shape[-1] * torch.finfo(outputs.dtype).eps).all())
-    softmax = isinstance(loss, CrossEntropy) and inside and rows
+    softmax = isinstance(loss, losses.CrossEntropy) and inside and rows
     if softmax or (isinstance(loss, BinaryCrossEntropy) and inside and isinstance(last, nn.Sigmoid)):
         layer = "softmax" if softmax else "sigmoid"
         what = f"Federation: {loss.name} expects logits, but the model's outputs are already probabilities."

@@ -89,7 +89,7 @@ def analyse(
         raise TooLittleCovered(plan.model_name, f"{found}: {reasons}", fix)
     if (bare := plan.shares["bare"]) > MAX_BARE:
         what = f"{plan.model_name}: {bare:.1%} of the parameter values are sent as they are, because {reasons}."
-        hint = "print(plan) lists all reasons; pass min_coverage to refuse such a model."
+        hint = "print(plan) lists all reasons; pass min_coverage to refuse models like this."
         warnings.warn(f"{what} {hint}", UserWarning, stacklevel=2)
     return plan
 

@@ -19,7 +19,7 @@ TAILS: tuple[Tail, ...] = get_args(Tail)
 WITHIN = ("stacked", "repeated")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Head:
     """The layer that takes additive noise.
 

@@ -261,29 +261,6 @@ class Axis:
     limited_by: tuple[Reason, ...]
 
 
-@dataclass(frozen=True)
-class Moves:
-    """Order classes that may be swapped, in the form used to draw new positions.
-
-    Attributes:
-        classes: the classes that move, sorted by cell.
-        cells: the cell of each class.
-        starts: the index in `classes` at which each class's cell begins.
-        blocks: the block of each class; 0 if it has none.
-        sizes: the size of each class's cell.
-        families: the family of each block; block 0 is left out.
-        first: the index at which each block's family begins when blocks are sorted by family.
-    """
-
-    classes: Integers
-    cells: Integers
-    starts: Integers
-    blocks: Integers
-    sizes: Integers
-    families: Integers
-    first: Integers
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """Which layers of a model can be perturbed, and how. `print(plan)` shows it; `shares` gives the coverage.
@@ -353,17 +330,10 @@ class Plan:
         return scaled.astype(np.float64), ((self.symmetries & Symmetry.SIGN) > 0).astype(np.uint64)
 
     @cached_property
-    def moves(self) -> Moves:
-        """The order classes that move."""
-        orders = self.orders
-        moving = np.flatnonzero(orders.kinds)
-        classes = moving[np.argsort(orders.cells[moving], kind="stable")]
-        cells = orders.cells[classes]
-        starts = np.searchsorted(cells, cells)
-        sizes = np.bincount(cells)[cells] if len(cells) else cells
-        families = orders.families[1:]
-        first = np.searchsorted(np.sort(families), families)
-        return Moves(classes, cells, starts, orders.blocks[classes], sizes, families, first)
+    def moving(self) -> Integers:
+        """The order classes that move, sorted by cell."""
+        moving = np.flatnonzero(self.orders.kinds)
+        return moving[np.argsort(self.orders.cells[moving], kind="stable")]
 
     def __str__(self) -> str:
         return coverage.describe(self)

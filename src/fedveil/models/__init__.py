@@ -6,11 +6,10 @@ from fedveil.lookup import lazily
 
 if TYPE_CHECKING:
     from fedveil.models.convert import with_group_norm
-    from fedveil.models.dense import densenet
     from fedveil.models.residual import resnet
     from fedveil.models.sequential import cnn, lenet, mlp
 else:
     _HOMES = dict.fromkeys(("cnn", "lenet", "mlp"), "sequential")
-    __getattr__ = lazily(__name__, _HOMES | {"densenet": "dense", "resnet": "residual", "with_group_norm": "convert"})
+    __getattr__ = lazily(__name__, _HOMES | {"resnet": "residual", "with_group_norm": "convert"})
 
-__all__ = ["cnn", "densenet", "lenet", "mlp", "resnet", "with_group_norm"]
+__all__ = ["cnn", "lenet", "mlp", "resnet", "with_group_norm"]

@@ -4,7 +4,7 @@ import itertools
 
 from torch import nn
 
-from fedveil.errors import BadArgument
+from fedveil.checks import check_choice, check_count
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid}
 CHANNELS, KERNEL, STRIDES, SPREAD = 12, 5, (2, 2, 1), 0.5  # of `lenet`
@@ -16,8 +16,7 @@ def mlp(inputs: int, outputs: int, *, layers: int = 3, hidden: int = 50, bias: b
     The paper's L in {3, 5, 7} is `layers`, as its public code counts: L hidden layers, L + 1 weight matrices. The
     paper's networks have no biases (`bias=False`).
     """
-    if layers < 1:
-        raise BadArgument("mlp", f"layers must be at least 1, got {layers}")
+    check_count("mlp", "layers", layers)
     stack: list[nn.Module] = []
     for before, after in itertools.pairwise([inputs, *[hidden] * layers]):
         stack += [nn.Linear(before, after, bias=bias), nn.ReLU()]
@@ -57,8 +56,7 @@ def lenet(channels: int = 3, outputs: int = 10, *, size: int = 32, activation: s
         size: side of the images in pixels.
         activation: "relu" or "sigmoid".
     """
-    if activation not in ACTIVATIONS:
-        raise BadArgument("lenet", f"unknown activation {activation!r}", f"choose {' or '.join(ACTIVATIONS)}")
+    check_choice("lenet", "activation", activation, ACTIVATIONS)
     stack: list[nn.Module] = []
     before, side = channels, size
     for stride in STRIDES:

@@ -6,9 +6,9 @@ import threading
 import traceback
 import zlib
 from abc import ABC, abstractmethod
-from enum import Enum
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.collab import collab
@@ -35,16 +35,12 @@ class InsecureTransport(FedveilError):
     """A client in secure aggregation whose connection to the server is not secure."""
 
 
-class ConnectionSecurity(Enum):
-    """How a site reaches the server of its job."""
-
-    SIMULATOR = "simulator"  # processes on one machine, without certificates
-    MTLS = "mTLS"  # directly to the server, and both sides present a certificate of the project
-    INSECURE = "insecure"  # anything else: clear text, TLS with only a server certificate, or a relay
-
-
-def transport() -> ConnectionSecurity:
+def transport() -> Literal["simulator", "mTLS", "insecure"]:
     """Return how the site of the current call reaches the server.
+
+    In the simulator, processes on one machine have no certificates. With mTLS, a site connects directly to the server,
+    and both present a certificate of the project. All else is insecure: clear text, TLS with only a server certificate,
+    or a relay.
 
     FLARE's SECURE_MODE does not show this: it is also set in a project with `connection_security: clear`. The settings
     of the connection do. TLS without certificates for the sites is not enough: FLARE's server then accepts the name
@@ -52,15 +48,15 @@ def transport() -> ConnectionSecurity:
     and relays do not check who sent a message.
     """
     if collab.fl_ctx.get_prop(FLContextKey.SIMULATE_MODE, False):
-        return ConnectionSecurity.SIMULATOR
+        return "simulator"
     connector = _cell().bb_ext_connector
     secure = connector is not None and is_mtls_connection(connector.get_connection_params())
-    return ConnectionSecurity.MTLS if secure and not connects_directly() else ConnectionSecurity.INSECURE
+    return "mTLS" if secure and not connects_directly() else "insecure"
 
 
 def require_secure_transport() -> None:
     """Refuse a connection that others can read or open in the server's name; the simulator is exempt."""
-    if transport() is ConnectionSecurity.INSECURE:
+    if transport() == "insecure":
         what = "this client takes part in secure aggregation, but its connection to the server is not mTLS"
         fix = "provision with `connection_security: mtls`, without relays"
         raise InsecureTransport("FLARE", what, fix)
@@ -80,11 +76,7 @@ def decline_direct_connections() -> None:
 
     FLARE opens one for any participant that requests it in a header, even if the settings forbid such connections.
     """
-    _cell().add_incoming_filter("*", "*", _remove_invitation)
-
-
-def _remove_invitation(message: Any) -> None:
-    message.remove_header(MessageHeaderKey.CONN_URL)
+    _cell().add_incoming_filter("*", "*", lambda message: message.remove_header(MessageHeaderKey.CONN_URL))
 
 
 def _cell() -> Any:
@@ -145,7 +137,6 @@ class Client(ABC):
         self._site: str = collab.site_name
         self._lock, self._arrived = threading.Lock(), 0
         self._session: ClientSession | None = None
-        self._data: Given | None = None
         self._file = self.folder / f"fedveil-{self._site}.pt" if self.folder is not None else None
 
     @collab.publish  # type: ignore[untyped-decorator]
@@ -192,7 +183,7 @@ class Client(ABC):
             require_secure_transport()  # before the model is built
         return ClientSession(
             self.make_model(),
-            self._records,
+            cache(partial(self.load_data, self._site)),
             client=self.number(self._site),
             defence=self.defence,
             loss=self.loss,
@@ -200,8 +191,3 @@ class Client(ABC):
             policy=own_policy(),
             state=ClientState(private=load_private(self._file)),
         )
-
-    def _records(self) -> Given:
-        if self._data is None:
-            self._data = self.load_data(self._site)
-        return self._data

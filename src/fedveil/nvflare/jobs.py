@@ -19,6 +19,7 @@ from fedveil.nvflare.kits import configure
 
 POLL = 1.0  # seconds
 LOGIN = 30.0  # seconds
+START = 120.0  # seconds within which every site must have started a job
 SLOW_START = 20.0  # seconds after which a job that has not started is reported
 LOST = (NoConnection, NoReply, SessionClosed, InternalError)  # raised while the server is down or starting
 
@@ -37,21 +38,11 @@ class Job(CollabRecipe):  # type: ignore[misc]
         sites: number of sites that must be connected for the job to start.
         installed: the classes' packages are installed on the server and on every site, and no code is sent. Sites must
             list them (docs/nvflare.md). By default, their source files are sent, but never those of fedveil.
-        start_timeout: seconds within which every site must have started the job.
     """
 
-    def __init__(
-        self,
-        name: str,
-        server: object,
-        client: object,
-        *,
-        sites: int = 1,
-        installed: bool = False,
-        start_timeout: float = 120.0,
-    ) -> None:
+    def __init__(self, name: str, server: object, client: object, *, sites: int = 1, installed: bool = False) -> None:
         check_count(type(self).__name__, "sites", sites)
-        super().__init__(name, server=server, client=client, min_clients=sites, sync_task_timeout=start_timeout)
+        super().__init__(name, server=server, client=client, min_clients=sites, sync_task_timeout=START)
         self.packages = [type(part).__module__.partition(".")[0] for part in (server, client)]
         self._job.set_app_packages(["fedveil", *(self.packages if installed else [])])
 
@@ -94,8 +85,8 @@ def submit(
     """
     check_count("submit", "attempts", attempts)
     admin = _Admin(kit, username, patience, on_status)
-    status, job_id = "nothing", ""
-    with tempfile.TemporaryDirectory() as folder:
+    status = ""
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(admin):
         job.export(folder)
         for attempt in range(1, attempts + 1):
             job_id = admin.do("submit_job", str(Path(folder) / job.job_name))
@@ -103,10 +94,7 @@ def submit(
             status = admin.wait_for_end(job_id)
             on_status(f"job {job_id}: {status}")
             if status == RunStatus.FINISHED_COMPLETED:
-                break
-    admin.close()
-    if status == RunStatus.FINISHED_COMPLETED:
-        return job_id
+                return str(job_id)
     fix = "read the job's log on the server; another submission continues from the checkpoint"
     raise JobFailed(job.job_name, f"{attempts} submissions ended, the last with {status}", fix)
 

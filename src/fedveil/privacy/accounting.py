@@ -2,33 +2,35 @@
 
 A round adds noise of standard deviation noise x clip to a sum that one unit (a record, or a client) can change by at
 most clip. With a sampling rate below 1 each record is in a round's sum with that probability, independently, and
-nobody knows which are. Data sets are neighbours if one record is replaced by a null record, whose gradient is 0: the
+it is secret which are. Data sets are neighbours if one record is replaced by a null record, whose gradient is 0: the
 number of records is public (dp-accounting's REPLACE_SPECIAL). The epsilon of replacing a record by any other is larger.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
 
+from fedveil.checks import check_count, check_fraction, check_positive, is_number
 from fedveil.errors import BadArgument
 
+Members = Sequence[int | str] | None  # the clients of a round; None if they are unknown
 _INTERVAL = 1e-3  # of privacy loss; the result is an upper bound at any interval, here by less than 2e-4
-_LOWEST, _HIGHEST = 1e-2, 1e6  # of a noise multiplier that is searched for
-_STEPS = 1.02  # between numbers of rounds for which epsilon is computed
-MOST_ROUNDS = 2**20  # for which epsilon is computed
-_EVERY = 50  # up to here it is computed for each
+_LOWEST, _HIGHEST = 1e-2, 1e6  # range of the search for a noise multiplier
+_STEPS = 1.02  # ratio of successive numbers of rounds for which a running epsilon is computed
+MOST_ROUNDS = 2**20  # maximum number of rounds that a budget is computed for
+_EVERY = 50  # up to this round, it is computed for each
 
 
 def import_library() -> ModuleType:
     """Return dp-accounting, an optional dependency."""
     try:
-        import dp_accounting
+        return import_module("dp_accounting")
     except ImportError as error:
         what = f"privacy is accounted for with dp-accounting, which cannot be imported ({error})"
         raise BadArgument("privacy", what, "pip install 'fedveil[dp]'") from error
-    found: ModuleType = dp_accounting
-    return found
 
 
 @lru_cache(maxsize=1024)
@@ -43,14 +45,21 @@ def epsilon(
     1906.03049), with an upper bound of the error in the result.
 
     Args:
-        rounds: in which the unit could take part.
+        rounds: the number of rounds in which the unit could take part.
         noise: noise multiplier: standard deviation of the noise on the sum over clip.
         delta: above 0 and below 1.
         rate: probability that a record is in a round's sample.
         replace: neighbours differ in what a record or client contributes, not in whether it contributes.
         group: the number of records that belong together, such as those of one person.
     """
-    _check(rounds, noise, delta, rate, group, replace)
+    where = "epsilon"
+    check_delta(where, delta)
+    check_fraction(where, "rate", rate)
+    check_count(where, "group", group)
+    if rounds < 0 or not noise >= 0:
+        raise BadArgument(where, f"rounds and noise must be 0 or more, got {rounds!r} and {noise!r}")
+    if replace and group > 1 and rate < 1:
+        raise BadArgument(where, "replacement of several records with sampling is not accounted for", "use group alone")
     if not rounds:
         return 0.0
     if not noise:
@@ -78,12 +87,9 @@ def _distribution(noise: float, rate: float, replace: bool, group: int):  # type
 
 
 def renyi_epsilon(rounds: int, noise: float, delta: float, rate: float = 1.0) -> float:
-    """Return the epsilon by Rényi divergences of integer orders: larger, and proven without numerical integration."""
-    _check(rounds, noise, delta, rate, 1)
+    """Return an epsilon from Rényi divergences of integer orders: larger, but proven without numerical integration."""
     if not rounds:
         return 0.0
-    if not noise:
-        return math.inf
     library = import_library()
     accountant = library.rdp.RdpAccountant([*range(2, 256), 512, 1024])
     event = library.GaussianDpEvent(noise)
@@ -94,8 +100,7 @@ def renyi_epsilon(rounds: int, noise: float, delta: float, rate: float = 1.0) ->
 @lru_cache(maxsize=64)
 def solve_noise(target: float, rounds: int, delta: float, rate: float = 1.0) -> float:
     """Return the smallest noise multiplier, up to 0.1 %, with which `rounds` rounds spend at most `target`."""
-    if not target > 0 or not math.isfinite(target):
-        raise BadArgument("privacy", f"epsilon must be a positive number, got {target!r}", "use epsilon=3")
+    check_positive("privacy", "epsilon", target, "use epsilon=3")
     low, high = _LOWEST, 1.0
     while epsilon(rounds, high, delta, rate) > target:
         low, high = high, 2 * high
@@ -113,15 +118,14 @@ def affordable_rounds(budget: float, noise: float, delta: float, rate: float = 1
     """Return the largest number of rounds that spend at most a budget of epsilon, up to a million."""
     if not noise:
         return 0
-    low, high = 0, 1
-    while high <= MOST_ROUNDS and epsilon(high, noise, delta, rate) <= budget:
-        low, high = high, 2 * high
-    if high > MOST_ROUNDS:
-        return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if epsilon(middle, noise, delta, rate) <= budget else (low, middle)
-    return low
+
+    def spent(rounds: int) -> float:
+        return epsilon(rounds, noise, delta, rate)
+
+    high = 1
+    while high <= MOST_ROUNDS and spent(high) <= budget:
+        high *= 2
+    return high // 2 if high > MOST_ROUNDS else bisect_right(range(high), budget, lo=high // 2, key=spent) - 1
 
 
 def milestone(rounds: int) -> int:
@@ -182,7 +186,7 @@ class Accountant:
             for client, rounds in self._by_client.items()
         }
 
-    def count(self, clients: Sequence[int | str] | None = None) -> None:
+    def count(self, clients: Members = None) -> None:
         """Count a round: for its clients, or for everyone if these are unknown."""
         if clients is None:
             self._all += 1
@@ -199,15 +203,8 @@ class Accountant:
         self._all, self._by_client = rounds, dict(own)
 
 
-def _check(rounds: int, noise: float, delta: float, rate: float, group: int, replace: bool = False) -> None:
-    where = "epsilon"
-    if not 0 < delta < 1:
+def check_delta(where: str, delta: float) -> float:
+    """Return a delta above 0 and below 1; refuse any other."""
+    if not is_number(delta) or not 0 < delta < 1:
         raise BadArgument(where, f"delta must be above 0 and below 1, got {delta!r}", "use delta=1e-5")
-    if rounds < 0 or not noise >= 0:
-        raise BadArgument(where, f"rounds and noise must be 0 or more, got {rounds!r} and {noise!r}")
-    if not 0 < rate <= 1:
-        raise BadArgument(where, f"rate must be above 0 and at most 1, got {rate!r}")
-    if group < 1:
-        raise BadArgument(where, f"group must be at least 1, got {group!r}")
-    if replace and group > 1 and rate < 1:
-        raise BadArgument(where, "replacement of several records with sampling is not accounted for", "use group alone")
+    return float(delta)

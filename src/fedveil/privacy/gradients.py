@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
 from fedveil.privacy.row_layers import ForwardVaries, RowLayer, find_row_layers, run_with_taps
-from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward
+from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward, walk_back
 from fedveil.scheme.losses import USERS, Loss
 from fedveil.scheme.messages import Broadcast, PublicHead
 from fedveil.scheme.outputs import are_classes, compute_outputs, head_axis, slope, spread
@@ -34,24 +34,24 @@ from fedveil.wire import Tensors
 
 EPS = torch.finfo(torch.float64).eps
 MEMORY = 2**28  # bytes for per-record gradients, by default
-RECORDS, CHEAP = 32, 2**25  # chunks of more records than this have at most so many bytes: more take longer to allocate
+RECORDS, CHEAP = 32, 2**25  # chunks of more than RECORDS records have at most CHEAP bytes: more take longer to allocate
 Single = Callable[[Inputs, Tensor], Tensors]
 Back = Callable[[Tensor], tuple[Tensors, Tensors]]
 
 
 @dataclass(frozen=True, eq=False)
 class RecordGradients:
-    """How to compute the gradients of each record.
+    """Computes the gradients of each record.
 
     Attributes:
-        model: gives the architecture.
-        values: of its parameters and buffers; of a veiled head with a row for alpha.
+        model: the architecture.
+        values: its parameters and buffers; a veiled head has a row for alpha.
         trainable: names of the parameters that get a gradient.
         slopes: returns the derivatives of the records' losses with respect to the outputs, one row per candidate.
-        candidates: their number.
-        head: of a veil.
+        candidates: the number of candidates.
+        head: the head of a veil.
         single: the gradients of one record, one row per candidate, by autograd.
-        loss: what the slopes are of.
+        loss: the loss whose derivatives `slopes` returns.
     """
 
     model: nn.Module
@@ -127,9 +127,9 @@ def dense_targets(loss: Loss, head: PublicHead | None, outputs: Tensor, targets:
 
 
 def refuse_coupling(loss: Loss) -> None:
-    """Refuse a loss under which a record has no gradient of its own."""
+    """Refuse a loss for which the gradient of a single record does not exist."""
     if loss.couples:
-        what = f"{loss.name} compares records of a batch with one another, so no record has a gradient of its own"
+        what = f"{loss.name} compares records of a batch with one another, so no record has its own gradient"
         raise BadArgument("privacy", what, "use a loss with one value per record, such as cross_entropy")
 
 
@@ -144,12 +144,12 @@ def clipped_sums(
 ) -> Tensors:
     """Return the clipped sums by parameter, in float64, one row per candidate.
 
-    A record whose gradient is not finite contributes 0, without a word: a refusal would reveal it.
+    A record whose gradient is not finite contributes 0. There is no error, which would reveal it.
 
     Args:
-        task: how to compute gradients.
-        inputs: of the records.
-        targets: of the records.
+        task: computes the gradients.
+        inputs: the inputs of the records.
+        targets: their targets.
         included: True for each record that counts; the others are computed and dropped.
         clip: maximum norm of a record's contribution.
         memory: bytes for per-record gradients; records are taken in chunks that need no more.
@@ -162,18 +162,14 @@ def clipped_sums(
     for rows, found in chunks:
         for name, own in _clip(task, *found, included[rows], clip).items():
             total[name] = total[name].add_(own) if name in total else own
-    return {name: total[name] if total else zero_sums(task, name) for name in task.trainable}
-
-
-def zero_sums(task: RecordGradients, name: str) -> Tensor:
-    """Return the sums of a parameter's gradients over no records."""
-    return torch.zeros_like(
-        task.trim_alpha(name, torch.stack([task.values[name]] * task.candidates)), dtype=torch.float64
-    )
+    for name in () if total else task.trainable:  # no records
+        like = task.values[name].expand(task.candidates, *task.values[name].shape)
+        total[name] = torch.zeros_like(task.trim_alpha(name, like), dtype=torch.float64)
+    return {name: total[name] for name in task.trainable}
 
 
 def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> Tensor:
-    """Return the factor of each record's gradient, from its squared norm, a sum of so many terms."""
+    """Return the factor of each record's gradient, from its squared norm, which is a sum of `terms` squares."""
     slack = 1 + (terms + 16) * EPS
     norms = squares.sqrt() * slack
     factors = torch.where(norms > clip, clip / norms, torch.ones_like(norms)) / slack
@@ -209,7 +205,7 @@ class Product:
     def from_layer(
         cls, task: RecordGradients, weight: str, bias: str | None, own: Tensor, entered: Tensor
     ) -> "Product":
-        """Return the products of a layer, without alpha's part and without what is not trained."""
+        """Return the products of a layer, without alpha's part and without parameters that are not trained."""
         if task.head is not None and weight == task.head.weight:
             own = own[..., : len(task.head.direction)]
         names = [name if name in task.trainable else None for name in (weight, bias)]
@@ -221,7 +217,7 @@ class Product:
         return torch.square(own * entered * bool(self.weight)) + torch.square(own * bool(self.bias))
 
     def sums(self, factors: Tensor, whole: bool) -> Tensors:
-        """Return the sums for factors with dims (candidates, records); those that are 0 drop a record."""
+        """Return the sums for factors with dims (candidates, records); a factor of 0 drops a record."""
         scaled, entered, found = self.own * factors.unsqueeze(2), self.entered.double(), Tensors()
         if not whole:
             scaled = scaled.masked_fill_((factors == 0).unsqueeze(2), 0.0)
@@ -241,18 +237,9 @@ def _stack_products(
 ) -> list[Product]:
     """Return the products of a stack of Linear and ReLU."""
     seen = forward(links, task.values, inputs)
-    back = task.slopes(seen[-1], targets)
-    products: list[Product] = []
-    for number in reversed(range(len(links))):
-        path = links[number]
-        if path is None:
-            back = back * seen[number + 1].sign()
-            continue
-        weight = f"{path}.weight"
-        products.append(Product.from_layer(task, weight, f"{path}.bias", back, seen[number]))
-        if number:
-            back = back @ task.values[weight]
-    return [product for product in products if product.weight or product.bias]
+    steps = walk_back(links, task.values, seen, task.slopes(seen[-1], targets))
+    found = [Product.from_layer(task, f"{path}.weight", f"{path}.bias", *step) for path, *step in steps]
+    return [product for product in found if product.weight or product.bias]
 
 
 def _clip(task: RecordGradients, gradients: Tensors, products: list[Product], included: Tensor, clip: float) -> Tensors:
@@ -271,7 +258,7 @@ def _clip(task: RecordGradients, gradients: Tensors, products: list[Product], in
 
 
 def _chunks(task: RecordGradients, inputs: Inputs, targets: Tensor, memory: int) -> Iterator[tuple[slice, Found]]:
-    """Yield chunks of records that need so many bytes."""
+    """Yield chunks of records whose gradients need at most `memory` bytes."""
     loop, inside, records = needs_loop(task), False, count(inputs)
     layers: list[RowLayer] = []
     if records and not loop:
@@ -292,7 +279,7 @@ def _chunks(task: RecordGradients, inputs: Inputs, targets: Tensor, memory: int)
 
 
 def _chunk_size(task: RecordGradients, layers: list[RowLayer], memory: int) -> int:
-    """Return how many records need so many bytes: for all gradients, and in float64 for those of one parameter."""
+    """Return the records per chunk: `memory` holds all their gradients, and those of one parameter in float64."""
     sizes = [task.values[name].numel() for name in set(task.trainable) - {own.weight for own in layers}]
     rows = sum(task.values[own.weight].shape[1] + own.tap.numel() for own in layers)
     item = max(own.dtype.itemsize for own in task.values.values()) * min(2, task.candidates)  # two: to stack candidates
@@ -305,7 +292,7 @@ def _take(inputs: Inputs, rows: slice) -> Inputs:
 
 
 def needs_loop(task: RecordGradients) -> bool:
-    """Return whether what follows a veiled head runs for each candidate."""
+    """Return whether the layers after a veiled head run for each candidate."""
     return task.head is not None and task.head.tail != "alike"
 
 

@@ -1,9 +1,9 @@
-"""A measured epsilon: what an auditor who guesses which canaries were in the data proves about the true one.
+"""Measure epsilon: an auditor guesses which canaries were in the data, and so bounds the true epsilon from below.
 
 Each of m canaries is in the data with probability 1/2. The auditor sees the run, and guesses r of them; v guesses are
-right. If the run were (epsilon, delta)-private, so many right guesses would be unlikely: the bound is the smallest
-epsilon for which they are not (Steinke, Nasr and Jagielski, arXiv 2305.08846, theorem 5.2). How many are guessed has to
-be fixed before the run. At delta = 1e-5 and 95 % the bound cannot exceed about 8, however many canaries there are.
+right. If the run were (epsilon, delta)-private, v right guesses would be unlikely: the bound is the smallest epsilon
+for which they are not (Steinke, Nasr and Jagielski, arXiv 2305.08846, theorem 5.2). The number of guesses must be fixed
+before the run. At delta = 1e-5 and 95 % the bound cannot exceed about 8, however many canaries there are.
 """
 
 import math
@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
+from fedveil.privacy.accounting import epsilon
+
 Reals = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
-LARGEST = 50.0  # epsilon that is searched for
+LARGEST = 50.0  # upper end of the search for epsilon
 
 
 def epsilon_lower_bound(right: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95) -> float:
@@ -32,7 +34,7 @@ def epsilon_lower_bound(right: int, guesses: int, canaries: int, delta: float, c
 
 
 def p_value(right: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """Return a bound of the probability of so many right guesses under an (epsilon, delta)-private run."""
+    """Bound the probability of at least `right` right guesses for an (epsilon, delta)-private run."""
     chance = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
     beta = float(chance.sf(right - 1))
     steps = np.arange(1, canaries + 1)
@@ -50,14 +52,7 @@ def gaussian_estimate(inside: Reals, outside: Reals, delta: float, confidence: f
         inside.var(ddof=1) / outside.var(ddof=1) / len(inside) + 1 / len(outside) + distance**2 / (2 * len(outside))
     )
     mu = float(distance - stats.norm.ppf(confidence) * error)
-    if mu <= 0:
-        return 0.0
-
-    def excess(epsilon: float) -> float:
-        tail = epsilon + stats.norm.logcdf(-epsilon / mu - mu / 2)
-        return float(stats.norm.cdf(-epsilon / mu + mu / 2) - math.exp(tail) - delta)
-
-    return 0.0 if excess(0.0) < 0 else float(optimize.brentq(excess, 0.0, 5000.0))
+    return epsilon(1, 1 / mu, delta) if mu > 0 else 0.0
 
 
 @dataclass(frozen=True)

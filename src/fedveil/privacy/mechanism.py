@@ -1,12 +1,12 @@
 """The Gaussian mechanism on a grid: sums of clipped gradients are rounded to it, and noise is drawn on it.
 
-A client's sum S travels as integers rint(S / unit), to which whoever adds noise adds discrete Gaussian integers of
-standard deviation 2^20. So the noisy sum is an exact integer: no bit of it comes from the rounding of floats, which
+A client sends its sum S as integers rint(S / unit). The server, or each client, adds discrete Gaussian integers of
+standard deviation 2^20. So the noisy sum is an exact integer: none of its bits comes from the rounding of floats, which
 depends on the sum. One record changes the integers by at most
 
     sensitivity / unit,    sensitivity = clip sqrt(k) + unit sqrt(k d) + 2 sqrt(k) summation_error
 
-for k sums of d numbers that the adversary sees: both neighbouring sums are rounded, by at most half a unit each, and
+if the adversary sees k sums of d numbers: both neighbouring sums are rounded, by at most half a unit each, and
 computed with rounding errors. The noise is noise x sensitivity, which makes the multiplier exact.
 """
 
@@ -23,7 +23,7 @@ from fedveil.privacy.samplers import SCALE, discrete_gaussian
 from fedveil.scheme.noise import Entropy
 
 LARGEST = 2.0**53  # integers below it are exact in float64
-MOST_RECORDS = 2**17  # in one client's sample, for which rounding errors are bounded
+MOST_RECORDS = 2**17  # maximum size of a client's sample; the bound on rounding errors assumes it
 
 
 @dataclass(frozen=True)
@@ -31,26 +31,21 @@ class Grid:
     """The grid of a round's sums, from public numbers alone.
 
     Attributes:
-        unit: the distance of its points; noise that one party adds has a standard deviation of 2^20 units.
-        sensitivity: by how much one record can change the sum.
+        unit: the distance between its points; the noise of one party has a standard deviation of 2^20 units.
+        sensitivity: the largest change of the sum that one record can cause.
     """
 
     unit: float
     sensitivity: float
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation of the noise that one party adds."""
-        return SCALE * self.unit
 
 
 def make_grid(noise: float, clip: float, numbers: int, *, candidates: int = 1, shares: int = 1) -> Grid:
     """Choose the grid for a noise multiplier.
 
     Args:
-        noise: the multiplier; with 0 the grid is that of a multiplier of 1, and nobody adds noise.
+        noise: the multiplier; 0 gives the grid of a multiplier of 1, and nobody adds noise.
         clip: maximum norm of a record's gradient.
-        numbers: in one gradient.
+        numbers: the number of values in one gradient.
         candidates: the number of sums that the adversary sees.
         shares: the number of noise shares that are certain to be in the sum and unknown to the adversary.
     """
@@ -76,7 +71,7 @@ def add_noise(sums: Tensor, entropy: Entropy) -> Tensor:
 
 
 def count_shares(members: int, colluding: int, vanishing: int) -> int:
-    """Return the number of noise shares that the adversary cannot know, and that are in the sum whoever vanishes."""
+    """Return the number of noise shares that the adversary does not know and that are in the sum in any case."""
     shares = members - colluding - vanishing
     if shares < 1:
         what = f"of {members} clients, {colluding} may collude and {vanishing} may vanish: no noise is left"

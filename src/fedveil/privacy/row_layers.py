@@ -1,6 +1,6 @@
 """Linear layers that take one row per record: found by a probe, and tapped while records run through vmap.
 
-The gradient of such a layer for one record is the product of the cotangent of its output and its input, so it need not
+The gradient of this layer for one record is the product of the cotangent of its output and its input, so it need not
 be formed: a zero added to the output, the *tap*, has the cotangent as its gradient.
 """
 

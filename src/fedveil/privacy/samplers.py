@@ -1,7 +1,7 @@
 """Exact random draws: Bernoulli trials, Poisson samples and discrete Gaussian noise.
 
 Nothing here rounds a probability. A trial compares 53 random bits with a probability that was computed in float64; the
-few that are too close to tell, about one in 2^46, are decided in exact arithmetic with as many more bits as they need.
+few that are too close to tell, about one in 2^46, are decided in exact arithmetic with further bits.
 Floating-point noise would be wrong in two ways: some values near the tail cannot occur, and which ones can depends on
 the sum that the noise is added to.
 """

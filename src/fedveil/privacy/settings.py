@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fedveil.checks import check_choice, check_count, is_number
+from fedveil.checks import check_choice, check_count, check_fraction, check_range
 from fedveil.errors import BadArgument
-from fedveil.privacy.accounting import import_library, solve_noise
+from fedveil.privacy.accounting import check_delta, import_library, solve_noise
 from fedveil.privacy.gradients import MEMORY
 from fedveil.privacy.mechanism import MOST_RECORDS, Grid, count_shares, make_grid
 
@@ -29,12 +29,12 @@ class Privacy:
         unit: what is protected: one "record", or all records of a "client".
         rate: the probability that a record is in a round's sample; by default batch_size / the largest client's
             records. Only for records: the clients of a round are not secret.
-        rounds: for which the noise is chosen.
-        noise_by: "server", which the clients then trust; or "clients", in shares whose sum is enough. They need secure
-            aggregation.
-        colluding: how many clients may tell the others or the server their shares of the noise; each client knows its
-            own, so at least 1.
-        vanishing: how many clients may drop out of a sum without reducing its noise.
+        rounds: the number of rounds for which the noise is chosen.
+        noise_by: "server", which the clients must trust, or "clients", each of which adds a share of the noise under
+            secure aggregation.
+        colluding: the number of clients that may reveal their shares of the noise; at least 1, because each client
+            knows its share.
+        vanishing: the number of clients that may drop out of a sum and still leave enough noise in it.
         memory: bytes that a client may use for per-record gradients.
         allow_factors: accept a veil with factors. The guarantee holds, and accuracy suffers: norms and noise are those
             of perturbed gradients.
@@ -58,13 +58,11 @@ class Privacy:
         check_choice(where, "unit", self.unit, ("record", "client"))
         check_choice(where, "noise_by", self.noise_by, ("server", "clients"))
         for name, low, high in (("clip", LOWEST, HIGHEST), ("noise", 0.0, 1e6), ("epsilon", 1e-6, 1e6)):
-            value = getattr(self, name)
-            if value is not None and (not is_number(value) or not low <= value <= high):
-                raise BadArgument(where, f"{name} must be a number from {low:g} to {high:g}, got {value!r}")
-        if not is_number(self.delta) or not 0 < self.delta < 1:
-            raise BadArgument(where, f"delta must be above 0 and below 1, got {self.delta!r}", "use delta=1e-5")
-        if self.rate is not None and (not is_number(self.rate) or not 0 < self.rate <= 1):
-            raise BadArgument(where, f"rate must be above 0 and at most 1, got {self.rate!r}", "use rate=0.01")
+            if getattr(self, name) is not None:
+                check_range(where, name, getattr(self, name), low, high)
+        check_delta(where, self.delta)
+        if self.rate is not None:
+            check_fraction(where, "rate", self.rate, "use rate=0.01")
         if self.rounds is not None:
             check_count(where, "rounds", self.rounds)
         check_count(where, "colluding", self.colluding)
@@ -100,7 +98,7 @@ class Privacy:
         """Return the grid of a sum of gradients, from public numbers alone.
 
         Args:
-            numbers: in one gradient.
+            numbers: the number of values in one gradient.
             candidates: the number of gradients per record.
             members: the number of clients that are asked, under secure aggregation.
         """
@@ -114,13 +112,13 @@ class Privacy:
         return make_grid(self.noise, self.clip, numbers, candidates=candidates, shares=shares)
 
     def capacity(self, records: int) -> int:
-        """Return how many records a client computes gradients for in a round, so that the time tells nothing.
+        """Return the number of records for which a client computes gradients in every round, whatever its sample.
 
-        Samples are larger with probability below 1e-8; those take longer.
+        So the time reveals nothing. With probability below 1e-8 a sample is larger and takes longer.
         """
         assert self.rate is not None
         if self.rate * records > MOST_RECORDS / 2:
-            what = f"a sample of {self.rate * records:,.0f} records is larger than rounding errors are bounded for"
+            what = f"a sample of {self.rate * records:,.0f} records is too large for the bound on rounding errors"
             raise BadArgument("privacy", what, f"use a rate with at most {MOST_RECORDS // 2:,} records per client")
         mean, spread = self.rate * records, math.sqrt(records * self.rate * (1 - self.rate))
         return max(1, min(records, math.ceil(mean + 6 * spread + 6)))

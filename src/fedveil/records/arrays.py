@@ -82,12 +82,9 @@ def _read_array(value: object) -> Array:
         return _read_column("it", value)
     if isinstance(value, bool | int | float | list | tuple):
         return _read_numbers(value)
-    fix = f"use {FORMS}" + (" (its .to_numpy())" if hasattr(value, "to_numpy") else "")
-    if hasattr(value, "toarray"):
-        fix = "convert it to a dense array: .toarray()"
-    if type(value).__module__.startswith("PIL."):
-        fix = "give the dataset a transform that returns tensors, such as torchvision.transforms.ToTensor()"
-    raise _NotNumericError(f"it is {_name_type(value)}", fix)
+    image = type(value).__module__.startswith("PIL.")
+    fix = "give the dataset a transform that returns tensors, such as torchvision.transforms.ToTensor()"
+    raise _NotNumericError(f"it is {_name_type(value)}", fix if image else f"use {FORMS}: .to_numpy() or .toarray()")
 
 
 def _name_type(value: object) -> str:

@@ -57,14 +57,6 @@ class Shards(ABC):
         """Count the batches of a client with this many records."""
         return count_batches(size, self.batch_size, self.least)
 
-    def choose_clients(self, number: int, participation: float) -> list[int]:
-        """Return the clients that take part in a round."""
-        clients = len(self.sizes)
-        count = max(1, round(participation * clients))
-        if count == clients:
-            return list(range(clients))
-        return sorted(torch.randperm(clients, generator=generator("clients", self.seed, number))[:count].tolist())
-
     def rows(self, client: int, number: int) -> Tensor:
         """Return the rows of a client's batch in a round; every epoch has a new order."""
         per_epoch = self.batches(self.sizes[client])

@@ -1,6 +1,6 @@
 """Sources of records, and their checks: arrays and frames in memory, or a Dataset that is read batch by batch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias, TypeGuard, cast
 
@@ -78,7 +78,7 @@ class Stream:
         read_many = getattr(self.dataset, "__getitems__", None)
         items: list[object] = read_many(list(rows)) if read_many else [self.dataset[row] for row in rows]
         for row, item in zip(rows, items, strict=True) if self.collate is default_collate else ():
-            if not _is_pair(item):
+            if not isinstance(item, tuple | list) or len(item) < 2:
                 what = f"it is a {type(item).__name__}, not (input, target)"
                 raise BadArgument(f"{self.who}, record {row}", what, f"use a Dataset of {ITEMS}")
         return items
@@ -112,10 +112,6 @@ class Stream:
 
 
 Source = Rows | Stream
-
-
-def _is_pair(item: object) -> bool:
-    return isinstance(item, tuple | list) and len(item) > 1
 
 
 def _join_arguments(inputs: Sequence[object]) -> Inputs:
@@ -155,10 +151,9 @@ def as_source(who: str, given: object) -> Source:
     Raises:
         BadArgument: the records have another form.
     """
-    dataset, collate = given, default_collate
-    if isinstance(given, DataLoader):
-        _check_loader(who, given)
-        dataset, collate = given.dataset, given.collate_fn
+    dataset, collate = (given.dataset, given.collate_fn) if isinstance(given, DataLoader) else (given, default_collate)
+    if isinstance(given, DataLoader) and _has_index(dataset):
+        _check_loader(who, given, len(dataset))
     if isinstance(dataset, TensorDataset) and collate is default_collate:
         if len(dataset.tensors) < 2:
             raise BadArgument(who, "a TensorDataset of one tensor has no targets", "use TensorDataset(inputs, targets)")
@@ -195,13 +190,10 @@ def _store(who: str, inputs: object, targets: object) -> Rows:
     return Rows(who, cast(Inputs, pytree.tree_map_with_path(convert, inputs)), found)
 
 
-def _check_loader(who: str, loader: DataLoader[object]) -> None:
-    """Refuse a DataLoader that does not return every record of a Dataset exactly once."""
-    sampler, dataset = loader.sampler, loader.dataset
-    if not _has_index(dataset):
-        what = f"{type(dataset).__name__} has no length or no records by index"
-        raise BadArgument(who, what, "use a Dataset with __len__ and __getitem__")
-    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)
+def _check_loader(who: str, loader: DataLoader[object], size: int) -> None:
+    """Refuse a DataLoader that does not return each of the `size` records of its Dataset exactly once."""
+    sampler = loader.sampler
+    shuffles = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == size
     if loader.batch_size is None or not (shuffles or type(sampler) is SequentialSampler):
         kind = type(sampler if loader.batch_size else loader.batch_sampler or sampler).__name__
         what = f"the DataLoader chooses its records with a {kind}, which would be ignored"
@@ -268,27 +260,23 @@ def check_form(who: str, batch: Batch) -> None:
 
 def check_finite(who: str, batch: Batch, numbers: Sequence[int]) -> None:
     """Refuse NaN and infinity in inputs and targets; `numbers` are the indices of the records."""
-    for path, tensor in _find_floats(batch):
-        if (row := _find_row(tensor)) is not None:
-            what = f"{path} hold NaN or infinity"
-            raise BadArgument(f"{who}, record {numbers[row]}", what, "correct this record, or leave it out")
+    _refuse_infinite(who, batch, numbers, None, "NaN or infinity", "correct this record, or leave it out")
 
 
 def check_range(who: str, batch: Batch, numbers: Sequence[int], dtype: torch.dtype) -> None:
     """Refuse finite numbers that become infinite in another dtype, such as the model's."""
-    for path, tensor in _find_floats(batch):
-        if torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max:
+    what = f"a number that is infinite in {dtype}"
+    _refuse_infinite(who, batch, numbers, dtype, what, "scale the records down, or train model.double()")
+
+
+def _refuse_infinite(
+    who: str, batch: Batch, numbers: Sequence[int], dtype: torch.dtype | None, what: str, fix: str
+) -> None:
+    """Refuse floats that are not finite, or not finite in a dtype with a smaller range."""
+    for path, tensor in {**name_tensors(batch[0]), "targets": batch[1]}.items():
+        if not tensor.is_floating_point() or (dtype and torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max):
             continue
-        if (row := _find_row(tensor.to(dtype))) is not None:
-            what = f"{path} hold a number that is infinite in {dtype}"
-            raise BadArgument(f"{who}, record {numbers[row]}", what, "scale the records down, or train model.double()")
-
-
-def _find_floats(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    found = {**name_tensors(batch[0]), "targets": batch[1]}
-    return ((path, tensor) for path, tensor in found.items() if tensor.is_floating_point())
-
-
-def _find_row(tensor: Tensor) -> int | None:
-    finite = torch.isfinite(tensor)
-    return None if finite.all() else int((~finite.reshape(len(finite), -1).all(1)).nonzero()[0])
+        finite = torch.isfinite(tensor.to(dtype) if dtype else tensor)
+        if not finite.all():
+            row = int((~finite.reshape(len(finite), -1).all(1)).nonzero()[0])
+            raise BadArgument(f"{who}, record {numbers[row]}", f"{path} hold {what}", fix)

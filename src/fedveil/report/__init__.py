@@ -57,13 +57,11 @@ class Curves:
     bands: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        where = f"Curves {self.title!r}"
         for name, ends in self.bands.items():
             points = len(self.series.get(name, ()))
-            _refuse_if(len(ends) != points, where, f"{name!r} has {points} points, but its band has {len(ends)}")
-            for low, high in ends:
-                what = f"the band of {name!r} must be finite, low before high, got {low} to {high}"
-                _refuse_if(not (finite(low) and finite(high) and low <= high), where, what)
+            fits = len(ends) == points and all(finite(low) and finite(high) and low <= high for low, high in ends)
+            what = f"the band of {name!r} must have {points} finite pairs, low before high"
+            _refuse_if(not fits, f"Curves {self.title!r}", what)
 
 
 @dataclass(frozen=True)
@@ -108,14 +106,11 @@ class Picture:
     caption: str = ""
 
     def __post_init__(self) -> None:
-        size = f"{self.width} x {self.height} pixels of {self.channels} channels"
-        fix = "pass array.tobytes() of a uint8 array of shape (height, width, channels)"
-        wrong = self.channels not in (1, 3) or self.width < 1 or self.height < 1
-        _refuse_if(wrong, "Picture", f"{size}: sides must be at least 1, channels 1 or 3", fix)
-        given = type(self.data).__name__
-        _refuse_if(not isinstance(self.data, bytes), "Picture", f"data must be bytes, got {given}", fix)
-        wanted = self.width * self.height * self.channels
-        _refuse_if(len(self.data) != wanted, "Picture", f"{size} need {wanted} bytes, got {len(self.data)}", fix)
+        wanted, given = self.width * self.height * self.channels, len(self.data)
+        fits = isinstance(self.data, bytes) and self.channels in (1, 3) and min(self.width, self.height) > 0
+        what = f"{self.width} x {self.height} pixels of {self.channels} channels need {wanted} bytes, got {given}"
+        fix = "pass array.tobytes() of a uint8 array of shape (height, width, channels), with 1 or 3 channels"
+        _refuse_if(not fits or given != wanted, "Picture", what, fix)
 
     def to_png(self) -> bytes:
         r"""Return the picture as a PNG file (https://www.w3.org/TR/png-3), without row filters.
@@ -163,13 +158,12 @@ class Interval:
 
     def __post_init__(self) -> None:
         where = f"Interval {self.name!r}" + (f" of group {self.group!r}" if self.group else "")
-        for what, number in (("value", self.value), ("low", self.low), ("high", self.high)):
-            infinite = number is not None and not finite(number)
-            _refuse_if(infinite, where, f"{what} is {number}", 'pass None, and missing="failed: ..." to say why')
         ends = [end for end in (self.low, self.high) if end is not None]
-        _refuse_if(len(ends) == 1, where, f"half an interval: {self.low} to {self.high}", "pass both ends or neither")
-        _refuse_if(ends != sorted(ends), where, f"low {self.low} is above high {self.high}", "pass the lower end first")
-        _refuse_if(self.value is None and bool(ends), where, "an interval without a value", "pass None as low and high")
+        what = f"value {self.value}, low {self.low}, high {self.high}"
+        infinite = not all(finite(number) for number in (*ends, self.value or 0.0))
+        _refuse_if(infinite, where, what, 'pass None, and missing="failed: ..." to say why')
+        fits = len(ends) in ((0, 2) if self.value is not None else (0,)) and ends == sorted(ends)
+        _refuse_if(not fits, where, what, "pass a value with both ends, low before high, or with neither")
 
 
 @dataclass(frozen=True)
@@ -189,10 +183,10 @@ class Intervals:
 
     def __post_init__(self) -> None:
         where = f"Intervals {self.title!r}"
-        for name, value in (*self.references.items(), ("low", self.low), ("high", self.high)):
-            infinite = value is not None and not finite(value)
-            _refuse_if(infinite, where, f"{name} is {value}", "pass a finite number, or leave it out")
-        reverse = self.low is not None and self.high is not None and self.low >= self.high
+        limits = [limit for limit in (self.low, self.high) if limit is not None]
+        infinite = not all(map(finite, (*self.references.values(), *limits)))
+        _refuse_if(infinite, where, "a reference or a limit is not finite", "pass a finite number, or leave it out")
+        reverse = len(limits) == 2 and limits[0] >= limits[1]
         _refuse_if(reverse, where, f"low {self.low} is not below high {self.high}", "pass the lower limit first")
 
 

@@ -53,15 +53,6 @@ def _make_line(name: str, points: Sequence[Point], curves: Curves) -> Line:
     return Line(name, kept, fits.count(False))
 
 
-def _extreme_indices(start: int, points: Sequence[Point]) -> set[int]:
-    """Return the indices of the lowest and the highest point of a bin, and of its first gap."""
-    heights = {index: y for index, (_, y) in enumerate(points, start)}
-    gaps = [index for index, y in heights.items() if math.isnan(y)]
-    drawn = [index for index, y in heights.items() if not math.isnan(y)]
-    ends = {choose(drawn, key=heights.__getitem__) for choose in (min, max) if drawn}
-    return {*ends, *gaps[:1]}
-
-
 def thin(points: Sequence[Point], limit: int) -> tuple[Point, ...]:
     """Return about `limit` points that draw the same picture: both ends, gaps, and the extremes of each bin.
 
@@ -72,7 +63,10 @@ def thin(points: Sequence[Point], limit: int) -> tuple[Point, ...]:
         return tuple(points)
     size, kept = math.ceil(len(points) / max(1, limit // 2)), {0, len(points) - 1}
     for start in range(0, len(points), size):
-        kept |= _extreme_indices(start, points[start : start + size])
+        heights = {index: y for index, (_, y) in enumerate(points[start : start + size], start)}
+        drawn = [index for index, y in heights.items() if not math.isnan(y)]
+        kept |= {choose(drawn, key=heights.__getitem__) for choose in (min, max) if drawn}
+        kept |= set([index for index, y in heights.items() if math.isnan(y)][:1])  # the first gap
     return tuple(points[index] for index in sorted(kept))
 
 
@@ -142,19 +136,14 @@ def _dash(number: int) -> str | None:
     return " ".join(f"{length:g}" for length in DASHES[(number % COLOURS + number // COLOURS) % len(DASHES)]) or None
 
 
-def _mark_points(drawn: Sequence[Point], shift: float) -> Sequence[Point]:
-    """Return the points with a mark: all points of a short line, or an evenly spaced selection."""
-    if len(drawn) <= EVERY_MARKED:
-        return drawn
-    return [drawn[int((index + shift) / MARKS * len(drawn))] for index in range(MARKS)]
-
-
 def _stroke(number: int, line: Line, axes: Axes, limit: int) -> dict[str, object]:
     """Return the path and marks of a line, and the values that the script shows; each line's marks are shifted."""
     across, up = axes
     points = thin(line.points, limit)
     drawn = [point for point in points if not math.isnan(point[1])]
-    marked = _mark_points(line.drawn, shift=(number % 4 + 0.5) / 4)
+    marked, shift = line.drawn, (number % 4 + 0.5) / 4
+    if len(marked) > EVERY_MARKED:
+        marked = tuple(marked[int((index + shift) / MARKS * len(marked))] for index in range(MARKS))
     return {
         "path": _path(points, axes),
         "dense": len(drawn) > DENSE,

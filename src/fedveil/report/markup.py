@@ -35,8 +35,8 @@ def _environment() -> Environment:
     loader = PackageLoader("fedveil.report")
     made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {"prose": prose, "percent": lambda fraction: f"{100 * fraction:.2f}%", "brackets": split_brackets}
-    made.filters |= {"png": png_source, "widths": display_widths, "description": describe_matrix}
-    made.filters["numeric_columns"] = numeric_columns
+    made.filters |= {"widths": display_widths, "description": describe_matrix, "numeric_columns": numeric_columns}
+    made.filters["base64"] = lambda content: base64.b64encode(content).decode()
     made.tests["failed"] = is_failure
     made.globals |= {"COLOURS": COLOURS, "MARKS": MARKS, "NOTHING": NOTHING}
     return made
@@ -71,11 +71,6 @@ def split_brackets(cell: str) -> tuple[str, str]:
     """
     found = RANGE.fullmatch(cell)
     return (found[1], found[2]) if found else (cell, "")
-
-
-def png_source(picture: Picture) -> str:
-    """Return a picture as a data URL for an image."""
-    return f"data:image/png;base64,{base64.b64encode(picture.to_png()).decode()}"
 
 
 def display_widths(picture: Picture) -> str:

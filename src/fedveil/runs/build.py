@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 LOSSES: dict[Task, LossName] = {"classification": "cross_entropy", "regression": "squared_error"}  # by default
 TASKS: dict[str, Task] = {"bank": "regression", "diabetes": "regression"}  # without --task
 TASKS |= dict.fromkeys(("digits", "cifar10", "cifar100", "images", "lesion"), "classification")
-NEEDS = {"binary_cross_entropy": "targets from 0 to 1", "poisson": "counts"}
 
 
 def load_data(config: Config) -> Data:
@@ -95,8 +94,6 @@ def named_model(settings: ModelSettings, shape: torch.Size, outputs: int) -> nn.
         return models.cnn(channels, outputs, width=width, size=shape[-1])
     if name == "lenet":
         return models.lenet(channels, outputs, size=shape[-1], activation=settings.activation)
-    if name == "densenet":
-        return models.densenet(channels, outputs)
     depth = int(name.removeprefix("resnet"))
     return models.resnet(depth, channels, outputs, width=width, norm=settings.norm, shortcut=settings.shortcut)
 
@@ -120,9 +117,8 @@ def load_own_data(spec: str) -> Data:
         return found
     if isinstance(found, tuple | list) and len(found) == 2:
         return datasets.from_records(spec, found[0], found[1])
-    length = f" of {len(found)}" if isinstance(found, tuple | list) else ""
     fix = "return (train, test), each (inputs, targets), a Dataset or a DataLoader; or return fedveil.data.Data"
-    raise BadArgument(spec, f"returned {type(found).__name__}{length}, not data", fix)
+    raise BadArgument(spec, f"returned {type(found).__name__}, not data", fix)
 
 
 def _call_factory(spec: str, kind: str, example: str, made: type) -> object:
@@ -161,13 +157,11 @@ def build_privacy(config: Config, largest: int) -> "Privacy | None":
 
     own, training = config.privacy, config.training
     per_epoch = 1 if training.whole_shard else count_batches(largest, training.batch_size)
-    rate = own.rate
+    values = own.model_dump(exclude={"secure_aggregation"})
     if own.unit == "record":
-        rate = rate or (1.0 if training.whole_shard else min(1.0, training.batch_size / largest))
-        per_epoch = math.ceil(1 / rate)
-    return Privacy(
-        rounds=training.epochs * per_epoch, **own.model_dump(exclude={"secure_aggregation", "rate"}), rate=rate
-    )
+        rate = own.rate or (1.0 if training.whole_shard else min(1.0, training.batch_size / largest))
+        per_epoch, values["rate"] = math.ceil(1 / rate), rate
+    return Privacy(rounds=training.epochs * per_epoch, **values)
 
 
 def build_limits(settings: LimitSettings) -> Limits | None:
@@ -200,9 +194,8 @@ def build_schedule(
         return None
     if settings.schedule == "plateau":
         return ReduceLROnPlateau
-    return partial(
-        CosineAnnealingLR, T_max=settings.epochs * (rounds_per_epoch if settings.schedule_every == "round" else 1)
-    )
+    steps = settings.epochs * (rounds_per_epoch if settings.schedule_every == "round" else 1)
+    return partial(CosineAnnealingLR, T_max=steps)
 
 
 def move_to_device(model: nn.Module, device: str) -> nn.Module:
@@ -247,46 +240,24 @@ def build_federation(config: Config, data: Data, defence: AnyDefence | None = No
 
 
 def choose_loss(config: Config, data: Data | None = None) -> Config:
-    """Return the configuration with a loss, by default that of its task; refuse a loss that does not fit the data.
+    """Return the configuration with a loss, by default that of its task.
 
-    Without data, the loss stays unset if the task depends on the records.
-    """
-    task = config.data.task or TASKS.get(config.data.name)
-    if data is not None:
-        check_loss(config, data)
-        task = "classification" if data.classes else "regression"
-    if config.training.loss or task is None:
-        return config
-    return config.changed(loss=LOSSES[task])
-
-
-def check_loss(config: Config, data: Data) -> None:
-    """Refuse a loss that does not fit the data or, without a loss, targets for which the choice is ambiguous.
-
-    The federation checks that the targets fit the model's outputs.
+    Without data, the loss stays unset if the task depends on the records. The federation refuses a loss that does not
+    fit the targets.
     """
     loss = config.training.loss
-    if data.classes:
-        if loss == "binary_cross_entropy" and ":" not in config.model.name:
-            what = f"it takes a binary target for each output, but each record of {data.name!r} has one class"
-            fix = "use --loss cross_entropy, or --model package.module:factory for a network with one output"
-            raise BadArgument("--loss binary_cross_entropy", what, fix)
-    elif loss in ("cross_entropy", "hinge") and data.outputs == 1:
-        _refuse(config, data, f"--loss {loss}", f"{loss} is for classes")
-    elif loss is None and config.training.label_smoothing:
-        _refuse(config, data, "--label-smoothing", "it is for cross-entropy, a loss for classes")
-    elif loss in NEEDS and data.target_scale:
-        _refuse(config, data, f"--loss {loss}", f"{loss} takes {NEEDS[loss]}, not standardised numbers")
-    elif loss is None and config.data.name not in TASKS and not data.target_scale:
-        _refuse_ambiguous(data)
-
-
-def _refuse(config: Config, data: Data, where: str, why: str) -> None:
-    target = f"the target {config.data.target!r} of {data.name!r}" if config.data.target else f"{data.name!r}"
-    fix = "use --loss squared_error, or leave --loss out" if config.training.loss else f"leave {where} out"
-    if config.data.name in ("csv", "bank"):
-        fix += "; or use --task classification if the target values are classes"
-    raise BadArgument(where, f"{why}, but {target} is a regression target", fix)
+    if data is not None and data.classes and loss == "binary_cross_entropy" and ":" not in config.model.name:
+        what = f"it takes a binary target for each output, but each record of {data.name!r} has one class"
+        fix = "use --loss cross_entropy, or --model package.module:factory for a network with one output"
+        raise BadArgument("--loss binary_cross_entropy", what, fix)
+    if loss:
+        return config
+    task = config.data.task or TASKS.get(config.data.name)
+    if data is not None:
+        if not (data.classes or data.target_scale or config.data.name in TASKS):
+            _refuse_ambiguous(data)
+        task = "classification" if data.classes else "regression"
+    return config if task is None else config.changed(loss=LOSSES[task])
 
 
 def _refuse_ambiguous(data: Data) -> None:

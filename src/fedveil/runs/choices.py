@@ -11,11 +11,11 @@ from fedveil.defences import registry
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
 from fedveil.plain_json import parse_json
-from fedveil.runs.config import ABSENT, HOME, SECTIONS, Config, Value, format_flags
+from fedveil.runs.config import HOME, SECTIONS, Config, Value, format_flags
 
 Scalar = bool | int | float | str
-FAMILIES = ("mlp", "cnn", "lenet", "resnet", "densenet")
-NETWORKS = ("mlp", "cnn", "lenet", "resnet8", "resnet20", "resnet32", "resnet44", "resnet56", "densenet")
+FAMILIES = ("mlp", "cnn", "lenet", "resnet")
+NETWORKS = ("mlp", "cnn", "lenet", "resnet8", "resnet20", "resnet32", "resnet44", "resnet56")
 _EXTRAS = {
     key: field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     for kind in SECTIONS.values()
@@ -55,12 +55,9 @@ class Choices:
 
 
 def check_flags(flags: Sequence[str], where: str) -> None:
-    """Refuse flags that are deliberately absent, and a list flag given twice, of which only the last would count."""
+    """Refuse a list flag that is given twice: only the last would count."""
     for flag in flags:
         name = f"--{flag.replace('_', '-')}"
-        if flag in ABSENT:
-            what = f"there is no {name}: {ABSENT[flag].partition(';')[0]}"
-            raise BadArgument(where, what, "use --whole-shard, or neither")
         if isinstance(Config().flat().get(flag), tuple) and flags.count(flag) > 1:
             raise BadArgument(where, f"{name} is given twice", f"use {name} FIRST SECOND")
 

@@ -63,93 +63,93 @@ class DataSettings(NamedSettings):
     """The records, and how they are divided among clients."""
 
     data: str = _key(
-        "digits", "a data set (see fedveil data list), or package.module:factory that returns training and test records"
+        "digits", "data set (see fedveil data list), or a package.module:factory that returns training and test records"
     )
-    path: str | None = _key(None, "file or folder to read; by default in FEDVEIL_DATA", f"bank csv {IMAGES}")
+    path: str | None = _key(None, "file or folder to read; by default found in FEDVEIL_DATA", f"bank csv {IMAGES}")
     train_size: Positive | None = _key(None, "number of training records; by default all", SIZED)
     test_size: Positive | None = _key(None, "number of test records; by default all", SIZED)
-    duration: bool = _key(True, "keep the duration of the call as an input; it nearly gives the answer away", "bank")
-    task: Task | None = _key(None, "by default regression for bank, and inferred from the target for csv", "bank csv")
+    duration: bool = _key(True, "use the duration of the call as an input; it nearly reveals the answer", "bank")
+    task: Task | None = _key(None, "type of task; by default regression for bank, inferred for csv", "bank csv")
     target: str | None = _key(None, "the column to predict", "csv")
-    delimiter: str | None = _key(None, "field delimiter, such as ; or tab; by default detected", "csv", rare=True)
+    delimiter: str | None = _key(None, "field delimiter, such as ; or tab; detected by default", "csv", rare=True)
     decimal: Literal[".", ","] = _key(".", "decimal mark in numbers", "csv", rare=True)
     missing: Literal["refuse", "drop", "impute"] = _key(
-        "refuse", "refuse missing cells, drop records that have any, or impute the cells (median, or a category)", "csv"
+        "refuse", "refuse missing cells, drop incomplete records, or impute cells (median, or an extra category)", "csv"
     )
     ignore: tuple[str, ...] = _key((), "columns to leave out", "csv")
-    categorical: tuple[str, ...] = _key((), "numeric columns that are categories", "csv")
+    categorical: tuple[str, ...] = _key((), "numeric columns to treat as categories", "csv")
     test_share: Between | None = _key(
-        None, "fraction of the records to test on, if they are not divided yet; by default 0.2", "csv images"
+        None, "fraction of the records to test on, unless they are already divided; by default 0.2", "csv images"
     )
     size: Positive | None = _key(None, "side of the images in pixels; by default 32, or 64 for lesion", IMAGES)
     labels: str | None = _key(None, "classes to train on, such as 0-4 or first-half; by default all", rare=True)
     clients: Positive = _key(5, "number of clients that share the training records")
-    split: Literal["iid", "dirichlet", "column"] = _key("iid", "how the records are divided among clients")
-    alpha: AboveZero = _key(0.5, "split dirichlet: smaller values make clients differ more", rare=True)
-    column: str | None = _key(None, "split column: the column by whose values records are divided", rare=True)
+    split: Literal["iid", "dirichlet", "column"] = _key("iid", "how to divide the records among clients")
+    alpha: AboveZero = _key(0.5, "for --split dirichlet: smaller values make clients differ more", rare=True)
+    column: str | None = _key(None, "for --split column: divide the records by the values in this column", rare=True)
 
 
 class ModelSettings(NamedSettings):
     """The network."""
 
-    model: str = _key("mlp", "mlp, cnn, lenet, resnet8 to resnet56, densenet, or package.module:factory")
+    model: str = _key("mlp", "mlp, cnn, lenet, resnet8 to resnet56, or package.module:factory")
     layers: Positive = _key(3, "number of hidden layers", "mlp")
-    hidden: Positive = _key(50, "units per hidden layer", "mlp")
+    hidden: Positive = _key(50, "number of units per hidden layer", "mlp")
     bias: bool = _key(True, "add a bias to each layer", "mlp")
-    width: Positive = _key(16, "channels of the first layer", "cnn resnet")
+    width: Positive = _key(16, "number of channels in the first layer", "cnn resnet")
     activation: Literal["relu", "sigmoid"] = _key("relu", "activation function", "lenet")
-    norm: Literal["batch", "none"] = _key("batch", "batch normalisation or none", "resnet")
-    shortcut: Literal["A", "B"] = _key("A", "shortcuts by padding (A) or by convolution (B)", "resnet", rare=True)
+    norm: Literal["batch", "none"] = _key("batch", "batch normalisation, or none", "resnet")
+    shortcut: Literal["A", "B"] = _key("A", "shortcuts: zero padding (A) or convolutions (B)", "resnet", rare=True)
 
 
 class DefenceSettings(NamedSettings):
-    """The protection of clients against one another."""
+    """How clients are protected from one another."""
 
     defence: str = _key("veil", "plain, veil, ppdl, dbcl, spn, an installed defence, or package.module:Class")
-    groups: Positive = _key(1, "groups of outputs with independent additive noise (the paper's m)")
+    groups: Positive = _key(1, "number of groups of outputs with independent additive noise")
     additive: AboveZero = _key(1.0, "scale of the additive noise on the final layer")
-    multiplicative: Annotated[float, Field(ge=1)] = _key(4.0, "draw the factors of hidden units between 1/x and x")
+    multiplicative: Annotated[float, Field(ge=1)] = _key(4.0, "largest factor X for hidden units; drawn from 1/X to X")
     permute: bool = _key(True, "secretly permute hidden units")
     min_coverage: Annotated[float, Field(ge=0, le=1)] = _key(
         0.0, "refuse a model if less than this fraction of its values can be perturbed", rare=True
     )
-    decoys: Positive | None = _key(None, "false offsets sent with the true one; by default 2, none for squared error")
+    decoys: Positive | None = _key(None, "false offsets sent with the true one; by default 2, or 0 for squared error")
     keep_noise: bool = _key(
-        False, "draw factors, permutation and direction once instead of every round (docs: limits)", rare=True
+        False, "draw factors, permutation and direction once, not in every round (docs/defences/veil.md)", rare=True
     )
-    ppdl: Literal["sel", "noise", "both"] = _key("sel", "select entries (sel), add noise, or both")
+    ppdl: Literal["sel", "noise", "both"] = _key("sel", "send selected entries (sel), add noise, or both")
     fraction: Fraction | None = _key(None, "fraction of the gradient's entries to send; by default 0.1, or 1 for noise")
     sigma: NonNegative | None = _key(None, "standard deviation of the noise; by default 0.01, or 0 for sel")
-    sketch: Annotated[int, Field(ge=2)] = _key(2, "number of inputs per bucket of a sketch")
+    sketch: Annotated[int, Field(ge=2)] = _key(2, "number of inputs per bucket of the sketch")
     spn_weight: float = _key(0.1, "weight of the private head's loss")
-    spn_bits: Positive = _key(32, "number of bits in a class's code")
+    spn_bits: Positive = _key(32, "number of bits in the code of each class")
     settings: tuple[str, ...] = _key((), "additional arguments for the defence's class, as NAME=VALUE", rare=True)
 
 
 class TrainingSettings(Settings):
     """The training loop."""
 
-    loss: LossName | None = _key(None, "training loss; by default cross_entropy for classes, else squared_error")
-    label_smoothing: BelowOne = _key(0.0, "cross_entropy: fraction of each target spread over all classes", rare=True)
+    loss: LossName | None = _key(None, "loss; by default cross_entropy for classes, otherwise squared_error")
+    label_smoothing: BelowOne = _key(0.0, "for cross_entropy: fraction of each target spread over classes", rare=True)
     optimizer: Literal["adam", "adamw", "sgd"] = _key("adam", "the server's optimizer")
     lr: AboveZero = _key(1e-3, "learning rate")
-    momentum: BelowOne = _key(0.9, "sgd: momentum", rare=True)
+    momentum: BelowOne = _key(0.9, "for sgd: momentum", rare=True)
     weight_decay: NonNegative = _key(0.0, "weight decay", rare=True)
     schedule: Literal["constant", "cosine", "plateau"] = _key(
-        "constant", "learning rate: constant, cosine to 0, or divided by 10 after 10 evaluations without improvement"
+        "constant", "learning-rate schedule; plateau divides the rate by 10 after 10 evaluations without improvement"
     )
-    schedule_every: Literal["epoch", "round"] = _key("epoch", "cosine: how often the rate changes", rare=True)
-    clip_norm: AboveZero | None = _key(None, "clip the gradient to this norm; by default not at all")
-    epochs: Positive = _key(20, "passes of the largest client over its records")
-    patience: Positive | None = _key(None, "stop after N evaluations without improvement; by default never")
-    batch_size: Positive = _key(32, "records per client and round")
+    schedule_every: Literal["epoch", "round"] = _key("epoch", "how often a cosine schedule changes the rate", rare=True)
+    clip_norm: AboveZero | None = _key(None, "clip the gradient to this norm; by default, do not clip")
+    epochs: Positive = _key(20, "number of passes of the largest client over its records")
+    patience: Positive | None = _key(None, "stop after this number of evaluations without improvement")
+    batch_size: Positive = _key(32, "number of records per client and round")
     whole_shard: bool = _key(False, "use all of a client's records in every round")
     participation: Fraction = _key(1.0, "fraction of the clients that take part in each round")
-    fuse: bool = _key(True, "compute all clients in one pass if samples are independent", rare=True)
+    fuse: bool = _key(True, "compute all clients' gradients in one pass if samples are independent", rare=True)
     seed: int = _key(0, "seed for the initial model, the order of records and the choice of clients")
     device: str = _key("cpu", "device to compute on: cpu, cuda, cuda:1 ...")
     checkpoint_every: Annotated[int, Field(ge=0)] = _key(
-        0, "rounds between checkpoints; 0 writes one per epoch", rare=True
+        0, "number of rounds between checkpoints; 0 for one per epoch", rare=True
     )
 
 
@@ -159,23 +159,23 @@ NEEDS_NOISE = ("clip", "rate", "noise_by", "unit")
 class PrivacySettings(Settings):
     """Differential privacy (docs/defences/privacy.md), and secure aggregation."""
 
-    epsilon: AboveZero | None = _key(None, "budget of differential privacy; the noise follows from it")
+    epsilon: AboveZero | None = _key(None, "privacy budget, from which the noise is computed")
     noise: NonNegative | None = _key(None, "noise multiplier (standard deviation / clipping norm)")
-    clip: AboveZero = _key(1.0, "clip the gradient of each record, or client, to this norm")
-    delta: Between = _key(1e-5, "delta at which epsilon holds", rare=True)
+    clip: AboveZero = _key(1.0, "clip the gradient of each record or client to this norm")
+    delta: Between = _key(1e-5, "delta of the privacy guarantee", rare=True)
     unit: Literal["record", "client"] = _key("record", "what is protected: each record, or each client", rare=True)
-    rate: Fraction | None = _key(None, "probability that a record is in a round; by default from batch_size", rare=True)
+    rate: Fraction | None = _key(None, "probability that a record is sampled; by default from batch_size", rare=True)
     noise_by: Literal["server", "clients"] = _key("server", "who adds the noise", rare=True)
-    colluding: Positive = _key(1, "clients that may reveal their noise", rare=True)
-    vanishing: Annotated[int, Field(ge=0)] = _key(0, "clients that may drop out of a sum", rare=True)
+    colluding: Positive = _key(1, "number of clients that may reveal their noise", rare=True)
+    vanishing: Annotated[int, Field(ge=0)] = _key(0, "number of clients that may drop out of a sum", rare=True)
     secure_aggregation: bool = _key(False, "mask updates, so that the server sees only their sum")
 
 
 class LimitSettings(Settings):
     """Limits on each client, and how gradients are combined; without limits, clients are trusted (docs/hostile.md)."""
 
-    aggregator: Aggregator | None = _key(None, "how gradients are combined; by default their mean", rare=True)
-    hostile: Annotated[int, Field(ge=0)] | None = _key(None, "hostile clients to tolerate per round", rare=True)
+    aggregator: Aggregator | None = _key(None, "how to combine gradients; by default, their mean", rare=True)
+    hostile: Annotated[int, Field(ge=0)] | None = _key(None, "number of hostile clients tolerated per round", rare=True)
     max_records: Positive | None = _key(None, "maximum number of records counted for a client", rare=True)
     max_share: Fraction | None = _key(None, "maximum weight of a client in the mean", rare=True)
     max_norm: AboveZero | None = _key(None, "refuse gradients whose norm exceeds this value", rare=True)
@@ -195,13 +195,9 @@ class Config(BaseModel):
     privacy: PrivacySettings = PrivacySettings()
     limits: LimitSettings = LimitSettings()
 
-    def to_sections(self) -> dict[str, dict[str, Value]]:
-        """Return the values by section and key, as in a TOML file."""
-        return self.model_dump()
-
     def flat(self) -> dict[str, Value]:
         """Return the values by key."""
-        return {key: value for section in self.to_sections().values() for key, value in section.items()}
+        return {key: value for section in self.model_dump().values() for key, value in section.items()}
 
     def changed(self, **values: Value) -> "Config":
         """Return a validated copy with the given values replaced."""
@@ -223,13 +219,6 @@ HOME = {key: section for section, kind in SECTIONS.items() for key in kind.model
 """The section of each key."""
 CODE = ("data", "model", "defence")
 """Keys that may name code, as package.module:name."""
-ABSENT = {
-    "local_epochs": (
-        "clients send gradients of a perturbed model, which only the server can update, so there are no local epochs; "
-        "whole_shard lets clients use all their records in every round"
-    )
-}
-"""Keys that users may expect but that do not exist, each with the reason."""
 
 
 def format_flags(values: Mapping[str, Value]) -> str:
@@ -246,14 +235,6 @@ def format_flags(values: Mapping[str, Value]) -> str:
     return shlex.join(words)
 
 
-def _suggest(key: str) -> str:
-    """Return a fix for an unknown key."""
-    if key in ABSENT:
-        return ABSENT[key]
-    near = difflib.get_close_matches(key, HOME, 1)
-    return f"did you mean {near[0]!r} in [{HOME[near[0]]}]?" if near else "use one of " + ", ".join(HOME)
-
-
 def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, object]]:
     """Return keys by section; refuse a key that is unknown, in the wrong section or given twice."""
     found: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
@@ -265,7 +246,9 @@ def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, 
         for raw, value in group.items() if isinstance(group, Mapping) else [(section, group)]:
             key = section if inside and raw == "name" else raw.replace("-", "_")
             if key not in HOME:
-                raise BadArgument(where, f"there is no key {raw!r}", _suggest(key))
+                near = difflib.get_close_matches(key, HOME, 1)
+                fix = f"did you mean {near[0]!r} in [{HOME[near[0]]}]?" if near else "use one of " + ", ".join(HOME)
+                raise BadArgument(where, f"there is no key {raw!r}", fix)
             home = HOME[key]
             if inside and section != home:
                 raise BadArgument(where, f"{raw!r} is in section [{section}]", f"move it to [{home}]")
@@ -304,7 +287,7 @@ def _check_together(config: Config, where: str) -> None:
             fix = "add --epsilon 3"
             raise BadArgument(where, f"{changed[0]} without epsilon or noise protects nothing", fix)
     if training.label_smoothing and training.loss not in (None, "cross_entropy"):
-        raise BadArgument(where, f"label_smoothing does not apply to {training.loss}", "use --loss cross_entropy")
+        raise BadArgument(where, f"label_smoothing does not apply to {training.loss}", "leave it out")
 
 
 def refuse_code(values: Mapping[str, object], where: str, named: Collection[str] = ()) -> None:
@@ -332,12 +315,10 @@ def read_file(path: Path) -> dict[str, object]:
     """Return the sections and keys of a TOML file or a run's config.json, not validated; null means not given."""
     if path.suffix != ".json":
         return dict(read_toml(path))
-    found: dict[str, object] = {}
-    for key, value in check_schema(read_json(path), str(path)).items():
+    found = check_schema(read_json(path), str(path))
+    for key, value in found.items():
         if isinstance(value, dict):
             found[key] = {name: own for name, own in value.items() if own is not None}
-        elif value is not None:
-            found[key] = value
     return found
 
 

@@ -1,8 +1,11 @@
 """The report page of a run."""
 
+import tomllib
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from fedveil.data import Data
@@ -21,22 +24,10 @@ SERVER, NO_DATA = "the server's model", " (no data needed)"
 MOST_CLASSES = 20
 WINDOWS = 60  # number of points in a line drawn as median and band
 
-PROTECTION = (
-    "The veil hinders attacks on the predictions of the model that a client receives, but not on its hidden layers. "
-    "An adaptive client can remove it without any data: with the public offset it recovers most predictions, with two "
-    "consecutive broadcasts nearly all (fedveil audit measures both).",
+TEXTS = TypeAdapter(dict[str, str]).validate_python(
+    tomllib.loads(files("fedveil.runs").joinpath("texts.toml").read_text(encoding="utf-8"))
 )
-KEPT = "Factors, permutation and noise direction were kept over rounds; only the offset was drawn in each round."
-REDRAWN = (
-    "They were drawn at least {} times, because the run was resumed and a checkpoint does not contain noise. A client "
-    "that took part before and after has broadcasts from two draws, and needs no data to remove the noise from them."
-)
-GUARANTEE = (
-    "Epsilon bounds what all other clients together learn about one client's data from the models of all rounds, "
-    "compared with models trained without this client's gradients (epsilon_replace: with other data instead). It does "
-    "not apply to the server. This page is for the server only: its test results, errors and clipping carry no noise."
-)
-SPENT = "The largest epsilon that any client has spent, at the configured delta."
+PROTECTION = (TEXTS["protection"],)
 
 
 def client_models(federation: Server) -> dict[str, nn.Module]:
@@ -96,30 +87,16 @@ def verdict(name: str, found: Mapping[str, float], budget: str = "") -> str:
     return f"Test {name} {server}{budget}; {copy}."
 
 
-SHARES = {
-    "scaled": "multiplied by secret factors, or with additive noise (the final layer)",
-    "signed": "multiplied by secret signs",
-    "moved": "sent as they are, at secret positions",
-    "bare": "sent as they are",
-}
-
-
 def veil_sections(plan: Plan, draws: int = 0) -> list[Section]:
     """Return how much of the model a veil perturbs and what that protects; `draws` counts draws of persistent noise."""
-    rows = [[kind, f"{100 * plan.shares[kind]:.1f} %", words] for kind, words in SHARES.items()]
+    rows = [[kind, f"{100 * plan.shares[kind]:.1f} %", TEXTS[kind]] for kind in ("scaled", "signed", "moved", "bare")]
     note = "Each value is counted once, under the strongest perturbation. " + (known_in_words(plan) or "")
     table = Table("What the veil perturbs", ["parameters' values", "share", "in each broadcast"], rows, note.strip())
-    kept = [KEPT, *([REDRAWN.format(draws)] if draws > 1 else [])] if draws else []
+    kept = [TEXTS["kept"], TEXTS["redrawn"].format(draws)][:draws]
     return [table, Text("What is and is not protected", (*PROTECTION, *kept))]
 
 
-ESTIMATED = (
-    "Error that the defence adds to the gradient. Veil: estimated by the server from the terms of its sum. PPDL: "
-    "measured. A defence that is not shown adds none, or does not report it."
-)
-
-
-def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> list[Section]:
+def curve_sections(histories: Mapping[str, History], note: str = TEXTS["error"]) -> list[Section]:
     """Return curves of the metrics and errors over the rounds."""
     sections: list[Section] = []
     for name in METRICS:
@@ -128,7 +105,7 @@ def curve_sections(histories: Mapping[str, History], note: str = ESTIMATED) -> l
             sections.append(Curves(f"Test {name}", "round", name, series))
     spent = {run: history.curve("epsilon") for run, history in histories.items() if "epsilon" in history.names}
     if spent:
-        sections.append(Curves("Epsilon spent", "round", "epsilon", spent, note=SPENT))
+        sections.append(Curves("Epsilon spent", "round", "epsilon", spent, note=TEXTS["spent"]))
     errors = {run: [(r, e) for r, e in h.curve("error") if e > 0] for run, h in histories.items() if "error" in h.names}
     if known := {run: points for run, points in errors.items() if points}:
         sections.append(error_section(known, note))
@@ -174,7 +151,7 @@ def run_page(server: Server, data: Data, config: Mapping[str, Value], summary: R
         *curve_sections(histories),
         *view_sections(views, data, metric, found),
         *veil,
-        *([Text("Differential privacy", (GUARANTEE,))] if summary.budget else []),
+        *([Text("Differential privacy", (TEXTS["privacy"],))] if summary.budget else []),
         cost_section(histories),
         Facts("Configuration", {key: str(value) for key, value in config.items()}),
     ]

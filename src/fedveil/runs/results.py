@@ -2,10 +2,10 @@
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 from fedveil.data import Data
 from fedveil.errors import BadArgument
@@ -13,6 +13,7 @@ from fedveil.federation.checkpoint import BEST, MODEL
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.history import RoundRecord
 from fedveil.federation.server import Server
+from fedveil.federation.stopping import has_stalled
 from fedveil.files import refusals, write_whole
 from fedveil.plain_json import read_json, to_json
 from fedveil.runs.config import SCHEMA, check_schema
@@ -96,7 +97,7 @@ def read_rounds(folder: Path) -> int | None:
 def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: int | None = None) -> RunSummary:
     """Return the summary of a server that has finished."""
     history, plan, accountant = server.history, server.defence_server.plan, server.defence_server.accountant
-    metrics = dict(history.metrics)
+    metrics, stalled = dict(history.metrics), has_stalled(history, patience)
     if data.target_scale is not None and "mse" in metrics:
         metrics["rmse"] = math.sqrt(metrics["mse"]) * data.target_scale[1]
     budget = None
@@ -114,7 +115,7 @@ def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: i
         max((record.error for record in history.records), default=0.0),
         history.records[-1].seconds if history.records else 0.0,
         repeat,
-        f"early, after {patience} evaluations without improvement" if server.has_stalled(patience) else server.stopped,
+        f"early, after {patience} evaluations without improvement" if stalled else server.stopped,
     )
 
 
@@ -128,19 +129,19 @@ class MetricsFile:
 
     def __init__(self, path: Path, server: Server) -> None:
         self._path, self._server = path, server
-        self._file: IO[str] | None = None
-        self._count = -1  # lines written
+        self._count: int | None = None  # lines written
 
     def append(self, record: RoundRecord) -> None:
         """Add the record of the round that has just ended."""
-        with refusals(self._path):
-            if self._file is None:
-                self._write(self._server.history.records[:-1])
-                self._file = self._path.open("a", buffering=1)
-            self._file.write(to_json(record.to_dict()) + "\n")
-            self._count += 1
+        if self._count is None:
+            self._write_all()
+            return
+        with refusals(self._path), self._path.open("a") as file:
+            file.write(to_json(record.to_dict()) + "\n")
+        self._count += 1
 
-    def _write(self, records: Sequence[RoundRecord]) -> None:
+    def _write_all(self) -> None:
+        records = self._server.history.records
         write_whole(self._path, "".join(to_json(record.to_dict()) + "\n" for record in records))
         self._count = len(records)
 
@@ -149,13 +150,10 @@ class MetricsFile:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Write missing records: all those of a run that had already finished, or the last if its evaluation failed."""
-        records = self._server.history.records
-        if self._file is not None:
-            self._file.close()
-        if self._count == len(records) or (kind is not None and self._file is None):
+        if self._count == len(self._server.history.records) or (kind is not None and self._count is None):
             return
         try:
-            self._write(records)
+            self._write_all()
         except BadArgument as failure:
             if kind is None:
                 raise

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedveil.errors import BadArgument, ModelMismatch
+from fedveil.graph.head import WITHIN
 from fedveil.graph.inputs import AtLayer, Inputs, call, count
 from fedveil.graph.plan import ModelState
 from fedveil.graph.units import factor_along
@@ -115,7 +116,7 @@ def client_step(
         raise BadArgument("client_step", what)
     head, loss = broadcast.head, broadcast.loss
     values = add_alpha(head, broadcast.parameters) if head else broadcast.parameters
-    links = find_links(model, inputs, values) if head and not head.within else None
+    links = find_links(model, inputs, values) if head and head.tail not in WITHIN else None
     if head and links and isinstance(inputs, Tensor):
         with torch.no_grad():
             seen = forward(links, values, inputs)
@@ -136,7 +137,7 @@ def client_step(
 def _needs_tail(head: PublicHead, loss: Loss) -> bool:
     """Return whether the layers after the head run for each candidate, because the loss needs the model's outputs."""
     may_reshape = head.tail == "reshaped" or len(head.direction) == 1  # one output may be squeezed
-    return head.within or (may_reshape and isinstance(loss, USERS + OF_CLASSES))
+    return head.tail in WITHIN or (may_reshape and isinstance(loss, USERS + OF_CLASSES))
 
 
 @dataclass(eq=False, repr=False)
@@ -194,7 +195,7 @@ class _BatchRun:
                 outputs = self._run_candidates(head, [number])
                 self._run_back(found, number, outputs, self._cotangent(outputs), last=True)
             left.append(buffers)
-        if head.within:
+        if head.tail in WITHIN:
             for name in [name for name, value in buffers.items() if value.is_floating_point()]:
                 buffers[name] = torch.stack([own[name] for own in left])
         return found, buffers
@@ -361,23 +362,31 @@ def forward(links: Sequence[str | None], values: Tensors, inputs: Tensor) -> lis
     return seen
 
 
-def backward(
-    links: Sequence[str | None], values: Tensors, seen: Sequence[Tensor], cotangents: Tensor, wanted: Collection[str]
-) -> Tensors:
-    """Return gradients of the `wanted` parameters, one row for each row of cotangents of the last output."""
-    back = cotangents
-    passes, samples, _ = back.shape
-    found: Tensors = {}
+def walk_back(
+    links: Sequence[str | None], values: Tensors, seen: Sequence[Tensor], cotangents: Tensor
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield each Linear's path, the cotangents of its output and its input, from last to first."""
+    back, (passes, samples, _) = cotangents, cotangents.shape
     for number in reversed(range(len(links))):
         path = links[number]
         if path is None:
             back.mul_(seen[number + 1].sign())  # a ReLU's output has sign 0 or 1: its derivative
             continue
+        yield path, back, seen[number]
+        if number:
+            weight = values[f"{path}.weight"]
+            back = (back.view(passes * samples, len(weight)) @ weight).view(passes, samples, weight.shape[1])
+
+
+def backward(
+    links: Sequence[str | None], values: Tensors, seen: Sequence[Tensor], cotangents: Tensor, wanted: Collection[str]
+) -> Tensors:
+    """Return gradients of the `wanted` parameters, one row for each row of cotangents of the last output."""
+    found: Tensors = {}
+    for path, back, entered in walk_back(links, values, seen, cotangents):
         weight, bias = f"{path}.weight", f"{path}.bias"
         if weight in wanted:
-            found[weight] = torch.bmm(back.transpose(1, 2), seen[number].expand(passes, -1, -1))
+            found[weight] = torch.bmm(back.transpose(1, 2), entered.expand(len(back), -1, -1))
         if bias in wanted:
             found[bias] = back.sum(1)
-        if number:
-            back = (back.view(passes * samples, -1) @ values[weight]).view(passes, samples, -1)
     return {name: found[name] for name in wanted}

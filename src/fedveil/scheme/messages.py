@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedveil.checks import check_choice, is_number
 from fedveil.errors import BadArgument, ModelMismatch
-from fedveil.graph.head import TAILS, WITHIN, Tail
+from fedveil.graph.head import TAILS, WITHIN, Head, Tail
 from fedveil.graph.plan import ModelState
 from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_loss
 from fedveil.scheme.torch_losses import TorchLoss, build_module, is_module
@@ -27,12 +27,10 @@ SAME_CODE = "build the client's model with the code that built the server's"
 
 
 @dataclass(frozen=True, eq=False)
-class PublicHead:
+class PublicHead(Head):
     """The public part of the head: the model as the paper sends it has the weight base + (offset o direction) 1^T.
 
     Attributes:
-        path: the head's module.
-        weight, bias: names of its weight, and of its bias if it has one.
         noisy_bias: whether the bias has the same noise, as the weight of an input that is always 1. A bias close to
             zero has none: it would reveal the noise.
         direction: r_a, one number per output.
@@ -40,24 +38,16 @@ class PublicHead:
         offset: the size of the noise, one number per group; the paper's gamma is this plus the anchor's secret share.
         candidates: offsets for which clients compute gradients, one per row: the true one and decoys. None for squared
             error, which has its own terms.
-        dim, axis: the output dim of the weight, and of the outputs that have the noise.
-        tail: the operations after the head, see `fedveil.graph.head.Head`.
 
     Raises:
         BadArgument: more than `MOST_GROUPS` groups or `MOST_DECOYS` decoys.
     """
 
-    path: str
-    weight: str
-    bias: str | None
     noisy_bias: bool
     direction: Tensor
     partition: Tensor
     offset: Tensor
     candidates: Tensor
-    dim: int
-    axis: int
-    tail: Tail
 
     def __post_init__(self) -> None:
         if self.groups > MOST_GROUPS or len(self.candidates) > MOST_DECOYS + 1:
@@ -73,11 +63,6 @@ class PublicHead:
     def decoys(self) -> bool:
         """Whether there are candidates."""
         return len(self.candidates) > 0
-
-    @property
-    def within(self) -> bool:
-        """Whether clients must run the operations after the head on each candidate for the noise."""
-        return self.tail in WITHIN
 
     def noise(self, like: Tensor) -> Tensor:
         """Return t o r_a for each candidate t, one number per output, in the dtype of `like`."""
@@ -243,7 +228,7 @@ class Broadcast:
             raise BadArgument(where, f"the head's tensors must be {wanted}, got {str(sorted(public))[:200]}")
         if has_head:
             head = _read_head(where, check_fields(where, values, {"head": dict})["head"], public, parameters)
-            if not head.decoys and (head.within or not isinstance(own, SquaredError)):
+            if not head.decoys and (head.tail in WITHIN or not isinstance(own, SquaredError)):
                 raise BadArgument(where, f"the head has no candidates, and {own.name} needs some here")
         return cls(loss=own, parameters=parameters, buffers=buffers, head=head, **found)
 
@@ -260,6 +245,7 @@ def _read_head(where: str, values: Values, public: Tensors, parameters: Tensors)
         raise ModelMismatch("head", f"a weight of {weight.dim()} dims has no outputs at {dim}", SAME_CODE)
     outputs, groups = weight.shape[dim], offset.numel()
     forms = {
+        "number of outputs": named["outputs"] == outputs,
         "bias": bias is None or bias.shape == (outputs,),
         "direction": direction.shape == (outputs,) and direction.dtype == weight.dtype and weight.dtype in FLOATS,
         "offset": offset.shape == (groups,) and 0 < groups <= outputs and offset.dtype == torch.float64,

@@ -135,6 +135,34 @@ class NoiseSettings:
         has_own_terms = isinstance(loss, SquaredError) and not (plan.head and plan.head.within)
         return 0 if has_own_terms else DEFAULT_DECOYS
 
+    def draw_units(self, plan: Plan, count: int, entropy: Entropy) -> "list[UnitNoise]":
+        """Draw factors and permutations for `count` rounds.
+
+        r is log-uniform in [1/x, x] with x = multiplicative, the head's numbers in [1/2, 2]. Both have random
+        signs; r only where its symmetry allows.
+        """
+        width, signed = plan.freedoms
+        numbers_for_head = self.groups + plan.head.outputs if plan.head else 0
+        widths = np.concatenate([width * math.log(self.multiplicative), np.full(numbers_for_head, math.log(2))])
+        numbers = entropy.log_uniform(count, widths, np.concatenate([signed, np.ones(numbers_for_head, np.uint64)]))
+        r, others = numbers[:, : len(width)], numbers[:, len(width) :]
+        members = _draw_members(plan, count, entropy if self.permute else None)
+        rows = r, members, plan.slots.factors(r), plan.slots.shifts(members), others
+        return [UnitNoise(*row) for row in zip(*rows, strict=True)]
+
+    def draw_head(self, plan: Plan, units: "UnitNoise", entropy: Entropy) -> "HeadNoise | None":
+        """Draw the head's noise; None if two components of the direction are equal in the model's dtype."""
+        assert plan.head is not None
+        groups, outputs = self.groups, plan.head.outputs
+        partition = _draw_partition(outputs, groups, entropy)
+        numbers = units.others[groups:]
+        if groups < outputs:
+            numbers = _balance(np.abs(numbers), partition, groups, entropy)
+        direction = torch.from_numpy(numbers).to(plan.layout.dtype)
+        if len(set(direction.tolist())) < outputs:
+            return None
+        return HeadNoise(units.others[:groups] * self.additive, direction, torch.from_numpy(partition))
+
 
 def _check_count(name: str, value: int, most: int, fix: str) -> None:
     if type(value) is not int or not 1 <= value <= most:
@@ -178,55 +206,26 @@ class HeadNoise:
         return HeadNoise(numbers * additive, self.direction, self.partition)
 
 
-def draw_units(plan: Plan, settings: NoiseSettings, count: int, entropy: Entropy) -> list[UnitNoise]:
-    """Draw factors and permutations for `count` rounds.
-
-    r is log-uniform in [1/x, x] with x = settings.multiplicative, the head's numbers in [1/2, 2]. Both have random
-    signs; r only where its symmetry allows.
-    """
-    width, signed = plan.freedoms
-    numbers_for_head = settings.groups + plan.head.outputs if plan.head else 0
-    widths = np.concatenate([width * math.log(settings.multiplicative), np.full(numbers_for_head, math.log(2))])
-    numbers = entropy.log_uniform(count, widths, np.concatenate([signed, np.ones(numbers_for_head, np.uint64)]))
-    r, others = numbers[:, : len(width)], numbers[:, len(width) :]
-    members = _draw_members(plan, count, entropy if settings.permute else None)
-    rows = r, members, plan.slots.factors(r), plan.slots.shifts(members), others
-    return [UnitNoise(*row) for row in zip(*rows, strict=True)]
-
-
 def _draw_members(plan: Plan, count: int, entropy: Entropy | None) -> Integers:
     """Draw new indices of the order classes within their kinds, one row per round; without entropy, nothing moves."""
-    moves = plan.moves
-    members = np.zeros((count, len(plan.cells)), dtype=np.int64)
-    inside = _shuffle(moves.cells, moves.starts, count, entropy)
-    blocks = np.zeros((count, 1 + len(moves.families)), dtype=np.int64)
-    blocks[:, 1:] = _shuffle(moves.families, moves.first, count, entropy)
-    members[:, moves.classes] = blocks[:, moves.blocks] * moves.sizes + inside
+    orders, moving = plan.orders, plan.moving
+    cells, sizes = orders.cells[moving], np.bincount(orders.cells[moving])
+    members = np.zeros((count, len(orders.cells)), dtype=np.int64)
+    blocks = np.zeros((count, len(orders.families)), dtype=np.int64)
+    inside = _shuffle(cells, count, entropy)
+    blocks[:, 1:] = _shuffle(orders.families[1:], count, entropy)
+    members[:, moving] = blocks[:, orders.blocks[moving]] * sizes[cells] + inside
     return members
 
 
-def _shuffle(groups: Integers, starts: Integers, count: int, entropy: Entropy | None) -> Integers:
-    """Draw a new index within its group for each member; `starts` is where its group starts in sorted order."""
-    keys = groups.astype(np.uint64) << np.uint64(40)
+def _shuffle(groups: Integers, count: int, entropy: Entropy | None) -> Integers:
+    """Draw a new index within its group for each member, one row per round."""
+    keys, ordered = groups.astype(np.uint64) << np.uint64(40), np.sort(groups)
     random = entropy.words(count * len(groups)) if entropy else np.zeros(count * len(groups), np.uint64)
     order = np.argsort(keys + (random.reshape(count, -1) >> np.uint64(24)), axis=1, kind="stable")
     numbers = np.empty((count, len(groups)), np.int64)
-    np.put_along_axis(numbers, order, np.arange(len(groups)) - np.sort(starts), 1)
+    np.put_along_axis(numbers, order, np.arange(len(groups)) - np.searchsorted(ordered, ordered), 1)
     return numbers
-
-
-def draw_head(plan: Plan, units: UnitNoise, settings: NoiseSettings, entropy: Entropy) -> HeadNoise | None:
-    """Draw the head's noise; None if two components of the direction are equal in the model's dtype."""
-    assert plan.head is not None
-    groups, outputs = settings.groups, plan.head.outputs
-    partition = _draw_partition(outputs, groups, entropy)
-    numbers = units.others[groups:]
-    if groups < outputs:
-        numbers = _balance(np.abs(numbers), partition, groups, entropy)
-    direction = torch.from_numpy(numbers).to(plan.layout.dtype)
-    if len(set(direction.tolist())) < outputs:
-        return None
-    return HeadNoise(units.others[:groups] * settings.additive, direction, torch.from_numpy(partition))
 
 
 def _draw_partition(outputs: int, groups: int, entropy: Entropy) -> Integers:

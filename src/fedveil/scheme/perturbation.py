@@ -18,19 +18,8 @@ from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.plan import Plan, check_model
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.messages import Broadcast, PublicHead, Update
-from fedveil.scheme.noise import (
-    Entropy,
-    Fit,
-    HeadNoise,
-    NoiseSettings,
-    Reals,
-    UnitNoise,
-    anchor,
-    draw_candidates,
-    draw_head,
-    draw_units,
-)
-from fedveil.scheme.recover import Recovery, blank_update, check_updates, recover, refuse_non_finite, smooth
+from fedveil.scheme.noise import Entropy, Fit, HeadNoise, NoiseSettings, Reals, UnitNoise, anchor, draw_candidates
+from fedveil.scheme.recover import Recovery, check_updates, recover, refuse_non_finite, smooth
 from fedveil.scheme.result import Aggregate, recover_each
 from fedveil.scheme.transform import BufferPool, Transform
 from fedveil.wire import Tensors
@@ -94,7 +83,7 @@ class Perturbation(MemoryOnly):
 
     def template(self) -> Update:
         """Return an update for this round on the meta device: names, shapes and dtypes without values."""
-        return blank_update(self.recovery)
+        return self.recovery.template()
 
     def release(self, *, reuse: bool = False) -> None:
         """Drop the secret; may be called repeatedly.
@@ -216,8 +205,8 @@ class VeilSession(MemoryOnly):
             coefficients = [float(number == index) for number in range(len(offsets))]
         numbers = (noise.direction, noise.partition, torch.from_numpy(noise.offset), torch.from_numpy(offsets))
         r_a, groups, offset, candidates = (tensor.to(self.plan.layout.device) for tensor in numbers)
-        names, place, noisy = (head.path, head.weight, head.bias), (head.dim, head.axis, head.tail), bias is not None
-        return PublicHead(*names, noisy, r_a, groups, offset, candidates, *place), coefficients
+        layer = {**vars(head), "noisy_bias": bias is not None}
+        return PublicHead(**layer, direction=r_a, partition=groups, offset=offset, candidates=candidates), coefficients
 
     def _draw(self, reserve: _Reserve) -> tuple[UnitNoise, HeadNoise | None]:
         if reserve.kept is not None:
@@ -225,7 +214,7 @@ class VeilSession(MemoryOnly):
             return units, head and head.renew(self.settings.additive, self._entropy)
         units, head = self._next_units(reserve), None
         if self.plan.head is not None:
-            while (head := draw_head(self.plan, units, self.settings, self._entropy)) is None:
+            while (head := self.settings.draw_head(self.plan, units, self._entropy)) is None:
                 units = self._next_units(reserve)
         if self.settings.keep_noise:
             reserve.kept = units, head
@@ -235,12 +224,12 @@ class VeilSession(MemoryOnly):
     def _next_units(self, reserve: _Reserve) -> UnitNoise:
         """Return unused noise. For small models, noise for several rounds is drawn at once, which costs little more."""
         if self._entropy.for_tests_only:
-            return draw_units(self.plan, self.settings, 1, self._entropy)[0]
+            return self.settings.draw_units(self.plan, 1, self._entropy)[0]
         try:
             return reserve.ahead.pop()  # atomic, so that no other thread uses it
         except IndexError:
             count = max(1, min(MOST_AHEAD, SLOTS_AHEAD // len(self.plan.slots.unit)))
-            first, *others = draw_units(self.plan, self.settings, count, self._entropy)
+            first, *others = self.settings.draw_units(self.plan, count, self._entropy)
             reserve.ahead.extend(others)
             return first
 

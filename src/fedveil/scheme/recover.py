@@ -53,6 +53,14 @@ class Recovery:
         """Whether buffers have one row per candidate."""
         return self.plan.head is not None and self.plan.head.tail == "repeated"
 
+    def template(self) -> Update:
+        """Return an update for this round on the meta device, as if for one record."""
+        passes, buffers = (
+            {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forms.items()}
+            for forms in self.find_forms()
+        )
+        return Update(self.round, self.plan.layout.name, 1, passes, buffers)
+
     def find_forms(self) -> tuple[dict[str, TensorForm], dict[str, TensorForm]]:
         """Return the shapes and dtypes of an update's passes and buffers."""
         layout, passes = self.plan.layout, (len(self.coefficients),)
@@ -61,15 +69,6 @@ class Recovery:
             {entry.name: (torch.Size((*passes, *entry.shape)), layout.dtype) for entry in layout.trainable},
             {entry.name: (torch.Size((*rows, *entry.shape)), layout.dtype) for entry in layout.buffers} | self.counters,
         )
-
-
-def blank_update(secret: Recovery) -> Update:
-    """Return an update for this round on the meta device, as if for one record."""
-    passes, buffers = (
-        {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forms.items()}
-        for forms in secret.find_forms()
-    )
-    return Update(secret.round, secret.plan.layout.name, 1, passes, buffers)
 
 
 def check_updates(secret: Recovery, updates: Sequence[Update], first: int = 0) -> None:

@@ -18,9 +18,9 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -37,6 +37,7 @@ SIGNED, TAGGED = b"s", b"t"  # the first byte of a mark
 LONGEST_FILE = 2**26
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 HEX = re.compile(r"[0-9a-f]{64}")
+JsonObject = dict[str, Any]  # type: ignore[explicit-any]
 IDENTITY = """# The signing key of one member. It stays on this machine; `fedveil keys show` prints what others may see.
 name = "{name}"
 private = "{private}"
@@ -79,6 +80,15 @@ def _read_file(path: Path, forbidden: int, what: str, fix: str) -> str:
         raise BadArgument(str(path), "is not a text file") from None
 
 
+def parse_toml(path: Path, text: str) -> JsonObject:
+    """Parse the text of a TOML file; errors show nothing of it."""
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        what = f"is not TOML: {type(error).__name__}"
+        raise BadArgument(str(path), what, "correct or replace the file") from None
+
+
 def is_signature(key: Ed25519PublicKey | bytes, signature: bytes, message: bytes) -> bool:
     """Return whether the owner of a public key signed a message."""
     try:
@@ -89,18 +99,24 @@ def is_signature(key: Ed25519PublicKey | bytes, signature: bytes, message: bytes
     return True
 
 
-class Identity:
-    """A member's name and Ed25519 key; its repr shows the name only."""
+class SecretHolder:
+    """An object that holds secrets: it is neither pickled nor copied, and its repr shows its name, if it has one."""
+
+    name = ""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})" if self.name else f"{type(self).__name__}()"
+
+    def __reduce__(self) -> str:
+        raise BadArgument(type(self).__name__, "secrets are neither pickled nor copied", "create it where it is used")
+
+
+class Identity(SecretHolder):
+    """A member's name and Ed25519 key."""
 
     def __init__(self, name: str, key: Ed25519PrivateKey) -> None:
         self.name = check_member_name("Identity", name)
         self._key = key
-
-    def __repr__(self) -> str:
-        return f"Identity({self.name!r})"
-
-    def __reduce__(self) -> str:
-        raise BadArgument("Identity", "a private key is not pickled", "use Identity.save and Identity.load")
 
     @classmethod
     def new(cls, name: str) -> "Identity":
@@ -110,11 +126,7 @@ class Identity:
     @classmethod
     def load(cls, path: Path) -> "Identity":
         """Load a file written by `save`; refuse a file that others can read."""
-        text = read_private_file(path)
-        try:
-            found = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError):
-            found = {}
+        found = parse_toml(path, read_private_file(path))
         name, private = found.get("name"), found.get("private")
         if not isinstance(private, str) or not HEX.fullmatch(private):
             raise BadArgument(str(path), "is not an identity file", "run fedveil keys new NAME")
@@ -160,7 +172,17 @@ class Roster:
 
         A file that others can change is refused.
         """
-        return cls(dict(_parse_members(str(path), read_trusted_file(path))))
+        members: dict[str, bytes] = {}
+        for number, line in enumerate(read_trusted_file(path).splitlines(), 1):
+            words, where = line.partition("#")[0].split(), f"{path}, line {number}"
+            if not words:
+                continue
+            if len(words) != 2 or not HEX.fullmatch(words[1]):
+                raise BadArgument(where, "a line must hold a name and a public key of 64 hexadecimal digits")
+            if check_member_name(where, words[0]) in members:
+                raise BadArgument(where, f"{words[0]} is listed twice")
+            members[words[0]] = bytes.fromhex(words[1])
+        return cls(members)
 
     def write(self, path: Path) -> Path:
         """Write a file for `read`."""
@@ -186,21 +208,6 @@ class Roster:
         except (KeyError, ValueError):
             return False
         return is_signature(self._keys[name], signature, message)
-
-
-def _parse_members(path: str, text: str) -> Iterator[tuple[str, bytes]]:
-    seen: set[str] = set()
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        where = f"{path}, line {number}"
-        if len(words) != 2 or not HEX.fullmatch(words[1]):
-            raise BadArgument(where, "a line must hold a name and a public key of 64 hexadecimal digits")
-        if check_member_name(where, words[0]) in seen:
-            raise BadArgument(where, f"{words[0]} is listed twice")
-        seen.add(words[0])
-        yield words[0], bytes.fromhex(words[1])
 
 
 class Digest(NamedTuple):

@@ -18,6 +18,7 @@ other secret, which may also be below 2^256: only the dealer's commitment shows 
 """
 
 import hashlib
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,8 +51,11 @@ Seeds = Iterable[bytes]
 
 def fields(*parts: bytes | str | int) -> bytes:
     """Encode fields as bytes, each preceded by its length: different lists of fields give different bytes."""
-    raw = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
-    return b"".join(len(part).to_bytes(8, "big") + part for part in raw)
+    found = b""
+    for part in parts:
+        raw = part if isinstance(part, bytes) else str(part).encode()
+        found += len(raw).to_bytes(8, "big") + raw
+    return found
 
 
 def derive(secret: bytes, salt: bytes, *info: bytes | str | int) -> bytes:
@@ -152,14 +156,9 @@ def _evaluate(coefficients: list[int], x: int, prime: int) -> int:
 @lru_cache(maxsize=64)
 def weights(points: tuple[int, ...], prime: int = PRIME) -> tuple[int, ...]:
     """Return the weights of the shares at these points: the Lagrange polynomials at 0."""
-    found = []
-    for own in points:
-        above = below = 1
-        for other in points:
-            if other != own:
-                above, below = above * other % prime, below * (other - own) % prime
-        found.append(above * pow(below, -1, prime) % prime)
-    return tuple(found)
+    others = {own: [other for other in points if other != own] for own in points}
+    below = [math.prod(other - own for other in others[own]) for own in points]
+    return tuple([math.prod(others[own]) * pow(b, -1, prime) % prime for own, b in zip(points, below, strict=True)])
 
 
 def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
@@ -169,8 +168,6 @@ def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
 
 def split_seed(seed: bytes, t: int, n: int) -> list[bytes]:
     """Return the shares of a 32-byte seed at 1 .. n."""
-    if len(seed) != SEED:
-        raise BadArgument("split_seed", f"a seed has {SEED} bytes, got {len(seed)}")
     return [share.to_bytes(WIDTH, "big") for share in split(int.from_bytes(seed, "big"), t, n)]
 
 
@@ -192,7 +189,7 @@ def is_field_element(share: bytes) -> bool:
 def keystream(seed: bytes, buffer: bytearray) -> Fill:
     """Return a function that writes the next words of PRG(seed) to the buffer; they are valid until the next call."""
     encryptor = Cipher(algorithms.AES(derive(seed, b"", "stream")), modes.CTR(bytes(16))).encryptor()
-    words = np.frombuffer(buffer, WORD, PIECE)
+    words = np.frombuffer(buffer, WORD, len(buffer) // 8)
 
     def fill(count: int) -> Words:
         encryptor.update_into(ZEROS[: 8 * count], buffer)
@@ -213,7 +210,7 @@ def add_streams(
         also: vectors that are added.
         out: buffer for the result; a new vector by default.
     """
-    buffer = bytearray(8 * PIECE + 16)
+    buffer = bytearray(8 * min(PIECE, start.size) + 16)
     signs = [(np.add, plus), (np.subtract, minus)]
     streams = [(combine, keystream(seed, buffer)) for combine, seeds in signs for seed in seeds]
     total = np.empty(start.size, np.uint64) if out is None else out

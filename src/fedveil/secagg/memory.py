@@ -15,26 +15,45 @@ lists of members.
 
 import contextlib
 import hashlib
-import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from filelock import FileLock, Timeout
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.files import OWNER, refusals, write_whole
-from fedveil.secagg.identity import KEY, check_member_name, read_private_file
+from fedveil.secagg.identity import KEY, SecretHolder, read_private_file
 from fedveil.secagg.masks import WIDTH
-from fedveil.secagg.messages import HASH, JsonObject
+from fedveil.secagg.messages import HASH
 
-FORMAT = 2
 MOST_RUNS = 1024  # runs in a memory, tombstones included
 MOST_SUMS = 1000  # opened sums whose subject and members are stored
 SHORT = 16  # bytes of a stored digest
+
+
+def _hex_field(*sizes: int) -> BeforeValidator:
+    """Read bytes from hex, and require one of these sizes."""
+
+    def parse(text: str) -> bytes:
+        raw = bytes.fromhex(text)
+        if len(raw) not in sizes:
+            raise ValueError
+        return raw
+
+    return BeforeValidator(parse)
+
+
+HEX = PlainSerializer(bytes.hex)
+Hash = Annotated[bytes, _hex_field(HASH), HEX]
+Key = Annotated[bytes, _hex_field(KEY), HEX]
+RemovableKey = Annotated[bytes, _hex_field(0, KEY), HEX]
+Share = Annotated[bytes, _hex_field(WIDTH), HEX]
 
 
 @dataclass(repr=False)
@@ -53,15 +72,15 @@ class Current:
         shares: the shares that were dealt to it, by dealer.
     """
 
-    context: bytes
+    context: Hash
     round: int
-    subject: bytes
+    subject: Hash
     names: tuple[str, ...]
-    keys: tuple[bytes, ...]
-    own: bytes
+    keys: tuple[Key, ...]
+    own: Share
     step: int = -1
     members: tuple[str, ...] = ()
-    shares: dict[str, bytes] = field(default_factory=dict)
+    shares: dict[str, Share] = field(default_factory=dict)
 
 
 @dataclass(repr=False)
@@ -70,6 +89,7 @@ class RunMemory:
 
     Attributes:
         key: the private key; empty once it has been removed.
+        public: the public key.
         created: time of its creation, in seconds since 1970 by the client's clock.
         uses: number of attempts that used the key.
         attempt, round: those of the last admitted opening.
@@ -79,23 +99,20 @@ class RunMemory:
         current: the attempt in progress.
     """
 
-    key: bytes
+    key: RemovableKey
+    public: Key
     created: int
     uses: int = 0
     attempt: int = -1
     round: int = -1
     revealed: int = -1
     sums: int = 0
-    server: bytes = b""
+    server: RemovableKey = b""
     current: Current | None = None
 
     def private(self) -> X25519PrivateKey:
         """Return the private key as an object."""
         return X25519PrivateKey.from_private_bytes(self.key)
-
-    def public(self) -> bytes:
-        """Return the public key."""
-        return self.private().public_key().public_bytes_raw()
 
     def forget_attempt(self) -> None:
         """Drop the attempt in progress, so that it is never revealed twice."""
@@ -113,6 +130,7 @@ class State:
         day: the day of the last opened sum, in days since 1970, and the number of sums opened on it.
         opened: subject and members of the last opened sums, as concatenated short digests: read in every turn, searched
             only before a sum is opened.
+        format: version of the file's format.
     """
 
     member: str | None = None
@@ -120,12 +138,14 @@ class State:
     ended: list[str] = field(default_factory=list)
     day: tuple[int, int] = (0, 0)
     opened: str = ""
+    format: Literal[3] = 3
 
     def opened_members(self, subject: str) -> list[str]:
         """Return the digests of the members over whom sums on a subject were opened."""
-        size = 4 * SHORT  # characters of two digests
-        found = [self.opened[at : at + size] for at in range(0, len(self.opened), size)]
-        return [each[2 * SHORT :] for each in found if each.startswith(subject)]
+        if subject not in self.opened:  # the usual case, and much faster than the search below
+            return []
+        starts = range(0, len(self.opened), 4 * SHORT)  # characters of two digests
+        return [self.opened[at:][2 * SHORT : 4 * SHORT] for at in starts if self.opened.startswith(subject, at)]
 
     def remember_sum(self, subject: str, members: str) -> None:
         """Remember an opened sum; beyond the limit, the oldest is forgotten."""
@@ -162,7 +182,7 @@ class Turn(NamedTuple):
     write: Callable[[], None]
 
 
-class Memory:
+class Memory(SecretHolder):
     """A client's memory, in a file that only its owner can read or in this process; its repr shows nothing.
 
     Args:
@@ -172,12 +192,6 @@ class Memory:
     def __init__(self, path: Path | None = None) -> None:
         self._path, self._text, self._lock = path, "", threading.Lock()
 
-    def __repr__(self) -> str:
-        return "Memory()"
-
-    def __reduce__(self) -> str:
-        raise BadArgument("Memory", "private keys are not pickled", "pass a path: Memory(path)")
-
     def to_bytes(self) -> bytes:
         """Return the entire memory, private keys included, for a client that stores its state elsewhere."""
         return self._load_text().encode()
@@ -186,8 +200,7 @@ class Memory:
     def from_bytes(cls, data: bytes) -> "Memory":
         """Restore a memory in this process from the result of `to_bytes`."""
         memory = cls()
-        with contextlib.suppress(UnicodeDecodeError):
-            memory._text = data.decode("ascii")
+        memory._text = data.decode(errors="replace")
         _from_text("memory", memory._text)
         return memory
 
@@ -225,57 +238,23 @@ class Memory:
             write_whole(self._path, text, OWNER)
 
 
+@lru_cache(maxsize=1)
+def _adapter() -> TypeAdapter[State]:
+    return TypeAdapter(State)
+
+
 def _to_text(state: State) -> str:
-    return json.dumps({"format": FORMAT, **vars(state)}, default=_to_plain)
-
-
-def _to_plain(value: bytes | RunMemory | Current) -> str | JsonObject:
-    return value.hex() if isinstance(value, bytes) else vars(value)
+    return _adapter().dump_json(state).decode()
 
 
 def _from_text(where: str, text: str) -> State:
     if not text:
         return State()
     try:
-        found = json.loads(text)
-        if found["format"] != FORMAT:
-            raise ValueError
-        member, day, opened = found["member"], found["day"], found["opened"]
-        return State(
-            None if member is None else check_member_name(where, member),
-            {run: _run_from(values) for run, values in found["runs"].items()},
-            [_bytes(ended, SHORT).hex() for ended in found["ended"]],
-            (int(day[0]), int(day[1])),
-            bytes.fromhex(opened).hex() if len(opened) % (4 * SHORT) == 0 else _bytes(opened, 0).hex(),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        state = _adapter().validate_json(text)
+        if _to_text(state) != text or len(bytes.fromhex(state.opened)) % (2 * SHORT):
+            raise ValueError  # a counter that is missing must not get its default
+    except (ValueError, TypeError):  # not chained: pydantic's errors show values, here secrets
         fix = "remove it; the client then generates a new key"
         raise BadArgument(where, "this memory is damaged", fix) from None
-
-
-def _run_from(values: JsonObject) -> RunMemory:
-    counts = {name: int(values[name]) for name in ("created", "uses", "attempt", "round", "revealed", "sums")}
-    key, server = (_bytes(values[name], KEY) if values[name] else b"" for name in ("key", "server"))
-    current = None if values["current"] is None else _current_from(values["current"])
-    return RunMemory(key, **counts, server=server, current=current)
-
-
-def _current_from(now: JsonObject) -> Current:
-    return Current(
-        _bytes(now["context"], HASH),
-        int(now["round"]),
-        _bytes(now["subject"], HASH),
-        tuple(map(str, now["names"])),
-        tuple(_bytes(key, KEY) for key in now["keys"]),
-        _bytes(now["own"], WIDTH),
-        int(now["step"]),
-        tuple(map(str, now["members"])),
-        {str(dealer): _bytes(share, WIDTH) for dealer, share in now["shares"].items()},
-    )
-
-
-def _bytes(text: str, size: int) -> bytes:
-    raw = bytes.fromhex(text)
-    if len(raw) != size:
-        raise ValueError
-    return raw
+    return state

@@ -9,13 +9,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 
 from fedveil.errors import BadArgument
 from fedveil.secagg.fixed import CHECKS, HIGHEST, LOWEST, Words
-from fedveil.secagg.identity import KEY, SIGNATURE, check_member_name
+from fedveil.secagg.identity import KEY, SIGNATURE, JsonObject, check_member_name
 from fedveil.secagg.masks import LABEL, SEALED, SEED, WIDTH, WORD, fields
 
 FORMAT = 2
@@ -26,8 +26,6 @@ MOST_MEMBERS = 10_000
 MOST_COUNT = 2**53  # bound on rounds, attempts and steps: every JSON parser holds them exactly
 MOST_WORDS = 2**36
 HEAD = 2  # words before the rows: 1 for each client, and its number of records
-
-JsonObject = dict[str, Any]  # type: ignore[explicit-any]
 
 
 @dataclass(frozen=True)
@@ -113,6 +111,7 @@ class Opening:
         return cls(check_run_name("opening", found.get("run")), *counts, hellos, exponents, rows, checks)
 
 
+@lru_cache(maxsize=8)
 def context(opening: Opening, digest: bytes) -> bytes:
     """Hash the opening and H = SHA-256(M1): masks, keys, shares and signatures of an attempt are bound to the result.
 
@@ -184,27 +183,18 @@ class Settle:
         return unpack(data, "settle", 0)[0].settle()
 
 
-@dataclass(frozen=True)
-class SealedShares:
-    """M3, the part for one client at step 0: the shares that the others dealt to it, in the order of the members.
+def pack_dealt(sealed: Iterable[bytes], hashes: Iterable[bytes]) -> bytes:
+    """Encode M3, the part for one client at step 0: the encrypted shares that the others dealt to it, and their hashes.
 
-    Attributes:
-        shares: encrypted shares.
-        hashes: hashes of the shares.
+    Both are in the order of the members.
     """
+    return pack("sealed", {}, [*sealed, *hashes])
 
-    shares: tuple[bytes, ...]
-    hashes: tuple[bytes, ...]
 
-    def to_bytes(self) -> bytes:
-        """Encode the message."""
-        return pack("sealed", {}, [*self.shares, *self.hashes])
-
-    @classmethod
-    def from_bytes(cls, data: bytes, count: int) -> "SealedShares":
-        """Decode the shares of `count` dealers."""
-        _, body = unpack(data, "sealed", count * (SEALED + HASH))
-        return cls(_cut(body[: count * SEALED], SEALED), _cut(body[count * SEALED :], HASH))
+def unpack_dealt(data: bytes, count: int) -> list[tuple[bytes, bytes]]:
+    """Decode the encrypted shares of `count` dealers, each with its hash."""
+    _, body = unpack(data, "sealed", count * (SEALED + HASH))
+    return list(zip(_cut(body[: count * SEALED], SEALED), _cut(body[count * SEALED :], HASH), strict=True))
 
 
 @dataclass(frozen=True, repr=False)

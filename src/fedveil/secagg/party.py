@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import masks, messages, rules
 from fedveil.secagg.fixed import Words
-from fedveil.secagg.identity import TAGGED, Identity, Roster, admit_message, channel_key, tag_message
+from fedveil.secagg.identity import TAGGED, Identity, Roster, SecretHolder, admit_message, channel_key, tag_message
 from fedveil.secagg.memory import Current, Memory, RunMemory, State, short_digest
 from fedveil.secagg.messages import Hello, Opening, Reveal, RevealReply, Settle, SettleReply, Upload, context
 from fedveil.secagg.policy import Policy
@@ -27,21 +27,15 @@ from fedveil.secagg.policy import Policy
 DAY = 86_400  # seconds
 
 
-class Ticket:
+class Ticket(SecretHolder):
     """The right to upload once in an admitted attempt. It holds the self seed; its repr shows nothing."""
 
     def __init__(self, opening: Opening, context: bytes, own: bytes, shares: list[bytes]) -> None:
         self.opening = opening
         self._context, self._own, self._shares, self._used = context, own, shares, False
 
-    def __repr__(self) -> str:
-        return "Ticket()"
 
-    def __reduce__(self) -> str:
-        raise BadArgument("Ticket", "seeds are not pickled", "upload in the process that admitted the opening")
-
-
-class Party:
+class Party(SecretHolder):
     """A client in secure aggregation.
 
     Args:
@@ -64,20 +58,12 @@ class Party:
         if identity.name not in roster.names or roster.public_key(identity.name) != identity.public():
             what = f"{identity.name} is not in the roster with this key"
             raise BadArgument("Party", what, "add its line to the roster file")
-        self._identity, self._roster = identity, roster
+        self.name, self._identity, self._roster = identity.name, identity, roster
         self._memory, self.policy, self._clock = memory or Memory(), policy or Policy(), clock
         self._verified: set[Hello] = set()
         self._agreed: dict[tuple[bytes, bytes], bytes] = {}  # keyed by own private and the other's public key
         self._channels: dict[str, bytes] = {}  # keys for the server's tags, by run
         self._masked: Words = np.empty(0, np.uint64)  # reused in every round: new memory costs more than the masks
-
-    def __repr__(self) -> str:
-        return f"Party({self.name!r})"
-
-    @property
-    def name(self) -> str:
-        """The member's name."""
-        return self._identity.name
 
     def hello(self, run: str, server: bytes = b"") -> Hello:
         """Return M0, this client's key for a run: a new key on the first call, and whenever the last one is due.
@@ -102,7 +88,7 @@ class Party:
                 known.server = server
                 turn.write()
                 self._forget_secrets()
-            key = state.runs[run].public()
+            key = state.runs[run].public
         return Hello(run, self.name, key, self._identity.sign(Hello.signed_bytes(run, self.name, key)))
 
     def prove(self, hello: Hello, challenge: bytes) -> bytes:
@@ -255,9 +241,10 @@ class Party:
         if run not in state.runs and state.is_full():
             fix = "remove the memory file when no run is in progress"
             raise Aborted("full", "hello", "the table of runs in this client's memory is full", fix)
-        key = X25519PrivateKey.generate().private_bytes_raw()
-        before, state.member = state.runs.get(run, RunMemory(key, now)), self.name
-        state.runs[run] = replace(before, key=key, created=now, uses=0, server=server, current=None)
+        private = X25519PrivateKey.generate()
+        keys = private.private_bytes_raw(), private.public_key().public_bytes_raw()
+        before, state.member = state.runs.get(run, RunMemory(*keys, now)), self.name
+        state.runs[run] = replace(before, key=keys[0], public=keys[1], created=now, uses=0, server=server, current=None)
         self._forget_secrets()
 
     def _forget_old_keys(self, state: State, now: int) -> bool:
@@ -281,10 +268,11 @@ class Party:
         if run is None or state.member != self.name:
             raise Aborted("run", "opening", f"{self.name} has no key for this run", "request its hello first")
         now = int(self._clock())
-        rules.check_key(run, self.policy, now)
+        if rules.needs_new_key(run, self.policy, now):
+            raise Aborted("key", "opening", "this client's key for the run is due to be replaced", "request its hello")
         rules.check_roster_size(len(opening.roster), self.policy)
         rules.check_roster(opening, self._roster, self._verified)
-        rules.check_membership(opening, self.name, run.public())
+        rules.check_membership(opening, self.name, run.public)
         rules.check_attempt(run, opening)
         rules.check_round(run, opening)
         rules.check_budget(state, run, self.policy, now // DAY)
@@ -308,8 +296,8 @@ class Party:
     def _open_shares(self, settle: Settle, own: bytes, pairs: Mapping[str, bytes], index: int) -> dict[str, bytes]:
         """Decrypt the others' shares, by dealer, and keep those that match their hashes."""
         dealers = [name for name in settle.members if name != self.name]
-        dealt, found = messages.SealedShares.from_bytes(own, len(dealers)), {}
-        for dealer, sealed, known in zip(dealers, dealt.shares, dealt.hashes, strict=True):
+        found = {}
+        for dealer, (sealed, known) in zip(dealers, messages.unpack_dealt(own, len(dealers)), strict=True):
             share = masks.unseal(sealed, pairs[dealer], settle.context, dealer, self.name)
             if share is None or not masks.is_field_element(share):
                 continue

@@ -5,14 +5,13 @@ prevents accidents and crude attacks. A server that changes the model slightly b
 (docs/secure-aggregation.md).
 """
 
-import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fedveil.checks import check_choice, check_count, is_number
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
-from fedveil.secagg.identity import HEX, KEY, read_trusted_file
+from fedveil.secagg.identity import HEX, KEY, parse_toml, read_trusted_file
 
 TEXT = """# What this client requires of a server, and how often it answers. No server can change it.
 
@@ -76,12 +75,7 @@ class Policy:
         if not path.exists():
             what = "there is no policy, which names the server that this client answers"
             raise BadArgument(str(path), what, "run fedveil keys policy KEY_FILE --server HEX")
-        try:
-            found = tomllib.loads(read_trusted_file(path))
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise BadArgument(
-                str(path), f"is not TOML: {type(error).__name__}", "correct or replace the file"
-            ) from None
+        found = parse_toml(path, read_trusted_file(path))
         for name in found:
             check_choice(str(path), "setting", name, [each.name for each in fields(cls)])
         server = found.get("server", "")

@@ -74,16 +74,9 @@ def liars(n: int) -> int:
 
 def check_roster_size(n: int, policy: Policy) -> None:
     """Require a roster that is large enough for the client's policy."""
-    least = max(LEAST, policy.min_members)
-    if n < least or colluders(n) < policy.colluders:
-        what = f"at least {least} are needed, and enough to withstand {policy.colluders} colluders"
+    if n < policy.min_members or colluders(n) < policy.colluders:
+        what = f"at least {policy.min_members} are needed, and enough to withstand {policy.colluders} colluders"
         raise Aborted("few", "opening", f"{n} members are too few: {what}")
-
-
-def check_key(run: RunMemory, policy: Policy, now: int) -> None:
-    """Refuse a key that is due to be replaced."""
-    if needs_new_key(run, policy, now):
-        raise Aborted("key", "opening", "this client's key for the run is due to be replaced", "request its hello")
 
 
 def needs_new_key(run: RunMemory, policy: Policy, now: int) -> bool:
@@ -125,7 +118,7 @@ def check_roster(opening: Opening, roster: Roster, verified: set[Hello]) -> None
 
 def check_membership(opening: Opening, name: str, key: bytes) -> None:
     """Require that the opening includes the client itself, with its current key."""
-    if not any((hello.name, hello.key) == (name, key) for hello in opening.roster):
+    if (name, key) not in [(hello.name, hello.key) for hello in opening.roster]:
         raise Aborted("roster", "opening", f"it does not include {name}, or has an old key of {name}")
 
 
@@ -161,21 +154,15 @@ def check_survivors(current: Current, members: Collection[str], name: str) -> No
     """Require that at least t members are left, this client among them."""
     if name not in members:
         raise Aborted("members", "settle", "it does not include this client")
-    least = threshold(len(current.names))
+    n, least = len(current.names), threshold(len(current.names))
     if len(members) < least:
-        what = f"{len(members)} of {len(current.names)} members are left: at least {least} are needed"
-        raise Aborted("few", "settle", what)
+        raise Aborted("few", "settle", f"{len(members)} of {n} members are left: at least {least} are needed")
 
 
 def check_agreement(current: Current, reveal: Reveal, roster: Roster, name: str) -> None:
-    """Require that at least t members, this client among them, have signed the list that it signed last."""
+    """Require that at least t members, this client included, have signed the list that it signed last."""
     if (reveal.settle.step, reveal.settle.members) != (current.step, current.members):
         raise Aborted("members", "reveal", "it is not about the members that this client agreed to last")
-    check_signatures(current, reveal, roster, name)
-
-
-def check_signatures(current: Current, reveal: Reveal, roster: Roster, name: str) -> None:
-    """Require that at least t - 1 other members have signed the same context, step and members as this client."""
     text, least = reveal.settle.signed_bytes(), threshold(len(current.names))
     good = 1  # its own, which it need not check
     for other in current.members:

@@ -15,13 +15,12 @@ without decoding.
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain, combinations
-from typing import NamedTuple
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg import masks
 from fedveil.secagg.fixed import Words
 from fedveil.secagg.identity import Roster
-from fedveil.secagg.messages import Opening, Reveal, RevealReply, SealedShares, Settle, SettleReply, Upload, context
+from fedveil.secagg.messages import Opening, Reveal, RevealReply, Settle, SettleReply, Upload, context, pack_dealt
 from fedveil.secagg.rules import LEAST, liars, threshold
 
 Pair = tuple[str, str]  # in the order of names
@@ -43,22 +42,14 @@ class Conduct:
     """
 
     def __init__(self) -> None:
-        self._excluded: dict[str, str] = {}
+        self.excluded: dict[str, str] = {}  # the members that lied, with the reason
         self._partners: dict[str, set[str]] = {}
         self._most = 1  # liars tolerated in the largest attempt
         self._left_out: Counter[str] = Counter()  # how often each member was left out because of a dispute
 
-    def __repr__(self) -> str:
-        return f"Conduct(excluded={self._excluded!r})"
-
-    @property
-    def excluded(self) -> Mapping[str, str]:
-        """The members that lied, with the reason."""
-        return dict(self._excluded)
-
     def exclude(self, name: str, why: str) -> None:
         """Exclude a member that is proven to have lied; the first reason stays."""
-        self._excluded.setdefault(name, why)
+        self.excluded.setdefault(name, why)
 
     def judge_complaints(self, complaints: Mapping[str, Collection[str]], n: int) -> None:
         """Exclude accusers and dealers that must be lying if there are at most `liars(n)` liars.
@@ -71,7 +62,7 @@ class Conduct:
         for accuser, dealers in complaints.items():
             if len(dealers) > most:
                 self.exclude(accuser, f"it complained about the shares of {len(dealers)} of {n} members")
-        believed = [dealers for accuser, dealers in complaints.items() if accuser not in self._excluded]
+        believed = [dealers for accuser, dealers in complaints.items() if accuser not in self.excluded]
         for dealer, count in Counter(chain.from_iterable(believed)).items():
             if count > most:
                 self.exclude(dealer, f"{count} of {n} members complained about its shares")
@@ -90,7 +81,7 @@ class Conduct:
         for name, partners in self._partners.items():
             if len(partners) > most:
                 self.exclude(name, f"the seeds of its pairs differ from those of {len(partners)} members")
-        out = {name for name in self._excluded if any(name in pair for pair in disputed)}
+        out = {name for name in self.excluded if any(name in pair for pair in disputed)}
         while left := sorted(pair for pair in disputed if not out & set(pair)):
             counts = Counter(name for pair in left for name in pair)
             worst = max(counts.values())
@@ -98,13 +89,6 @@ class Conduct:
             out.add(min(pair, key=lambda name: (self._left_out[name], -counts[name], name == pair[0])))
         self._left_out.update(out)
         return out
-
-
-class SettleMessage(NamedTuple):
-    """M3: the bytes for all members, and additional bytes for each of them."""
-
-    common: bytes
-    own: dict[str, bytes]
 
 
 class Tally:
@@ -121,8 +105,6 @@ class Tally:
         if len(opening.roster) < LEAST:
             raise Aborted("few", "opening", f"{len(opening.roster)} members are too few: at least {LEAST} are needed")
         self._names, self._roster, self.conduct = opening.names, roster, conduct or Conduct()
-        if len(set(self._names)) != len(self._names):
-            raise Aborted("roster", "opening", "it names a member twice")
         self._index = {name: index for index, name in enumerate(self._names)}
         self._threshold = threshold(len(self._names))
         self._context, self._size, self._attempt = context(opening, digest), opening.size, opening.attempt
@@ -135,9 +117,6 @@ class Tally:
         self._seeds: dict[tuple[int, int], bytes] = {}  # keyed by (survivor, dropout)
         self._reveal: Reveal | None = None
         self._revealed: dict[str, dict[str, bytes]] = {}  # shares that match their hash, by revealer and dealer
-
-    def __repr__(self) -> str:
-        return f"Tally({len(self.survivors)} of {len(self._names)} members)"
 
     @property
     def quarrelling(self) -> set[str]:
@@ -158,8 +137,8 @@ class Tally:
         self._check_context("upload", name, upload.context)
         self._uploads[name] = upload
 
-    def settle(self) -> SettleMessage:
-        """Return M3 for all members that are left."""
+    def settle(self) -> tuple[bytes, dict[str, bytes]]:
+        """Return M3: the bytes for all members that are left, and additional bytes for each of them."""
         if self._reveal or (self._settle and self.has_agreement()):
             raise BadArgument("settle", "the members left have already agreed", "call reveal()")
         if self._settle is None:
@@ -172,7 +151,7 @@ class Tally:
             raise Aborted("few", "settle", what, "start a new attempt")
         self._settle, self._replies, self._signatures = Settle(self._context, step, tuple(members)), {}, {}
         own = {name: self._dealt_to(name, members) if step == 0 else b"" for name in members}
-        return SettleMessage(self._settle.to_bytes(), own)
+        return self._settle.to_bytes(), own
 
     def take_settle_reply(self, name: str, data: bytes) -> None:
         """Take M4."""
@@ -219,13 +198,13 @@ class Tally:
 
         The first member to be checked changes with the attempt, so that over two attempts everyone is checked.
         """
-        start = self._attempt * self._threshold % len(settle.members)
+        text, start = settle.signed_bytes(), self._attempt * self._threshold % len(settle.members)
         for name in settle.members[start:] + settle.members[:start]:
             if len(self._signatures) == self._threshold:
                 break
             if name in self._signatures:
                 continue
-            if self._roster.verifies(name, self._replies[name].signature, settle.signed_bytes()):
+            if self._roster.verifies(name, self._replies[name].signature, text):
                 self._signatures[name] = self._replies[name].signature
             else:
                 self.conduct.exclude(name, "its signature on the members is wrong")
@@ -291,13 +270,14 @@ class Tally:
         if self._complaints:
             self.conduct.judge_complaints(self._complaints, len(self._names))
         left = [name for name in left if name not in self.conduct.excluded]
-        while self._complaints and (lost := {name for name in left if self._holders(name, left) < self._threshold}):
+        while self._complaints and (lost := self._unrecoverable(left)):
             left = [name for name in left if name not in lost]
         return left
 
-    def _holders(self, dealer: str, left: list[str]) -> int:
-        """Count the members of `left` that can use their share of a dealer's seed."""
-        return sum(dealer not in self._complaints.get(name, ()) for name in left)
+    def _unrecoverable(self, left: list[str]) -> set[str]:
+        """Return the members of `left` whose seed fewer than t members of `left` hold a usable share of."""
+        lost = Counter(dealer for name in left for dealer in self._complaints.get(name, ()))
+        return {name for name in left if len(left) - lost[name] < self._threshold}
 
     def _was_dealt(self, dealer: str, name: str, share: bytes) -> bool:
         """Return whether a share matches the hash that its dealer gave for this member."""
@@ -312,8 +292,8 @@ class Tally:
         """Encode the encrypted shares that others dealt to a client, and their hashes."""
         index = self._index[name]
         uploads = {dealer: self._uploads[dealer] for dealer in dealers if dealer != name}
-        sealed = tuple(own.sealed[index - (index > self._index[dealer])] for dealer, own in uploads.items())
-        return SealedShares(sealed, tuple(own.hashes[index] for own in uploads.values())).to_bytes()
+        sealed = [own.sealed[index - (index > self._index[dealer])] for dealer, own in uploads.items()]
+        return pack_dealt(sealed, [own.hashes[index] for own in uploads.values()])
 
     def _exclude(self, kind: str, name: str, why: str) -> None:
         self.conduct.exclude(name, why)

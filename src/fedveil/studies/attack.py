@@ -3,19 +3,22 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
+
+from pydantic import TypeAdapter
 
 from fedveil.checks import check_choice
 from fedveil.data import one_tensor
 from fedveil.defences.registry import BUILT_IN
 from fedveil.errors import BadArgument
-from fedveil.report import Facts, Section, Text
+from fedveil.report import Facts, Text
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config, Value
 from fedveil.studies.federations import TrainedRun, TrainRun
-from fedveil.studies.jobs import Failure, JobWork, Result, StudyJob
-from fedveil.studies.presentation import Presentation, capitalise
+from fedveil.studies.jobs import Failure, JobWork, Result, StudyJob, successes
+from fedveil.studies.presentation import Presentation, capitalise, failed_row, read_toml
 from fedveil.studies.study import JobGraph, Study
 
 O = TypeVar("O")  # noqa: E741
@@ -85,8 +88,8 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         """Return the work of the attack on one defence; the trained federation is in `run_folder`."""
         raise NotImplementedError
 
-    def show(self, request: AttackRequest[O], results: Results[R]) -> Presentation:
-        """Return the attack's table and sections; `present` adds the title and the parts common to all attacks."""
+    def show(self, request: AttackRequest[O], results: Mapping[str, R]) -> Presentation:
+        """Return the table and sections for the defences that did not fail; `present` adds the rest."""
         raise NotImplementedError
 
     def shared(self, request: AttackRequest[O], folder: Path) -> list[StudyJob[Result]]:
@@ -120,24 +123,29 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
 
     def present(self, request: AttackRequest[O], results: Results[R]) -> Presentation:
         """Add the title, question, failures and configuration; without a verdict, the question takes its place."""
-        config, shown = request.config, self.show(request, results)
-        failures = [f"{name}: {found.failed}" for name, found in results.items() if isinstance(found, Failure)]
+        config, shown = request.config, self.show(request, successes(results))
+        failures = {name: found.failed for name, found in results.items() if isinstance(found, Failure)}
+        failed = [Text("Failed", [f"{name}: {why}" for name, why in failures.items()])] if failures else []
         values = {name: value for name, value in config.flat().items() if name != "defence"}
         values |= plain_values(request.options)
         lead = f"{capitalise(self.summary)}: {config.data.name}, {config.model.name}, {config.data.clients} clients."
-        sections: list[Section] = [
-            *([Text("Failed", failures)] if failures else []),
-            *shown.sections,
-            Facts("Configuration", {name: str(value) for name, value in values.items()}),
-        ]
+        facts = Facts("Configuration", {name: str(value) for name, value in values.items()})
         names = [config.data.name, config.model.name, *(request.defences if len(request.defences) == 1 else ())]
         return dataclasses.replace(
             shown,
             title=f"{'Audit of' if self.name == 'audit' else f'Attack: {self.name} on'} {', '.join(names)}",
             verdict=" ".join([*request.notes, shown.verdict or lead]),
-            sections=sections,
+            rows=[*shown.rows, *(failed_row(name, len(shown.header)) for name in failures)],
+            sections=[*shown.sections, facts],
+            first=[*failed, *shown.first],
             lead=lead if shown.verdict else "",
         )
+
+
+@cache
+def read_federations() -> dict[str, dict[str, dict[str, Value]]]:
+    """Return the federations in federations.toml, by purpose and name."""
+    return TypeAdapter(dict[str, dict[str, dict[str, Value]]]).validate_python(read_toml("federations.toml"))
 
 
 def check_defences(names: Sequence[str], known: Sequence[str], flag: str) -> None:

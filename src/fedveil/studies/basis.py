@@ -4,9 +4,9 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -81,7 +81,8 @@ class Digests:
     """SHA-256 digests of data and code, each computed when it is first needed."""
 
     def __init__(self) -> None:
-        self._known: dict[str, str] = {}
+        self._files = cache(digest_files)
+        self._records = cache(lambda name: digest_records(load_own_data(name)))
 
     def job_basis(self, work: V, attacked: Path | None = None) -> Basis:
         """Return the basis of a job: its configurations, its code, and the user's run that it attacks."""
@@ -100,19 +101,14 @@ class Digests:
     def _data(self, settings: DataSettings) -> Iterator[tuple[str, str]]:
         name = settings.name
         if ":" in name:
-            yield name, self._once(name, lambda: digest_records(load_own_data(name)))
+            yield name, self._records(name)
         elif source := find_source(name, settings.path):  # None if it comes with the library
             label = f"{name} {settings.path}" if settings.path else name
-            yield label, self._once(str(source), partial(digest_files, source))
+            yield label, self._files(source)
 
     def _modules(self, names: Iterable[str]) -> dict[str, str]:
         files = {name: file for name in sorted(names) if (file := source_file(name)) is not None}
-        return {name: self._once(str(file), partial(digest_files, file)) for name, file in files.items()}
-
-    def _once(self, what: str, compute: Callable[[], str]) -> str:
-        if what not in self._known:
-            self._known[what] = compute()
-        return self._known[what]
+        return {name: self._files(file) for name, file in files.items()}
 
 
 def configs_in(value: V) -> Iterator[Config]:

@@ -68,14 +68,12 @@ class CompareStudy(Study[CompareRequest, Runs]):
     def present(self, request: CompareRequest, results: Runs) -> Presentation:
         """Return the table, curves of the first seed, cost, configuration."""
         config, private = request.config, has_privacy(request.config)
-        metrics = [run.history.metrics for runs in results.values() for run in _successes(runs)]
-        metric = primary_metric({name for found in metrics for name in found})
-        first = {name: runs[0].history for name, runs in results.items() if isinstance(runs[0], TrainedRun)}
+        every = [(name, number, run) for name, runs in results.items() for number, run in enumerate(runs)]
+        done = [(name, number, run.history) for name, number, run in every if isinstance(run, TrainedRun)]
+        metric = primary_metric({name for _, _, history in done for name in history.metrics})
+        first = {name: history for name, number, history in done if number == 0}
         failures = [
-            f"{name}, seed {config.training.seed + number}: {run.failed}"
-            for name, runs in results.items()
-            for number, run in enumerate(runs)
-            if isinstance(run, Failure)
+            f"{name}, seed {config.training.seed + n}: {r.failed}" for name, n, r in every if isinstance(r, Failure)
         ]
         sections: list[Section] = [
             *([Text("Failed", failures)] if failures else []),
@@ -84,28 +82,22 @@ class CompareStudy(Study[CompareRequest, Runs]):
             cost_section(first),
             Facts("Configuration", {name: str(value) for name, value in config.flat().items()}),
         ]
+        title, header = f"{config.data.name}, {config.model.name}: defences compared", [*HEADER, *["epsilon"] * private]
+        rows = [_row(name, runs, results.get("plain", []), metric, config) for name, runs in results.items()]
+        note = f"Mean and standard deviation over {count(request.seeds, 'seed')}; bytes without names and shapes."
         where = f"{config.model.name} on {config.data.name} with {count(config.data.clients, 'client')}"
-        return Presentation(
-            f"{config.data.name}, {config.model.name}: defences compared",
-            verdict(results, metric),
-            [title.format(metric) for title in HEADER] + ["epsilon"] * private,
-            [_row(name, runs, results.get("plain", []), metric, config) for name, runs in results.items()],
-            f"Mean and standard deviation over {count(request.seeds, 'seed')}; bytes without names and shapes.",
-            sections,
-            lead=f"{len(results)} ways to train {where}. Curves: first seed.",
-        )
-
-
-def _successes(runs: SeedRuns) -> list[TrainedRun]:
-    return [run for run in runs if isinstance(run, TrainedRun)]
+        lead = f"{len(results)} ways to train {where}. Curves: first seed."
+        header = [column.format(metric) for column in header]
+        return Presentation(title, verdict(results, metric), header, rows, note, sections, lead=lead)
 
 
 def _row(defence: str, runs: SeedRuns, plain: SeedRuns, metric: str, config: Config) -> list[str]:
     """Return the row of a defence: metric with spread over seeds, largest difference from plain, cost, epsilon."""
-    done, private = _successes(runs), has_privacy(config)
-    if len(done) < len(runs):
-        number = next(number for number, run in enumerate(runs) if isinstance(run, Failure))
-        return failed_row(defence, len(HEADER) + private, f"failed with seed {config.training.seed + number}")
+    done, private = list[TrainedRun](), has_privacy(config)
+    for number, run in enumerate(runs):
+        if isinstance(run, Failure):
+            return failed_row(defence, len(HEADER) + private, f"failed with seed {config.training.seed + number}")
+        done.append(run)
     ends = [run.history.metrics[metric] for run in done]
     spread = f"{statistics.fmean(ends):.4f} ± {statistics.stdev(ends) if len(ends) > 1 else 0.0:.4f}"
     far = _largest_difference(runs, plain, metric) if defence != "plain" else ""
@@ -131,9 +123,9 @@ def verdict(results: Runs, metric: str) -> str:
     """Return the mean test metric of each defence over seeds, in one sentence."""
     parts = []
     for name, runs in results.items():
-        done, label = _successes(runs), "plain training" if name == "plain" else display_name(name)
-        value = statistics.fmean(run.history.metrics[metric] for run in done) if len(done) == len(runs) else None
-        parts.append(f"{label} {'failed' if value is None else quality(metric, value)}")
+        ends = [run.history.metrics[metric] for run in runs if isinstance(run, TrainedRun)]
+        value = quality(metric, statistics.fmean(ends)) if len(ends) == len(runs) else "failed"
+        parts.append(f"{'plain training' if name == 'plain' else display_name(name)} {value}")
     return f"Test {metric}: {', '.join(parts)}."
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedveil.attacks.leaked_gradients import mean_gradients
 from fedveil.attacks.veil import remove_noise
@@ -27,6 +27,11 @@ from fedveil.studies.presentation import Presentation
 from fedveil.studies.study import JobGraph, Study
 
 CONFIG = configure({"data": "digits", "loss": "cross_entropy", "additive": 100.0})
+NOTE = (
+    "Relative error of a recovered gradient against plain autograd on the true model: {}. Any client can remove the "
+    "offset, and a client that keeps two broadcasts can remove the veil without data: the veil guarantees nothing "
+    "(docs/threat-model.md)."
+)
 KINDS: Mapping[str, Mapping[str, Value]] = {
     "plain": {"defence": "plain"},
     "veiled": {"defence": "veil"},
@@ -60,12 +65,6 @@ class DemoRun(Result):
     views: dict[str, float] = dataclasses.field(default_factory=dict)
     matrices: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
     errors: list[float] = dataclasses.field(default_factory=list)
-
-
-def client_views(federation: Federation) -> dict[str, nn.Module]:
-    """Return the server's model, the model as received by a client, and as recovered by a client without data."""
-    views = {name: copy.deepcopy(view) for name, view in client_models(federation).items()}  # before one more round
-    return {**views, f"two broadcasts{NO_DATA}": remove_noise(observe(federation, rounds=2)).model}
 
 
 def recovery_errors(federation: Federation) -> list[float]:
@@ -102,7 +101,8 @@ class TrainDigits:
         found = DemoRun(records, seconds, list(data.classes))
         if self.config.defence.name == "plain":
             return found
-        views = client_views(run)
+        views = {name: copy.deepcopy(view) for name, view in client_models(run).items()}  # before one more round
+        views[f"two broadcasts{NO_DATA}"] = remove_noise(observe(run, rounds=2)).model
         accuracies = {name: metrics["accuracy"] for name, metrics in scores(views, data).items()}
         matrices = confusions(views, data)
         return dataclasses.replace(found, views=accuracies, matrices=matrices, errors=recovery_errors(run))
@@ -131,22 +131,13 @@ class DemoStudy(Study[Demo, Runs]):
         rows += [[view, f"{accuracy:.1%}", ""] for view, accuracy in list(veiled.views.items())[1:]]
         exact = f"{statistics.median(veiled.errors):.0e}, the median of {count(len(veiled.errors), 'round')}"
         matrices = [Matrix(view, veiled.classes, counts) for view, counts in veiled.matrices.items()]
-        facts = applicable_values(CONFIG.changed(epochs=request.epochs))
-        return Presentation(
-            "Demo: digits, plain and veiled",
-            f"Test accuracy: {', '.join(f'{name} {accuracy}' for name, accuracy, _ in rows)}.",
-            ["model", "test accuracy", "time"],
-            rows,
-            f"Relative error of a recovered gradient against plain autograd on the true model: {exact}. Any client can "
-            "remove the offset, and a client that keeps two broadcasts can remove the veil without data: the veil "
-            "guarantees nothing (docs/threat-model.md).",
-            [
-                *curve_sections(histories),
-                Text("What is and is not protected", PROTECTION),
-                Facts("Configuration", {name: str(value) for name, value in facts.items()}),
-            ],
-            [Beside("Answers on the test data", matrices)],
-        )
+        settings = applicable_values(CONFIG.changed(epochs=request.epochs))
+        said = f"Test accuracy: {', '.join(f'{name} {accuracy}' for name, accuracy, _ in rows)}."
+        header, first = ["model", "test accuracy", "time"], [Beside("Answers on the test data", matrices)]
+        protection = Text("What is and is not protected", PROTECTION)
+        facts = Facts("Configuration", {name: str(value) for name, value in settings.items()})
+        sections = [*curve_sections(histories), protection, facts]
+        return Presentation("Demo: digits, plain and veiled", said, header, rows, NOTE.format(exact), sections, first)
 
 
 DEMO = DemoStudy()

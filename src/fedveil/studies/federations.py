@@ -101,22 +101,17 @@ def constant_metric(data: Data) -> float:
     return float((test == torch.mode(train).values).double().mean())
 
 
-def load_or_train(
-    config: Config, folder: Path, progress: Progress, basis: Basis | None = None
-) -> tuple[Federation, Data]:
+def load_or_train(config: Config, folder: Path, progress: Progress, basis: Basis) -> tuple[Federation, Data]:
     """Return the federation of a configuration after its last round; an unfinished run of a study is resumed.
 
-    A run that a study trained on another basis (version, data or code) is trained again from the start. Without
-    `basis`, for attacks that depend on the job that trains it, it is used as it is. A user's run, whose basis has a
-    checkpoint, is only read.
+    A run that a study trained on another basis (version, data or code) is trained again from the start. A user's run,
+    whose basis has a checkpoint, is only read.
     """
     data = load_data(config)
-    if basis and basis.checkpoint is not None:
-        return resume_federation(config, folder, data), data
-    if basis:
+    if basis.checkpoint is None:
         remove_stale_run(folder, basis.training, progress)
-    if not is_finished(config, folder):
-        train(config, folder, resume=True, on_round=round_progress(config.training.epochs, progress), data=data)
+        if not is_finished(config, folder):
+            train(config, folder, resume=True, on_round=round_progress(config.training.epochs, progress), data=data)
     return resume_federation(config, folder, data), data
 
 
@@ -175,7 +170,7 @@ def observe(federation: Federation, rounds: int = 1) -> Observation:
 
 
 def observe_all(federation: Federation, defence: str) -> Views:
-    """Return the observation of each attacker on a defence: that of the published one, and those of adaptive ones."""
+    """Return the observation of each attacker on a defence, and why other attackers have none."""
     attackers = find_attackers(find(defence))
     return attacker_views(attackers, observe(federation, attackers.collected))
 
@@ -183,7 +178,7 @@ def observe_all(federation: Federation, defence: str) -> Views:
 def observe_strongest(federation: Federation, defence: str) -> dict[str, Observation]:
     """Return the observations of the published attacker and of the strongest adaptive ones."""
     kept = (PUBLISHED, *find_attackers(find(defence)).strongest)
-    return {name: found for name, found in observe_all(federation, defence).attackers.items() if name in kept}
+    return {name: found for name, found in observe_all(federation, defence)[0].items() if name in kept}
 
 
 def observe_round(federation: Federation) -> list[Round]:

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -33,18 +33,29 @@ Show = Callable[[str, float, str], None]  # the job, and its progress
 POLL = 0.2  # seconds
 
 
+def show_nothing(name: str, fraction: float, what: str) -> None:
+    """Show no progress."""
+
+
 class Result:
     """Base class of job results: frozen dataclasses of plain values, which pydantic can write as JSON and read back."""
 
 
 @dataclass(frozen=True)
 class Failure(Result):
-    """Takes the place of a result, and says why a job failed."""
+    """The result of a job that failed, with the reason."""
 
     failed: str
 
 
 R = TypeVar("R", bound=Result, covariant=True)
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def successes(results: Mapping[K, V | Failure]) -> dict[K, V]:
+    """Return the results of the jobs that did not fail."""
+    return {name: found for name, found in results.items() if not isinstance(found, Failure)}
 
 
 class JobWork(Protocol[R]):
@@ -94,7 +105,7 @@ class JobResults:
 
 
 def read_result(job: StudyJob[R], folder: Path, basis: Basis | None = None) -> R | str | None:
-    """Read a job's stored result; return text if it is no longer valid, saying why; None if it is missing or failed."""
+    """Read a job's stored result; return the reason if it is no longer valid, and None if it is missing or failed."""
     path = folder / f"{job.name}.json"
     try:
         found = read_json(path)
@@ -136,7 +147,7 @@ def run_jobs(
     folder: Path,
     *,
     workers: int | None = None,
-    show: Show = lambda name, fraction, what: None,
+    show: Show = show_nothing,
     digests: Digests | None = None,
 ) -> JobResults:
     """Run the jobs that have no valid result in the folder, and return all results.
@@ -163,7 +174,9 @@ def run_jobs(
     if workers <= 1:
         _schedule(left, found, bases, lambda job, done: _run_here(job, folder, show, done), None, show)
     else:
-        with _worker_pool(workers) as (pool, queue):
+        context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads half alive
+        queue: ProgressQueue = context.SimpleQueue()
+        with _safe_path(), ProcessPoolExecutor(workers, context, _set_up_worker, (queue, os.getpid())) as pool:
             _schedule(left, found, bases, lambda job, done: pool.submit(_run_in_worker, job, folder, done), queue, show)
     return JobResults({job.name: found[job.name] for job in jobs})
 
@@ -213,33 +226,20 @@ def _run_in_worker(job: StudyJob[Result], folder: Path, done: JobResults) -> Res
     return run_job(job, folder, lambda fraction, what: put((job.name, fraction, what)), done)
 
 
-@contextlib.contextmanager
-def _worker_pool(workers: int) -> Iterator[tuple[Executor, ProgressQueue]]:
-    """Start worker processes, each with a new interpreter, since a fork would copy torch's threads half alive."""
-    context = multiprocessing.get_context("spawn")
-    queue: ProgressQueue = context.SimpleQueue()
-    with _safe_path(), ProcessPoolExecutor(workers, context, _set_up_worker, (queue, os.getpid())) as pool:
-        yield pool, queue
-
-
 def _set_up_worker(queue: ProgressQueue, parent: int) -> None:
-    global _queue
-    _queue = queue
-    _exit_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once; only the parent prints a message
-    torch.set_num_threads(1)  # one worker per core
-    torch.set_flush_denormal(True)  # weights of dead units decay to denormals, which made a round seven times slower
-
-
-def _exit_with(parent: int) -> None:
-    """End this process when its parent is gone: two runs must never write to the same folder."""
+    """Set up a worker process, which ends when its parent is gone: two runs must never write to the same folder."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(POLL)
         os._exit(1)
 
+    global _queue
+    _queue = queue
     threading.Thread(target=watch, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once; only the parent prints a message
+    torch.set_num_threads(1)  # one worker per core
+    torch.set_flush_denormal(True)  # weights of dead units decay to denormals, which made a round seven times slower
 
 
 @contextlib.contextmanager

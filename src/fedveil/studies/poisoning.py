@@ -1,6 +1,6 @@
 """`fedveil attack poisoning`: measure accuracy with hostile clients, without limits, with bounds and with each rule."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +17,9 @@ from fedveil.progress import Progress
 from fedveil.report import NOTHING, Intervals, Section, Table, Text
 from fedveil.runs.build import build_federation, build_limits, build_model, load_data
 from fedveil.runs.config import Config, LimitSettings, Value
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option, read_federations
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
-from fedveil.studies.presentation import Presentation, failed_row, mark, read_texts
+from fedveil.studies.presentation import Presentation, mark, read_texts
 from fedveil.studies.study import JobGraph
 
 TEXTS = read_texts()["poisoning"]
@@ -108,12 +108,10 @@ class PoisoningOptions:
         return found | {rule: config.changed(aggregator=rule) for rule in rules}
 
 
-def _parse_names(flag: str, kind: str, words: str, known: Iterable[str]) -> list[str]:
+def _parse_names(flag: str, kind: str, words: str, known: Mapping[str, object]) -> list[str]:
     """Return all known names, or those in a comma-separated list."""
-    every = list(known)
-    return (
-        every if words == "all" else [check_choice(flag, kind, word, every) for word in dict.fromkeys(words.split(","))]
-    )
+    chosen = known if words == "all" else words.split(",")
+    return [check_choice(flag, kind, word, known) for word in dict.fromkeys(chosen)]
 
 
 @dataclass(frozen=True)
@@ -166,9 +164,7 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
     name = "poisoning"
     summary = "measure what hostile clients do to the model, with and without limits"
     options = PoisoningOptions
-    defaults = dict(  # noqa: RUF012
-        defence="plain,veil", data="digits", clients=5, model="mlp", lr=1e-2, hostile=1
-    )
+    defaults = read_federations()["attack"]["poisoning"]
 
     def check(self, request: AttackRequest[PoisoningOptions]) -> None:
         """Refuse a federation that cannot be attacked."""
@@ -206,7 +202,7 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
             lambda found: Poisoning({name: [found[f"{name}-{seed}"] for seed in seeds] for name in options.names()}),
         )
 
-    def show(self, request: AttackRequest[PoisoningOptions], results: Results[Poisoning]) -> Presentation:
+    def show(self, request: AttackRequest[PoisoningOptions], results: Mapping[str, Poisoning]) -> Presentation:
         """Return the accuracy by attack and limit, and the sections."""
         return show(results, list(request.options.configs(request.config)), count_hostile(request.config))
 
@@ -247,16 +243,12 @@ def limit_figures(defence: str, result: Poisoning, attack: str, limits: Sequence
     return [LimitFigures(defence, attack, name, result.endings(attack, name)) for name in limits]
 
 
-def main_rows(results: Results[Poisoning], limits: Sequence[str], hostile: int) -> Iterator[list[str]]:
+def main_rows(results: Mapping[str, Poisoning], limits: Sequence[str], hostile: int) -> Iterator[list[str]]:
     """Yield one row per defence and attack."""
-    columns = 3 + len(limits)
     for defence, result in results.items():
-        if isinstance(result, Failure):
-            yield failed_row(defence, columns)
-            continue
         for attack in result.attacks:
             if why := result.missing(attack):
-                yield [defence, attack, why, *[""] * (columns - 3)]
+                yield [defence, attack, why, *[""] * len(limits)]
                 continue
             own, bounded = limit_figures(defence, result, attack, limits), result.endings(attack, BOUNDED)
             sent = 0 if attack == HONEST else hostile * sum(one.rounds for one in bounded)
@@ -278,18 +270,20 @@ def verdict(every: Sequence[LimitFigures]) -> str:
     return f"Accuracy under the worst attack: {', '.join(parts)}; with honest clients {100 * min(honest):.1f} %."
 
 
-def show(results: Results[Poisoning], limits: Sequence[str], hostile: int) -> Presentation:
+def show(results: Mapping[str, Poisoning], limits: Sequence[str], hostile: int) -> Presentation:
     """Return the table and the sections: the attacks, intervals, and why runs ended early."""
-    done = {name: one for name, one in results.items() if isinstance(one, Poisoning)}
     every = [
-        one for name, own in done.items() for attack in own.attacks for one in limit_figures(name, own, attack, limits)
+        one
+        for name, own in results.items()
+        for attack in own.attacks
+        for one in limit_figures(name, own, attack, limits)
     ]
-    attacks = dict.fromkeys(attack for one in done.values() for attack in one.attacks if attack != HONEST)
+    attacks = dict.fromkeys(attack for one in results.values() for attack in one.attacks if attack != HONEST)
     sections: list[Section] = [
         Text("How to read it", TEXTS.reading),
         Table("The attacks", ["attack", "hostile clients send"], [[name, ATTACKS[name].summary] for name in attacks]),
     ]
-    for name in done:
+    for name in results:
         marks = [mark(one.limits, one.accuracy, one.attack, 100) for one in every if one.defence == name]
         sections.append(Intervals(f"Accuracy: {name}", "accuracy, %", marks, {}))
     ended = [f"{', '.join(one[:3])}: {one.ended[0][:200]}" for one in every if one.ended]

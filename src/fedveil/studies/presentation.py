@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 
 import torch
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, JsonValue, TypeAdapter
 from torch import Tensor
 
 from fedveil.attacks.scores import Estimate
@@ -59,11 +59,15 @@ class PageTexts(BaseModel):
     notes: dict[str, str] = {}
 
 
+def read_toml(name: str) -> dict[str, JsonValue]:
+    """Read a TOML file that comes with the studies."""
+    return tomllib.loads(files("fedveil.studies").joinpath(name).read_text(encoding="utf-8"))
+
+
 @cache
 def read_texts() -> dict[str, PageTexts]:
     """Return the prose of each study's page, by the name of the study."""
-    found = tomllib.loads(files("fedveil.studies").joinpath("texts.toml").read_text(encoding="utf-8"))
-    return TypeAdapter(dict[str, PageTexts]).validate_python(found)
+    return TypeAdapter(dict[str, PageTexts]).validate_python(read_toml("texts.toml"))
 
 
 def text(found: Estimate | None, form: str = ".1f", scale: float = 1.0) -> str:

@@ -12,7 +12,7 @@ from fedveil.files import write_whole
 from fedveil.locks import locked
 from fedveil.plain_json import to_json
 from fedveil.studies.basis import Digests
-from fedveil.studies.jobs import JobResults, Result, Show, StudyJob, run_jobs
+from fedveil.studies.jobs import JobResults, Result, Show, StudyJob, run_jobs, show_nothing
 from fedveil.studies.presentation import Presentation
 
 S = TypeVar("S")
@@ -50,7 +50,7 @@ def run_graph(
     folder: Path,
     *,
     workers: int | None = None,
-    show: Show = lambda name, fraction, what: None,
+    show: Show = show_nothing,
     digests: Digests | None = None,
 ) -> R:
     """Run the jobs whose results are not in the folder yet, and combine all results."""
@@ -58,14 +58,7 @@ def run_graph(
         return graph.collect(run_jobs(graph.jobs, folder / "jobs", workers=workers, show=show, digests=digests))
 
 
-def gather(
-    study: Study[S, R],
-    request: S,
-    folder: Path,
-    *,
-    workers: int | None = None,
-    show: Show = lambda name, fraction, what: None,
-) -> R:
+def gather(study: Study[S, R], request: S, folder: Path, *, workers: int | None = None, show: Show = show_nothing) -> R:
     """Run the jobs of a study whose results are not in the folder yet, and return its results."""
     return run_graph(study.graph(request, folder), folder, workers=workers, show=show)
 

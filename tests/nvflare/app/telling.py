@@ -9,5 +9,5 @@ from fedveil.nvflare.client import transport
 
 class Telling(TestClient):
     def make_model(self):
-        (Path(self.config["told"]) / self._site).write_text(transport().value)
+        (Path(self.config["told"]) / self._site).write_text(transport())
         return super().make_model()

@@ -1,10 +1,10 @@
-"""A toy defence: fresh secret numbers are added to the model's outputs in every round."""
+"""A toy defence that adds new secret numbers to the model's outputs in every round."""
 
 from fedveil.defences.registry import Record
 
 RECORD = Record(
     "shifted",
-    "secret numbers are added to the model's outputs",
+    "add secret numbers to the model's outputs",
     "own_defence.defence:Shifted",
     attackers="own_defence.attack:ATTACKERS",
 )

@@ -1,4 +1,4 @@
-"""An adaptive attacker: it knows how the defence works, and needs no labels."""
+"""An adaptive attacker, which knows how the defence works and needs no labels."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ from own_defence.defence import last_bias
 
 
 def centre_outputs(observed: Observation) -> Observation:
-    """Move the last bias so that, over the attacker's own records, all classes have the same mean output."""
+    """Shift the last bias so that all classes have the same mean output over the attacker's own records."""
     if observed.defence != "shifted":
         raise DoesNotApply("outputs centred", "outputs are not shifted")
     model = copy.deepcopy(observed.model)

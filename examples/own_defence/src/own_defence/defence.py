@@ -1,11 +1,12 @@
-"""A toy defence: the model that clients receive predicts wrongly, yet the server obtains the true gradient.
+"""A toy defence: clients receive a model with wrong predictions, but the server obtains the true gradient.
 
-In every round the server draws a direction r, which it sends, and a number s, which it keeps, and adds s r to the bias
-of the last layer. For squared error, 0.5 |u - y|^2, a client that sees u + s r computes
+In every round the server draws a public direction r and a secret number s, and adds s r to the bias of the last layer.
+For squared error, 0.5 |u - y|^2, a client that sees u + s r computes
 
     gradient with slope u + s r - y  =  true gradient + s (gradient with slope r)
 
-It sends both gradients, and the server subtracts. No accuracy is lost, and the model as received is useless.
+The client sends both gradients, and the server subtracts the second, times s. No accuracy is lost, and the model as
+received is useless.
 """
 
 import copy
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from fedveil import Aggregate
 from fedveil.defences import Defence, DefenceClient, DefenceRound, DefenceServer, Samples
-from fedveil.defences.plain import PlainClient, PlainUpdate, accumulate, average
+from fedveil.defences.plain import PlainClient, PlainUpdate, average
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme.losses import Loss, sample_weights
 
@@ -46,7 +47,7 @@ class Answer:
 
 
 class Shifted(Defence[Sent, Answer]):
-    """Adds a secret multiple of a public direction to the outputs; for squared error only.
+    """A defence that adds a secret multiple of a public direction to the outputs, for squared error only.
 
     Args:
         size: standard deviation of the secret number.
@@ -71,7 +72,7 @@ class Shifted(Defence[Sent, Answer]):
 
 
 class ShiftedServer(DefenceServer[Sent, Answer]):
-    """Draws a new direction and a new secret number for each broadcast."""
+    """A server that draws a new direction and a new secret number for each broadcast."""
 
     def __init__(self, size: float) -> None:
         self._size = size
@@ -89,7 +90,7 @@ class ShiftedServer(DefenceServer[Sent, Answer]):
 
 
 class ShiftedRound(DefenceRound[Sent, Answer]):
-    """A broadcast, and the secret number used to create it."""
+    """A broadcast and the secret number used to create it."""
 
     def __init__(self, broadcast: Sent, secret: float) -> None:
         self.broadcast, self._secret = broadcast, secret
@@ -107,7 +108,7 @@ class ShiftedRound(DefenceRound[Sent, Answer]):
 
 
 class ShiftedClient(DefenceClient[Sent, Answer]):
-    """Computes two gradients."""
+    """A client that computes two gradients."""
 
     def __init__(self, plain: PlainClient) -> None:
         self._plain = plain
@@ -123,6 +124,6 @@ class ShiftedClient(DefenceClient[Sent, Answer]):
 
     def accumulate(self, broadcast: Sent, total: Answer | None, update: Answer) -> tuple[Sent, Answer]:
         """Sum both gradients."""
-        network, first = accumulate(broadcast.network, total and total.update, update.update)
-        _, second = accumulate(broadcast.network, total and total.along, update.along)
+        network, first = self._plain.accumulate(broadcast.network, total and total.update, update.update)
+        _, second = self._plain.accumulate(broadcast.network, total and total.along, update.along)
         return dataclasses.replace(broadcast, network=network), Answer(first, second)

@@ -10,7 +10,8 @@ from fedveil.attacks.registry import ATTACKERS
 from fedveil.attacks.scores import Estimate, average
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Intervals, Section, Text, count
-from fedveil.runs.config import Config, Value, configure
+from fedveil.runs.config import Value, configure
+from fedveil.studies.attack import read_federations
 from fedveil.studies.audit.results import FLOOR, AuditResult
 from fedveil.studies.audit.run import Audit, AuditOptions
 from fedveil.studies.jobs import Failure, Result, StudyJob
@@ -21,12 +22,7 @@ from fedveil.studies.verdicts import MAX_COST, MAX_MEMBERSHIP
 
 TEXTS = read_texts()["harden"]
 Values = Mapping[str, Value]
-BASES: Mapping[str, Values] = {
-    "digits": {"train_size": 500, "clients": 2, "epochs": 150, "groups": 10},
-    "cifar10": {"train_size": 1000, "test_size": 2000, "clients": 2, "epochs": 40, "groups": 10},
-}
-"""Federations by data set; other data sets use the clients and epochs of digits."""
-WHOLE_SHARDS: Mapping[str, Values] = {"digits": {"lr": 0.01}, "cifar10": {"epochs": 150, "lr": 0.001}}
+FEDERATIONS = read_federations()
 DP_ROUNDS, DP_RATE = 10, 0.01
 UNIT_NOISE = {1: 3.7307, 3: 1.3906, 10: 0.4999}
 """Minimum noise multiplier for one round, by epsilon, at delta 1e-5; T rounds need sqrt(T) times as much."""
@@ -37,7 +33,6 @@ OWN_KEYS = (
     *("clip", "noise", "delta", "unit", "epsilon"),
 )
 """Keys that the measures set and flags may not."""
-OPTIONS = {"cifar10": AuditOptions(trials=5, broadcasts=1)}  # a broadcast takes 20 CPU seconds
 HardeningResults = dict[str, list[AuditResult | Failure]]  # by measure, one per seed
 
 COST, MEMBERSHIP = "cost, points", "membership, %"
@@ -73,13 +68,8 @@ def measures(base: Values) -> dict[str, Values]:
         f"as it is: m = {base.get('groups', 1)}": {},
         **({"m = 1": {"groups": 1}} if base.get("groups", 1) != 1 else {}),
         "noise kept over rounds": {"keep_noise": True},
-        "whole shards": {"whole_shard": True, **WHOLE_SHARDS.get(str(base["data"]), {})},
-        "cross-entropy, 2 decoys": {**CROSS_ENTROPY, "decoys": 2},
-        "cross-entropy, 7 decoys": {**CROSS_ENTROPY, "decoys": 7},
-        "label smoothing 0.1": {**CROSS_ENTROPY, "label_smoothing": 0.1},
-        "label smoothing 0.3": {**CROSS_ENTROPY, "label_smoothing": 0.3},
-        "weight decay 0.003": {"weight_decay": 0.003},
-        "weight decay 0.01": {"weight_decay": 0.01},
+        "whole shards": {"whole_shard": True, **FEDERATIONS["whole_shards"].get(str(base["data"]), {})},
+        **FEDERATIONS["measures"],
         **{f"{name}, with the veil": changes for name, changes in budgets.items()},
         **{f"{name}, no veil": {**changes, **plain} for name, changes in budgets.items()},
         UNDEFENDED["squared_error"]: plain,
@@ -94,13 +84,14 @@ def base_values(given: Values) -> Values:
             flag = name.replace("_", "-")
             raise BadArgument("fedveil audit --harden", f"it sets --{flag} itself", f"leave out --{flag}")
     data = str(given.get("data", "digits"))
-    usual = BASES.get(data, {name: BASES["digits"][name] for name in ("clients", "epochs")})
+    bases = FEDERATIONS["harden"]
+    usual = bases.get(data, {name: bases["digits"][name] for name in ("clients", "epochs")})
     return {"data": data, "loss": "squared_error", **usual, **given}
 
 
 def default_options(base: Values) -> AuditOptions:
-    """Return the audit options for each federation."""
-    return OPTIONS.get(str(base["data"]), AuditOptions(trials=10, broadcasts=3))
+    """Return the options of each audit; on cifar10, a broadcast takes 20 CPU seconds."""
+    return AuditOptions(trials=5, broadcasts=1) if base["data"] == "cifar10" else AuditOptions(trials=10, broadcasts=3)
 
 
 @dataclass(frozen=True)
@@ -126,25 +117,10 @@ class MeasureRow:
     attacker: str
     figures: Mapping[str, Estimate | None]
 
-    @property
-    def undefended(self) -> bool:
-        """Whether this is a reference without a veil."""
-        return self.name in UNDEFENDED.values()
-
-    def cells(self) -> list[str]:
-        """Return the cells of the table row."""
-        return [self.name, self.attacker, *format_figures(self.figures, FORMATS)]
-
     def __str__(self) -> str:
         """Return the measure with its membership accuracy and its cost."""
         membership, cost = percent(self.figures[MEMBERSHIP]), percent(self.figures[COST])
         return f"{self.name} (membership {membership} %, cost {cost} points)"
-
-
-def mean_fraction(values: Sequence[float]) -> Estimate:
-    """Return the mean of fractions, with Student's interval clipped to [0, 1]."""
-    found = average(values)
-    return Estimate(found.value, max(0.0, found.low), min(1.0, found.high))
 
 
 def largest_mean(values: Mapping[str, Sequence[float]]) -> tuple[str, Estimate | None]:
@@ -175,29 +151,25 @@ def measure_row(name: str, audits: Sequence[AuditResult], plain: Sequence[AuditR
         "guess, dB": average(floor) if floor else None,
     }
     for label, own in attackers.items():
-        figures[f"agreement {label}, %"] = mean_fraction([one.agreement.value for one in own])
+        figures[f"agreement {label}, %"] = average([one.agreement.value for one in own], least=0.0, most=1.0)
     return MeasureRow(name, attacker, figures)
 
 
-def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[MeasureRow | list[str]]:
-    """Yield one row per measure, or the cells of one that failed."""
+def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[MeasureRow]:
+    """Yield one row per measure that did not fail with any seed."""
     done = {name: [one for one in found if isinstance(one, AuditResult)] for name, found in results.items()}
     complete = {name: own for name, own in done.items() if len(own) == len(results[name])}
-    for name, found in results.items():
-        if name in complete:
-            loss = configure({**request.base, **request.measures[name]}).training.loss
-            yield measure_row(name, complete[name], complete.get(UNDEFENDED[str(loss)], []))
-        else:
-            why = next(one.failed for one in found if isinstance(one, Failure))
-            yield failed_row(name, len(HEADER), f"failed: {why}")
+    for name, own in complete.items():
+        loss = configure({**request.base, **request.measures[name]}).training.loss
+        yield measure_row(name, own, complete.get(UNDEFENDED[str(loss)], []))
 
 
 def verdict(rows: Sequence[MeasureRow]) -> str:
     """Return the label with the measures within both limits, or with the best one within the cost limit."""
     limits = f"membership at most {100 * MAX_MEMBERSHIP:.0f} %, cost at most {100 * MAX_COST:.1f} points"
     known = [(row, row.figures[MEMBERSHIP], row.figures[COST]) for row in rows]
-    bare = [membership for row, membership, _ in known if row.undefended and membership]
-    found = [(row, m, c) for row, m, c in known if not row.undefended and m and c]
+    bare = [membership for row, membership, _ in known if row.name in UNDEFENDED.values() and membership]
+    found = [(row, m, c) for row, m, c in known if row.name not in UNDEFENDED.values() and m and c]
     if not found or not bare:
         return "No verdict: membership or the undefended federation was not measured."
     top = max(bare, key=lambda one: one.value)
@@ -229,16 +201,14 @@ class HardenStudy(Study[Hardening, HardeningResults]):
                 twin = config.changed(defence="plain", groups=1, decoys=None, keep_noise=False)
                 label = f"like-{number}-{seed}"
                 if repr(twin) not in known:
-                    known[repr(twin)] = folder / label, self.shadows(twin, request.options.shadows, folder / label)
+                    count = request.options.shadows
+                    works = [TrainShadow(twin, n, count, folder / label, everyone=True) for n in range(count)]
+                    shadows = tuple(StudyJob(f"{label}-{work.number}", work, Shadow) for work in works)
+                    known[repr(twin)] = folder / label, shadows
                 where, after = known[repr(twin)]
                 work = Audit(config, request.options, folder / "runs" / f"{number}-{seed}", where)
                 jobs[name, seed] = StudyJob(f"{number}-{seed}", work, AuditResult, after=after)
         return jobs
-
-    def shadows(self, config: Config, count: int, folder: Path) -> tuple[StudyJob[Result], ...]:
-        """Return the jobs that train shadows of a federation."""
-        works = [TrainShadow(config, number, count, folder, everyone=True) for number in range(count)]
-        return tuple(StudyJob(f"{folder.name}-{work.number}", work, Shadow) for work in works)
 
     def graph(self, request: Hardening, folder: Path) -> JobGraph[HardeningResults]:
         """Return all audits, each after its shadows, with their results grouped by measure."""
@@ -251,9 +221,13 @@ class HardenStudy(Study[Hardening, HardeningResults]):
 
     def present(self, request: Hardening, results: HardeningResults) -> Presentation:
         """Return the verdict, the table, two charts, and instructions for reading them."""
-        found = list(measure_rows(request, results))
-        rows = [row for row in found if isinstance(row, MeasureRow)]
-        table = [row.cells() if isinstance(row, MeasureRow) else row for row in found]
+        rows = list(measure_rows(request, results))
+        done = [row.name for row in rows]
+        table = [[row.name, row.attacker, *format_figures(row.figures, FORMATS)] for row in rows]
+        for name, found in results.items():
+            if name not in done:
+                why = next(one.failed for one in found if isinstance(one, Failure))
+                table.append(failed_row(name, len(HEADER), f"failed: {why}"))
         members, costs = ([mark(row.name, row.figures[key], scale=100) for row in rows] for key in (MEMBERSHIP, COST))
         reading = [paragraph.format(rounds=DP_ROUNDS, rate=DP_RATE) for paragraph in TEXTS.reading]
         facts = {name: str(value) for name, value in configure(request.base).flat().items()}
@@ -264,7 +238,7 @@ class HardenStudy(Study[Hardening, HardeningResults]):
             Facts("Configuration", facts),
         ]
         title = f"Hardening the veil: {request.base['data']}"
-        lead = f"{len(found)} settings, {count(request.seeds, 'seed')} each, against adaptive attackers."
+        lead = f"{len(results)} settings, {count(request.seeds, 'seed')} each, against adaptive attackers."
         return Presentation(title, verdict(rows), HEADER, table, TEXTS.note, sections, lead=lead)
 
 

@@ -4,16 +4,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.scores import Estimate, average
 from fedveil.report import Interval, Intervals, Section, Table, Text
 from fedveil.studies import verdicts
 from fedveil.studies.federations import Quality
 from fedveil.studies.gradients import server
 from fedveil.studies.gradients.server import Curious
-from fedveil.studies.jobs import Failure, Result
+from fedveil.studies.jobs import Result
 from fedveil.studies.membership.attacks import AttackScores
-from fedveil.studies.presentation import Presentation, failed_row, format_figures, mark, percent, read_texts, text
+from fedveil.studies.presentation import Presentation, format_figures, percent, read_texts, text
 from fedveil.studies.verdicts import AttackerFigure, Measure, Verdict, summarise
 
 FLOOR = "floor"
@@ -127,7 +126,7 @@ class AuditResult(Quality, Result):
         return list(dict.fromkeys([*self.attackers, *(name for name in self.rebuilt if name != FLOOR)]))
 
 
-Audits = Mapping[str, AuditResult | Failure]  # by defence
+Audits = Mapping[str, AuditResult]  # by defence
 
 
 def combine_broadcasts(broadcasts: Sequence[Estimate]) -> Estimate:
@@ -173,6 +172,7 @@ def average_figures(broadcasts: Sequence[ModelFigures]) -> ModelFigures:
 
 TEXTS = read_texts()["audit"]
 UNDEFENDED = "undefended"
+NO_VERDICT = "No verdict: the audit failed for the undefended federation, or for all others."
 NETWORK_BROADCASTS = 2  # number of broadcasts for which the attack network is trained
 FORMATS = {
     AGREEMENT: (".1f", 100),
@@ -210,29 +210,18 @@ def judge(column: str, measure: Measure, found: AuditResult, plain: AuditResult)
     return verdicts.judge(measure, guess, assess(found), undefended) if undefended else None
 
 
-def attacker_rows(name: str, found: AuditResult | Failure) -> Iterator[list[str]]:
+def attacker_rows(name: str, found: AuditResult) -> Iterator[list[str]]:
     """Yield one row per attacker."""
-    if isinstance(found, Failure):
-        yield [name, "", "failed", *[""] * (len(HEADER) - 3)]
-        return
     for attacker in found.names:
         own = found.attackers.get(attacker)
         chosen = own.membership.attack if own and own.membership else ""
         yield [name, attacker, *format_figures(found.figures(attacker), FORMATS), chosen]
 
 
-def guess_row(plain: AuditResult) -> list[str]:
-    """Return the table row for the best constant answer."""
-    guesses = {column: value for column, value in plain.guesses.items() if value is not None}
-    figures = {column: Estimate(value, value, value) for column, value in guesses.items()}
-    return ["guessing", "", *format_figures(figures, FORMATS), ""]
-
-
 def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdict]]:
     """Return the verdicts on each measure, by column and defence."""
-    done = {name: one for name, one in results.items() if isinstance(one, AuditResult)}
     return {
-        column: {name: verdict for name, one in done.items() if (verdict := judge(column, measure, one, plain))}
+        column: {name: verdict for name, one in results.items() if (verdict := judge(column, measure, one, plain))}
         for column, measure in list_measures(plain).items()
     }
 
@@ -246,11 +235,7 @@ def headline(found: Mapping[str, Mapping[str, Verdict]]) -> str:
 def verdict_sections(results: Audits, plain: AuditResult, found: Mapping[str, Mapping[str, Verdict]]) -> list[Section]:
     """Return a table of the labels, and the full verdicts."""
     rows, lines = list[list[str]](), list[str]()
-    for defence, result in results.items():
-        if isinstance(result, Failure):
-            rows.append(failed_row(defence, 1 + len(found)))
-            lines.append(f"{defence}: failed")
-            continue
+    for defence in results:
         own = [by_defence.get(defence) for by_defence in found.values()]
         rows.append([defence, *(one.label if one else "not measured" for one in own)])
         lines += [f"{defence}, {one.measure.subject}: {one}" for one in own if one]
@@ -266,9 +251,6 @@ def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
     for column, measure in list_measures(plain).items():
         rows: list[Interval] = []
         for defence, found in results.items():
-            if isinstance(found, Failure):
-                rows.append(mark(PUBLISHED, None, defence))
-                continue
             for attacker in found.names:
                 if figure := found.figures(attacker).get(column):
                     low, high = (min(max(end, -10.0), 200.0) for end in (figure.low, figure.high))
@@ -276,15 +258,6 @@ def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
         if rows and (top := judge(column, measure, plain, plain)):
             lines = {"guessing": round(top.guess, 3), UNDEFENDED: round(top.strongest.figure.value, 3)}
             yield Intervals(measure.subject.capitalize(), measure.figure, rows, lines)
-
-
-def server_sections(plain: AuditResult) -> list[Section]:
-    """Return the table and the pictures for a curious server."""
-    if not plain.server or not plain.server.complete:
-        return []
-    rows = list(server.view_rows(plain.server))
-    table = Table("Curious server", server.HEADER[1:], rows, server.NOTE)
-    return [table, *server.gallery("Server's view", plain.server)]
 
 
 def member_rows(name: str, attacker: str, found: Members) -> Iterator[list[str]]:
@@ -306,7 +279,7 @@ def list_absent_attackers(name: str, found: AuditResult) -> Iterator[str]:
         yield f"{name}, curious server: {found.server.failed}"
 
 
-def attack_sections(done: Mapping[str, AuditResult]) -> list[Section]:
+def attack_sections(done: Audits) -> list[Section]:
     """Return the individual membership attacks, and the attackers that did not run."""
     members = [
         row
@@ -325,21 +298,23 @@ def show(every: Audits) -> Presentation:
     """Return the verdicts, the table and the sections that follow it."""
     results = {name: found for name, found in every.items() if name != UNDEFENDED}
     rows = [row for name, found in every.items() for row in attacker_rows(name, found)]
-    plain = every.get("plain", every.get(UNDEFENDED))
-    verdict = "No verdict: the audit failed for the undefended federation, or for all others."
-    first: list[Section] = []
-    sections: list[Section] = []
-    if isinstance(plain, AuditResult):
+    verdict, first, sections = NO_VERDICT, list[Section](), list[Section]()
+    if plain := every.get("plain", every.get(UNDEFENDED)):
         found = judge_all(results, plain)
         verdict = headline(found) if any(found.values()) else verdict
-        rows.append(guess_row(plain))
+        guesses = {column: average([value]) for column, value in plain.guesses.items() if value is not None}
+        rows.append(["guessing", "", *format_figures(guesses, FORMATS), ""])
         first = verdict_sections(results, plain, found)
-        sections = [*charts(results, plain), *server_sections(plain)]
+        sections = list(charts(results, plain))
+        if plain.server and plain.server.complete:
+            sections.append(
+                Table("Curious server", server.HEADER[1:], list(server.view_rows(plain.server)), server.NOTE)
+            )
+            sections += server.gallery("Server's view", plain.server)
     gaps = [
         f"{name}: {one.metric} {one.train:.3f} on members, {one.test:.3f} on others, gap {one.gap:.3f}"
         for name, one in results.items()
-        if isinstance(one, AuditResult)
     ]
-    sections += attack_sections({name: one for name, one in every.items() if isinstance(one, AuditResult)})
+    sections += attack_sections(every)
     sections += [Text("Gap between members and others", gaps), Text("How to read it", TEXTS.reading)]
     return Presentation("", verdict, HEADER, rows, TEXTS.note, sections, first)

@@ -1,7 +1,7 @@
 """`fedveil audit`: measure what a client learns under each defence, with published and adaptive attackers."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,11 +17,11 @@ from fedveil.attacks.whitebox import Recipe
 from fedveil.data import Data
 from fedveil.defences.registry import find
 from fedveil.federation.evaluate import predict
-from fedveil.progress import Progress
+from fedveil.progress import Progress, silent
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_model
 from fedveil.runs.config import Config, Value
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option, read_federations
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelFigures, average_figures
 from fedveil.studies.federations import load_or_train, measure_quality, observe, observe_all
@@ -55,26 +55,22 @@ def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Obs
     return observe(federation, rounds), data.train.tensor[victim]
 
 
-@dataclass(frozen=True)
-class Reconstructions:
-    """PSNR by attacker and for the floor, and why other attackers have none."""
+def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> tuple[dict[str, Estimate], dict[str, str]]:
+    """Return the PSNR of each attacker's reconstructions, and why other attackers have none.
 
-    psnr: dict[str, Estimate]
-    left_out: dict[str, str]
-
-
-def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> Reconstructions:
-    """Return the PSNR of each attacker's reconstructions, and of the floor: the mean of the attacker's records.
-
-    An attacker that does not apply or fails in one trial is left out of all trials. A search takes seconds, so there
-    are at most five.
+    The PSNR of the floor, the mean of the attacker's records, is included. An attacker that does not apply or fails in
+    one trial is left out of all trials. A search takes seconds, so there are at most five; a network that starts with a
+    Linear layer needs none, since the gradient of that layer reveals a record.
     """
     low, high = float(data.train.tensor.min()), float(data.train.tensor.max())
     known = find_attackers(find(config.defence.name))
     attackers = {PUBLISHED: rebuild_record, **known.rebuilders}
     found: dict[str, list[float]] = {}
     left_out: dict[str, str] = {}
-    trials = trials if has_dense_start(config, data) else min(trials, MAX_SEARCHES)
+    try:
+        first_linear(build_model(config, data))
+    except DoesNotApply:
+        trials = min(trials, MAX_SEARCHES)
     for number in range(trials):
         progress(number / trials, f"rebuilding record {number + 1}/{trials}")
         observed, true = trial(config, data, number, known.rebuild_rounds)
@@ -88,16 +84,7 @@ def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> Reco
         for name, guess in guesses.items():
             found.setdefault(name, []).append(max(quality(guess, one, high - low) for one in true))
     psnr = {name: average(found[name]) for name in [*attackers, page.FLOOR] if name in found and name not in left_out}
-    return Reconstructions(psnr if len(psnr) > 1 else {}, left_out)
-
-
-def has_dense_start(config: Config, data: Data) -> bool:
-    """Return whether the network starts with a Linear layer, whose gradient reveals a record without any search."""
-    try:
-        first_linear(build_model(config, data))
-    except DoesNotApply:
-        return False
-    return True
+    return psnr if len(psnr) > 1 else {}, left_out
 
 
 @dataclass(frozen=True)
@@ -107,22 +94,25 @@ class AuditOptions:
     trials: int = option(20, "number of records for the attacker to rebuild, each in a new federation")
     broadcasts: int = option(10, "number of broadcasts to sample under a veil, each with new noise")
     network: bool = option(True, "also infer membership with white-box networks")
-    shadows: int = option(2, "number of shadow federations for RMIA, an even number; 0 for none")
+    shadows: int = option(2, "number of shadow federations for RMIA, which must be even; 0 for none")
     lira: bool = option(False, "also run LiRA, which needs at least 16 shadows")
-    server: bool = option(True, "also attack as a curious server, if records are images")
+    server: bool = option(True, "also attack as a curious server if the records are images")
 
 
 EPOCHS = 30  # training epochs of the attack network
 CURIOUS = ServerOptions(steps=400, restarts=1)  # half a minute on two cores, for a small network
 
 
+def predict_test(view: nn.Module, data: Data) -> Tensor:
+    """Return a model's finite outputs for the held-out records."""
+    return torch.nan_to_num(predict(view, data.test.tensor.to(next(view.parameters(), data.test.tensor).device)).cpu())
+
+
 def model_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> ModelFigures:
     """Return the agreement with the true model and the accuracy on held-out records; for one output, also the AUC."""
-    device = next(model.parameters()).device
-    seen, true = (predict(net, data.test.tensor.to(device)).cpu() for net in (view, model))
-    seen = torch.nan_to_num(seen)
-    answers, labels = _answers(seen), _classes(data.test.targets)
-    agreement = _fraction(answers == _answers(true))
+    seen, labels = predict_test(view, data), _classes(data.test.targets)
+    answers = _answers(seen)
+    agreement = _fraction(answers == _answers(predict_test(model, data)))
     if labels is None:
         return ModelFigures(agreement, membership=members)
     scores, ones = seen[:, 0].double().numpy(), labels.numpy() == 1
@@ -132,9 +122,7 @@ def model_figures(view: nn.Module, model: nn.Module, data: Data, members: Member
 
 def constant_answer(model: nn.Module, data: Data) -> Guessing:
     """Return the agreement with the model and the accuracy of the best constant answer on held-out records."""
-    device = next(model.parameters()).device
-    answers = _answers(torch.nan_to_num(predict(model, data.test.tensor.to(device)).cpu()))
-    labels = _classes(data.test.targets)
+    answers, labels = _answers(predict_test(model, data)), _classes(data.test.targets)
     return Guessing(_mode_frequency(answers), None if labels is None else _mode_frequency(labels))
 
 
@@ -180,37 +168,28 @@ class Audit:
         config, options = self.config, self.options
         federation, data = load_or_train(config, self.run, progress, done.basis)
         quality = measure_quality(federation, data)
-        attacks = self.member_attacks(data) if config.data.clients > 1 else None
+        measured = quality.metric, quality.train, quality.test, quality.gap
+        attacks = None
+        if config.data.clients > 1:
+            shadows = membership.ShadowAttacks(config, self.folder, options.shadows, options.lira)
+            recipe = Recipe(EPOCHS, seed=config.training.seed) if options.network else None
+            records = membership.divide_records(config, data, everyone=True)
+            attacks = membership.RecordAttacks(records, shadows, recipe)
         count = options.broadcasts if config.defence.name == "veil" else 1
         figures: dict[str, list[ModelFigures]] = {}
         for number in range(count):
             progress(number / count, f"broadcast {number + 1}/{count}")
             if attacks and number >= page.NETWORK_BROADCASTS:
                 attacks = replace(attacks, recipe=None)
-            seen = observe_all(federation, config.defence.name)
-            for name, observed in seen.attackers.items():
+            seen, left_out = observe_all(federation, config.defence.name)
+            for name, observed in seen.items():
                 members = infer_members(attacks, observed, name != PUBLISHED) if attacks else None
-                found = model_figures(observed.model, federation.model, data, members)
-                figures.setdefault(name, []).append(found)
-        records = rebuild(progress, config, data, options.trials)
-        return AuditResult(
-            **asdict(quality),
-            defence=config.defence.name,
-            broadcasts=count,
-            trials=options.trials,
-            attackers={name: average_figures(own) for name, own in figures.items()},
-            rebuilt=records.psnr,
-            guessing=constant_answer(federation.model, data),
-            inapplicable=seen.left_out,
-            not_rebuilt=records.left_out,
-        )
-
-    def member_attacks(self, data: Data) -> membership.RecordAttacks:
-        """Return the membership attacks on the records of the other clients."""
-        config, options = self.config, self.options
-        shadows = membership.ShadowAttacks(config, self.folder, options.shadows, options.lira)
-        recipe = Recipe(EPOCHS, seed=config.training.seed) if options.network else None
-        return membership.RecordAttacks(membership.divide_records(config, data, everyone=True), shadows, recipe)
+                figures.setdefault(name, []).append(model_figures(observed.model, federation.model, data, members))
+        rebuilt, not_rebuilt = rebuild(progress, config, data, options.trials)
+        attackers = {name: average_figures(own) for name, own in figures.items()}
+        guessing = constant_answer(federation.model, data)
+        found = AuditResult(*measured, config.defence.name, count, options.trials, attackers, rebuilt, guessing)
+        return replace(found, inapplicable=left_out, not_rebuilt=not_rebuilt)
 
 
 def infer_members(attacks: membership.RecordAttacks, observed: Observation, cleaned: bool) -> Members:
@@ -221,7 +200,7 @@ def infer_members(attacks: membership.RecordAttacks, observed: Observation, clea
     elif not attacks.shadows.count:
         left_out[membership.SHADOWS] = "no shadows were requested"
     scored: dict[str, membership.AttackScores] = {}
-    for name, found in attacks.run(observed, cleaned, lambda fraction, what: None).items():
+    for name, found in attacks.run(observed, cleaned, silent).items():
         if isinstance(found, Failure):
             left_out[name] = found.failed
         else:
@@ -237,7 +216,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
     options = AuditOptions
     result = AuditResult
     needs_shared = False
-    defaults = {"clients": 2, "epochs": 150}  # noqa: RUF012
+    defaults = read_federations()["attack"]["audit"]
 
     def shared(self, request: AttackRequest[AuditOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return the shadows for all defences and the undefended federation; LiRA needs every record in some shadow."""
@@ -278,20 +257,12 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
 
         return JobGraph([*audits.jobs, *rounds], collect)
 
-    def show(self, request: AttackRequest[AuditOptions], results: Results[AuditResult]) -> Presentation:
+    def show(self, request: AttackRequest[AuditOptions], results: Mapping[str, AuditResult]) -> Presentation:
         """Return the verdict, the table, charts, and instructions for reading them."""
         return page.show(results)
 
 
-_DIGITS: Mapping[str, Value] = {"data": "digits", "train_size": 500, "epochs": 150, "groups": 10}
-_BANK: Mapping[str, Value] = {"data": "bank", "clients": 3, "epochs": 8}
-_LOSS: Mapping[str, Value] = {"loss": "squared_error"}  # the paper's
-SUITE: Mapping[str, Mapping[str, Value]] = {
-    "digits, 2 clients": {**_DIGITS, **_LOSS, "clients": 2},
-    "digits, 5 clients": {**_DIGITS, **_LOSS, "clients": 5},
-    "bank, two classes": {**_BANK, **_LOSS, "task": "classification", "groups": 2},
-    "bank, one output": {**_BANK, **_LOSS},
-}
+SUITE: Mapping[str, Mapping[str, Value]] = read_federations()["suite"]
 """The federations that `fedveil audit` measures without --data."""
 
 AUDIT = AuditStudy()

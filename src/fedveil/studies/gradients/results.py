@@ -1,15 +1,13 @@
 """Results of an attack on gradients, and the page: a table with floors, a chart, pictures next to the originals."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from fedveil.attacks.gradients import Search
 from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.scores import average
 from fedveil.report import Interval, Intervals, Picture, Pictures, Section
-from fedveil.studies.attack import Results
 from fedveil.studies.jobs import Failure, Result
 from fedveil.studies.presentation import Presentation, decode_picture, mark, read_texts, text
 from fedveil.studies.verdicts import GRADIENTS, Verdict, headline, judge_defences, verdict_section
@@ -98,30 +96,32 @@ class ViewFigures(ImageFigures):
         return statistics.fmean(self.psnr)
 
 
+def join_figures(
+    parts: Sequence[ImageFigures], labels: int | None = None, pictures: Sequence[Picture] = ()
+) -> ViewFigures:
+    """Return the images of one view, or of one floor, from all batches."""
+    psnr, ssim, mse = ([v for part in parts for v in getattr(part, key)] for key in ("psnr", "ssim", "mse"))
+    return ViewFigures(psnr, ssim, mse, labels, pictures)
+
+
 def join_batches(batches: Sequence[Batch], view: str) -> ViewFigures:
     """Return the images of one view from all batches."""
-    found = [(batch, batch.views[view]) for batch in batches]
+    found = [(batch.shape, batch.views[view]) for batch in batches]
     pictures = [
-        decode_picture(batch.shape, code, f"{db:.1f}")
-        for batch, own in found
+        decode_picture(shape, code, f"{db:.1f}")
+        for shape, own in found
         for code, db in zip(own.pictures, own.psnr, strict=True)
     ]
-    labels = sum(own.labels for _, own in found)
-    return ViewFigures(*_join_figures([own for _, own in found]), labels, pictures)
+    return join_figures([own for _, own in found], sum(own.labels for _, own in found), pictures)
 
 
-def _join_figures(parts: Sequence[ImageFigures]) -> tuple[list[float], list[float], list[float]]:
-    psnr, ssim, mse = (list(chain(*(getattr(part, key) for part in parts))) for key in ("psnr", "ssim", "mse"))
-    return psnr, ssim, mse
-
-
-def complete_batches(results: Results[Gradients], size: int) -> dict[str, list[Batch]]:
+def complete_batches(results: Mapping[str, Gradients], size: int) -> dict[str, list[Batch]]:
     """Return the batches of one size, for each defence for which none of them failed."""
-    found = {name: one.batches(size) for name, one in results.items() if isinstance(one, Gradients)}
+    found = {name: one.batches(size) for name, one in results.items()}
     return {name: batches for name, batches in found.items() if isinstance(batches, list) and batches}
 
 
-def view_figures(results: Results[Gradients], size: int) -> dict[str, dict[str, ViewFigures]]:
+def view_figures(results: Mapping[str, Gradients], size: int) -> dict[str, dict[str, ViewFigures]]:
     """Return the results of each view under each defence without failures."""
     return {
         name: {view: join_batches(batches, view) for view in batches[0].views}
@@ -129,10 +129,10 @@ def view_figures(results: Results[Gradients], size: int) -> dict[str, dict[str, 
     }
 
 
-def floor_figures(results: Results[Gradients], size: int) -> dict[str, ViewFigures]:
+def floor_figures(results: Mapping[str, Gradients], size: int) -> dict[str, ViewFigures]:
     """Return the results of each floor; the images are the same under every defence."""
     for batches in complete_batches(results, size).values():
-        return {name: ViewFigures(*_join_figures([one.floors[name] for one in batches])) for name in batches[0].floors}
+        return {name: join_figures([one.floors[name] for one in batches]) for name in batches[0].floors}
     return {}
 
 
@@ -141,7 +141,7 @@ def is_adaptive(view: str) -> bool:
     return view.startswith("V-diff, ")
 
 
-def judge_views(results: Results[Gradients], size: int) -> dict[str, Verdict]:
+def judge_views(results: Mapping[str, Gradients], size: int) -> dict[str, Verdict]:
     """Return the verdict on each defence, based on the view whose images come closest at one batch size."""
     guess = max((floor.near for floor in floor_figures(results, size).values()), default=0.0)
     views = view_figures(results, size)
@@ -153,13 +153,12 @@ def judge_views(results: Results[Gradients], size: int) -> dict[str, Verdict]:
     return judge_defences(GRADIENTS, guess, found, published)
 
 
-def table_rows(results: Results[Gradients], sizes: Sequence[int]) -> list[list[str]]:
+def table_rows(results: Mapping[str, Gradients], sizes: Sequence[int]) -> list[list[str]]:
     """Return one row per defence, view and batch size, and the floors of the first size."""
     rows, views = list[list[str]](), {size: view_figures(results, size) for size in sizes}
     for name, result in results.items():
         for size in sizes:
-            failure = result if isinstance(result, Failure) else result.batches(size)
-            if isinstance(failure, Failure):
+            if isinstance(failure := result.batches(size), Failure):
                 rows.append([name, "", PUBLISHED, str(size), *[""] * (len(HEADER) - 5), f"failed: {failure.failed}"])
             for view, one in views[size].get(name, {}).items():
                 attacker = ADAPTIVE if is_adaptive(view) else PUBLISHED
@@ -176,7 +175,7 @@ def figure_cells(found: ViewFigures) -> list[str]:
     return [str(count), *near, *("" if hits is None else f"{hits}/{count}" for hits in good)]
 
 
-def chart(title: str, results: Results[Gradients], size: int) -> Intervals:
+def chart(title: str, results: Mapping[str, Gradients], size: int) -> Intervals:
     """Return a chart of the PSNR under each defence and view, with the floors as references."""
     rows, views = list[Interval](), view_figures(results, size)
     for name in results:
@@ -186,7 +185,7 @@ def chart(title: str, results: Results[Gradients], size: int) -> Intervals:
     return Intervals(title, "PSNR (dB), larger is worse for the victim", rows, lines)
 
 
-def gallery(title: str, results: Results[Gradients], size: int, note: str) -> list[Section]:
+def gallery(title: str, results: Mapping[str, Gradients], size: int, note: str) -> list[Section]:
     """Return the originals with the images of each view under each defence below them; empty without images."""
     for batches in complete_batches(results, size).values():
         originals = [decode_picture(one.shape, code) for one in batches for code in one.originals]
@@ -197,7 +196,7 @@ def gallery(title: str, results: Results[Gradients], size: int, note: str) -> li
     return []
 
 
-def show(results: Results[Gradients], sizes: Sequence[int]) -> Presentation:
+def show(results: Mapping[str, Gradients], sizes: Sequence[int]) -> Presentation:
     """Return the table, a chart for the smallest batch, and pictures for every batch size."""
     verdicts = judge_views(results, sizes[0])
     sections: list[Section] = [chart(f"PSNR of the images, batch {sizes[0]}", results, sizes[0])]

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.attacks import Observation
-from fedveil.attacks.gradients import METHODS, Reconstruction, Search, reconstruct
 from fedveil.attacks.gradients import Progress as SearchProgress
+from fedveil.attacks.gradients import Reconstruction, Search, reconstruct
 from fedveil.attacks.leaked_gradients import Leak, batch_labels, from_difference, from_upload, single_label
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.attacks.registry import find_attackers
@@ -36,7 +36,7 @@ from fedveil.runs.build import (
 from fedveil.runs.config import Config
 from fedveil.runs.folder import resume_federation
 from fedveil.scheme import Broadcast
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option, read_federations
 from fedveil.studies.federations import ATTACKER, observe, observe_round
 from fedveil.studies.gradients import results as page
 from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View
@@ -47,25 +47,23 @@ from fedveil.studies.study import JobGraph
 VICTIM = 1
 MISMATCHED = "true W, veiled upload"
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-SEARCHES = {"cosine": (800, 2), "idlg": (150, 4), "dlg": (150, 4)}
+SEARCHES = {"cosine": (800, 2), "idlg": (150, 4)}  # steps and restarts; dlg has those of idlg
 
 
 @dataclass(frozen=True)
 class SearchOptions:
     """Flags for a search by gradients."""
 
-    method: str | None = option(None, "dlg, idlg or cosine; by default cosine if the network has a ReLU, else idlg")
+    method: str | None = option(None, "dlg, idlg or cosine; by default cosine if the network has ReLU, otherwise idlg")
     steps: int | None = option(None, "number of steps of a search; by default 800 for cosine, 150 for the others")
     restarts: int | None = option(None, "number of restarts of a search; by default 2 for cosine, 4 for the others")
-    smooth: float = option(1e-2, "weight of the total variation (cosine)")
+    smooth: float = option(1e-2, "for cosine: weight of the total variation")
 
     def search(self, model: nn.Module) -> Search:
         """Return the settings of a search: from the flags, with defaults that suit the network."""
         kinked = any(isinstance(module, nn.ReLU) for module in model.modules())
         method = self.method or ("cosine" if kinked else "idlg")
-        if method not in METHODS:
-            raise BadArgument("--method", f"unknown method {method!r}", f"use {' or '.join(METHODS)}")
-        steps, restarts = SEARCHES[method]
+        steps, restarts = SEARCHES["cosine" if method == "cosine" else "idlg"]
         return Search(method, self.steps or steps, self.restarts or restarts, smooth=self.smooth)
 
 
@@ -73,8 +71,8 @@ class SearchOptions:
 class GradientOptions(SearchOptions):
     """Flags of the attack."""
 
-    images: int = option(8, "number of the victim's images; each batch size uses as many as fill whole batches")
-    victim_batch: str = option("1,4,8", "number of records in the victim's batch, as a comma-separated list of sizes")
+    images: int = option(8, "number of the victim's images; an incomplete batch is left out")
+    victim_batch: str = option("1,4,8", "comma-separated list of batch sizes of the victim")
 
     def batches(self) -> list[int]:
         """Return the victim's batch sizes."""
@@ -161,13 +159,10 @@ def compare_images(found: Reconstruction, data: Data, true: Tensor, labels: Sequ
     """Compare the images of a search with the victim's batch, which the search does not see."""
     pixels = data.pixels(found.inputs)
     pixels = pixels[match(pixels, true)]
-    return View(
-        **dataclasses.asdict(figures(pixels, true)),
-        labels=shared_labels(found.labels.tolist(), labels),
-        distance=found.distance if math.isfinite(found.distance) else None,
-        broken=sum(not math.isfinite(distance) for distance in found.distances),
-        pictures=[encode_image(image) for image in pixels],
-    )
+    near = psnr(pixels, true), ssim(pixels, true), mse(pixels, true), shared_labels(found.labels.tolist(), labels)
+    distance = found.distance if math.isfinite(found.distance) else None
+    broken = sum(not math.isfinite(distance) for distance in found.distances)
+    return View(*near, distance, broken, [encode_image(image) for image in pixels])
 
 
 def plain_sgd(lr: float) -> MakeOptimizer:
@@ -204,7 +199,7 @@ def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]
 
     V-diff is available to every client. V-up is the victim's update, a stress test. For a veil there is also the update
     paired with the true model, which no participant has: the pair behind the paper's figure. Added to these are the
-    leaks that an attacker who knows the defence derives (`Record.leaks`), if they apply.
+    leaks that an attacker who knows the defence derives (`Attackers.leaks`), if they apply.
     """
     true = copy.deepcopy(federation.model)
     rounds = observe_round(federation)
@@ -221,11 +216,6 @@ def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]
         with contextlib.suppress(DoesNotApply):
             leaks[label] = derive(observed)
     return leaks, observed
-
-
-def figures(found: Tensor, true: Tensor) -> ImageFigures:
-    """Return the distance of each image from its original."""
-    return ImageFigures(psnr(found, true), ssim(found, true), mse(found, true))
 
 
 def shared_labels(found: Sequence[int], true: Sequence[int]) -> int:
@@ -252,8 +242,8 @@ def guesses(data: Data, rows: Tensor, chance: torch.Generator, taken: Tensor | N
 
 def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> dict[str, ImageFigures]:
     """Compare guesses with the images of the rows."""
-    found = guesses(data, rows, chance)
-    return {name: figures(images.to(true).expand_as(true), true) for name, images in found.items()}
+    found = {name: images.to(true).expand_as(true) for name, images in guesses(data, rows, chance).items()}
+    return {name: ImageFigures(psnr(own, true), ssim(own, true), mse(own, true)) for name, own in found.items()}
 
 
 class GradientStudy(AttackStudy[GradientOptions, Gradients]):
@@ -262,10 +252,7 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
     name = "gradients"
     summary = "reconstruct images from gradients (DLG, iDLG, Inverting Gradients)"
     options = GradientOptions
-    defaults = dict(  # noqa: RUF012
-        **dict(data="cifar10", train_size=1000, clients=2, model="lenet", norm="none"),
-        **dict(loss="cross_entropy", optimizer="sgd", momentum=0.0, lr=0.1),
-    )
+    defaults = read_federations()["attack"]["gradients"]
 
     def check(self, request: AttackRequest[GradientOptions]) -> None:
         """Refuse a federation that cannot be attacked."""
@@ -297,7 +284,7 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
         jobs = {name: self.batches(request, name, request.config_for(name)) for name in request.defences}
         return join_parts(jobs, lambda parts: Gradients(request.config.training.seed, parts))
 
-    def show(self, request: AttackRequest[GradientOptions], results: Results[Gradients]) -> Presentation:
+    def show(self, request: AttackRequest[GradientOptions], results: Mapping[str, Gradients]) -> Presentation:
         """Return the table, a chart for the smallest batch, and pictures for every batch size."""
         return page.show(results, sorted(request.options.batches()))
 

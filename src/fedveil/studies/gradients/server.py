@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from fedveil.attacks.leaked_gradients import Gradients, Leak, secure_sum
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.attacks.scores import Estimate
 from fedveil.attacks.similarity import psnr, ssim
+from fedveil.checks import check_count
 from fedveil.data import Data
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.federation.local import Federation
@@ -25,7 +25,7 @@ from fedveil.records.shards import generator
 from fedveil.report import Picture, Pictures, Section
 from fedveil.runs.build import build_optimizer, load_data
 from fedveil.runs.config import Config
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option, read_federations
 from fedveil.studies.gradients import run as reconstruction
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 from fedveil.studies.presentation import Presentation, decode_picture, encode_image, read_texts, text
@@ -178,15 +178,6 @@ def gallery(title: str, found: Curious) -> list[Section]:
     return [Pictures(title, [f"round {number + 1}" for number in range(len(rounds))], rows, TEXTS.notes["pictures"])]
 
 
-def show(results: Results[Curious]) -> Presentation:
-    """Return the table and the pictures."""
-    found = {name: one for name, one in results.items() if isinstance(one, Curious)}
-    rows = [[name, *row] for name, one in found.items() for row in view_rows(one)]
-    sections = [part for name, one in found.items() for part in gallery(f"What the server sees, {name}", one)]
-    verdicts = " ".join(f"{name}: {verdict(one)}" for name, one in found.items())
-    return Presentation("", verdicts or "No verdict: the attack failed.", HEADER, rows, NOTE, sections)
-
-
 OWN = 64  # number of held-out records from which the server knows typical outputs of the model
 MAX_SEARCH = 16  # maximum number of records in a view for a search, whose duration grows with it
 DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
@@ -199,9 +190,9 @@ DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
 class ServerOptions(reconstruction.SearchOptions):
     """Flags of the attack."""
 
-    rounds: int = option(8, "number of rounds, each in a new federation with other records")
-    sums: str = option("2,4,10,100", "number of clients in a sum, as a comma-separated list")
-    difference: int = option(10, "number of clients in a sum from which the sum over all but one of them is subtracted")
+    rounds: int = option(8, "number of rounds, each in a new federation with different records")
+    sums: str = option("2,4,10,100", "comma-separated list of numbers of clients in a sum")
+    difference: int = option(10, "number of clients in the larger of two sums that differ by one client")
     records: int = option(1, "number of records in a client's batch")
 
     def counts(self) -> list[int]:
@@ -209,19 +200,9 @@ class ServerOptions(reconstruction.SearchOptions):
         counts = reconstruction.parse_counts(self.sums)
         if not counts:
             raise BadArgument("--sums", f"sums over {self.sums!r} clients", "use distinct numbers such as 2,4,10")
-        if self.difference < 2:
-            raise BadArgument("--difference", f"a sum over {self.difference} clients is too small", "use at least two")
-        if self.rounds < 1 or self.records < 1:
-            what = f"{self.rounds} rounds of {self.records} records per client"
-            raise BadArgument("fedveil attack server", what, "use at least one of each")
+        for name, least in (("difference", 2), ("rounds", 1), ("records", 1)):
+            check_count("fedveil attack server", f"--{name}", getattr(self, name), least)
         return counts
-
-
-class GradientView(NamedTuple):
-    """A gradient that the server has, and the number of clients in the sum."""
-
-    leak: Leak
-    clients: int
 
 
 def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]:
@@ -248,9 +229,10 @@ def read_updates(federation: Federation, clients: Sequence[int]) -> list[Gradien
     return found
 
 
-def server_views(federation: Federation, counts: Sequence[int], largest: int) -> dict[str, GradientView]:
+def server_views(federation: Federation, counts: Sequence[int], largest: int) -> dict[str, tuple[Leak, int]]:
     """Return what the server sees of client 0: its update, sums over the first clients, and differences of sums.
 
+    Each is a gradient with the number of clients in it.
     A difference is that between the sum over the first `largest` clients and the sum over the same clients without
     client 0, either for one model or for two consecutive rounds. Clients use the same records in both rounds, which is
     best for the attacker.
@@ -265,10 +247,10 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
     federation.optimizer.step()
     later = secure_sum(read_updates(federation, everyone[1:largest]), sizes[1:largest])
 
-    def view(gradients: Gradients, clients: int) -> GradientView:
+    def view(gradients: Gradients, clients: int) -> tuple[Leak, int]:
         like = {name: parameter.detach() for name, parameter in model.named_parameters()}
         own = {name: gradient.to(like[name]) for name, gradient in gradients.items()}
-        return GradientView(Leak(model, own, federation.loss), clients)
+        return Leak(model, own, federation.loss), clients
 
     sums = {sum_view(count): view(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
     return {
@@ -326,11 +308,11 @@ class AttackRound:
         seen, search = server_views(federation, options.counts(), options.difference), options.search(model)
         true, own = (data.pixels(data.train.tensor[rows]), data.test.tensor[:OWN].to(federation.device))
         views = {}
-        for number, (name, view) in enumerate(seen.items()):
-            size = options.records * view.clients
+        for number, (name, (leak, clients)) in enumerate(seen.items()):
+            size = options.records * clients
             chance = [generator(what, config.training.seed, size) for what in ("server", "guesses")]
             report = reconstruction.part_progress(progress, number, len(seen), name)
-            found = attack_view(view.leak, search, data, own, size, chance[0], report)
+            found = attack_view(leak, search, data, own, size, chance[0], report)
             if not found:
                 continue
             below = reconstruction.guesses(data, rows[:size], chance[1], taken=rows)
@@ -358,7 +340,7 @@ class ServerStudy(AttackStudy[ServerOptions, Curious]):
     name = "server"
     summary = "measure what a curious server learns from updates, sums (secure aggregation) and their differences"
     options = ServerOptions
-    defaults = {"data": "digits", "clients": 100, "defence": "plain,veil"}  # noqa: RUF012
+    defaults = read_federations()["attack"]["server"]
 
     def rounds(self, request: AttackRequest[ServerOptions], defence: str) -> dict[str, StudyJob[ServerRound]]:
         """Return one job per round."""
@@ -375,9 +357,12 @@ class ServerStudy(AttackStudy[ServerOptions, Curious]):
         jobs = {defence: self.rounds(request, defence) for defence in request.defences}
         return join_parts(jobs, lambda parts: Curious(list(parts.values())))
 
-    def show(self, request: AttackRequest[ServerOptions], results: Results[Curious]) -> Presentation:
+    def show(self, request: AttackRequest[ServerOptions], results: Mapping[str, Curious]) -> Presentation:
         """Return one row per view, and pictures."""
-        return show(results)
+        rows = [[name, *row] for name, one in results.items() for row in view_rows(one)]
+        sections = [part for name, one in results.items() for part in gallery(f"What the server sees, {name}", one)]
+        verdicts = " ".join(f"{name}: {verdict(one)}" for name, one in results.items())
+        return Presentation("", verdicts or "No verdict: the attack failed.", HEADER, rows, NOTE, sections)
 
 
 SERVER = ServerStudy()

@@ -14,7 +14,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.evaluate import evaluating
 from fedveil.graph.inputs import record_calls
-from fedveil.progress import Progress
+from fedveil.progress import Progress, silent
 from fedveil.records.shards import generator as source
 from fedveil.studies.inversion.results import SuccessRate
 
@@ -58,7 +58,7 @@ def train_judge(
     device: str = "cpu",
     path: Path | None = None,
     key: str = "",
-    progress: Progress = lambda fraction, what: None,
+    progress: Progress = silent,
 ) -> nn.Module:
     """Train an image classifier with cross-entropy, AdamW, cosine annealing, and shifted and mirrored images.
 

@@ -2,15 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fedveil.attacks.scores import Estimate
 from fedveil.report import NOTHING, Intervals, Pictures, Section, Table, Text
-from fedveil.studies.attack import Results
-from fedveil.studies.jobs import Failure, Result
-from fedveil.studies.presentation import Presentation, decode_picture, failed_row, mark, percent, read_texts
+from fedveil.studies.jobs import Result
+from fedveil.studies.presentation import Presentation, decode_picture, mark, percent, read_texts
 from fedveil.studies.verdicts import INVERSION, Verdict, headline, judge_defences, verdict_section
 
 TEXTS = read_texts()["inversion"]
@@ -46,14 +44,12 @@ class InversionFigures:
     """Reconstructions by one attacker.
 
     Attributes:
-        view: what the attacker sees.
         codes: images from the generator, judged by the independent evaluator.
         as_received: the same, judged by the attacked model as the attacker has it: the paper's protocol.
         true_model: the same, judged by the server's model.
         pixels: images found without a generator, judged by the evaluator.
     """
 
-    view: str
     codes: SuccessRate
     as_received: SuccessRate
     true_model: SuccessRate
@@ -118,36 +114,21 @@ class TrainedEvaluator(Result):
     accuracy: float
 
 
-class InversionRow(NamedTuple):
-    """One attacker on one defence: its reconstructions, and the result that they belong to."""
-
-    defence: str
-    attacker: str
-    found: InversionFigures
-    result: Inversion
-
-
 def judged_cells(found: SuccessRate) -> list[str]:
     """Format both distances and the success, as judged by the evaluator."""
     return [f"{found.nearest:.3f}", f"{found.centroid:.3f}", percent(found)]
 
 
-def main_rows(results: Results[Inversion]) -> Iterator[list[str]]:
+def main_rows(results: Mapping[str, Inversion]) -> Iterator[list[str]]:
     """Yield one row per attacker, and the floor and ceiling of the evaluator."""
     for defence, result in results.items():
-        if isinstance(result, Failure):
-            yield failed_row(defence, len(HEADER))
-            continue
         for name, found in result.attackers.items():
-            where = [defence, f"{found.view}, {name}", f"{100 * result.test:.1f}"]
+            where = [defence, f"V-out, {name}", f"{100 * result.test:.1f}"]
             others = map(percent, (found.pixels, found.as_received, found.true_model))
             yield [*where, *judged_cells(found.codes), *others]
-    if first := next((result for result in results.values() if isinstance(result, Inversion)), None):
-        for name, what, limit in (
-            ("floor", "generator alone", first.floor),
-            ("ceiling", "held-out images", first.ceiling),
-        ):
-            yield [name, what, NOTHING, *judged_cells(limit), NOTHING, NOTHING, NOTHING]
+    first = next(iter(results.values()))
+    yield ["floor", "generator alone", NOTHING, *judged_cells(first.floor), *[NOTHING] * 3]
+    yield ["ceiling", "held-out images", NOTHING, *judged_cells(first.ceiling), *[NOTHING] * 3]
 
 
 def standard_error(fractions: Sequence[float]) -> str:
@@ -162,22 +143,24 @@ def broadcast_success(judged: SuccessRate, broadcasts: int) -> list[float]:
     return [statistics.fmean(right[start : start + size]) for start in range(0, len(right), size)]
 
 
-def class_table(rows: Sequence[InversionRow], classes: Sequence[str]) -> Table:
+def class_table(results: Mapping[str, Inversion], classes: Sequence[str]) -> Table:
     """Return success by class, with standard errors."""
     cells = []
-    for defence, attacker, found, result in rows:
-        fractions = [fraction for fraction in found.codes.per_class or [] if fraction is not None]
-        parts = broadcast_success(found.codes, result.records.broadcasts)
-        errors = [standard_error(fractions), standard_error(parts)]
-        cells.append([defence, attacker, *errors, *(f"{100 * fraction:.0f}" for fraction in fractions)])
+    for defence, result in results.items():
+        for attacker, found in result.attackers.items():
+            fractions = [fraction for fraction in found.codes.per_class or [] if fraction is not None]
+            parts = broadcast_success(found.codes, result.records.broadcasts)
+            errors = [standard_error(fractions), standard_error(parts)]
+            cells.append([defence, attacker, *errors, *(f"{100 * fraction:.0f}" for fraction in fractions)])
     return Table("By class", (*BY_CLASS, *classes), cells, TEXTS.notes["classes"])
 
 
-def success_chart(rows: Sequence[InversionRow], chance: float) -> Intervals:
+def success_chart(results: Mapping[str, Inversion], chance: float) -> Intervals:
     """Return a chart of each attacker's success with its interval, with guessing as a reference."""
     marks = [
         mark(f"{defence}, {how}", judged, attacker, 100)
-        for defence, attacker, found, _ in rows
+        for defence, result in results.items()
+        for attacker, found in result.attackers.items()
         for how, judged in (("generator", found.codes), ("pixels", found.pixels))
         if judged
     ]
@@ -185,14 +168,13 @@ def success_chart(rows: Sequence[InversionRow], chance: float) -> Intervals:
     return Intervals("Success", label, marks, {"guessing": 100 * chance}, low=0.0, high=100.0)
 
 
-def gallery_rows(results: Results[Inversion]) -> list[tuple[str, list[str]]]:
+def gallery_rows(results: Mapping[str, Inversion]) -> list[tuple[str, list[str]]]:
     """Return rows of encoded images: real ones, the generator's, and each attacker's on each defence."""
     rows: list[tuple[str, list[str]]] = []
     for name, result in results.items():
-        if isinstance(result, Inversion) and result.gallery:
-            if not rows:
-                rows = [("real, held out", result.gallery.real), ("generator alone", result.gallery.floor)]
-            rows += [(f"{name}: {what}", images) for what, images in result.gallery.made.items()]
+        if shelf := result.gallery:
+            rows = rows or [("real, held out", shelf.real), ("generator alone", shelf.floor)]
+            rows += [(f"{name}: {what}", images) for what, images in shelf.made.items()]
     return rows
 
 
@@ -205,12 +187,9 @@ def picture_rows(
     return Pictures(title, columns, grid, "The first images of each class, not selected. Columns: the wanted class.")
 
 
-def judge_attackers(results: Results[Inversion]) -> dict[str, Verdict]:
+def judge_attackers(results: Mapping[str, Inversion]) -> dict[str, Verdict]:
     """Return the verdict on each defence, based on the most successful search; guessing is the measured floor."""
-    done = {name: one for name, one in results.items() if isinstance(one, Inversion)}
-    if not done:
-        return {}
-    floor = next(iter(done.values())).floor
+    floor = next(iter(results.values())).floor
     found = {
         defence: [
             INVERSION.assess(name, one, floor.high)
@@ -218,27 +197,22 @@ def judge_attackers(results: Results[Inversion]) -> dict[str, Verdict]:
             for one in (own.codes, own.pixels)
             if one
         ]
-        for defence, result in done.items()
+        for defence, result in results.items()
     }
     return judge_defences(INVERSION, floor.value, found)
 
 
-def show(results: Results[Inversion]) -> Presentation:
+def show(results: Mapping[str, Inversion]) -> Presentation:
     """Return the table and the sections."""
-    cells, verdicts = list(main_rows(results)), judge_attackers(results)
-    done = {defence: result for defence, result in results.items() if isinstance(result, Inversion)}
-    rows = [
-        InversionRow(defence, name, own, one) for defence, one in done.items() for name, own in one.attackers.items()
-    ]
-    if not rows:
-        return Presentation("", headline(verdicts), HEADER, cells, "", [])
-    first = rows[0].result
+    if not results:
+        return Presentation("", headline({}), HEADER, [], "", [])
+    verdicts, first = judge_attackers(results), next(iter(results.values()))
     classes, shelf = len(first.classes), first.gallery
     sections: list[Section] = [
         Text("How to read it", TEXTS.reading),
-        success_chart(rows, 1 / classes),
+        success_chart(results, 1 / classes),
         *([picture_rows("Reconstructions", first.classes, shelf.shape, gallery_rows(results))] if shelf else []),
-        class_table(rows, first.classes),
+        class_table(results, first.classes),
     ]
-    note = TEXTS.note.format(chance=100 / classes, classes=classes)
-    return Presentation("", headline(verdicts), HEADER, cells, note, sections, verdict_section(verdicts))
+    rows, note = list(main_rows(results)), TEXTS.note.format(chance=100 / classes, classes=classes)
+    return Presentation("", headline(verdicts), HEADER, rows, note, sections, verdict_section(verdicts))

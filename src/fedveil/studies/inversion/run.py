@@ -5,7 +5,7 @@ sees the model, public images and a class index; only the evaluation sees privat
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from fedveil.attacks.inversion import CODE, Gan, search, search_pixels, take_pixels, train_gan
 from fedveil.data import Data, keep_labels, other_labels, parse_labels
 from fedveil.errors import BadArgument
-from fedveil.progress import Progress
+from fedveil.progress import Progress, silent
 from fedveil.records.shards import generator
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, option, read_federations
 from fedveil.studies.basis import Basis
 from fedveil.studies.federations import load_or_train, measure_quality, observe_strongest
 from fedveil.studies.inversion import results as page
@@ -38,14 +38,14 @@ class InversionOptions:
 
     codes: int = option(20, "number of reconstructions of each private class, divided among the broadcasts")
     broadcasts: int = option(4, "number of broadcasts of the last model, each with new noise or a new sketch")
-    steps: int = option(300, "number of steps of the search for a code; the original has 1500")
-    restarts: int = option(2, "number of restarts of that search; the original has 5")
+    steps: int = option(300, "number of steps of the search for a code; 1500 in the original")
+    restarts: int = option(2, "number of restarts of that search; 5 in the original")
     pixel_steps: int = option(200, "number of steps of the search without a generator; 0 to skip it")
     public_size: int = option(8000, "maximum number of public images")
-    gan_epochs: int = option(30, "training epochs of the generator; the original has 100")
-    gan_width: int = option(16, "width of the generator; the original has 64 for 32 x 32 images")
-    gan_lr: float = option(1e-3, "learning rate of the generator; the original has 2e-4")
-    judge_epochs: int = option(12, "training epochs of the independent evaluator")
+    gan_epochs: int = option(30, "number of training epochs of the generator; 100 in the original")
+    gan_width: int = option(16, "width of the generator; 64 in the original, for 32 x 32 images")
+    gan_lr: float = option(1e-3, "learning rate of the generator; 2e-4 in the original")
+    judge_epochs: int = option(12, "number of training epochs of the independent evaluator")
     judge_width: int = option(32, "width of the independent evaluator")
 
     def __post_init__(self) -> None:
@@ -81,34 +81,22 @@ class NetworkTraining:
     options: InversionOptions
     folder: Path
 
-    def train_gan(self, basis: Basis, progress: Progress = lambda fraction, what: None) -> tuple[Gan, list[float], int]:
+    def train_gan(self, basis: Basis, progress: Progress = silent) -> tuple[Gan, list[float], int]:
         """Return the generator, trained or loaded, its critic's distances, and the number of public images."""
-        options = self.options
-        images = public_images(self.config, options.public_size)
+        options, seed, path = self.options, self.config.training.seed, self.folder / "gan.pt"
+        images, width, lr = public_images(self.config, options.public_size), options.gan_width, options.gan_lr
+        asked = repr((data_config(self.config), options.public_size, basis.records))
         gan, curve = train_gan(
-            images,
-            options.gan_epochs,
-            width=options.gan_width,
-            lr=options.gan_lr,
-            seed=self.config.training.seed,
-            path=self.folder / "gan.pt",
-            asked=repr((data_config(self.config), options.public_size, basis.records)),
-            progress=progress,
+            images, options.gan_epochs, width=width, lr=lr, seed=seed, path=path, asked=asked, progress=progress
         )
         return gan, curve, len(images)
 
-    def train_judge(self, data: Data, basis: Basis, progress: Progress = lambda fraction, what: None) -> nn.Module:
+    def train_judge(self, data: Data, basis: Basis, progress: Progress = silent) -> nn.Module:
         """Return the evaluator, trained on the private images or loaded."""
-        return train_judge(
-            data,
-            self.options.judge_epochs,
-            width=self.options.judge_width,
-            seed=self.config.training.seed,
-            device=self.config.training.device,
-            path=self.folder / "judge.pt",
-            key=repr((data_config(self.config), basis.records)),
-            progress=progress,
-        )
+        epochs, width = self.options.judge_epochs, self.options.judge_width
+        seed, device = self.config.training.seed, self.config.training.device
+        path, key = self.folder / "judge.pt", repr((data_config(self.config), basis.records))
+        return train_judge(data, epochs, width=width, seed=seed, device=device, path=path, key=key, progress=progress)
 
 
 class TrainGan(NetworkTraining):
@@ -153,24 +141,19 @@ class Invert(NetworkTraining):
             made = self.reconstruct(progress, models, gan, data, wanted)
             received, true = (evaluator.evaluate_by(who, made["codes"], wanted) for who in (models, [federation.model]))
             judged = {how: evaluator.evaluate(images, wanted) for how, images in made.items()}
-            found[name] = InversionFigures("V-out", judged["codes"], received, true, judged.get("pixels"))
+            found[name] = InversionFigures(judged["codes"], received, true, judged.get("pixels"))
             pictures |= {f"{name}, by {how}": first_images(images, wanted, classes) for how, images in made.items()}
-        blind = sample_generator(gan, wanted, config.training.seed)
+        codes = torch.randn(len(wanted), CODE, generator=generator("floor", config.training.seed)).clamp(-1, 1)
+        with torch.no_grad():
+            blind = gan.generator(codes.to(wanted.device))  # without any model
         real, labels = held_out(evaluator, wanted)
         shape, first = tuple(data.train.tensor.shape[1:]), first_images(real, labels, classes)
+        gallery = Gallery(shape, first, first_images(blind, wanted, classes), pictures)
         quality = measure_quality(federation, data)
-        return Inversion(
-            config.defence.name,
-            config.training.seed,
-            quality.train,
-            quality.test,
-            list(data.classes),
-            Counts(len(data.train.targets), public, len(wanted), options.broadcasts),
-            found,
-            evaluator.evaluate(blind, wanted),
-            evaluator.evaluate(real, labels),
-            Gallery(shape, first, first_images(blind, wanted, classes), pictures),
-        )
+        counts = Counts(len(data.train.targets), public, len(wanted), options.broadcasts)
+        attacked = config.defence.name, config.training.seed, quality.train, quality.test, list(data.classes), counts
+        floor, ceiling = evaluator.evaluate(blind, wanted), evaluator.evaluate(real, labels)
+        return Inversion(*attacked, found, floor, ceiling, gallery)
 
     def evaluator(self, data: Data, basis: Basis) -> Evaluator:
         """Return the evaluator with its features of the private training images."""
@@ -185,8 +168,7 @@ class Invert(NetworkTraining):
     ) -> dict[str, Tensor]:
         """Reconstruct images with and without the generator, an equal part of them from each model."""
         made: dict[str, list[Tensor]] = {"codes": [], "pixels": []}
-        channels, height, width = data.train.tensor.shape[1:]
-        options, shape = self.options, (channels, height, width)
+        options, shape = self.options, tuple(data.train.tensor.shape[1:])
         for number, (view, part) in enumerate(zip(models, wanted.chunk(len(models)), strict=True)):
             model, seed = take_pixels(view, data.standardise), self.config.training.seed * len(models) + number
 
@@ -210,16 +192,8 @@ def first_images(images: Tensor, wanted: Tensor, classes: int) -> list[str]:
     return found
 
 
-def sample_generator(gan: Gan, wanted: Tensor, seed: int) -> Tensor:
-    """Return one image from the generator for each wanted class, without using any model."""
-    codes = torch.randn(len(wanted), CODE, generator=generator("floor", seed)).clamp(-1, 1)
-    with torch.no_grad():
-        images: Tensor = gan.generator(codes.to(wanted.device))
-    return images
-
-
 def held_out(evaluator: Evaluator, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return held-out private images of the wanted classes, at most as many as wanted, and their classes."""
+    """Return held-out private images and their classes, for each class at most the number that is wanted."""
     test, classes = evaluator.data.test, range(len(evaluator.data.classes))
     rows = torch.cat([(test.targets == label).nonzero()[:, 0][: int((wanted == label).sum())] for label in classes])
     return evaluator.data.pixels(test.tensor[rows]).to(evaluator.device), test.targets[rows].to(evaluator.device)
@@ -232,10 +206,7 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
     summary = "reconstruct what a federation's private classes look like, with a generator of public images (GMI)"
     options = InversionOptions
     result = Inversion
-    defaults = dict(  # noqa: RUF012
-        **dict(data="cifar10", labels="first-half", train_size=10000, test_size=2000, clients=2),
-        **dict(model="cnn", width=16, lr=2e-3, epochs=15),
-    )
+    defaults = read_federations()["attack"]["inversion"]
 
     def shared(self, request: AttackRequest[InversionOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return the jobs for the generator and the evaluator; refuse a federation without public classes."""
@@ -261,7 +232,7 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
         """Return the attack on one defence."""
         return Invert(request.config_for(defence), request.options, folder, self.run_folder(request, defence, folder))
 
-    def show(self, request: AttackRequest[InversionOptions], results: Results[Inversion]) -> Presentation:
+    def show(self, request: AttackRequest[InversionOptions], results: Mapping[str, Inversion]) -> Presentation:
         """Return the table, success compared with guessing, pictures, success by class, and the paper's protocol."""
         return page.show(results)
 

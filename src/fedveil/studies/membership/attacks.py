@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.attacks import Observation
-from fedveil.attacks.features import LAYERS, dense_targets, ends_in_linear, labels, losses, record_features
-from fedveil.attacks.membership import Shadows, calibrated_scores, halves, loss_scores, shadow_scores
+from fedveil.attacks.features import LAYERS, dense_targets, labels, losses, record_features
+from fedveil.attacks.membership import Shadows, calibrated_scores, halves, shadow_scores
 from fedveil.attacks.registry import find_attackers
 from fedveil.attacks.scores import Estimate, Scores, auc, balanced_accuracy, best_threshold, has_enough, roc, tpr_at
 from fedveil.attacks.whitebox import Features, Recipe, Score, select, train_attack
@@ -95,24 +95,6 @@ def shadow_file(folder: Path, defence: str, number: int) -> Path:
     return folder / "shadows" / f"{shadow_defence(defence).replace(':', '.')}-{number}.npz"
 
 
-def shadow_members(config: Config, records: int, shadows: int, size: int | None = None) -> NDArray[np.bool_]:
-    """Return which records of the pool each shadow trains on."""
-    return halves(records, shadows, generator("shadows", config.training.seed, shadows), size)
-
-
-def read_shadows(config: Config, count: int, folder: Path, cleaned: bool) -> tuple[Scores, NDArray[np.bool_]]:
-    """Return the outputs of all shadows on the pool, and which records each trained on.
-
-    With `cleaned`, return the outputs as the server sees them, for attackers that remove the noise.
-    """
-    outputs, inside = [], []
-    for number in range(count):
-        with np.load(shadow_file(folder, config.defence.name, number)) as file:
-            outputs.append(file["cleaned" if cleaned else "received"])
-            inside.append(file["inside"])
-    return np.stack(outputs).astype(np.float64), np.stack(inside)
-
-
 @dataclass(frozen=True)
 class Shadow(Result):
     """A federation that the attacker trained: its seed, and the metrics of its model on its training records."""
@@ -126,7 +108,7 @@ class TrainShadow:
     """Train a federation like the attacked one on half of the pool, and write its outputs on the whole pool.
 
     The pool is that of `divide_records`, with the same `everyone` as for the attack. If `matched`, the federation
-    trains on as many records as the attacked one, provided that half of the pool has that many.
+    trains on the same number of records as the attacked one, or on half of the pool if that is smaller.
     """
 
     config: Config
@@ -143,7 +125,8 @@ class TrainShadow:
         path.unlink(missing_ok=True)
         pool = divide_records(config, data, everyone=self.everyone).pool
         size = len(data.train.targets) if self.matched else None
-        inside = shadow_members(config, len(pool.targets), self.shadows, size)[self.number]
+        chance = generator("shadows", config.training.seed, self.shadows)
+        inside = halves(len(pool.targets), self.shadows, chance, size)[self.number]
         how = "iid" if config.data.split == "column" else config.data.split
         own = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
         federation = build_federation(own, Data(data.name, pool.take(inside), data.test, classes=data.classes))
@@ -200,9 +183,8 @@ class AttackScores:
 
 @dataclass(frozen=True)
 class Attacker:
-    """One attacker: what it sees, and its attacks by name."""
+    """The attacks of one attacker by name."""
 
-    view: str
     attacks: Attacks
 
 
@@ -235,20 +217,26 @@ class ShadowAttacks:
     def scores(self, observed: Observation, outputs: Tensor, records: Records, cleaned: bool) -> dict[str, Scores]:
         """Score all records with RMIA and LiRA; return an empty dict without shadows or classes.
 
-        `cleaned` says whether the attacker has removed noise from the model that it received.
+        If `cleaned`, the attacker has removed the noise, and compares with the shadows' models as their servers have
+        them.
         """
         targets = records.pool.targets
         if not self.count or targets.dim() != 1:
             return {}
         truth = dense_targets(observed.loss, targets, outputs).double().numpy()
-        shadows = Shadows(*read_shadows(self.config, self.count, self.folder, cleaned), truth, observed.loss)
+        answers, inside = [], []
+        for number in range(self.count):
+            with np.load(shadow_file(self.folder, self.config.defence.name, number)) as file:
+                answers.append(file["cleaned" if cleaned else "received"])
+                inside.append(file["inside"])
+        shadows = Shadows(np.stack(answers).astype(np.float64), np.stack(inside), truth, observed.loss)
         return shadow_scores(outputs.double().numpy(), shadows, records.known, both=self.lira)
 
 
 def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> dict[str, Scores]:
     """Score all records by their loss, both raw and calibrated by class."""
     found = losses(observed.loss, outputs, records.pool.targets)
-    scores = {"loss": loss_scores(found)}
+    scores = {"loss": -found}  # Yeom et al., 2018
     if records.pool.targets.dim() == 1:
         classes, known = labels(records.pool.targets), torch.from_numpy(records.known)
         scores["loss by class"] = calibrated_scores(found, classes, found[known], classes[known])
@@ -274,12 +262,6 @@ def whitebox(
     own_scores, known_scores = (part.numpy() for part in done.held_out)
     found = measure(done.score(victims).numpy(), done.score(fresh).numpy(), own_scores, known_scores)
     return replace(found, best_on_test=max(curve, default=None), collapsed=done.collapsed)
-
-
-def score_figures(scores: Scores, records: Records) -> AttackScores:
-    """Return the scores of an attack that assigns a score to every record."""
-    own, known, victims, fresh = (scores[part] for part in records.parts)
-    return measure(victims, fresh, own, known)
 
 
 def measure(members: Scores, others: Scores, own: Scores, known: Scores) -> AttackScores:
@@ -314,19 +296,18 @@ class RecordAttacks:
 
     def run(self, observed: Observation, cleaned: bool, progress: Progress) -> Attacks:
         """Run all attacks; `cleaned` says whether the attacker has removed noise from the model that it received."""
-        records, pool, found = self.records, self.records.pool, Attacks()
-        extras: tuple[str, ...] = ()
-        if self.recipe and self.full:
-            extras = ("label", "loss", *(("gradient",) if ends_in_linear(observed.model, pool.tensor) else ()))
-        features = record_features(observed.model, pool.tensor, pool.targets, observed.loss, extras=extras)
-        if self.recipe:
-            found |= self.train_networks(features, self.recipe, progress)
+        records, pool, full = self.records, self.records.pool, self.full and self.recipe is not None
+        features = record_features(observed.model, pool.tensor, pool.targets, observed.loss, full=full)
+        found = self.train_networks(features, self.recipe, progress) if self.recipe else Attacks()
         scores = loss_attacks(observed, features["last"], records)
         try:
             scores |= self.shadows.scores(observed, features["last"], records, cleaned)
         except (BadArgument, OSError) as error:
             found[SHADOWS] = Failure(error.what if isinstance(error, BadArgument) else str(error))
-        return found | {name: score_figures(own, records) for name, own in scores.items()}
+        for name, own in scores.items():
+            mine, known, victims, fresh = (own[part] for part in records.parts)
+            found[name] = measure(victims, fresh, mine, known)
+        return found
 
     def train_networks(self, features: Features, recipe: Recipe, progress: Progress) -> Attacks:
         """Train the white-box networks; a network with too few records is a `Failure`."""

@@ -6,6 +6,7 @@ the other clients' records and the other half of the non-members.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,12 +15,12 @@ from fedveil.attacks.whitebox import Recipe
 from fedveil.progress import Progress
 from fedveil.report import NOTHING, Curves, Intervals, Section, Table, Text
 from fedveil.runs.config import Config
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option
+from fedveil.studies.attack import AttackRequest, AttackStudy, option, read_federations
 from fedveil.studies.federations import load_or_train, measure_quality, observe_strongest
-from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
+from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, successes
 from fedveil.studies.membership import attacks as membership
 from fedveil.studies.membership.attacks import AttackScores, Membership
-from fedveil.studies.presentation import Presentation, failed_row, mark, percent, read_texts, text
+from fedveil.studies.presentation import Presentation, mark, percent, read_texts, text
 from fedveil.studies.verdicts import MEMBERSHIP as MEASURE
 from fedveil.studies.verdicts import Verdict, headline, judge_defences, verdict_section
 
@@ -38,8 +39,8 @@ class MembershipOptions:
 
     shadows: int = option(4, "number of shadow federations for RMIA and LiRA; 0 for none")
     lira: bool = option(False, "also run LiRA, which needs at least 16 shadows")
-    full: bool = option(True, "also run the white-box network with label, loss and gradient of the final layer")
-    attack_epochs: int = option(50, "training epochs of the white-box network")
+    full: bool = option(True, "also run the white-box network with the label, loss and gradient of the final layer")
+    attack_epochs: int = option(50, "number of training epochs of the white-box network")
     attack_lr: float = option(1e-3, "learning rate of the white-box network")
 
 
@@ -62,7 +63,7 @@ class AttackMembership:
         shadows = membership.ShadowAttacks(config, self.folder, options.shadows, options.lira)
         attacks = membership.RecordAttacks(records, shadows, recipe, options.full, by_layer=True)
         found = {
-            name: membership.Attacker("V-out", attacks.run(observed, name != PUBLISHED, progress))
+            name: membership.Attacker(attacks.run(observed, name != PUBLISHED, progress))
             for name, observed in seen.items()
         }
         quality = asdict(measure_quality(federation, data))  # quality of the model after the observed rounds
@@ -78,9 +79,7 @@ class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
     options = MembershipOptions
     result = Membership
     needs_shared = False
-    defaults = dict(  # noqa: RUF012
-        data="cifar10", train_size=4000, test_size=4000, clients=2, model="cnn", width=16, epochs=25
-    )
+    defaults = read_federations()["attack"]["membership"]
 
     def shared(self, request: AttackRequest[MembershipOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return all shadows for all defences."""
@@ -93,9 +92,18 @@ class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
         run = self.run_folder(request, defence, folder)
         return AttackMembership(request.config_for(defence), request.options, folder, run)
 
-    def show(self, request: AttackRequest[MembershipOptions], results: Results[Membership]) -> Presentation:
+    def show(self, request: AttackRequest[MembershipOptions], results: Mapping[str, Membership]) -> Presentation:
         """Return Table 3, all scores, intervals and ROC curves."""
-        return present_attacks(results)
+        rows, verdicts = list_attackers(results), judge_attackers(results)
+        sections: list[Section] = [
+            Text("How to read it", TEXTS.reading),
+            auc_chart(rows),
+            Table("All figures", ["defence", "attacker", "attack", *FIGURES], list(chain(*map(figure_rows, rows)))),
+            *roc_sections(rows),
+        ]
+        header = [title.format(rows[0].result.metric if rows else "accuracy") for title in HEADER]
+        main, first = list(map(main_row, rows)), verdict_section(verdicts)
+        return Presentation("", headline(verdicts), header, main, TEXTS.note, sections, first)
 
 
 class AttackerRow(NamedTuple):
@@ -108,25 +116,21 @@ class AttackerRow(NamedTuple):
     result: Membership
 
 
-def attackers(results: Results[Membership]) -> Iterator[AttackerRow]:
-    """Yield every attacker on every defence for which the attack did not fail."""
-    for defence, result in results.items():
-        if isinstance(result, Membership):
-            for name, found in result.attackers.items():
-                scored = {attack: one for attack, one in found.attacks.items() if isinstance(one, AttackScores)}
-                yield AttackerRow(defence, f"{found.view}, {name}", found.attacks, scored, result)
+def list_attackers(results: Mapping[str, Membership]) -> list[AttackerRow]:
+    """Return every attacker on every defence."""
+    return [
+        AttackerRow(defence, f"V-out, {name}", found.attacks, successes(found.attacks), result)
+        for defence, result in results.items()
+        for name, found in result.attackers.items()
+    ]
 
 
-def main_rows(results: Results[Membership]) -> Iterator[list[str]]:
-    """Yield the rows of the paper's Table 3: accuracy, and the success rate by layer."""
-    for defence, own in results.items():
-        if isinstance(own, Failure):
-            yield failed_row(defence, len(HEADER))
-        for _, who, _, scored, result in attackers({defence: own}):
-            scale, digits = (100, 1) if result.metric == "accuracy" else (1, 4)
-            quality = [f"{scale * value:.{digits}f}" for value in (result.test, result.gap)]
-            asr = [percent(scored[name].accuracy) if name in scored else NOTHING for name in LAYERS]
-            yield [defence, who, *quality, *asr, best_epoch(scored.get("three"))]
+def main_row(row: AttackerRow) -> list[str]:
+    """Return a row of the paper's Table 3: accuracy, and the success rate by layer."""
+    scale, digits = (100, 1) if row.result.metric == "accuracy" else (1, 4)
+    quality = [f"{scale * value:.{digits}f}" for value in (row.result.test, row.result.gap)]
+    asr = [percent(row.scored[name].accuracy) if name in row.scored else NOTHING for name in LAYERS]
+    return [row.defence, row.who, *quality, *asr, best_epoch(row.scored.get("three"))]
 
 
 def best_epoch(found: AttackScores | None) -> str:
@@ -172,34 +176,17 @@ def roc_sections(rows: Sequence[AttackerRow]) -> Iterator[Section]:
             yield Curves(*axes, lines, log_y=True, log_x=True)
 
 
-def judge_attackers(results: Results[Membership]) -> dict[str, Verdict]:
+def judge_attackers(results: Mapping[str, Membership]) -> dict[str, Verdict]:
     """Return the verdict on each defence, based on the AUC of the strongest attack."""
     found = {
         defence: [
             MEASURE.assess(name, one.auc, GUESS)
             for name, own in result.attackers.items()
-            for one in own.attacks.values()
-            if isinstance(one, AttackScores)
+            for one in successes(own.attacks).values()
         ]
         for defence, result in results.items()
-        if isinstance(result, Membership)
     }
     return judge_defences(MEASURE, GUESS, found)
-
-
-def present_attacks(results: Results[Membership]) -> Presentation:
-    """Return Table 3 and the sections: all scores, intervals, ROC curves."""
-    rows, verdicts = list(attackers(results)), judge_attackers(results)
-    metric = rows[0].result.metric if rows else "accuracy"
-    figures = [cells for row in rows for cells in figure_rows(row)]
-    sections: list[Section] = [
-        Text("How to read it", TEXTS.reading),
-        auc_chart(rows),
-        Table("All figures", ["defence", "attacker", "attack", *FIGURES], figures),
-        *roc_sections(rows),
-    ]
-    header, first = [title.format(metric) for title in HEADER], verdict_section(verdicts)
-    return Presentation("", headline(verdicts), header, list(main_rows(results)), TEXTS.note, sections, first)
 
 
 MEMBERSHIP = MembershipStudy()

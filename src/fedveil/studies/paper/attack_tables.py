@@ -1,23 +1,24 @@
-"""Tables 3 and 4: each data set of a plan is attacked under every defence, once per seed."""
+"""Tables 3 and 4 and Figures 4 and 5: attacks under every defence."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from pydantic import TypeAdapter
 
 from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.scores import Estimate, average
-from fedveil.report import NOTHING, Interval, Intervals
-from fedveil.runs.config import configure
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results
-from fedveil.studies.inversion.results import Inversion
+from fedveil.report import NOTHING, Interval, Intervals, Section
+from fedveil.runs.config import Config, Value, configure
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts
+from fedveil.studies.gradients.results import HEADER, Gradients, chart, gallery, table_rows, view_figures
+from fedveil.studies.gradients.run import GRADIENTS, GradientOptions
+from fedveil.studies.inversion.results import Inversion, gallery_rows, picture_rows
 from fedveil.studies.inversion.run import INVERSION
-from fedveil.studies.jobs import Failure, JobResults
+from fedveil.studies.jobs import Failure, JobResults, successes
 from fedveil.studies.membership.attacks import AttackScores, Membership
 from fedveil.studies.membership.run import MEMBERSHIP
 from fedveil.studies.paper.plan import LOSS, ExhibitPlan, make_exhibit
@@ -30,6 +31,8 @@ A = TypeVar("A", bound=Membership | Inversion)
 Seeds = dict[int, A | Failure]
 AttackResults = dict[str, dict[str, Seeds[A]]]  # by data set, defence and seed
 ACCURACY = "accuracy"
+BATCH = 1  # images in a batch of Figure 5
+FigurePair = tuple[Estimate | None, Estimate | None]  # by the paper's protocol and by ours; None if there is none
 
 
 def attack_graph(
@@ -52,13 +55,6 @@ def attack_graph(
         return found
 
     return JobGraph([job for graph in graphs.values() for job in graph.jobs], collect)
-
-
-class FigurePair(NamedTuple):
-    """An estimate by the paper's protocol and one by ours; None if there is none."""
-
-    theirs: Estimate | None = None
-    ours: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +85,7 @@ class AttackEntry:
 
     Attributes:
         attacker: name of the attacker; "" if the measure has none, or if the attack failed.
+        pairs: for each seed, the estimates by the paper's protocol and by ours; None if there is none.
         failed: why there are no values; "" if there are.
     """
 
@@ -103,65 +100,68 @@ class AttackEntry:
     @property
     def rate(self) -> Estimate | None:
         """The success rate over seeds; None if it was not measured."""
-        return mean_over_seeds([pair.ours for pair in self.pairs if pair.ours is not None], fraction=True)
+        return mean_over_seeds([ours for _, ours in self.pairs if ours is not None], fraction=True)
 
     def row(self, measure: TableMeasure) -> list[str]:
         """Return the row of the table."""
         where, paper = [self.data, measure.title, self.defence], f"{self.paper:.2f}"
         if self.failed:
             return [*where, "", paper, "", self.failed]
-        theirs = measure.format([pair.theirs for pair in self.pairs], measure.theirs)
-        ours = measure.format([pair.ours for pair in self.pairs], measure.ours)
-        known = self.attacker in ("", PUBLISHED)
-        return [*where, self.attacker or NOTHING, paper if known else NOTHING, theirs, ours]
+        theirs, ours = zip(*self.pairs, strict=True)
+        known = paper if self.attacker in ("", PUBLISHED) else NOTHING
+        values = measure.format(theirs, measure.theirs), measure.format(ours, measure.ours)
+        return [*where, self.attacker or NOTHING, known, *values]
 
 
-def present_attack(
-    plan: ExhibitPlan,
-    results: AttackResults[A],
-    *,
-    figures: Callable[[A, str, str], FigurePair],
-    measures: Mapping[str, TableMeasure],
-    success: str,
-    title: str,
-    protocol: str,
-    single: str,
-    chart: Intervals,
-) -> Presentation:
-    """Return a row per data set, measure, defence and attacker, with the success rate in a chart and in the summary.
+@dataclass(frozen=True)
+class AttackTable:
+    """How an attack is presented, from its plan.
 
-    Args:
-        plan: plan of the exhibit.
-        results: results by data set, defence and seed.
-        figures: function that returns a pair for a result, an attacker and a measure.
-        measures: the paper's measures.
-        success: the measure shown in the chart and in the summary.
+    Attributes:
         title: name of the attack in the summary.
         protocol: name of the paper's protocol in the header.
         single: description of the intervals for a single seed; several seeds have Student's intervals.
+        success: the measure shown in the chart and in the summary.
         chart: the chart without its rows.
+        measures: the paper's measures.
+    """
+
+    title: str
+    protocol: str
+    single: str
+    success: str
+    chart: Intervals
+    measures: dict[str, TableMeasure]
+
+
+def present_attack(
+    plan: ExhibitPlan, results: AttackResults[A], *, figures: Callable[[A, str, str], FigurePair]
+) -> Presentation:
+    """Return a row per data set, measure, defence and attacker, with the success rate in a chart and in the summary.
+
+    `figures` returns a pair for a result, an attacker and a measure.
     """
     rows, marks, headline = list[list[str]](), dict[Interval, None](), list[tuple[str, str, str]]()
-    paper = plan.paper_values(PaperValues)
+    paper, table = plan.paper_values(PaperValues), TypeAdapter(AttackTable).validate_python(plan.file.table)
     for printed_as, data in plan.settings.data.items():
         entries = [
             entry
-            for measure in measures
+            for measure in table.measures
             for defence, seeds in results[data].items()
             for entry in _entries((data, measure, defence), paper[printed_as][measure][defence], seeds, figures)
         ]
-        rows += [entry.row(measures[entry.measure]) for entry in entries]
-        successes = [entry for entry in entries if entry.measure == success]
-        for one in successes:
+        rows += [entry.row(table.measures[entry.measure]) for entry in entries]
+        rates = [entry for entry in entries if entry.measure == table.success]
+        for one in rates:
             group = f"{data}, {one.defence}"
             marks[Interval("paper", one.paper, group=group)] = None
             marks[mark(f"ours, {one.attacker or PUBLISHED}", one.rate, group, 100)] = None
-        if summary := _summarise(successes):
-            headline.append((f"{title}, {data}, success in %", *summary))
-    header = ("data", "measure", "defence", "attacker", "paper", f"ours, {protocol}", "ours")
+        if summary := _summarise(rates):
+            headline.append((f"{table.title}, {data}, success in %", *summary))
+    header = ("data", "measure", "defence", "attacker", "paper", f"ours, {table.protocol}", "ours")
     count = plan.settings.seeds
     several = f"Means over {count} seeds with Student's 95 % interval; all seeds draw on the same images."
-    note, sections = f"{plan.file.note} {several if count > 1 else single}", [dataclasses.replace(chart, rows=[*marks])]
+    note, sections = f"{plan.file.note} {several if count > 1 else table.single}", [replace(table.chart, rows=[*marks])]
     return Presentation(plan.title, "", header, rows, note, sections, headline=headline)
 
 
@@ -183,96 +183,55 @@ def _entries(
     where: tuple[str, str, str], printed: float, seeds: Seeds[A], figures: Callable[[A, str, str], FigurePair]
 ) -> list[AttackEntry]:
     """Return one measure under one defence, attacker by attacker; `where` is (data set, measure, defence)."""
-    results, measure = _require_seeds(seeds), where[1]
-    if isinstance(results, Failure):
-        return [AttackEntry(*where, "", printed, failed=f"failed: {results.failed}")]
+    results, measure = list(successes(seeds).values()), where[1]
+    for seed, result in seeds.items():
+        if isinstance(result, Failure):
+            failed = f"failed: seed {seed}: {result.failed}" if len(seeds) > 1 else f"failed: {result.failed}"
+            return [AttackEntry(*where, "", printed, failed=failed)]
     if measure == ACCURACY:
-        return [AttackEntry(*where, "", printed, [FigurePair(None, point(result.test)) for result in results])]
+        return [AttackEntry(*where, "", printed, [(None, average([result.test])) for result in results])]
     attackers = dict.fromkeys(name for result in results for name in result.attackers)
-    pairs = {name: [figures(result, name, measure) for result in results] for name in attackers}
-    return [AttackEntry(*where, name, printed, own) for name, own in pairs.items()]
-
-
-def point(value: float) -> Estimate:
-    """Return an estimate without an interval."""
-    return Estimate(value, value, value)
+    return [
+        AttackEntry(*where, name, printed, [figures(result, name, measure) for result in results]) for name in attackers
+    ]
 
 
 def mean_over_seeds(found: Sequence[Estimate], *, fraction: bool) -> Estimate | None:
     """Average one value per seed, with Student's interval clipped to possible values; keep a single value as it is."""
     if len(found) < 2:
         return found[0] if found else None
-    over = average([one.value for one in found])
-    return Estimate(over.value, max(0.0, over.low), min(1.0 if fraction else math.inf, over.high))
-
-
-def _require_seeds(seeds: Mapping[int, A | Failure]) -> list[A] | Failure:
-    """Return the results of all seeds, or why one of them failed."""
-    results: list[A] = []
-    for seed, result in seeds.items():
-        if isinstance(result, Failure):
-            return Failure(f"seed {seed}: {result.failed}") if len(seeds) > 1 else result
-        results.append(result)
-    return results or Failure("it was not attacked")
+    return average([one.value for one in found], least=0.0, most=1.0 if fraction else math.inf)
 
 
 def _membership_figures(result: Membership, attacker: str, measure: str) -> FigurePair:
     """Return the success on one set of layers: with the epoch chosen as in the paper, and chosen on known records."""
     found = result.attackers[attacker].attacks.get(measure) if attacker in result.attackers else None
     if not isinstance(found, AttackScores):
-        return FigurePair()
-    return FigurePair(None if found.best_on_test is None else point(found.best_on_test), found.accuracy)
+        return None, None
+    return None if found.best_on_test is None else average([found.best_on_test]), found.accuracy
 
 
 def _inversion_figures(result: Inversion, attacker: str, measure: str) -> FigurePair:
     """Return one measure of the generator's images, judged by the attacked model itself and by the evaluator."""
     if attacker not in result.attackers:
-        return FigurePair()
-    found = result.attackers[attacker]
-    if measure == "value":
-        return FigurePair(found.as_received, found.codes)
-    return FigurePair(point(getattr(found.as_received, measure)), point(getattr(found.codes, measure)))
+        return None, None
+    theirs, ours = result.attackers[attacker].as_received, result.attackers[attacker].codes
+    return (
+        (theirs, ours)
+        if measure == "value"
+        else (average([getattr(theirs, measure)]), average([getattr(ours, measure)]))
+    )
 
 
-present_table3 = partial(
-    present_attack,
-    title="Table 3, membership, last three layers",
-    protocol="its choice",
-    single="One seed; 95 % intervals over records.",
-    measures={
-        ACCURACY: TableMeasure("accuracy"),
-        "last": TableMeasure("ASR, last layer"),
-        "second": TableMeasure("ASR, second to last"),
-        "third": TableMeasure("ASR, third to last"),
-        "three": TableMeasure("ASR, last three"),
-    },
-    success="three",
-    chart=Intervals("Table 3: last three layers", "attack success, %", (), {"guessing": 50.0}),
-    figures=_membership_figures,
-)
-present_inversion = partial(
-    present_attack,
-    title="Table 4, model inversion",
-    protocol="self-judged",
-    single="One seed; Wilson's 95 % intervals over images.",
-    measures={
-        ACCURACY: TableMeasure("accuracy"),
-        "nearest": TableMeasure("KNN distance", fraction=False, theirs=".4g", ours=".3f"),
-        "centroid": TableMeasure("feature distance", fraction=False, theirs=".4g", ours=".3f"),
-        "value": TableMeasure("ASR"),
-    },
-    success="value",
-    chart=Intervals("Table 4: attack success", "success, ours by the evaluator, %", (), {}, low=0.0, high=100.0),
-    figures=_inversion_figures,
-)
+present_table3 = partial(present_attack, figures=_membership_figures)
 MEMBERSHIP_KIND, INVERSION_KIND = TypeAdapter(AttackResults[Membership]), TypeAdapter(AttackResults[Inversion])
 
 
 def present_table4(plan: ExhibitPlan, results: AttackResults[Inversion]) -> Presentation:
     """Return the table; its note has the success of a generator without any model, and of real images."""
-    shown, limits = present_inversion(plan, results), []
+    shown, limits = present_attack(plan, results, figures=_inversion_figures), []
     for data, ours in results.items():
-        found = {seed: one for seeds in ours.values() for seed, one in seeds.items() if isinstance(one, Inversion)}
+        found = {seed: one for seeds in ours.values() for seed, one in successes(seeds).items()}
         if every := list(found.values()):
             floor = percent(mean_over_seeds([one.floor for one in every], fraction=True))
             ceiling = percent(mean_over_seeds([one.ceiling for one in every], fraction=True))
@@ -280,9 +239,88 @@ def present_table4(plan: ExhibitPlan, results: AttackResults[Inversion]) -> Pres
                 f"{data}: a generator without any model {floor}, held-out real images {ceiling}, "
                 f"guessing {100 / len(every[0].classes):.1f}."
             )
-    return dataclasses.replace(shown, note=" ".join([shown.note, *limits]))
+    return replace(shown, note=" ".join([shown.note, *limits]))
 
 
 OMITTED = {"table3": frozenset({"roc", "collapsed", "known", "broadcasts"}), "table4": frozenset({"right", "gallery"})}
 TABLE3 = make_exhibit(MEMBERSHIP_KIND, partial(attack_graph, MEMBERSHIP), present_table3, OMITTED["table3"])
 TABLE4 = make_exhibit(INVERSION_KIND, partial(attack_graph, INVERSION), present_table4, OMITTED["table4"])
+
+
+@dataclass(frozen=True)
+class ImageGrid:
+    """Encoded images of one data set: rows with a label each, under the names of their classes."""
+
+    classes: list[str]
+    shape: tuple[int, ...]
+    rows: list[tuple[str, list[str]]]
+
+
+Grids = dict[str, ImageGrid | Failure]  # by data set
+
+
+def _grid(results: Mapping[str, Inversion]) -> ImageGrid | Failure:
+    for first in results.values():
+        if first.gallery:
+            return ImageGrid(first.classes, first.gallery.shape, gallery_rows(results))
+    return Failure("no attack was made")
+
+
+def inversion_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Grids]:
+    """Return the jobs for Table 4's attacks with the first seed."""
+    attacks = attack_graph(INVERSION, plan, folder, seeds=(0,))
+    return JobGraph(
+        attacks.jobs,
+        lambda done: {
+            data: _grid(successes({defence: seeds[0] for defence, seeds in found.items()}))
+            for data, found in attacks.collect(done).items()
+        },
+    )
+
+
+def present_fig4(plan: ExhibitPlan, results: Grids) -> Presentation:
+    """Return a grid of pictures for each data set."""
+    sections: list[Section] = [
+        picture_rows(f"Figure 4: {data}", found.classes, found.shape, found.rows)
+        for data, found in results.items()
+        if isinstance(found, ImageGrid)
+    ]
+    rows = [[data, f"failed: {found.failed}"] for data, found in results.items() if isinstance(found, Failure)]
+    return Presentation(plan.title, "", ("data", "result"), rows, plan.file.note, sections)
+
+
+def _configs(plan: ExhibitPlan) -> dict[str, Config]:
+    """Return the configuration of each variant: plain, PPDL with each variance, veil."""
+    changes: dict[str, dict[str, Value]] = {"plain": {"defence": "plain"}}
+    for variance in plan.settings.variances:
+        noise: dict[str, Value] = {"defence": "ppdl", "ppdl": "noise", "sigma": math.sqrt(variance)}
+        changes[f"ppdl, variance {variance:g}"] = noise
+    changes["veil"] = {"defence": "veil"}
+    common = plan.settings.run | {"device": plan.device}
+    return {name: configure({**LOSS, **common, **own}, plan.where) for name, own in changes.items()}
+
+
+def gradient_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Results[Gradients]]:
+    """Return the jobs for all batches of all variants."""
+    options = GradientOptions(**plan.settings.attack)  # type: ignore[arg-type]
+    configs = _configs(plan)
+    jobs = {
+        name: GRADIENTS.batches(AttackRequest(config, (name,), options, label="gradients-"), name, config)
+        for name, config in configs.items()
+    }
+    return join_parts(jobs, lambda parts: Gradients(configs["plain"].training.seed, parts))
+
+
+def present_fig5(plan: ExhibitPlan, every: Results[Gradients]) -> Presentation:
+    """Return a row for each defence and view, a PSNR chart, and the images."""
+    results = successes(every)
+    pictures = gallery("Figure 5: images from gradients", results, BATCH, "PSNR in dB below each picture.")
+    sections = [chart("Figure 5: PSNR of the images", results, BATCH), *pictures]
+    uploads = [f"{name} {views['V-up'].near:.1f}" for name, views in view_figures(results, BATCH).items()]
+    question, paper = "Figure 5, images from gradients, PSNR in dB", "no numbers; veil like PPDL with variance 0.1"
+    rows, headline = table_rows(results, [BATCH]), [(question, paper, ", ".join(uploads))]
+    return Presentation(plan.title, "", HEADER, rows, plan.file.note, sections, headline=headline)
+
+
+FIG4 = make_exhibit(TypeAdapter(Grids), inversion_graph, present_fig4)
+FIG5 = make_exhibit(TypeAdapter(Results[Gradients]), gradient_graph, present_fig5)

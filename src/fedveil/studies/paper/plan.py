@@ -1,9 +1,7 @@
 """Tables and figures of the paper: a plan in TOML, and the functions that compute and present them."""
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from fedveil.checks import check_choice
 from fedveil.runs.config import Value
-from fedveil.studies.presentation import Presentation
+from fedveil.studies.presentation import Presentation, read_toml
 from fedveil.studies.study import JobGraph
 
 SCALES = ("quick", "cpu", "paper")
@@ -62,6 +60,7 @@ class PlanFile(BaseModel):
         columns: columns of the paper's table.
         scales: settings by scale.
         paper: the paper's values.
+        table: how an attack is presented.
     """
 
     title: str
@@ -72,6 +71,7 @@ class PlanFile(BaseModel):
     columns: list[str] = []
     scales: dict[str, dict[str, JsonValue]] = {}
     paper: JsonValue = None
+    table: JsonValue = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ExhibitPlan:
 
 
 def _load_file(name: str) -> PlanFile:
-    return PlanFile(**tomllib.loads(files(__package__).joinpath(f"{name}.toml").read_text(encoding="utf-8")))
+    return PlanFile.model_validate(read_toml(f"paper/{name}.toml"))
 
 
 def read_plan(name: str, scale: str, device: str = "cpu") -> ExhibitPlan:

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from pydantic import JsonValue, TypeAdapter
 
+from fedveil.checks import check_choice
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
 from fedveil.locks import locked
@@ -18,9 +18,8 @@ from fedveil.plain_json import read_json, to_json
 from fedveil.report import Facts, Page, Section, Table, Text, write
 from fedveil.runs.build import load_data
 from fedveil.studies.basis import AGAIN, Basis, Digests, configs_in, explain_change
-from fedveil.studies.jobs import Show
-from fedveil.studies.paper.attack_tables import TABLE3, TABLE4
-from fedveil.studies.paper.figures import FIG4, FIG5
+from fedveil.studies.jobs import Show, show_nothing
+from fedveil.studies.paper.attack_tables import FIG4, FIG5, TABLE3, TABLE4
 from fedveil.studies.paper.plan import ExhibitPlan, read_plan
 from fedveil.studies.paper.training import FIG3, TABLE1, TABLE2
 from fedveil.studies.presentation import Presentation, read_texts
@@ -32,22 +31,13 @@ EXHIBITS = {
 }
 TEXTS = read_texts()["paper"]
 StoredExhibit = Mapping[str, JsonValue]
-
-
-class AvailableExhibit(NamedTuple):
-    """An exhibit whose results are available."""
-
-    plan: ExhibitPlan
-    stored: StoredExhibit
-    presented: Presentation
+AvailableExhibit = tuple[ExhibitPlan, StoredExhibit, Presentation]
 
 
 def select_names(names: Sequence[str]) -> list[str]:
     """Return the named exhibits, or all for "all", in the paper's order."""
     for name in names:
-        if name not in (*EXHIBITS, "all"):
-            fix = f"use all, or some of {', '.join(EXHIBITS)}"
-            raise BadArgument("fedveil reproduce", f"unknown table or figure: {name!r}", fix)
+        check_choice("fedveil reproduce", "table or figure", name, (*EXHIBITS, "all"))
     return [name for name in EXHIBITS if name in names or "all" in names]
 
 
@@ -72,11 +62,6 @@ def read_exhibit(plan: ExhibitPlan, folder: Path) -> StoredExhibit | None:
     return found if isinstance(found, dict) and found.items() >= _settings(plan).items() else None
 
 
-def _basis(plan: ExhibitPlan, folder: Path, digests: Digests) -> Basis:
-    jobs = EXHIBITS[plan.name].graph(plan, folder).jobs
-    return digests.configs_basis(config for job in jobs for config in configs_in(job.work))
-
-
 def explain_stale(plan: ExhibitPlan, stored: StoredExhibit, folder: Path, digests: Digests) -> str | None:
     """Explain why a stored exhibit is no longer valid, as a clause; None if it is valid.
 
@@ -85,7 +70,8 @@ def explain_stale(plan: ExhibitPlan, stored: StoredExhibit, folder: Path, digest
     if "basis" not in stored:
         return None
     try:
-        return explain_change(TypeAdapter(Basis).validate_python(stored["basis"]), _basis(plan, folder, digests))
+        configs = configs_in([job.work for job in EXHIBITS[plan.name].graph(plan, folder).jobs])
+        return explain_change(TypeAdapter(Basis).validate_python(stored["basis"]), digests.configs_basis(configs))
     except BadArgument:
         return None
 
@@ -99,13 +85,13 @@ def compute(plan: ExhibitPlan, folder: Path, workers: int | None, show: Show, di
     """Compute an exhibit and write its file; missing data are reported before anything runs."""
     begin, work = time.monotonic(), folder / "work"
     graph = EXHIBITS[plan.name].graph(plan, work)
-    every = {config.data.name: config for job in graph.jobs for config in configs_in(job.work)}
-    for config in every.values():
+    configs = list(configs_in([job.work for job in graph.jobs]))
+    for config in {config.data.name: config for config in configs}.values():
         load_data(config)  # decodes images once, for all processes
     results = run_graph(graph, work, workers=workers, show=show, digests=digests)
     made: dict[str, JsonValue] = {
         **_settings(plan),
-        "basis": _basis(plan, work, digests).to_plain(),
+        "basis": digests.configs_basis(configs).to_plain(),
         "command": _command(plan.name, plan, folder),
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "with": f"fedveil {version('fedveil')}, torch {torch.__version__}, Python {platform.python_version()}",
@@ -122,7 +108,7 @@ def reproduce(
     *,
     workers: int | None = None,
     device: str = "cpu",
-    show: Show = lambda name, fraction, what: None,
+    show: Show = show_nothing,
     on_done: Callable[[ExhibitPlan, Presentation], None] = lambda plan, presented: None,
 ) -> Path:
     """Compute the exhibits that are not in the folder yet, write a page with all that are, and return its path.
@@ -140,8 +126,7 @@ def reproduce(
     wanted, digests, found = select_names(names), Digests(), dict[str, AvailableExhibit]()
 
     def add(name: str, stored: StoredExhibit) -> None:
-        presented = EXHIBITS[name].present(plans[name], stored["results"])
-        found[name] = AvailableExhibit(plans[name], stored, presented)
+        found[name] = plans[name], stored, EXHIBITS[name].present(plans[name], stored["results"])
 
     with locked(folder):
         for name, plan in plans.items():
@@ -152,23 +137,23 @@ def reproduce(
                 add(name, stored)
                 if name in wanted and not has_failure(stored["results"]):
                     show(name, 1.0, "kept")
-                    on_done(plan, found[name].presented)
+                    on_done(plan, found[name][2])
                     wanted.remove(name)
         for name in wanted:
             add(name, compute(plans[name], folder, workers, show, digests))
             _write_page(found, plans[name], folder)
-            on_done(plans[name], found[name].presented)
+            on_done(plans[name], found[name][2])
         return _write_page(found, plans["table1"], folder)
 
 
 def _write_page(found: Mapping[str, AvailableExhibit], plan: ExhibitPlan, folder: Path) -> Path:
     """Write one page with all available exhibits, after a summary; `plan` is any plan of the same scale."""
     available = [found[name] for name in EXHIBITS if name in found]
-    rows = [row for one in available for row in one.presented.headline]
+    rows = [row for _, _, presented in available for row in presented.headline]
     sections: list[Section] = [Table("Summary", ["", "the paper", "ours"], rows, TEXTS.note)] if rows else []
     for one in available:
         sections += _sections(*one)
-    verdict = join_headlines({name: one.presented for name, one in found.items()})
+    verdict = join_headlines({name: presented for name, (_, _, presented) in found.items()})
     title, command = f"The paper, reproduced ({plan.scale})", _command("all", plan, folder)
     return write(Page(title, verdict, sections, command, TEXTS.notes["lead"]), folder / "report.html")
 

@@ -1,14 +1,35 @@
-"""A run whose server is killed at every tenth of its rounds and started again each time, whatever engine it runs on."""
+"""A run whose server is killed at every tenth of its rounds and started again each time, on every engine."""
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
+pytest.importorskip("nvflare", reason="FLARE is not installed: pip install 'fedveil[nvflare]'")
+
+from tests.flower.processes import Deployment
+from tests.nvflare.processes import Flare
 
 from fedveil.federation import checkpoint
 
 ROUNDS, EVERY = 10, 3
 HOW = {"rounds": ROUNDS, "evaluate_every": EVERY, "defence": "plain", "net": "mlp32", "wait_for": 2, "min_answers": 2}
+
+
+@pytest.mark.slow
+def test_a_run_on_flower_that_is_killed_at_every_tenth_is_whole_in_the_end(tmp_path):
+    with Deployment(tmp_path / "flwr") as deployment:
+        for part in range(2):
+            deployment.start_node(part, parts=2)
+        check_killed_runs(deployment, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_job_on_flare_that_is_killed_at_every_tenth_is_whole_in_the_end(tmp_path):
+    with Flare(tmp_path / "flare", sites=2, simulator=True) as flare:
+        check_killed_runs(flare, tmp_path, after_kill=flare.stop)  # the sites of that job
 
 
 def check_killed_runs(deployment, tmp_path, after_kill=lambda: None):
