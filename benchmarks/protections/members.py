@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.protections.tasks import TASKS, Protection, make_federation, records
 from benchmarks.protections.training import Figures, metric
 from fedveil import Veil
-from fedveil.attacks.membership import choose_a, confidence, halves, lira, rmia
+from fedveil.attacks.membership import choose_a, confidence, halves, likelihoods, lira, rmia
 from fedveil.attacks.scores import auc, tpr_at
 from fedveil.federation.evaluate import predict
 from fedveil.records.shards import generator
@@ -86,22 +86,16 @@ def infer_members(name: str, epsilon: float | None, view: str, folder: Path) -> 
 
 
 def record_scores(target: Array, shadows: Array, inside: NDArray[np.bool_]) -> dict[str, Array]:
-    """Score the records of the pool from log-odds of the target and the shadows, (shadows, pool and population).
-
-    RMIA compares exp(-loss / v), with v the median loss of the population under the shadows: probabilities of the true
-    class, v = 1, round to 1.0 for most records.
-    """
+    """Score the records of the pool, from log-odds of the target and the shadows for the pool and the population."""
     pool = inside.shape[1]
-    own, others = np.logaddexp(0, -target), np.logaddexp(0, -shadows)  # losses
-    heat = float(np.median(others[:, pool:]))
-    p, q = np.exp(-own / heat), np.exp(-others / heat)
     nowhere = np.zeros((len(inside), len(target) - pool), bool)
+    everyone = np.concatenate([inside, nowhere], 1)
+    p, q = likelihoods(target, shadows, everyone)
     a = choose_a(q[:, :pool], inside)
-    ratios = rmia(p, q, np.concatenate([inside, nowhere], 1), np.arange(pool, len(target)), a=a)
     phi, known = target[:pool], shadows[:, :pool]
     return {
         "LiRA": lira(phi, known, inside),
         "LiRA offline": lira(phi, known, inside, online=False),
-        "RMIA": ratios[:pool],
-        "loss": -own[:pool],
+        "RMIA": rmia(p, q, everyone, np.arange(pool, len(target)), a=a)[:pool],
+        "loss": phi,  # the loss is a decreasing function of the log-odds
     }

@@ -48,11 +48,11 @@ def measure_copy(name: str, protection: Protection, seed: int) -> Figures:
     found: dict[str, list[tuple[float, float]]] = {}
     constant, server = [], []
     for _ in range(OBSERVATIONS):
-        seen = observe_all(federation, "veil")
+        views, _ = observe_all(federation, "veil")
         true = predict(federation.model, test)
         constant.append(float(torch.unique(answers(true), return_counts=True)[1].max()) / len(test))
         server.append(metric(name, true))
-        for attacker, observed in seen.attackers.items():
+        for attacker, observed in views.items():
             outputs = torch.nan_to_num(predict(observed.model, test))
             agreement = float((answers(outputs) == answers(true)).double().mean())
             found.setdefault(attacker, []).append((agreement, metric(name, outputs)))

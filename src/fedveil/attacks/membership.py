@@ -70,7 +70,7 @@ def shadow_scores(outputs: Array, shadows: Shadows, population: NDArray[np.int64
     """Return RMIA's score of every record, and LiRA's if `both`; `population` are indices of known non-members."""
     heat, classes = shadows.temperature, shadows.classes
     phi, others = confidence(outputs / heat, classes), confidence(shadows.outputs / heat, classes)
-    target, shadow = (np.exp(-np.logaddexp(0, -odds)) for odds in (phi, others))  # probabilities
+    target, shadow = likelihoods(phi, others, shadows.inside)
     a = choose_a(shadow, shadows.inside)
     found = {"RMIA": rmia(target, shadow, shadows.inside, population, a=a)}
     if both and not shadows.inside.any(0).all():
@@ -88,6 +88,16 @@ def confidence(logits: Array, classes: NDArray[np.int64]) -> Array:
     others = logits.copy()
     np.put_along_axis(others, index, -math.inf, -1)
     return np.asarray(true - logsumexp(others, axis=-1))
+
+
+def likelihoods(phi: Array, shadow: Array, inside: Mask) -> tuple[Array, Array]:
+    """Return exp(-loss / v) for the target and the shadows; v is the median loss of records outside a shadow.
+
+    RMIA compares these. With v = 1 they are probabilities, which round to 1.0 for most records of a confident model.
+    """
+    losses, others = np.logaddexp(0, -phi), np.logaddexp(0, -shadow)
+    scale = max(float(np.median(others[~inside])), np.finfo(np.float64).tiny)
+    return np.exp(-losses / scale), np.exp(-others / scale)
 
 
 def lira(phi: Array, shadow: Array, inside: Mask, *, online: bool = True) -> Array:
@@ -119,9 +129,9 @@ def _normal(shadow: Array, chosen: Mask) -> tuple[Array, Array]:
 def rmia(target: Array, shadow: Array, inside: Mask, population: NDArray[np.int64], *, a: float = FALLBACK) -> Array:
     """Score by the relative attack of Zarifzadeh et al. (2024), offline: the fraction of the population with R_x > R_z.
 
-        R_x = p_y(x) / P(x),    P(x) = ((1 + a) P_out(x) + (1 - a)) / 2
+        R_x = p(x) / P(x),    P(x) = ((1 + a) P_out(x) + (1 - a)) / 2
 
-    with P_out the mean of p_y over shadows without x, and gamma = 1. `target` is p_y of the attacked model,
+    with P_out the mean of p over shadows without x, and gamma = 1. `target` is p of the attacked model (`likelihoods`),
     `population` has the indices of the records z.
     """
     outside = np.where(inside, math.nan, shadow)
