@@ -84,13 +84,14 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = given.out / "work"
     folder.mkdir(parents=True, exist_ok=True)
-    every = [cell for name in given.data for cell in cells(name, given.seeds, folder)]
-    every += [cell for name in given.data for cell in training_cells(name, range(FIRST, given.seeds))]
+    seeds = {name: min(given.seeds, TASKS[name].most_seeds) for name in given.data}
+    every = [cell for name, own in seeds.items() for cell in cells(name, own, folder)]
+    every += [cell for name, own in seeds.items() for cell in training_cells(name, range(FIRST, own))]
     found: dict[str, Figures] = {}
     for number, cell in enumerate(every, start=1):
         found[cell[0]] = run(cell, folder)
         print(f"{number}/{len(every)} {cell[0]}: {found[cell[0]]['seconds']} s", flush=True)
-    results = summarise(found, given.data, given.seeds, machine())
+    results = summarise(found, seeds, machine())
     (given.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (given.out / "results.md").write_text(write_tables(results))
     given.chart.write_text(draw(results))

@@ -25,7 +25,7 @@ from fedveil.attacks.scores import proportion
 from fedveil.records.shards import generator
 from fedveil.scheme.losses import find_loss
 
-ROUNDS = 100
+ROUNDS = 400
 KNOWN = 20.0  # dB closer than the mean record: a hundredth of its squared distance
 MAX_GAIN = 100.0  # dB
 NETWORKS = 3  # at the end of training

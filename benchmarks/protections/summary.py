@@ -25,25 +25,24 @@ Row = dict[str, Any]
 ATTACKS = ("LiRA", "LiRA offline", "RMIA", "loss")
 
 
-def summarise(cells: Cells, names: Sequence[str], seeds: int, machine: str) -> Row:
+def summarise(cells: Cells, seeds: Mapping[str, int], machine: str) -> Row:
     """Return all figures, by data set and protection."""
     return {
         "machine": machine,
         "clients": CLIENTS,
         "delta": DELTA,
-        "seeds": seeds,
         "targets": TARGETS,
         "rounds": ROUNDS,
         "observations": OBSERVATIONS * BROADCASTS,
         "seconds": round(sum(cell["seconds"] for cell in cells.values())),
-        "data": {name: collect(cells, name, seeds) for name in names},
+        "data": {name: collect(cells, name, own) for name, own in seeds.items()},
     }
 
 
 def collect(cells: Cells, name: str, seeds: int) -> Row:
     """Return all figures of a data set, by protection."""
     task = TASKS[name]
-    settings = {**vars(task), "batch": batch_of(name)}
+    settings = {**vars(task), "seeds": seeds, "batch": batch_of(name)}
     settings["noise"] = {f"{own:g}": noise_multiplier(name, own) for own in (8.0, 3.0, 1.0)}
     return {"settings": settings, "rows": {own.label: collect_row(cells, name, own, seeds) for own in PROTECTIONS}}
 
@@ -51,14 +50,15 @@ def collect(cells: Cells, name: str, seeds: int) -> Row:
 def collect_row(cells: Cells, name: str, own: Protection, seeds: int) -> Row:
     """Return the figures of one protection."""
     values = [cells[f"{name}-accuracy-{own.slug}-{seed}"]["value"] for seed in range(seeds)]
-    clear = Protection(epsilon=own.epsilon)
+    clear, summed = Protection(epsilon=own.epsilon), Protection(secure=own.secure, epsilon=own.epsilon)
+    noisy = own.secure and own.epsilon is not None
     inferred = cells[f"{name}-members-{own.epsilon or 0:g}-{MODEL}"]
     bound = {} if own.epsilon is None else {"bound": best_auc(own.epsilon)}
     row: Row = {
         "metric": estimate(values),
         "cost": cells[f"{name}-cost"][own.label],
-        "final": {**member_figures(inferred), **bound, "from": clear.label},
-        "server": server_figures(cells, name, Protection(secure=own.secure, epsilon=own.epsilon)),
+        "final": {**member_figures(inferred), **bound, "from": clear.label, "more noise": noisy},
+        "server": {**server_figures(cells, name, summed), "more noise": noisy and own.veil},
     }
     if own.veil:
         seen = Protection(veil=True, epsilon=own.epsilon)
@@ -138,11 +138,23 @@ def write_tables(results: Row) -> str:
     """Return all tables as a page in Markdown."""
     names = " ".join(results["data"])
     lines = ["# What each protection costs, and what each attacker gets", ""]
-    lines += [f"`python -m benchmarks.protections --data {names} --seeds {results['seeds']}`", ""]
+    lines += [f"`python -m benchmarks.protections --data {names}`", ""]
     lines += [f"{results['machine']}; {results['seconds'] / 60:.0f} minutes of CPU time on one core.", ""]
     for name, own in results["data"].items():
-        lines += [f"## {name}", "", *data_tables(own, results)]
+        lines += [f"## {name}", "", describe_task(own["settings"], results), "", *data_tables(own, results)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def describe_task(own: Row, results: Row) -> str:
+    """Describe the federation in a line."""
+    size = f"the first {own['records']:,} training and test records; " if own["records"] else ""
+    noise = ", ".join(f"{value:.2f} for epsilon {epsilon}" for epsilon, value in own["noise"].items())
+    return (
+        f"{size}{results['clients']} clients, {own['hidden']} hidden units, {own['rounds']} rounds, "
+        f"rate {own['rate']:g} ({own['batch']} records per client), Adam {own['lr']:g}; clip {own['clip']:g}, "
+        f"delta {results['delta']:g}, noise {noise}. Accuracy and copies: mean over {own['seeds']} seeds. Intervals "
+        "are 95 % intervals; for times, they are quartiles."
+    )
 
 
 def data_tables(own: Row, results: Row) -> Sequence[str]:
@@ -200,7 +212,7 @@ def overview(own: Row) -> list[str]:
         "protection",
         "the other organisations get",
         "the server rebuilds a record in",
-        "the final model gives away",
+        "the final model tells apart",
     ]
     metric = own["settings"]["metric"]
     header += ["accuracy" if metric == "accuracy" else "AUC", "time and bytes of a round"]
@@ -221,7 +233,9 @@ def overview(own: Row) -> list[str]:
 
 def named_source(label: str, own: Row) -> str:
     """Name the row whose figures are the same by construction; "" for figures of this row."""
-    return "" if own["from"] == label else f"as {own['from']}"
+    if own["from"] == label:
+        return ""
+    return f"at most as {own['from']}" if own.get("more noise") else f"as {own['from']}"
 
 
 def describe_copy(label: str, row: Row) -> str:
@@ -238,7 +252,7 @@ def describe_copy(label: str, row: Row) -> str:
 def describe_server(own: Row) -> str:
     """Describe how often the server rebuilds a record."""
     few, many = (100 * own[key]["known"][0] for key in ("one", "batch"))
-    return f"{many:.0f} of 100 rounds; {few:.0f} with one record each"
+    return f"{round(many, 1):g} of 100 rounds; {round(few, 1):g} with one record each"
 
 
 def describe_members(own: Row) -> str:

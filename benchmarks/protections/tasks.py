@@ -64,12 +64,13 @@ class Task:
     clip: float
     lr: float
     records: int | None = None  # use the first ones only
+    most_seeds: int = 100
 
 
 TASKS = {
     "digits": Task(10, 100, "cross_entropy", "accuracy", 0.5, 150, 0.5, 0.02),
     "bank": Task(1, 50, "binary_cross_entropy", "auc", 0.05, 600, 1.0, 0.01),
-    "cifar10": Task(10, 50, "cross_entropy", "accuracy", 0.1, 200, 1.0, 0.003, records=10_000),
+    "cifar10": Task(10, 50, "cross_entropy", "accuracy", 0.1, 200, 1.0, 0.003, records=10_000, most_seeds=3),
 }
 
 

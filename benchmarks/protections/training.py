@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.protections.tasks import NONE, PROTECTIONS, TASKS, Protection, make_federation, records
+from benchmarks.protections.tasks import EPSILONS, NONE, PROTECTIONS, TASKS, Protection, make_federation, records
 from benchmarks.timing import quartiles
 from fedveil import Federation
 from fedveil.defences.registry import find_codec
@@ -76,8 +76,13 @@ def measure_cost(name: str) -> Figures:
     """Return milliseconds of CPU time per round (five clients and the server), over plain, and bytes per client.
 
     Every repetition times each protection once, in rotated order; ratios are taken within a repetition, and their
-    median and quartiles are returned.
+    median and quartiles are returned. The epsilon of every round is computed before: a run computes it some hundred
+    times, not in every round.
     """
+    for epsilon in EPSILONS[1:]:
+        federation = make_federation(name, Protection(epsilon=epsilon), 0)
+        for _ in range(2 + STEPS * (WARM_UP + REPETITIONS)):
+            federation.step()
     federations = {own.label: make_federation(name, own, 0, fuse=False) for own in PROTECTIONS}
     sizes = {label: message_sizes(federation) for label, federation in federations.items()}
     times: dict[str, list[float]] = {label: [] for label in federations}
