@@ -41,7 +41,7 @@ def test_every_built_in_defence_has_attackers():
         assert own is ATTACKERS[record.name]
         assert set(own.strongest) <= set(own.models)
         assert (bool(own.strongest), own.generic) == (bool(own.models), {})
-    assert [own.collected for own in (*ATTACKERS.values(), Attackers())] == [1, 6, 1, 6, 1, 6]
+    assert [own.broadcasts_needed for own in (*ATTACKERS.values(), Attackers())] == [1, 6, 1, 6, 1, 6]
     assert ATTACKERS["veil"].shadows == "plain"
 
 
@@ -77,4 +77,4 @@ def test_each_rebuilder_applies_or_says_why_not(monkeypatch):
     assert left_out == {**BUGGY, "sketches": "the first layer is not sketched"}
     psnr, left_out = rebuild(lambda share, what: None, config_of(data="digits", defence="plain", bias=False), DIGITS, 1)
     assert not psnr
-    assert left_out[PUBLISHED].startswith("the network does not begin with a Linear that has a bias")
+    assert left_out[PUBLISHED].startswith("the network does not start with a Linear with a bias")

@@ -75,7 +75,7 @@ def test_guesses_are_the_extreme_scores():
 
 @pytest.mark.parametrize(
     ("defence", "count", "why"),
-    [("veil", None, "without another defence"), ("plain", 10**6, "fewer than 10*"), ("plain", 2, "canaries must be")],
+    [("veil", None, "no other defence"), ("plain", 10**6, "fewer than 10*"), ("plain", 2, "canaries must be")],
 )
 def test_what_cannot_be_measured_is_refused(defence, count, why):
     with pytest.raises(BadArgument, match=why):

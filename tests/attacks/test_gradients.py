@@ -95,7 +95,7 @@ def test_settings_that_do_not_fit_are_refused():
     for call, why in (
         (lambda: Search("magic"), "there is no method 'magic'"),
         (lambda: search(leak, Search("cosine")), "cosine needs labels"),
-        (lambda: search(leak, Search("dlg"), torch.tensor([0])), "dlg finds its own labels"),
+        (lambda: search(leak, Search("dlg"), torch.tensor([0])), "dlg does not accept labels"),
     ):
         with pytest.raises(BadArgument, match=why):
             call()

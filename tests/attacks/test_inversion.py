@@ -119,7 +119,7 @@ def test_interrupted_training_resumes_bit_for_bit(tmp_path):
         assert curve == joined
         for name, value in whole.generator.state_dict().items():
             assert torch.equal(value, found.generator.state_dict()[name])
-    other, _ = train_gan(images, 1, width=4, path=path, asked="other images")
+    other, _ = train_gan(images, 1, width=4, path=path, data_key="other images")
     assert not torch.equal(other.generator[0].weight, whole.generator[0].weight)
 
 
@@ -130,7 +130,7 @@ def test_the_penalty_is_zero_where_the_slope_is_one_and_a_model_of_inputs_answer
         critic = lambda x, a=length: x.flatten(1) @ (a * slope / slope.norm())  # noqa: E731
         assert abs(float(inversion.penalty(critic, images, images.flip(0), share)) - (length - 1) ** 2) < 1e-12
     model, pixels = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4)).train(), torch.rand(3, 1, 2, 2)
-    answer = inversion.take_pixels(model, lambda x: 2 * x)(pixels)
+    answer = inversion.accept_pixels(model, lambda x: 2 * x)(pixels)
     assert model.training
     assert torch.allclose(answer, 2 * pixels.flatten(1), atol=1e-4)  # statistics are still 0 and 1
 

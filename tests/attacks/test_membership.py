@@ -44,7 +44,7 @@ def test_scores_win_on_a_model_that_leaks_and_guess_on_one_that_cannot(pool, lea
     scores = {
         "loss": -found.numpy(),
         "by class": calibrated_scores(found, targets, found[known], targets[known]).numpy(),
-        **shadow_scores(outputs.numpy(), pool["shadows"], np.arange(2 * COUNT)[known], both=True),
+        **shadow_scores(outputs.numpy(), pool["shadows"], np.arange(2 * COUNT)[known], include_lira=True),
     }
     assert set(scores) == {"loss", "by class", "RMIA", "LiRA online", "LiRA offline"}
     for name, values in scores.items():
@@ -104,7 +104,7 @@ def test_rmia_tells_members_though_all_probabilities_round_to_1(effect):
     assert (1 / (1 + np.exp(-target[:, 0])) == 1).all()
     shadows = Shadows(np.stack([outputs(own) for own in inside]), inside, truth, CrossEntropy())
     known = np.arange(COUNT, COUNT + COUNT // 2)
-    scores = shadow_scores(target, shadows, known, both=False)["RMIA"]
+    scores = shadow_scores(target, shadows, known, include_lira=False)["RMIA"]
     result = auc(scores[member], scores[COUNT + COUNT // 2 :])
     assert (result.value > 0.9) if effect else (0.5 in result)
 
@@ -134,11 +134,14 @@ def test_every_record_is_in_half_of_the_shadows(records, pairs, seed):
 def test_shadows_that_do_not_fit_are_refused(pool):
     own = pool["shadows"]
     for call, why in (
-        (lambda: halves(10, 3, torch.Generator()), "they come in pairs, got 3"),
-        (lambda: Shadows(own.outputs[:1], own.inside[:1], own.targets, own.loss), "inside all shadows"),
-        (lambda: Shadows(own.outputs[:3], own.inside, own.targets, own.loss), "4 shadows of 400 records"),
-        (lambda: shadow_scores(own.outputs[0], replace(own, inside=own.inside & False), [0], both=True), "no shadow"),
-        (lambda: replace(own, loss=LogCosh()).temperature, "log_cosh gives no class probabilities"),
+        (lambda: halves(10, 3, torch.Generator()), "the number must be even, got 3"),
+        (lambda: Shadows(own.outputs[:1], own.inside[:1], own.targets, own.loss), "a record is in every shadow"),
+        (lambda: Shadows(own.outputs[:3], own.inside, own.targets, own.loss), "4 shadows and 400 records"),
+        (
+            lambda: shadow_scores(own.outputs[0], replace(own, inside=own.inside & False), [0], include_lira=True),
+            "a record is in none of the shadows",
+        ),
+        (lambda: replace(own, loss=LogCosh()).temperature, "log_cosh does not define class probabilities"),
     ):
         with pytest.raises(BadArgument, match=why):
             call()

@@ -87,15 +87,15 @@ def test_a_roc_curve_rises_from_one_false_positive_to_all_and_the_interval_of_a_
     found = scores.average([1.0, 2.0, 3.0])
     reach = 4.302652730 / 3**0.5  # the quantile 0.975 with two degrees of freedom, from a printed table
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - reach, 2 + reach))
-    assert scores.average([1.0, 2.0, 3.0], least=0.0, most=4.0) == Estimate(2.0, 0.0, 4.0)
+    assert scores.average([1.0, 2.0, 3.0], minimum=0.0, maximum=4.0) == Estimate(2.0, 0.0, 4.0)
     assert scores.average([1.0]) == Estimate(1.0, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
     ("call", "given", "why"),
     [
-        (auc, ([math.nan], [0.0]), "a score of members is not a number"),
-        (tpr_at, ([1.0], [], 0.1), "there are no scores of others"),
+        (auc, ([math.nan], [0.0]), "a score for members is NaN"),
+        (tpr_at, ([1.0], [], 0.1), "there are no scores for others"),
         (proportion, (3, 2), "3 hits in 2 trials"),
     ],
 )

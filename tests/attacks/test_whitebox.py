@@ -64,7 +64,7 @@ def test_a_network_without_anything_to_see_collapses_and_too_few_records_and_bad
     done = train_attack(nothing, nothing, recipe=Recipe(epochs=3))
     assert done.collapsed
     few = {"last": torch.zeros(3, 2)}
-    with pytest.raises(BadArgument, match="there are 3 known records of each kind"):
+    with pytest.raises(BadArgument, match="only 3 records of each kind are known"):
         train_attack(few, few)
     with pytest.raises(BadArgument, match="0 epochs"):
         Recipe(epochs=0)
@@ -77,7 +77,7 @@ def test_the_same_seed_gives_the_same_network_and_every_epoch_is_shown():
     first = train_attack(own, known, recipe=Recipe(epochs=5), on_epoch=watch)
     again = train_attack(own, known, recipe=Recipe(epochs=5))
     assert list(seen) == list(range(5))
-    assert torch.equal(seen[first.chosen], first.score(victims))  # the network of the chosen epoch
+    assert torch.equal(seen[first.epoch], first.score(victims))  # the network of the chosen epoch
     assert torch.equal(first.score(victims), again.score(victims))
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tests.deployed.task import make_model, parts
 
+from fedveil import Privacy
 from fedveil.data import from_records
 from fedveil.defences import Plain, Veil
 from fedveil.runs.folder import record_run
@@ -32,6 +33,7 @@ DEFAULTS = {
     "late": 0.0,  # seconds that a client sleeps whose fault is "late"
     "capture": "",  # folder into which clients write what they were sent
     "keys": "",  # folder of identities and roster, for secure aggregation
+    "privacy": None,  # arguments of `fedveil.Privacy`
     "tap": "",  # folder into which the server writes what it receives
     "evaluate-every": 0,  # rounds; then the server records its run, and resumes it
     "kill-at": 0,  # round after which the server kills itself
@@ -70,6 +72,8 @@ class Leaky(Veil):
 
 
 def defence_of(config):
+    if config["privacy"]:
+        return Veil(multiplicative=1.0, decoys=2)
     if config["defence"] == "plain":
         return Plain()
     return Leaky(config["secrets"]) if config["secrets"] else Veil(groups=3, additive=100.0)
@@ -130,6 +134,7 @@ def serve(make_server, config):
         patience=config["patience"],
         attempts=config["attempts"],
         pause=0.5,
+        privacy=Privacy(**config["privacy"]) if config["privacy"] else None,
         **keys_of(config),
     )
     if config["tap"]:

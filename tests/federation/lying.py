@@ -249,7 +249,7 @@ class LyingServer(RuleBasedStateMachine):
         values = {"trainable": ["weight", "bias"], "training": [""]}
         size, secure, whole = 1 if fault == "batch" else 6, opening.values(), whole and fault != "batch"
         about = "plain", {}, "squared_error", {}, whole, size
-        ask = Ask(run, round_, str(self.tokens), *about, 0, secure, values, tensors)
+        ask = Ask(run, round_, str(self.tokens), *about, 0, {}, secure, values, tensors)
         message, loads = write(ask), self.clients[0].loads
         said = self.send(message, signer, records=True, n=len(hellos), run=run if known else None)
         old = self.last is not None and self.last[0] == run and (round_ < self.last[1] or self.last[2] == self.tokens)

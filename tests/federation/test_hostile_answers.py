@@ -51,7 +51,7 @@ class Round:
         options = {name: getattr(inner, name) for name in inner.remote_settings}
         record = find_record(inner).name
         about = record, options, loss, find_loss(loss).settings()
-        self.ask = Ask("session", 0, "token", *about, True, 8, 0, {}, *packed)
+        self.ask = Ask("session", 0, "token", *about, True, 8, 0, {}, {}, *packed)
         ask = write(self.ask)  # each client unpacks its own
         self.honest = [ClientSession(built(build).float(), own, client=0).reply(ask) for own in data]
         moved = [self.step({client: data})[0] for client, data in enumerate(self.honest)]

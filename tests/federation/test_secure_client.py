@@ -41,7 +41,7 @@ def ask_of(model, opening=None, batch_size=1, number=None, token="t", session=No
     number = (opening.round if opening else 0) if number is None else number
     session = session or (opening.run if opening else "s")
     about = "plain", {}, "squared_error", {}, False, batch_size
-    return write(Ask(session, number, token, *about, 0, secure, values, tensors))
+    return write(Ask(session, number, token, *about, 0, {}, secure, values, tensors))
 
 
 def opening_for(hellos, exponent=0, attempt=1, number=0, run="a run", rows=(2, 2 * PIXELS)):

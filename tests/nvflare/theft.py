@@ -22,7 +22,7 @@ def crafted(model):
     values, tensors = pack_model(model)
     ask = Ask(
         session="theft", round=0, token="theft", defence="plain", settings={}, loss="squared_error", loss_settings={},
-        whole_shard=False, batch_size=1, seed=0, secure={}, values=values, tensors=tensors,
+        whole_shard=False, batch_size=1, seed=0, privacy={}, secure={}, values=values, tensors=tensors,
     )  # fmt: skip
     return write(ask)
 

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from fedveil.cli import main
+from fedveil.privacy.accounting import epsilon
+from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.secagg import Identity, Policy, Roster
 
 
@@ -62,3 +64,17 @@ def test_a_policy_names_the_server_that_a_client_answers(tmp_path, capsys):
     for wrong in ("", "abc", "server"):
         assert main(["keys", "policy", key, "--server", wrong]) == 2
         assert "64 hexadecimal digits" in capsys.readouterr().err
+
+
+def test_the_ledger_of_a_client_is_printed(tmp_path, capsys):
+    main(["keys", "new", "alice", "--out", str(tmp_path)])
+    key, server = tmp_path / "alice.key", capsys.readouterr().out.split()[-1]
+    main(["keys", "policy", str(key), "--server", server])
+    assert main(["keys", "ledger", str(key)]) == 2
+    assert "no table [privacy]" in capsys.readouterr().err
+    policy = key.with_suffix(".policy")
+    policy.write_text(policy.read_text() + '[privacy]\ndataset = "d"\nrecords = 9\nepsilon = 3\n')
+    limits = Policy.read(policy).privacy
+    PrivacyLedger(limits.ledger, limits.epsilon, limits.delta).charge(2.0, 1.0)
+    assert main(["keys", "ledger", str(key)]) == 0
+    assert capsys.readouterr().out == f"d: epsilon {epsilon(1, 2.0, 1e-5):.3g} of 3 (delta 1e-05), rounds: 1\n"

@@ -126,7 +126,7 @@ def test_the_page_names_attackers_that_did_not_run_and_why():
     shown = sections(show({"plain": found}))
     assert shown["Attackers that did not run"].paragraphs == [
         "plain, two rounds: does not apply: there is one broadcast",
-        "plain, as published: rebuilds no records: the first layer is a convolution",
+        "plain, as published: cannot rebuild records: the first layer is a convolution",
         "plain, curious server: no images",
     ]
     rows = shown["Membership, attack by attack"].rows
@@ -271,5 +271,5 @@ def test_flags_choose_the_federation_and_those_that_are_measured_are_refused():
     found = base_values({"data": "cifar10", "epochs": 3})
     assert (base_values({})["data"], found["epochs"], found["train_size"]) == ("digits", 3, 1000)
     assert "train_size" not in base_values({"data": "bank"})
-    with pytest.raises(BadArgument, match="it sets --weight-decay"):
+    with pytest.raises(BadArgument, match="the measures set --weight-decay"):
         AuditCommand.parse("fedveil audit", ["--harden", "--weight-decay", "0.1"]).run()

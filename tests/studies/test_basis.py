@@ -187,7 +187,7 @@ def test_an_attacked_run_is_never_written_to_and_its_state_is_reported(here, cap
     assert main(["audit", "run", "--out", "audit", *TINY]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"This run is unfinished: it is attacked after round {rounds} of {5 * rounds}." in said
-    assert "The data changed since this run was trained" in said
+    assert "The data have changed since this run was trained" in said
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
     assert main(["train", "--resume", "--out", "run"]) == 2
     assert "the data have changed since the run here was trained" in capsys.readouterr().err

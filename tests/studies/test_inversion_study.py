@@ -119,7 +119,7 @@ def test_features_are_what_the_head_gets():
         assert torch.allclose(head(features), outputs)
         assert not any(module._forward_pre_hooks for module in model.modules())
         assert model.training  # as it was
-    with pytest.raises(BadArgument, match="no module with parameters"):
+    with pytest.raises(BadArgument, match="not call any module with parameters"):
         outputs_and_features(nn.Flatten(), images)
 
 

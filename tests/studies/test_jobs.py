@@ -103,7 +103,7 @@ def test_processes_run_in_parallel_and_a_dead_one_is_reported(tmp_path):
     assert {name for name, _, what in news if what == "half"} == {"job2", "job3"}
     asked = jobs(tmp_path / "log", "die", "die")
     dead = run_jobs(asked, tmp_path / "dead", workers=2)
-    assert all("its process died" in dead[job].failed for job in asked)
+    assert all("the worker process died" in dead[job].failed for job in asked)
 
 
 LONG = """

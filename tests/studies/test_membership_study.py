@@ -44,7 +44,7 @@ def test_a_held_out_record_that_equals_a_member_is_left_out():
     data = Data("made", *parts, classes=("a", "b"))
     records = divide_records(CONFIG.changed(train_size=None), data)
     assert sorted(records.pool.inputs[20:, 0].tolist()) == sorted((100 + inputs[:7, 0]).tolist())
-    with pytest.raises(BadArgument, match="no other client to learn about"):
+    with pytest.raises(BadArgument, match="no other client to attack"):
         divide_records(CONFIG.changed(clients=1), data)
 
 
@@ -57,7 +57,7 @@ def test_plain_and_veil_share_shadows_and_others_have_their_own(tmp_path):
     assert [job.name for job in jobs] == [f"shadow-{kind}-{k}" for kind in ("plain", "dbcl") for k in range(2)]
     assert len({repr(job.work) for job in jobs}) == len(jobs)
     assert shadows(0, "plain") == []
-    with pytest.raises(BadArgument, match="in pairs"):
+    with pytest.raises(BadArgument, match="must be even"):
         shadows(3, "plain")
     assert all(job.work.everyone for job in attacks.shadow_jobs(CONFIG, ["veil"], 2, tmp_path, everyone=True))
 

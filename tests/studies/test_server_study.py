@@ -131,7 +131,7 @@ def test_the_nearest_image_is_found_among_all_pairs_and_a_guess_is_never_a_recor
     assert (found.record, found.psnr) == (2, pytest.approx(20.0, abs=1e-4))
     rows = torch.arange(200)
     for taken, near in ((rows, False), (None, True)):
-        images = guesses(DIGITS, rows, generator("test"), taken=taken)["another of its class"]
+        images = guesses(DIGITS, rows, generator("test"), excluded=taken)["another of its class"]
         assert (server.nearest(images, DIGITS.train.tensor[rows]).psnr == 120) is near
 
 
@@ -144,7 +144,7 @@ def test_the_study_has_a_row_per_view_pictures_and_a_verdict(tmp_path):
     assert [row[2] for row in shown.rows[:4]] == ["1", "2", "1", "1"]
     single = dict(zip(shown.header, shown.rows[0], strict=True))
     assert (single["first layer, dB"], single["known"]) == ("120.0", "2/2")
-    assert "veil: LEAK: a record from single update (2 of 2 rounds)" in shown.verdict
+    assert "veil: LEAK: a record is revealed by single update (2 of 2 rounds)" in shown.verdict
     assert (tmp_path / "report.html").read_text().count("data:image/png") == 2 * 2 * (1 + len(views) + 1)
 
 
@@ -174,7 +174,7 @@ def planted(*figures):
 
 def test_the_verdict_follows_the_figures():
     rounds = [planted((SINGLE, 1, psnr, 12.0), (sum_view(2), 2, 21.9, 12.0)) for psnr in (40.0, 60.0)]
-    leak = "LEAK: a record from single update (2 of 2 rounds); no record from sum of 2."
+    leak = "LEAK: a record is revealed by single update (2 of 2 rounds); no record is revealed by sum of 2."
     assert server.verdict(Curious(rounds)) == leak
     assert server.verdict(Curious([planted((SINGLE, 1, 20.0, 12.0))])).startswith("NOTHING FOUND")
     [pictures] = server.gallery("", Curious(rounds))
@@ -202,6 +202,6 @@ def test_the_audit_has_the_curious_server_once_beside_the_undefended_federation(
     [found] = audits["undefended"]["server"]["rounds"]
     assert found["views"][SAME_MODEL]["attacks"]["first layer"]["psnr"] == 120.0
     said = " ".join(capsys.readouterr().out.split())
-    assert "curious server: LEAK: a record from single update (1 of 1 rounds)" in said
+    assert "curious server: LEAK: a record is revealed by single update (1 of 1 rounds)" in said
     without = AttackRequest(config_of(), ("plain",), audit.AuditOptions(server=False))
     assert not audit.AUDIT.server_rounds(without)

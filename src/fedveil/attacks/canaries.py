@@ -1,9 +1,9 @@
-"""Measure the epsilon of a private run with canaries: records whose gradient is a single coordinate.
+"""Measure the epsilon of a private run with canaries: records whose gradient has a single non-zero coordinate.
 
 Clients treat a canary like any other record: it is sampled at the run's rate, its gradient is clipped by the same
-function, and the run's own noise is added. The auditor knows everything else, and scores a canary by its coordinate of
-the noisy sums minus the contribution of the records. So a wrong rate, clipping or noise is detected. The gradients of
-records are not tested here, but against a loop (tests/privacy/test_gradients.py).
+function, and the same noise is added. The auditor knows everything else. The score of a canary is its coordinate of the
+noisy sums, minus the contribution of the real records. The measurement therefore detects errors in sampling, clipping
+and noise. It does not test the gradients of real records; tests/privacy/test_gradients.py does.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ from fedveil.wire import Tensors
 
 LENGTH = 10.0  # norm of a canary's gradient before clipping, relative to the clipping norm
 GUESSES = 0.5  # fraction of the canaries that the auditor guesses
-MOST = 3000  # default number of canaries; with more, the bound is less sharp at delta = 1e-5
+MOST = 3000  # maximum default number of canaries; more would loosen the bound at delta = 1e-5
 
 
 class CanaryClient:
-    """The clients of a federation; the first of them has canaries among its records.
+    """A wrapper that adds canaries to the records of a federation's first client.
 
     Args:
-        inner: the clients.
+        inner: the object that computes the clients' updates.
         coordinates: coordinates of the canaries that are included.
         clip: the clipping norm.
         rate: the sampling rate.
@@ -41,13 +41,13 @@ class CanaryClient:
     def __init__(self, inner: AnyClient, coordinates: NDArray[np.int64], clip: float, rate: float) -> None:
         self._inner, self._coordinates, self._clip, self._rate = inner, coordinates, clip, rate
         self._entropy = Entropy()
-        self.contributed: Tensor | float = 0.0  # by records in the current round, to each coordinate
+        self.contributed: Tensor | float = 0.0  # contribution of real records to each coordinate in the current round
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
     def step(self, broadcast: object, samples: Samples, client: int = 0) -> object:
-        """Compute the clipped sum of a client, with the canaries of this round."""
+        """Compute the clipped sum of a client's gradients; for the first client, add the canaries of this round."""
         update = self._inner.step(broadcast, samples, client)
         flat = _flatten(update.sums)
         self.contributed = self.contributed + flat
@@ -68,19 +68,19 @@ def measure_epsilon(
     seed: int = 0,
     progress: Callable[[int, int], object] | None = None,
 ) -> MeasuredEpsilon:
-    """Train a private federation with canaries, and return the lower bound that an auditor proves for its epsilon.
+    """Train a private federation with canaries, and return a lower bound on its epsilon.
 
     Args:
-        federation: a new federation in one process, with `privacy=` for records and without a defence. A veil would
-            change nothing that is tested here, since the same sum is recovered.
+        federation: a new federation in one process, with record-level `privacy=` and without a defence. A veil would
+            not affect the result, since the same sum is recovered.
         rounds: number of rounds to train; the claimed epsilon is for these rounds.
-        canaries: number of canaries; by default up to 3,000, at most one per parameter.
-        seed: seed for the choice of coordinates and of the canaries that are included.
-        progress: called with the number of completed rounds and the number of all rounds.
+        canaries: number of canaries; by default one per parameter, up to 3,000.
+        seed: seed for the random coordinates and for the choice of the canaries to include.
+        progress: called with the number of completed rounds and the total number of rounds.
     """
     privacy = getattr(federation.defence, "privacy", None)
     if privacy is None or federation.defence.base.name != "plain+dp":
-        what = "epsilon is measured for federations with record privacy and without another defence"
+        what = "epsilon can only be measured for a federation with record-level privacy and no other defence"
         raise BadArgument("measure_epsilon", what, 'use Federation(..., "plain", privacy=fedveil.Privacy(...))')
     numbers = sum(p.numel() for p in federation.model.parameters() if p.requires_grad)
     count = check_count("measure_epsilon", "canaries", min(MOST, numbers) if canaries is None else canaries, 10)
@@ -105,9 +105,9 @@ def measure_epsilon(
 
 
 def _flatten(sums: Tensors) -> Tensor:
-    return torch.cat([own.detach().double().reshape(-1) for own in sums.values()])
+    return torch.cat([tensor.detach().double().reshape(-1) for tensor in sums.values()])
 
 
-def _split(flat: Tensor, like: Tensors) -> Tensors:
-    pieces = torch.split(flat, [own.numel() for own in like.values()])
-    return {name: piece.view(own.shape) for (name, own), piece in zip(like.items(), pieces, strict=True)}
+def _split(flat: Tensor, template: Tensors) -> Tensors:
+    pieces = torch.split(flat, [tensor.numel() for tensor in template.values()])
+    return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(template.items(), pieces, strict=True)}

@@ -1,12 +1,13 @@
 """Canonical form: remove the unknown factors and permutations by which veiled versions of a network differ.
 
-Scaling and permuting hidden units does not change what a network computes: a veil moves it to another member of the
-same orbit. A rule that does not depend on the starting point chooses the same member for all of them.
+Scaling and permuting hidden units does not change the function that a network computes. All networks that such changes
+turn into one another form an orbit, and a veil moves a network within its orbit. The canonical form is a member of the
+orbit, chosen by a rule that does not depend on the starting point.
 
-A veil multiplies every element by the factors of at most two units, r_i / r_j. Elements of one *block* have the same
-factors: a row of the first layer with its bias, the k x k kernel between two channels, the columns of the head for one
-channel. Within a block the factor is one unknown number; over all blocks its logarithm is linear in one number per
-unit.
+A veil multiplies every element by the factors of at most two units, r_i / r_j. The elements of one *block* have the
+same factors. Examples of blocks are a row of the first layer with its bias, the k x k kernel between two channels, and
+the columns of the head for one channel. Each block has one unknown factor, and the logarithms of all factors are linear
+in one number per unit.
 """
 
 import warnings
@@ -27,13 +28,13 @@ from fedveil.graph.units import Symmetry
 
 Reals = NDArray[np.float64]
 MOST_STEPS = 5000
-SETTLED = 1e-12  # change in the logarithm of a factor
-DEPTH = 12  # earlier steps used by Anderson acceleration
+SETTLED = 1e-12  # change in the logarithm of a factor at which the iteration stops
+DEPTH = 12  # number of earlier steps used by Anderson acceleration
 TINY = 1e-30
 
 
 def element_slots(plan: Plan) -> Pool:
-    """Flatten all tensors into one vector, and return the slots of each of its elements."""
+    """Return the slots of each element of the flat vector of all tensors."""
     return Pool.build(plan.layout.entries, dict(plan.pieces), plan.layout.device)
 
 
@@ -50,17 +51,17 @@ class CanonicalForm(NamedTuple):
     factors: Tensor  # the factor by which each value was multiplied
 
 
-def _zero_tensors(plan: Plan, flat: Tensor, without: Collection[str]) -> Reals:
-    """Return the values that determine the form, with some tensors set to 0."""
+def _zero_tensors(plan: Plan, flat: Tensor, exclude: Collection[str]) -> Reals:
+    """Return a copy of a flat vector with the excluded tensors set to 0."""
     values: Reals = flat.double().cpu().numpy().copy()
     for entry in plan.layout.entries:
-        if entry.name in without:
+        if entry.name in exclude:
             values[entry.start : entry.stop] = 0.0
     return values
 
 
 def block_powers(plan: Plan, elements: int) -> tuple[Integers, csr_matrix]:
-    """Return the block of each of the first elements, and for each block the exponent of each scale class."""
+    """Return the block of each of the first `elements` elements, and the exponent of each scale class per block."""
     slots, sides = plan.slots, element_slots(plan).scale[:, :elements].cpu().numpy()
     units, inverse = slots.unit[sides], slots.power[sides] < 0
     scaled = (plan.symmetries[units] & Symmetry.POSITIVE) > 0
@@ -71,20 +72,20 @@ def block_powers(plan: Plan, elements: int) -> tuple[Integers, csr_matrix]:
     return number.ravel(), csr_matrix((exponents.ravel(), where), (keys.shape[1], slots.classes))
 
 
-def least_factors(plan: Plan, flat: Reals) -> Reals:
-    """Return one factor per scale class that minimises the parameters' sum of squares on their orbit.
+def least_norm_factors(plan: Plan, flat: Reals) -> Reals:
+    """Return the factor of each scale class that minimises the sum of squares of the parameters over the orbit.
 
     The sum is convex in t = log r, so the minimum does not depend on the starting point (Stock et al. 2019,
-    "Equi-normalization of neural networks"). Each step moves every class halfway to its own optimum: every element
-    belongs to at most two classes, so by convexity the sum never grows; Anderson acceleration saves nine steps in ten.
-    If nothing reads a class, the weights into it are scaled to norm 1.
+    "Equi-normalization of neural networks"). Each step moves every class halfway to its optimum. Every element belongs
+    to at most two classes, so by convexity the sum never increases. Anderson acceleration saves nine steps in ten. If a
+    class has no outgoing weights, its incoming weights are scaled to norm 1.
     """
     number, powers = block_powers(plan, plan.layout.parameters)
     energy = np.bincount(number, flat[: len(number)] ** 2, powers.shape[0])
     incoming, outgoing, start = powers.maximum(0).T, (-powers).maximum(0).T, np.zeros(plan.slots.classes)
 
     def flows(t: Reals) -> tuple[Reals, Reals]:
-        """Return the sums of squares into each class and out of it."""
+        """Return the sums of squares of the weights into each class and out of it."""
         squares = energy * np.exp(2 * (powers @ t))
         return incoming @ squares, outgoing @ squares
 
@@ -94,20 +95,23 @@ def least_factors(plan: Plan, flat: Reals) -> Reals:
     def step(t: Reals) -> Reals:
         into, out = flows(t)
         found = np.zeros_like(t)
-        found[both] = np.log(out[both] / into[both]) / 8  # the optimum is at a quarter; halfway is an eighth
+        found[both] = np.log(out[both] / into[both]) / 8  # half of the step to the optimum, log(out / into) / 4
         found[unread] = -np.log(into[unread]) / 4
         return found
 
-    with warnings.catch_warnings(action="ignore"):  # scipy warns if the last steps are parallel
+    with warnings.catch_warnings(action="ignore"):  # SciPy warns if the last steps are parallel
         try:
             found: Reals = anderson(step, start, alpha=1.0, M=DEPTH, f_tol=SETTLED, maxiter=MOST_STEPS)
         except NoConvergence as error:
-            found = error.args[0]  # the last point
+            found = error.args[0]  # the last iterate
     return np.exp(found)
 
 
 def signs(plan: Plan, flat: Reals) -> Reals:
-    """Return +1 or -1 per scale class with a sign symmetry: the weights into a unit get a positive sum of cubes."""
+    """Return the sign per scale class that makes the sum of cubes of the incoming weights positive.
+
+    Classes without a sign symmetry get +1.
+    """
     p, slots = plan.layout.parameters, plan.slots
     free = (plan.symmetries & Symmetry.SIGN) > 0
     rows = element_slots(plan).scale[0][:p].cpu().numpy()
@@ -121,18 +125,18 @@ def element_factors(plan: Plan, factors: Reals) -> Tensor:
     return element_slots(plan).factors(torch.from_numpy(plan.slots.factors(factors)).to(plan.layout.device))
 
 
-def canonical_form(plan: Plan, flat: Tensor, without: Collection[str] = ()) -> CanonicalForm:
-    """Return the member of the orbit with the least norm; units are not permuted.
+def canonical_form(plan: Plan, flat: Tensor, exclude: Collection[str] = ()) -> CanonicalForm:
+    """Return the member of the orbit with the smallest norm; units are not permuted.
 
-    Tensors in `without` are scaled along with the others, but do not influence the factors.
+    The tensors named in `exclude` are scaled like the others, but do not influence the factors.
     """
-    factors = element_factors(plan, least_factors(plan, _zero_tensors(plan, flat, without)))
-    factors = factors * element_factors(plan, signs(plan, _zero_tensors(plan, flat * factors, without)))
+    factors = element_factors(plan, least_norm_factors(plan, _zero_tensors(plan, flat, exclude)))
+    factors = factors * element_factors(plan, signs(plan, _zero_tensors(plan, flat * factors, exclude)))
     return CanonicalForm(flat.double() * factors, factors)
 
 
 def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
-    """Identify each order class by all parameters that lead into it and out of it, sorted per tensor."""
+    """Return a fingerprint of each order class: the parameters into it and out of it, sorted within each tensor."""
     found: dict[int, list[Reals]] = {}
     for side in element_slots(plan).order:
         for entry in plan.layout.trainable + plan.layout.frozen:
@@ -148,7 +152,7 @@ def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
 
 
 def _list_cells(plan: Plan, block: int) -> list[Integers]:
-    """Return the cells of a block, sorted by kind, each as an array of classes; block 0 has the cells of no block."""
+    """Return the cells of a block, sorted by kind, as arrays of classes; block 0 contains cells outside any block."""
     orders, found = plan.orders, []
     inside = (orders.blocks == block) & (orders.cells > 0)
     for _, cell in sorted({(int(orders.kinds[c]), int(orders.cells[c])) for c in np.flatnonzero(inside)}):
@@ -157,17 +161,17 @@ def _list_cells(plan: Plan, block: int) -> list[Integers]:
     return found
 
 
-def sources(plan: Plan, flat: Tensor, reference: Tensor, without: Collection[str] = ()) -> Tensor:
-    """Return the index that each element comes from if every unit is moved to the most similar unit of `reference`.
+def sources(plan: Plan, flat: Tensor, reference: Tensor, exclude: Collection[str] = ()) -> Tensor:
+    """Return the source index of each element when units are permuted to match those of `reference`.
 
-    Both are in canonical form. Units that may be permuted are paired by their fingerprints; blocks that are permuted as
-    a whole, such as attention heads, by the sums over their units.
+    Both vectors are in canonical form. Units that may be permuted are paired by their fingerprints. Blocks that are
+    permuted as a whole, such as attention heads, are paired by the total distance of their units.
     """
-    own, wanted = (fingerprints(plan, _zero_tensors(plan, vector, without)) for vector in (flat, reference))
+    own, wanted = (fingerprints(plan, _zero_tensors(plan, vector, exclude)) for vector in (flat, reference))
 
     def pair(here: Integers, there: Integers) -> tuple[Integers, float]:
-        """Return the units of one cell in the order of another's (Hungarian method), and their squared distance."""
-        nothing = np.zeros(0)  # all classes without parameters are alike
+        """Match the units of two cells (Hungarian method); return the permutation and the squared distance."""
+        nothing = np.zeros(0)  # classes without parameters cannot be distinguished
         rows, columns = (
             np.stack([known.get(int(c), nothing) for c in cell]) for known, cell in ((wanted, there), (own, here))
         )
@@ -190,7 +194,7 @@ def sources(plan: Plan, flat: Tensor, reference: Tensor, without: Collection[str
 
 
 def match_units(plan: Plan, flat: Tensor, reference: Tensor) -> Tensor:
-    """Permute a model's units into the order of the most similar units of `reference`; both in canonical form."""
+    """Permute the units of a model to match those of `reference`; both are in canonical form."""
     return flat[sources(plan, flat, reference)]
 
 
@@ -199,8 +203,8 @@ class Blocks:
     """The blocks of a flat vector of trainable parameters.
 
     Attributes:
-        number: the block of each element.
-        powers: for each block, the exponent of each unit's factor, (blocks, scale classes).
+        number: index of each element's block.
+        powers: exponents of the units' factors in each block, with shape (blocks, scale classes).
     """
 
     number: Tensor
@@ -208,7 +212,7 @@ class Blocks:
 
     @property
     def scaled(self) -> Tensor:
-        """For each block, whether any unknown factor acts on it."""
+        """Whether each block is multiplied by an unknown factor."""
         return (self.powers != 0).any(1)
 
     @property
@@ -216,21 +220,21 @@ class Blocks:
         """The number of elements in each block."""
         return torch.bincount(self.number, minlength=len(self.powers)).to(self.powers)
 
-    def inner(self, one: Tensor, other: Tensor) -> Tensor:
+    def inner(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the inner product of two vectors within each block."""
-        return one.new_zeros(len(self.powers)).index_add(0, self.number, one * other)
+        return first.new_zeros(len(self.powers)).index_add(0, self.number, first * second)
 
     def directions(self, vector: Tensor) -> Tensor:
-        """Scale every block of a vector to norm 1; blocks without an unknown factor become 0."""
+        """Scale every block of a vector to norm 1; set blocks without an unknown factor to 0."""
         lengths = self.inner(vector, vector).sqrt()
         return vector * (self.scaled / lengths.clamp_min(TINY))[self.number]
 
     def project_out(self, vector: Tensor, directions: Tensor) -> Tensor:
-        """Remove the part of a vector along one direction in each block."""
+        """Remove a vector's component along the given direction in each block."""
         return vector - directions * self.inner(vector, directions)[self.number]
 
     def fit_factors(self, logarithms: Tensor, weights: Tensor) -> Tensor:
-        """Fit each block's factor to noisy logarithms, by least squares in one number per unit."""
+        """Fit each block's factor to noisy logarithms, by least squares with one unknown per unit."""
         roots = weights.sqrt()
         left, right = roots.unsqueeze(1) * self.powers, (roots * logarithms).unsqueeze(1)
         units = torch.linalg.lstsq(left.cpu(), right.cpu(), driver="gelsd").solution.to(left)

@@ -1,30 +1,31 @@
 """Derive a victim's gradient from two veiled broadcasts, for any network that has a canonical form.
 
-Bring both rounds to canonical form, with units in the same order: C = f W and C' = f' W', with unknown factors f and
-f'. In every block, each is one number, and with plain SGD at the server, W' = W - lr g, where g is the mean gradient of
-all clients. The gradient at the canonical model, which the attacker can compute for candidate records, is g_C = g / f.
-So in every block, exactly and for a step of any size,
+In canonical form, with units in the same order, the models of the two rounds are C = f W and C' = f' W'. The factors f
+and f' are unknown and constant within each block. If the server uses plain SGD, then W' = W - lr g, where g is the mean
+gradient of all clients. The gradient at the canonical model, which the attacker can compute for candidate records, is
+g_C = g / f. The following equations therefore hold exactly in every block, for a step of any size:
 
     C' = a (C - lr f^2 g_C),                           a = f' / f,
-    Q C' = -k (1 - share) Q h,    k = a lr f^2,        g_C = share own + (1 - share) h,
+    Q C' = -k (1 - share) Q h,    k = a lr f^2,        g_C = share own + (1 - share) h.
 
-where Q removes a block's part along C and along the attacker's own gradient, and h is the other clients' mean gradient,
-of which all but two of a block's dimensions are left. Within one block, k > 0 is unknown. But log(k / lr) is a sum of
-one number per unit, and the part of C' along the own gradient, about -k share |own|, measures k with an error of the
-order (1 - share) / share. The attacker fits the units' numbers to all blocks. They only weight blocks against each
-other: within each block, the direction of Q h is exact. Blocks without a factor need no Q; the head's bias is one of
-them, and reveals the labels.
+Here `own` is the attacker's gradient, h is the mean gradient of the other clients, and Q projects out two directions in
+each block: C and `own`. All other components of h remain. The factor k > 0 of a block is unknown, but log(k / lr) is a
+sum of one number per unit. The component of C' along `own`, about -k share |own|, measures k with an error of order
+(1 - share) / share, and the attacker fits the numbers to all blocks. They only affect the weights of the blocks: within
+each block, the direction of Q h is exact. Blocks without an unknown factor do not need Q. The head's bias is such a
+block, and it reveals the labels.
 
-Adam's first step is lr g / (|g| + eps), the learning rate with the sign of g. Every block then has
+Adam's first step is lr g / (|g| + eps): the learning rate, with the sign of g. In every block,
 
     C' = a (C - lr f s),        s = sign(g) in {-1, 0, 1},
 
-with two unknown numbers, a and lr f a, for all of a block's elements. Least squares, alternating with s, finds them,
-and their logarithms are linear in one number per unit. So the step reveals every sign, and the factors f with it. With
-g = share own + (1 - share) h, the signs bound h from one side: s (share own + (1 - share) h) >= 0. The bounds are tight
-where the attacker's own part is small. A search minimises their squared violation, which is 0 at the truth.
+with two unknowns, a and lr f a, which are the same for all elements. The attacker alternates between solving for them
+by least squares and updating s. Their logarithms are linear in one number per unit. The step thus reveals every sign,
+and also the factors f. Since g = share own + (1 - share) h, the signs bound h on one side:
+s (share own + (1 - share) h) >= 0. The bounds are tight where the attacker's contribution is small. A search minimises
+their squared violation, which is 0 for the true records.
 
-The broadcasts reveal which of the two kinds of step it was.
+The broadcasts reveal which of the two optimizers was used.
 """
 
 import itertools
@@ -40,13 +41,13 @@ from fedveil.attacks.veil import analyse_architecture, calibrate, candidate_mode
 from fedveil.graph.plan import Entry, Plan, flatten, unflatten
 from fedveil.scheme.messages import Broadcast, PublicHead
 
-LEAST_SGD = 3  # minimum number of elements in a block that measures k: Q leaves one
-LEAST_ADAM = 4  # the same for a and f: two unknown numbers, and more elements to check them
-NOISE = 1e-6  # of a squared cosine that is 1 up to rounding
-CLEAR = 0.05  # misfit below which steps are signs; a normal distribution rounded to three values has 0.2
-TURNS = 30
-VIOLATION = 10.0  # weight of violated bounds beside the total variation, which is scaled for cosines
-FAR = 8.0  # standard deviations
+LEAST_SGD = 3  # minimum number of elements in a block to measure k: Q removes two dimensions
+LEAST_ADAM = 4  # minimum number of elements in a block to fit its two unknowns, a and f, and to check the fit
+NOISE = 1e-6  # rounding error of a squared cosine that should be 1
+CLEAR = 0.05  # misfit below which all steps are signs; rounding normally distributed steps gives 0.2
+TURNS = 30  # alternations between signs and factors
+VIOLATION = 10.0  # weight of violated bounds relative to the total variation, which is scaled for cosines
+FAR = 8.0  # limit on a truncation point, in standard deviations
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +55,9 @@ class RoundPair:
     """Two consecutive rounds in canonical form, without the noise of their heads.
 
     Attributes:
-        plan: the layers that can be perturbed.
-        before, after: all tensors of both rounds as flat vectors in float64, units in the same order.
-        known: 1 for each trainable element whose noise is known; 0 in a head whose noise is only estimated.
+        plan: the plan of the architecture.
+        before, after: all tensors of each round as a flat vector in float64, with units in the same order.
+        known: 1 for each trainable element with known noise; 0 in a head with estimated noise.
     """
 
     plan: Plan
@@ -71,27 +72,27 @@ class RoundPair:
 
     @property
     def distance(self) -> float:
-        """The norm of the difference of all parameters."""
+        """The norm of the difference between the parameters of the two rounds."""
         return float((self.before - self.after)[: self.plan.layout.parameters].norm())
 
     def to_tensors(self, flat: Tensor, entries: tuple[Entry, ...]) -> Gradients:
-        """Return the pieces of a flat vector in the model's dtype."""
+        """Split a flat vector into tensors with the model's dtype."""
         return {name: value.to(self.plan.layout.dtype) for name, value in unflatten(flat, entries).items()}
 
 
 @dataclass(frozen=True, eq=False)
 class PartialDistance:
-    """1 - cosine similarity of a gradient and the leaked one, over the part that two broadcasts reveal."""
+    """1 - cosine similarity between a gradient and the leaked one, over the part that two broadcasts reveal."""
 
     blocks: Blocks
-    hidden: tuple[Tensor, ...]  # unobserved directions, one in each block; orthogonal to each other
-    known: Tensor
-    wanted: Tensor
+    hidden: tuple[Tensor, ...]  # mutually orthogonal vectors; each holds one unobserved direction per block
+    known: Tensor  # 1 for each trainable element with known noise
+    wanted: Tensor  # the leaked gradient
     entries: tuple[Entry, ...]
 
-    def __call__(self, found: Gradients) -> Tensor:
-        """Return the distance of a gradient."""
-        flat = flatten(found, self.entries)
+    def __call__(self, gradients: Gradients) -> Tensor:
+        """Return the distance between the given gradient and the leaked one."""
+        flat = flatten(gradients, self.entries)
         for directions in self.hidden:
             flat = self.blocks.project_out(flat, directions.to(flat))
         return 1 - torch.nn.functional.cosine_similarity(flat * self.known.to(flat), self.wanted.to(flat), dim=0)
@@ -99,16 +100,16 @@ class PartialDistance:
 
 @dataclass(frozen=True, eq=False)
 class SignViolation:
-    """The squared violation of the bounds that signs set on a gradient, over the squared norm of both parts."""
+    """The squared violation of the bounds given by the signs, relative to the squared norms of both contributions."""
 
     signs: Tensor
     own: Tensor
     share: float
     entries: tuple[Entry, ...]
 
-    def __call__(self, found: Gradients) -> Tensor:
-        """Return the distance of a gradient."""
-        others = (1 - self.share) * flatten(found, self.entries)
+    def __call__(self, gradients: Gradients) -> Tensor:
+        """Return the violation for a mean gradient of the other clients."""
+        others = (1 - self.share) * flatten(gradients, self.entries)
         own = self.share * self.own.to(others)
         wrong = torch.relu(-self.signs.to(others) * (own + others)).square().sum()
         return VIOLATION * wrong / (own.square().sum() + others.square().sum())
@@ -117,31 +118,32 @@ class SignViolation:
 def from_canonical_difference(observed: Observation) -> Leak:
     """Derive the mean gradient of all other clients at the canonical model, as far as two veiled broadcasts reveal it.
 
-    Needs the last round that the attacker answered, and the one after it. The server uses plain SGD, or Adam in its
-    first round. If heads have candidates for their noise, the pair whose difference is a step of Adam is used or, if
-    there is none, the closest pair: decoys are redrawn in each round, and the model hardly changes.
+    The attack needs the last round that the attacker answered and the following one. The server must use plain SGD, or
+    Adam in its first round. If there are several candidates for the noise of the heads, the attack uses the pair of
+    candidates whose difference is a step of Adam. If there is none, it uses the closest pair, since decoys are redrawn
+    in each round while the model hardly changes.
     """
     batch = observed.own_batch(observed.consecutive()[0])
     pairs = canonical_pairs(observed)
     blocks, lr = find_blocks(pairs[0].plan), observed.learning_rate
     fits = [fit_signs(blocks, *pair.weights, lr) for pair in pairs]
     (misfit, signs), signed = min(zip(fits, pairs, strict=True), key=lambda both: both[0][0])
-    pair = signed if misfit < CLEAR else min(pairs, key=lambda one: one.distance)
+    pair = signed if misfit < CLEAR else min(pairs, key=lambda pair: pair.distance)
     model = copy_with_values(observed.architecture, pair.to_tensors(pair.before, pair.plan.layout.entries))
-    own = flatten(mean_gradients(model, observed.loss, *batch), pair.plan.layout.trainable).double()
+    own_gradient = flatten(mean_gradients(model, observed.loss, *batch), pair.plan.layout.trainable).double()
     if misfit < CLEAR:
-        return leak_from_signs(observed, model, pair, own, signs)
-    return leak_from_directions(observed, model, pair, own, blocks)
+        return leak_from_signs(observed, model, pair, own_gradient, signs)
+    return leak_from_directions(observed, model, pair, own_gradient, blocks)
 
 
 def canonical_pairs(observed: Observation) -> list[RoundPair]:
-    """Bring the last two rounds to canonical form: one pair for every two candidates."""
+    """Return the last two rounds in canonical form, with one pair for each combination of candidates."""
     first, second = (seen.broadcast for seen in observed.consecutive())
     if not isinstance(first, Broadcast) or not isinstance(second, Broadcast):
         raise DoesNotApply("two broadcasts", "these broadcasts are not veiled")
     plan = analyse_architecture(observed)
     forms = []
-    for sent in (first, second):  # without the noise of the head: for each candidate, or fitted with own labels
+    for sent in (first, second):  # remove the noise of the head: each candidate, or noise fitted to own labels
         models = candidate_models(observed, sent) or [calibrate(observed, sent)]
         forms.append([canonical_form(plan, flat_values(plan, model)).flat for model in models])
     known = known_elements(plan, first.head).to(forms[0][0])
@@ -149,31 +151,34 @@ def canonical_pairs(observed: Observation) -> list[RoundPair]:
 
 
 def known_elements(plan: Plan, head: PublicHead | None) -> Tensor:
-    """For each trainable element, return whether its noise is known exactly: one of a few candidates, or no noise."""
+    """Return whether each trainable element's noise is known: it has none, or one of a few public candidates."""
     names = () if head is None or head.decoys else (head.weight, head.bias if head.noisy_bias else None)
     return torch.cat([torch.full((e.shape.numel(),), e.name not in names) for e in plan.layout.trainable])
 
 
-def leak_from_directions(observed: Observation, model: nn.Module, pair: RoundPair, own: Tensor, blocks: Blocks) -> Leak:
-    """Derive the gradient behind a step of plain SGD, without two directions in each block."""
+def leak_from_directions(
+    observed: Observation, model: nn.Module, pair: RoundPair, own_gradient: Tensor, blocks: Blocks
+) -> Leak:
+    """Derive the gradient from a step of plain SGD, except for two directions in each block."""
     (before, after), share, entries = pair.weights, observed.share, pair.plan.layout.trainable
     along = blocks.directions(before)
-    moved, rest = blocks.project_out(after - before, along), blocks.project_out(own, along)
+    moved, rest = blocks.project_out(after - before, along), blocks.project_out(own_gradient, along)
     rates = observed.learning_rate * step_sizes(blocks, moved, rest, observed)
     hidden = along, blocks.directions(rest)
     seen = -blocks.project_out(moved, hidden[1]) / rates[blocks.number]
-    exact = (before - after) / observed.learning_rate - share * own
+    exact = (before - after) / observed.learning_rate - share * own_gradient
     others = torch.where(blocks.scaled[blocks.number], seen, exact) / (1 - share)
     compare = PartialDistance(blocks, hidden, pair.known, others * pair.known, entries)
     return Leak(model, pair.to_tensors(others, entries), observed.loss, compare=compare)
 
 
-def step_sizes(blocks: Blocks, moved: Tensor, own: Tensor, observed: Observation) -> Tensor:
-    """Return the step of each block for a gradient of norm 1, over the learning rate: k / lr, fitted to units.
+def step_sizes(blocks: Blocks, moved: Tensor, own_gradient: Tensor, observed: Observation) -> Tensor:
+    """Return k / lr for each block: the step for a gradient of norm 1, divided by the learning rate.
 
-    It is measured along the attacker's own part. The closer a block's step is to that direction, the larger its weight.
+    It is measured along the attacker's own gradient and fitted with one number per unit. The closer a block's step is
+    to the direction of that gradient, the larger its weight in the fit.
     """
-    along, size = -blocks.inner(moved, own), blocks.inner(own, own)
+    along, size = -blocks.inner(moved, own_gradient), blocks.inner(own_gradient, own_gradient)
     cosines = along.square() / (size * blocks.inner(moved, moved)).clamp_min(TINY)
     usable = blocks.scaled & (blocks.sizes >= LEAST_SGD) & (along > 0) & (size > 0)
     measured = along / (observed.learning_rate * observed.share * size).clamp_min(TINY)
@@ -182,10 +187,10 @@ def step_sizes(blocks: Blocks, moved: Tensor, own: Tensor, observed: Observation
 
 
 def fit_signs(blocks: Blocks, before: Tensor, after: Tensor, lr: float) -> tuple[float, Tensor]:
-    """Fit the steps between two rounds, assuming that all were +lr, 0 or -lr before factors changed them.
+    """Fit the steps between two rounds, assuming that each was +lr, 0 or -lr before the factors were applied.
 
-    Returns the fraction of the steps' energy that rounding changed, about 0 if they are signs, and the signs: -1, 0 or
-    1 for each trainable element.
+    Returns the misfit and the signs. The misfit is the relative squared error of rounding all steps to -1, 0 or 1; it
+    is about 0 if the assumption holds. The signs are -1, 0 or 1 for each trainable element.
     """
     usable = blocks.scaled & (blocks.sizes >= LEAST_ADAM)
     gauge = torch.ones_like(blocks.sizes)
@@ -211,25 +216,27 @@ def fit_signs(blocks: Blocks, before: Tensor, after: Tensor, lr: float) -> tuple
     return float((steps - rounded).square().sum() / steps.square().sum().clamp_min(TINY)), rounded
 
 
-def leak_from_signs(observed: Observation, model: nn.Module, pair: RoundPair, own: Tensor, signs: Tensor) -> Leak:
-    """Derive bounds on the gradient behind a step of Adam, and its mean within them, which reveals labels.
+def leak_from_signs(
+    observed: Observation, model: nn.Module, pair: RoundPair, own_gradient: Tensor, signs: Tensor
+) -> Leak:
+    """Derive bounds on the gradient from a step of Adam, and its mean within these bounds, which reveals labels.
 
-    The mean is that of a normal distribution with mean 0 and the size of the attacker's own records' gradients,
-    truncated at the bound. The head's bias is left out: one number per class is bounded too loosely, whereas rows of
-    weights have many numbers.
+    The gradient is assumed to have a normal distribution with mean 0, truncated at the bound; its standard deviation is
+    estimated from the attacker's own records. Biases are left out: the bound on a single number per class is too loose,
+    whereas a row of weights has many bounds.
     """
     share, entries = observed.share, pair.plan.layout.trainable
-    known, total = signs * pair.known, torch.zeros_like(own)
+    known, total = signs * pair.known, torch.zeros_like(own_gradient)
     for batch in zip(torch.split(observed.inputs, 1), torch.split(observed.targets, 1), strict=True):
         total += flatten(mean_gradients(model, observed.loss, *batch), entries).double().square()
     deviations = (total / len(observed.inputs)).sqrt()
-    within = truncated_mean(known, share / (1 - share) * own, deviations)
+    within = truncated_mean(known, share / (1 - share) * own_gradient, deviations)
     found = {name: value for name, value in pair.to_tensors(within, entries).items() if value.dim() > 1}
-    return Leak(model, found, observed.loss, compare=SignViolation(known, own, share, entries))
+    return Leak(model, found, observed.loss, compare=SignViolation(known, own_gradient, share, entries))
 
 
 def truncated_mean(signs: Tensor, bound: Tensor, deviation: Tensor) -> Tensor:
-    """Return the mean of h ~ N(0, deviation^2), given that signs (bound + h) > 0; 0 where there is no sign."""
+    """Return the mean of h ~ N(0, deviation^2) given signs * (bound + h) > 0; it is 0 where the sign is 0."""
     edge = (-signs * bound / deviation.clamp_min(TINY)).clamp(-FAR, FAR)
     density = torch.exp(-edge.square() / 2) / (2 * torch.pi) ** 0.5
     found: Tensor = signs * deviation * density / torch.special.ndtr(-edge)

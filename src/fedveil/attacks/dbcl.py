@@ -1,4 +1,4 @@
-"""Attackers of DBCL: the sketches of a few rounds determine the weights, and changes in the weights reveal a record."""
+"""Attackers of DBCL: sketches from a few rounds determine the weights, and changes in the weights reveal a record."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from fedveil.attacks.leaked_gradients import own_gradients, sketched_layers
 from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_values
 from fedveil.defences.dbcl import Sketch, SketchedBroadcast, SketchedLayer
 
-STEPS = 500
+STEPS = 500  # maximum number of steps of conjugate gradients
 SETTLED = 1e-12  # tolerance, relative to the squared norm of the right-hand side
-RANK = 1e-10  # rank tolerance of the normal equations: directions that no round reveals
-MAX_INPUTS = 1024  # maximum inputs of a first layer whose system is solved densely
+RANK = 1e-10  # rank tolerance of the normal equations, which ignores directions that no round reveals
+MAX_INPUTS = 1024  # maximum number of inputs of a first layer, since the system is solved densely
 
 
-def solve_sketches(sketches: Sequence[Sketch], seen: Sequence[Tensor]) -> Tensor:
-    """Solve W S_t = W~_t over all rounds t: min_W sum_t |W S_t - W~_t|^2, by conjugate gradients.
+def solve_sketches(sketches: Sequence[Sketch], sketched_weights: Sequence[Tensor]) -> Tensor:
+    """Minimise sum_t |W S_t - W~_t|^2 over W by conjugate gradients, where t runs over all rounds.
 
-    If there are several solutions (with fewer than about q rounds), it finds the one with the least norm, since the
+    With fewer than about q rounds, there are several solutions. The one with the smallest norm is returned, since the
     search starts at 0.
     """
-    residual = torch.stack([sketch.up(small) for sketch, small in zip(sketches, seen, strict=True)]).sum(0)
+    residual = torch.stack([sketch.up(small) for sketch, small in zip(sketches, sketched_weights, strict=True)]).sum(0)
     weight, direction = torch.zeros_like(residual), residual
     energy = (residual * residual).sum()
     tolerance = SETTLED * float(energy)
@@ -39,7 +39,7 @@ def solve_sketches(sketches: Sequence[Sketch], seen: Sequence[Tensor]) -> Tensor
 
 
 def stack_sketches(observed: Observation) -> Observation:
-    """Fit a model to the sketches of all rounds; tensors that are not sketched are taken from the last broadcast."""
+    """Fit a model to the sketches of all rounds; tensors that are not sketched come from the last broadcast."""
     sent = [seen.broadcast.network for seen in observed.rounds if isinstance(seen.broadcast, SketchedBroadcast)]
     if len(sent) < len(observed.rounds):
         return observed
@@ -57,8 +57,9 @@ def stack_sketches(observed: Observation) -> Observation:
 def observe_first_layer(observed: Observation) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Return what the broadcasts reveal about the first layer, in float64.
 
-    These are the sketches S_t, (inputs, buckets); the sketched weights without the changes by the attacker's own
-    uploads since the first round; and the victim's delta_t, (rounds - 1, units), from the bias, which is not sketched.
+    The result consists of the sketches S_t, each with shape (inputs, buckets); the sketched weights, without the
+    changes that the attacker's own uploads caused since the first round; and the victim's delta_t, with shape
+    (rounds - 1, units), which is derived from the bias since that is not sketched.
     """
     path, rate, share = first_linear(observed.architecture), observed.learning_rate, observed.share
     found = [seen.model.get_submodule(path) for seen in observed.rounds]
@@ -80,20 +81,20 @@ def observe_first_layer(observed: Observation) -> tuple[list[Tensor], list[Tenso
 
 
 def rebuild_record(observed: Observation) -> Tensor:
-    """Rebuild the record that a victim used in every round, alone in its batches, if the server uses plain SGD.
+    """Rebuild a victim's record, if the victim uses only this record in every round and the server uses plain SGD.
 
-    With W the first layer's weight in the first round, r = lr (1 - share) and the victim's delta_t,
+    Let W be the first layer's weight in the first round, r = lr (1 - share), and delta_t the victim's delta. Then
 
         W S_t = known_t + r sum_{s < t} delta_s x^T S_s S_s^T S_t        in every round t
 
-    is linear in W and x. One projection for all units removes the part that some W explains; the rest is a
-    least-squares problem for x alone. One round reveals S^T x, a part of the record; several reveal all of it.
+    is linear in W and x. One projection, the same for all units, eliminates W, and a least-squares problem for x
+    remains. One round reveals S^T x, which is a part of the record; several rounds reveal all of it.
     """
     sketches, known, steps = observe_first_layer(observed)
     joint = torch.cat(sketches, 1)
     inputs, equations = joint.shape
     if inputs > MAX_INPUTS or equations <= inputs:
-        what = f"{equations} equations per unit for {inputs} inputs; at most {MAX_INPUTS} inputs are solved for"
+        what = f"got {equations} equations for {inputs} inputs; needs more equations than inputs (at most {MAX_INPUTS})"
         raise DoesNotApply("dbcl", what)
     away = torch.eye(equations).to(joint) - torch.linalg.pinv(joint) @ joint
     pairs = [[s @ (s.T @ later) for later in sketches] for s in sketches[:-1]]

@@ -1,4 +1,4 @@
-"""Features of a record under a model: outputs of its last layers, its loss, the gradient of the last layer."""
+"""Features of a record, computed with a model: outputs of the last layers, the loss, and the last layer's gradient."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,12 +12,12 @@ from fedveil.graph.inputs import ModuleCall, record_calls
 from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, one_hot
 
 LAYERS = ("last", "second", "third")  # counted from the end
-SIDE = 8  # maps are limited to 8 x 8 pixels and sequences to 64 steps; larger ones are averaged down to that
+SIDE = 8  # maps larger than 8 x 8 pixels, and sequences longer than 64 steps, are averaged down to that size
 BATCH = 500
 
 
 def _weighted_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold a weight: a parameter of two dimensions or more."""
+    """Return the modules that have a weight, which is any parameter with two or more dimensions."""
     return [m for m in model.modules() if any(p is not None and p.dim() > 1 for p in m._parameters.values())]
 
 
@@ -34,10 +34,10 @@ def _run(
 
 
 def _limit_size(values: Tensor, records: int) -> Tensor:
-    """Average maps (channels, height, width) and sequences (steps, features) down to SIDE; flatten all others."""
+    """Average maps to at most SIDE x SIDE pixels and sequences to at most SIDE**2 steps; flatten other values."""
     if len(values) != records:
-        what = f"a layer takes {tuple(values.shape)} for {records} records"
-        raise BadArgument("features", what, "use a model whose layers all have records in their first dimension")
+        what = f"a layer's input has shape {tuple(values.shape)} for {records} records"
+        raise BadArgument("features", what, "use a model in which the first dimension of every layer is the record")
     if values.dim() > 3:
         maps = values.flatten(3)
         return adaptive_avg_pool2d(maps, (min(SIDE, maps.shape[2]), min(SIDE, maps.shape[3])))
@@ -48,11 +48,12 @@ def _limit_size(values: Tensor, records: int) -> Tensor:
 
 
 def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH) -> tuple[Tensor, ...]:
-    """Return the outputs of the last layers, the last one first; fewer if the model has fewer layers.
+    """Return the outputs of the last three layers, or of all layers if there are fewer, starting with the last one.
 
-    A layer is a module with a weight and the activation, norm and pooling that follow. Its output, the paper's y^(l),
-    is the input of the next such module: (records, features), (records, channels, height, width) with at most 8 x 8
-    pixels, or (records, steps, features) with at most 64 steps. Maps that `nn.Flatten` flattens stay maps.
+    A layer is a module with a weight, together with the activation, norm and pooling that follow. Its output, the
+    paper's y^(l), is the input of the next module with a weight. Its shape is (records, features), (records, channels,
+    height, width) with at most 8 x 8 pixels, or (records, steps, features) with at most 64 steps. Maps are returned as
+    they are before an `nn.Flatten`.
     """
     flat, weighted = [m for m in model.modules() if isinstance(m, nn.Flatten)], _weighted_modules(model)
     found = []
@@ -60,13 +61,13 @@ def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH) 
         maps = [call for call in calls if call.module in flat]
         taken = [call.entered for call in calls if call.module in weighted]
         entered = [next((m.entered for m in maps if m.output is value), value) for value in taken]
-        last = entered[:0:-1][: len(LAYERS) - 1]  # without the first layer's input, which is the record itself
+        last = entered[:0:-1][: len(LAYERS) - 1]  # the first layer's input is excluded: it is the record itself
         found.append([_limit_size(value, len(outputs)).cpu() for value in (outputs, *last)])
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
 def dense_targets(loss: Loss, targets: Tensor, outputs: Tensor) -> Tensor:
-    """Return targets as the federation's loss takes them: class indices become one-hot rows."""
+    """Convert targets to the form that the federation's loss expects; class indices become one-hot rows."""
     if targets.is_floating_point() or isinstance(loss, (*USERS, BinaryCrossEntropy)):
         return loss.dense(targets, outputs)
     return one_hot(targets, outputs)
@@ -79,12 +80,12 @@ def losses(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def labels(targets: Tensor) -> Tensor:
-    """Return class indices, from indices or from rows of class scores."""
+    """Return class indices; rows of class scores are replaced by the index of their maximum."""
     return targets.argmax(-1) if targets.dim() > 1 else targets.long()
 
 
 def _final_linear(model: nn.Module, example: Tensor) -> nn.Linear | None:
-    """Return the Linear whose outputs, one row per record, are the model's; None if there is no such module."""
+    """Return the Linear that computes the model's outputs, one row per record; None if there is no such module."""
     ((outputs, calls),) = _run(model, example[:2], _weighted_modules(model))
     final = calls[-1].module if calls and calls[-1].output is outputs and outputs.dim() == 2 else None
     return final if isinstance(final, nn.Linear) else None
@@ -93,10 +94,11 @@ def _final_linear(model: nn.Module, example: Tensor) -> nn.Linear | None:
 def record_features(
     model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss, *, full: bool = True
 ) -> dict[str, Tensor]:
-    """Return the outputs of the last layers by name; if `full`, also label, loss and gradient of the final Linear.
+    """Return the outputs of the last layers by name; if `full`, also the label, the loss and the last gradient.
 
-    That gradient, (records, outputs, features + 1), is delta (h, 1)^T, with the loss's gradient delta in the outputs
-    and the layer's input h: no backward pass. A model whose outputs are not those of a Linear has none.
+    The last gradient is delta (h, 1)^T with shape (records, outputs, features + 1), where delta is the gradient of the
+    loss with respect to the outputs and h is the input of the final Linear. It needs no backward pass. It is left out
+    if the model does not end with a Linear.
     """
     outputs = layer_outputs(model, inputs)
     found = dict(zip(LAYERS, outputs, strict=False))

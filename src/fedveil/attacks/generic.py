@@ -1,8 +1,8 @@
-"""Attackers that know nothing about a defence, so they run on every defence, including those of other packages.
+"""Attackers that do not depend on the defence, and so also apply to defences from other packages.
 
-Two estimate a model that may be closer to the true one: the mean of the broadcasts removes independent noise, and an
-affine map of the outputs reverses changes to them. The third rebuilds a record from the difference of two broadcasts,
-as published: exactly from a dense first layer, or with a search for images.
+Two of them estimate the true model: averaging broadcasts removes independent noise, and an affine map of the outputs
+reverses affine changes to them. The third rebuilds a record from the difference of two broadcasts with the published
+attack: exactly if the first layer is a Linear, or by a search for images.
 """
 
 import dataclasses
@@ -19,14 +19,15 @@ from fedveil.attacks.veil import minimise
 from fedveil.federation.evaluate import predict
 from fedveil.scheme.losses import Loss, SquaredError
 
-RIDGE = 1e-3  # on standardised outputs, per record
+RIDGE = 1e-3  # ridge penalty per record, for standardised outputs
 SEARCH = Search("cosine", steps=200, restarts=1)
 
 
 def average_broadcasts(observed: Observation) -> Observation:
     """Average parameters and buffers over all rounds, which removes independent noise.
 
-    The model must hardly change between rounds. Integers, such as a count of batches, are those of the last round.
+    This works if the model hardly changes between rounds. Integer buffers, such as the number of batches, are taken
+    from the last round.
     """
     states = [dict(seen.model.state_dict()) for seen in observed.rounds]
     if len(states) < 2:
@@ -46,12 +47,12 @@ def average_broadcasts(observed: Observation) -> Observation:
 
 
 def calibrate_outputs(observed: Observation) -> Observation:
-    """Append the affine map of the model's outputs that fits the attacker's own labels best."""
+    """Append an affine map to the model, fitted to the attacker's own labels."""
     if not len(observed.targets):
         raise DoesNotApply("outputs calibrated", "the attacker has no labelled records")
     outputs = predict(observed.model, observed.inputs).double()
     if outputs.dim() != 2:
-        raise DoesNotApply("outputs calibrated", "the model has more than one row of outputs per record")
+        raise DoesNotApply("outputs calibrated", "the model does not have one row of outputs per record")
     if not outputs.isfinite().all():
         raise DoesNotApply("outputs calibrated", "the model's outputs are not finite")
     targets = dense_targets(observed.loss, observed.targets.to(outputs.device), outputs)
@@ -62,9 +63,10 @@ def calibrate_outputs(observed: Observation) -> Observation:
 
 
 def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
-    """Fit A and b so that A y + b has the least loss, with a small ridge on A in units of the outputs' deviations.
+    """Find A and b that minimise the loss of A y + b, with a small ridge penalty on A for standardised outputs.
 
-    Uses least squares for squared error, and L-BFGS from 0 for any other loss; the problem is convex if the loss is.
+    The solver is least squares for squared error, and L-BFGS starting at 0 for any other loss. If the loss is convex,
+    so is the problem.
     """
     mean, spread = outputs.mean(0), outputs.std(0, correction=0)
     spread = torch.where(spread > 0, spread, torch.ones_like(spread))
@@ -84,7 +86,7 @@ def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Te
 
 
 def rebuild_record(observed: Observation) -> Tensor:
-    """Rebuild a record as published: treat the difference of the last two broadcasts as the gradient of one record."""
+    """Rebuild a record with the published attack, which treats the difference of two broadcasts as its gradient."""
     try:
         first_linear(observed.architecture)
     except DoesNotApply as reason:
@@ -93,9 +95,9 @@ def rebuild_record(observed: Observation) -> Tensor:
 
 
 def invert_gradient(observed: Observation, reason: str) -> Tensor:
-    """Search for one image (Inverting Gradients), between the attacker's darkest and brightest pixels.
+    """Search for one image (Inverting Gradients) with pixel values in the range of the attacker's images.
 
-    `reason` says why the record cannot be computed without a search.
+    `reason` states why the record cannot be computed without a search.
     """
     own = observed.inputs
     if own.dim() != 4:
@@ -107,6 +109,6 @@ def invert_gradient(observed: Observation, reason: str) -> Tensor:
     label = torch.tensor([single_label(leak)], device=own.device)
     with torch.no_grad():
         classes = leak.model(own[:2]).shape[-1]
-    chance = torch.Generator().manual_seed(0)
-    found = reconstruct(leak, (1, *own.shape[1:]), SEARCH, classes=classes, generator=chance, labels=label, box=edges)
+    rng = torch.Generator().manual_seed(0)
+    found = reconstruct(leak, (1, *own.shape[1:]), SEARCH, classes=classes, generator=rng, labels=label, box=edges)
     return found.inputs[0]

@@ -1,12 +1,12 @@
 """Reconstruct inputs from their gradient: DLG, iDLG and Inverting Gradients.
 
-All search for inputs whose gradient is close to the leaked one. DLG (Zhu et al. 2019, arXiv 1906.08935) and iDLG
+All three search for inputs whose gradient is close to the leaked one. DLG (Zhu et al. 2019, arXiv 1906.08935) and iDLG
 (Zhao et al. 2020, arXiv 2001.02610) minimise the squared distance with L-BFGS, which needs smooth activations.
 Inverting Gradients (Geiping et al. 2020, arXiv 2003.14053) minimises
 
     1 - <g', g> / (|g'| |g|) + weight TV(x')
 
-with Adam on the signs of the pixels' gradients, within the range of pixels, and works with ReLU.
+with Adam on the signs of the pixels' gradients. It keeps pixels within their range, and also works with ReLU.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ from fedveil.attacks.similarity import total_variation
 from fedveil.checks import check_choice, check_count
 from fedveil.errors import BadArgument
 
-DECAYS = (3 / 8, 5 / 8, 7 / 8)
+DECAYS = (3 / 8, 5 / 8, 7 / 8)  # fractions of the steps after which lr drops tenfold
 ENOUGH = 1e-6  # squared distance at which L-BFGS stops, as in iDLG
-Progress = Callable[[float], None]  # takes the fraction completed
-Box = tuple[Tensor, Tensor]
+Progress = Callable[[float], None]  # called with the fraction completed
+Box = tuple[Tensor, Tensor]  # the smallest and largest value of each channel
 Distance = Callable[[Gradients, Mapping[str, Tensor], Mapping[str, Tensor] | None], Tensor]
 
 
 @dataclass(frozen=True)
 class Search:
-    """Settings of a search."""
+    """Settings for a search."""
 
-    method: str = "cosine"  # "dlg" also searches for labels; "idlg" and "cosine" are given labels
-    steps: int = 800  # of Adam, or outer steps of L-BFGS, each of up to 20 evaluations
-    restarts: int = 2  # from new random inputs; the one with the nearest gradient is kept
-    lr: float = 0.1  # of Adam; L-BFGS uses 1
-    smooth: float = 1e-2  # weight of each image's total variation, "cosine" only
+    method: str = "cosine"  # "dlg" also searches for labels; "idlg" and "cosine" need them
+    steps: int = 800  # steps of Adam, or outer steps of L-BFGS with up to 20 evaluations each
+    restarts: int = 2  # number of random starts; the result with the closest gradient is kept
+    lr: float = 0.1  # learning rate of Adam; L-BFGS uses 1
+    smooth: float = 1e-2  # weight of each image's total variation, for "cosine" only
 
     def __post_init__(self) -> None:
         check_choice("Search", "method", self.method, ("dlg", "idlg", "cosine"))
@@ -47,32 +47,32 @@ class Search:
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction:
-    """Inputs in the order of the search, since the true order is not known, and their class indices."""
+    """Reconstructed inputs, in arbitrary order since the true order is unknown, and their class indices."""
 
     inputs: Tensor
     labels: Tensor
-    distance: float  # between its gradient and the leaked one, by the method; infinite if the search failed
-    distances: tuple[float, ...] = ()  # of every restart
+    distance: float  # distance between its gradient and the leaked one; infinite if the search failed
+    distances: tuple[float, ...] = ()  # distance reached by each restart
 
 
-def squared_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
-    """Return the sum of squared differences, over the elements that were received."""
-    gaps = [(gradient - wanted[name], name) for name, gradient in found.items()]
+def squared_distance(gradients: Gradients, leaked: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
+    """Return the sum of squared differences over the elements that were received."""
+    gaps = [(gradient - leaked[name], name) for name, gradient in gradients.items()]
     return torch.stack([(gap * mask[name] if mask else gap).square().sum() for gap, name in gaps]).sum()
 
 
-def cosine_distance(found: Gradients, wanted: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
-    """Return 1 - <g', g> / (|g'| |g|), over the elements that were received, all parameters together."""
+def cosine_distance(gradients: Gradients, leaked: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
+    """Return 1 - <g', g> / (|g'| |g|), where g' and g contain the received elements of all parameters."""
     if mask:
-        found = {name: gradient * mask[name] for name, gradient in found.items()}
-        wanted = {name: gradient * mask[name] for name, gradient in wanted.items()}
-    ours = torch.cat([gradient.flatten() for gradient in found.values()])
-    theirs = torch.cat([wanted[name].flatten() for name in found])
+        gradients = {name: gradient * mask[name] for name, gradient in gradients.items()}
+        leaked = {name: gradient * mask[name] for name, gradient in leaked.items()}
+    ours = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    theirs = torch.cat([leaked[name].flatten() for name in gradients])
     return 1 - torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
 
 
 def input_distance(leak: Leak, inputs: Tensor, targets: Tensor, method: Distance, *, graph: bool = False) -> Tensor:
-    """Return the distance of the inputs' gradient from the leaked one, by the leak's own measure or the method's."""
+    """Return the distance between the inputs' gradient and the leaked one; `leak.compare` takes precedence."""
     found = mean_gradients(leak.model, leak.loss, inputs, targets, graph=graph)
     return leak.compare(found) if leak.compare else method(found, leak.gradients, leak.mask)
 
@@ -86,16 +86,17 @@ def reconstruct(
     generator: torch.Generator,
     labels: Tensor | None = None,
     box: Box | None = None,
-    progress: Progress = lambda share: None,
+    progress: Progress = lambda fraction: None,
 ) -> Reconstruction:
-    """Search for inputs whose gradient is close to the leak's, and keep the restart with the least distance.
+    """Search for inputs whose gradient is close to the leaked one, and keep the restart with the smallest distance.
 
-    `shape` is that of the inputs, records first. Random starts come from `generator`, on the CPU. `labels` are class
-    indices; "dlg" finds its own. "cosine" stays within `box`, the smallest and largest value of each channel,
-    (channels, 1, 1).
+    `shape` is the shape of the inputs; the first dimension is the record. `generator`, on the CPU, draws the random
+    starts. `labels` are class indices; "dlg" searches for labels itself. "cosine" stays within `box`, the smallest and
+    largest value of each channel, both with shape (channels, 1, 1).
     """
     if (labels is None) != (search.method == "dlg"):
-        raise BadArgument("reconstruct", f"{search.method} {'needs' if labels is None else 'finds its own'} labels")
+        verb = "needs" if labels is None else "does not accept"
+        raise BadArgument("reconstruct", f"{search.method} {verb} labels")
     like = next(iter(leak.gradients.values()))
     found = []
     for number in range(search.restarts):
@@ -110,8 +111,8 @@ def reconstruct(
             found.append(search_by_signs(leak, start, targets, search, box, report))
         else:
             found.append(search_by_lbfgs(leak, start, targets, search, report))
-    best = min(found, key=lambda one: one.distance)
-    return dataclasses.replace(best, distances=tuple(one.distance for one in found))
+    best = min(found, key=lambda result: result.distance)
+    return dataclasses.replace(best, distances=tuple(result.distance for result in found))
 
 
 def search_by_signs(
@@ -119,8 +120,8 @@ def search_by_signs(
 ) -> Reconstruction:
     """Search with Adam on the signs of the pixels' gradients; lr drops tenfold after 3/8, 5/8 and 7/8 of the steps.
 
-    Differs from Inverting Gradients: the total variation's weight grows with the batch, so that a pixel is smoothed
-    equally in a batch of any size; there, it is a mean over the batch.
+    Unlike in Inverting Gradients, the weight of the total variation is proportional to the batch size, so that each
+    image is smoothed equally in batches of any size.
     """
     weight = search.smooth * len(start)
     x = start.clone().requires_grad_()
@@ -144,10 +145,10 @@ def search_by_signs(
 
 
 def search_by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, progress: Progress) -> Reconstruction:
-    """Search with L-BFGS (torch's defaults) on the squared distance; floating-point labels are logits, also searched.
+    """Search with L-BFGS (torch's defaults) on the squared distance; floating-point labels are logits to optimise too.
 
-    Keeps the inputs with the least distance, since L-BFGS without a line search may leave them again. Stops when that
-    distance is below 1e-6, or no longer changes, or is not finite.
+    Returns the inputs with the smallest distance, since L-BFGS without a line search may move away from them. The
+    search stops if the smallest distance is below 1e-6, or if the distance no longer changes or is not finite.
     """
     x, joint = start.clone().requires_grad_(), labels.is_floating_point()
     y = labels.clone().requires_grad_(joint)

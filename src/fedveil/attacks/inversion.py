@@ -1,7 +1,7 @@
 """Generative model inversion, GMI (Zhang et al. 2020, arXiv 1911.07135): find images of a class, given only a model.
 
-The images come from a generator trained on the attacker's public images, a Wasserstein GAN with gradient penalty.
-Networks and settings are those of GMI and its code unless stated otherwise.
+The images come from the generator of a Wasserstein GAN with gradient penalty, trained on the attacker's public images.
+Networks and settings are those of the GMI paper and code, unless stated otherwise.
 """
 
 import functools
@@ -21,8 +21,8 @@ from fedveil.federation.evaluate import evaluating
 from fedveil.progress import Progress, silent
 from fedveil.records.shards import generator as source
 
-CODE = 100  # dimensions of a code z
-SMALLEST = 4  # pixels per side of the first hidden image
+CODE = 100  # dimension of a code z
+SMALLEST = 4  # side length of the first hidden image, in pixels
 LR, BETAS, BATCH, CRITIC_STEPS, PENALTY = 2e-4, (0.5, 0.999), 64, 5, 10.0
 IDENTITY, MOMENTUM, BOUND = 100.0, 0.9, 1.0
 PIXEL_LR, SMOOTH = 0.05, 1.0
@@ -32,22 +32,26 @@ Model = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Gan:
-    """A generator from codes to pixels in [0, 1], and a critic of pixels (larger: more real)."""
+    """A generator, which maps codes to pixels in [0, 1], and a critic; larger outputs of the critic mean more real."""
 
     generator: nn.Module
     critic: nn.Module
 
 
 def widths(size: int, width: int) -> list[int]:
-    """Return the channels from the smallest hidden image to the largest; halving the side doubles the channels."""
+    """Return the number of channels of each hidden image, smallest image first; halving the side doubles it."""
     doublings = (size // SMALLEST).bit_length() - 1
     if size != SMALLEST * 2**doublings or doublings < 1:
-        raise BadArgument("generator", f"images have {size} pixels per side", "use 8, 16, 32, 64 or 128")
+        raise BadArgument("generator", f"images have {size} pixels per side", "use 8, 16, 32, 64 or 128 pixels")
     return [width * 2**k for k in reversed(range(doublings))]
 
 
 def make_generator(channels: int, size: int, width: int) -> nn.Sequential:
-    """Build code -> linear layer to 4 x 4 -> transposed 5 x 5 convolutions of stride 2, BatchNorm, ReLU -> sigmoid."""
+    """Build the generator.
+
+    A Linear maps the code to a 4 x 4 image. Transposed 5 x 5 convolutions with stride 2, BatchNorm and ReLU follow, and
+    a sigmoid at the end.
+    """
     sides = widths(size, width)
     first = sides[0] * SMALLEST**2
     double = functools.partial(nn.ConvTranspose2d, kernel_size=5, stride=2, padding=2, output_padding=1)
@@ -59,7 +63,11 @@ def make_generator(channels: int, size: int, width: int) -> nn.Sequential:
 
 
 def make_critic(channels: int, size: int, width: int) -> nn.Sequential:
-    """Build 5 x 5 convolutions of stride 2 with instance norm (except the first) and LeakyReLU 0.2 -> one number."""
+    """Build the critic.
+
+    It consists of 5 x 5 convolutions with stride 2, instance norm (except after the first) and LeakyReLU 0.2, and a
+    convolution with a single output.
+    """
     sides = widths(size, width)[::-1]
     halve = functools.partial(nn.Conv2d, kernel_size=5, stride=2, padding=2)
     layers: list[nn.Module] = [halve(channels, sides[0]), nn.LeakyReLU(0.2)]
@@ -69,7 +77,10 @@ def make_critic(channels: int, size: int, width: int) -> nn.Sequential:
 
 
 def penalty(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
-    """Return E (|| grad_x D(x) || - 1)^2 between real and fake images (Gulrajani et al. 2017, Eq. 3)."""
+    """Return the gradient penalty E (|| grad_x D(x) || - 1)^2 of Gulrajani et al. (2017, Eq. 3).
+
+    Each x is a random point on the line between a real and a fake image; `mix` contains the weights.
+    """
     between = (real + mix.view(-1, 1, 1, 1) * (fake - real)).requires_grad_()
     (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
     found: Tensor = (slope.flatten(1).norm(dim=1) - 1).square().mean()
@@ -77,7 +88,7 @@ def penalty(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tenso
 
 
 def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """Take a step with one network's optimizer; the other network gets no gradients."""
+    """Take one optimizer step; only the optimizer's own parameters receive gradients."""
     parameters = optimizer.param_groups[0]["params"]
     for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
         parameter.grad = gradient
@@ -85,9 +96,9 @@ def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def _train_step(
-    gan: Gan, optimizers: list[torch.optim.Adam], real: Tensor, random: torch.Generator, *, both: bool
+    gan: Gan, optimizers: list[torch.optim.Adam], real: Tensor, random: torch.Generator, *, train_generator: bool
 ) -> float:
-    """Train the critic for one step, and the generator too if `both`; return the critic's distance."""
+    """Train the critic for one step and, if `train_generator`, the generator too; return the critic's distance."""
 
     def codes() -> Tensor:
         return torch.randn(len(real), CODE, generator=random).to(real.device)
@@ -97,7 +108,7 @@ def _train_step(
     mix = torch.rand(len(real), generator=random).to(real.device)
     distance = gan.critic(real).mean() - gan.critic(fake).mean()
     _descend(optimizers[1], PENALTY * penalty(gan.critic, real, fake, mix) - distance)
-    if both:
+    if train_generator:
         _descend(optimizers[0], -gan.critic(gan.generator(codes())).mean())
     return float(distance.detach())
 
@@ -110,18 +121,20 @@ def train_gan(
     lr: float = LR,
     seed: int = 0,
     path: Path | None = None,
-    asked: str = "",
+    data_key: str = "",
     progress: Progress = silent,
 ) -> tuple[Gan, list[float]]:
-    """Train on public images; return both networks, and the critic's distance in each epoch.
+    """Train a GAN on public images; return it with the critic's mean distance in each epoch.
 
-    min_G max_D  E D(x) - E D(G(z)) - 10 penalty,  z ~ N(0, I) in 100 dimensions; five steps of D for one of G, batches
-    of 64, Adam 2e-4 with betas (0.5, 0.999). The original has width 64 and 100 epochs for 32 x 32 images.
+    The objective is min_G max_D  E D(x) - E D(G(z)) - 10 penalty, with z ~ N(0, I) in 100 dimensions. D is trained for
+    five steps per step of G, with batches of 64 and Adam (lr 2e-4, betas (0.5, 0.999)). The original uses width 64 and
+    100 epochs for 32 x 32 images.
 
-    Images are (n, channels, size, size) with pixels in [0, 1], on the device to train on. `width` is the number of
-    channels of the largest hidden image; few epochs need a larger `lr` than the original's. An epoch's draws depend
-    only on `seed` and the epoch: interrupted training resumes from `path`, where the state is saved every second
-    epoch, if it was saved for the same images, which `asked` identifies.
+    `images` has shape (n, channels, size, size), with pixels in [0, 1], and is on the device used for training. `width`
+    is the number of channels of the largest hidden image. With few epochs, use a larger `lr` than the original. The
+    random numbers of an epoch depend only on `seed` and the epoch. If `path` is given, the state is saved there every
+    second epoch, and interrupted training resumes from it, provided that it was saved for the same images; `data_key`
+    identifies them.
     """
     if len(images) < 2 or epochs < 1:
         raise BadArgument("generator", f"{len(images)} images, {epochs} epochs", "use at least 2 images and 1 epoch")
@@ -130,7 +143,7 @@ def train_gan(
         torch.manual_seed(seed)
         nets = [make(*form).to(images.device) for make in (make_generator, make_critic)]
     gan, optimizers = Gan(*nets), [torch.optim.Adam(net.parameters(), lr, betas=BETAS) for net in nets]
-    key, distances = repr((asked, tuple(images.shape), width, lr, seed)), list[float]()
+    key, distances = repr((data_key, tuple(images.shape), width, lr, seed)), list[float]()
     state = load_for(path, key, images.device) if path else None
     if state and len(state["distances"]) <= epochs:
         for net, optimizer, *values in zip(nets, optimizers, state["nets"], state["optimizers"], strict=True):
@@ -144,7 +157,7 @@ def train_gan(
         found = []
         for number, rows in enumerate(batches):
             fifth = (epoch * len(batches) + number + 1) % CRITIC_STEPS == 0
-            found.append(_train_step(gan, optimizers, images[rows], random, both=fifth))
+            found.append(_train_step(gan, optimizers, images[rows], random, train_generator=fifth))
             progress((epoch + number / len(batches)) / epochs, f"generator, epoch {epoch + 1}/{epochs}")
         distances.append(sum(found) / len(found))
         if path and (epoch % 2 or epoch + 1 == epochs):
@@ -157,49 +170,53 @@ def train_gan(
 
 @dataclass(frozen=True, eq=False)
 class ClassImages:
-    """One image with pixels in [0, 1] for each wanted class, and the attacked model's output for that class."""
+    """One image with pixels in [0, 1] for each requested class, and the attacked model's output for that class."""
 
     images: Tensor
     scores: Tensor
 
 
 def search(
-    model: Model, gan: Gan, wanted: Tensor, *, steps: int, restarts: int, seed: int = 0, progress: Progress = silent
+    model: Model, gan: Gan, classes: Tensor, *, steps: int, restarts: int, seed: int = 0, progress: Progress = silent
 ) -> ClassImages:
-    """For each wanted class, search for an image from the generator that the model assigns to that class.
+    """For each requested class, search for a generated image that the model T assigns to that class.
 
-    min_z  (1 / classes) sum_i  -D(G(z_i)) + 100 CE(T(G(z_i)), c_i)
+    The search solves
 
-    with Nesterov momentum 0.9 from z ~ N(0, I); z is clipped to [-1, 1] after each step. Each image keeps the restart
-    with the largest output of T for its class. Outputs of T are treated as logits whatever loss it was trained with:
-    after squared error, they lie near 0 and 1, so the cross-entropy never vanishes and the search continues.
+        min_z  (1 / classes) sum_i  -D(G(z_i)) + 100 CE(T(G(z_i)), c_i)
 
-    Differs from the original: there, the mean is over a batch of one code per class, so a code's step depends on the
-    number of classes; here any number of codes is optimised together with that same step. There, the maximum over
-    restarts begins at 0, so an image whose outputs are all negative is never kept; here at minus infinity.
+    with Nesterov momentum 0.9, starting at z ~ N(0, I); z is clipped to [-1, 1] after each step. For each image, the
+    restart with the largest output of T for its class is kept. The outputs of T are treated as logits, whichever loss T
+    was trained with. After training with squared error, they are near 0 and 1, so the cross-entropy never vanishes and
+    the search continues.
 
-    T maps pixels in [0, 1] to one output per class, each image independently. Image i of restart k starts at the same
-    code for every model.
+    There are two differences from the original. The original takes the mean over a batch with one code per class, so
+    the step of a code depends on the number of classes; here, any number of codes is optimised together, with the same
+    step. In the original, the maximum over restarts starts at 0, so an image is never kept if all of its outputs are
+    negative; here, it starts at minus infinity.
+
+    T maps pixels in [0, 1] to one output per class, independently for each image. Image i of restart k starts at the
+    same code for every model.
     """
     gan.generator.eval()
     gan.critic.eval()
-    scale = 1 / len(set(wanted.tolist()))
-    best = torch.full(wanted.shape, -torch.inf, device=wanted.device)
-    codes = torch.zeros(len(wanted), CODE, device=wanted.device)
+    scale = 1 / len(set(classes.tolist()))
+    best = torch.full(classes.shape, -torch.inf, device=classes.device)
+    codes = torch.zeros(len(classes), CODE, device=classes.device)
     for restart in range(restarts):
-        z = torch.randn(len(wanted), CODE, generator=source("codes", seed, restart)).to(wanted.device)
+        z = torch.randn(len(classes), CODE, generator=source("codes", seed, restart)).to(classes.device)
         velocity = torch.zeros_like(z)
         for step in range(steps):
             z.requires_grad_()
             images = gan.generator(z)
-            identity = F.cross_entropy(model(images), wanted, reduction="sum")
+            identity = F.cross_entropy(model(images), classes, reduction="sum")
             loss = scale * (IDENTITY * identity - gan.critic(images).sum())
             (slope,) = torch.autograd.grad(loss, z)
-            rate = 0.02 if images.shape[-1] >= 64 else 0.01  # as in the original for faces and for digits
+            rate = 0.02 if images.shape[-1] >= 64 else 0.01  # the original's rates for faces and for digits
             before, velocity = velocity, MOMENTUM * velocity - rate * slope
             z = (z.detach() - MOMENTUM * before + (1 + MOMENTUM) * velocity).clamp(-BOUND, BOUND)
             progress((restart + step / steps) / restarts, f"codes, restart {restart + 1}/{restarts}")
-        score = _class_scores(model, gan.generator(z.detach()), wanted)
+        score = _class_scores(model, gan.generator(z.detach()), classes)
         better = score > best
         best = torch.where(better, score, best)
         codes = torch.where(better[:, None], z.detach(), codes)
@@ -208,32 +225,33 @@ def search(
 
 
 @torch.no_grad()
-def _class_scores(model: Model, images: Tensor, wanted: Tensor) -> Tensor:
-    return model(images).gather(1, wanted[:, None])[:, 0]
+def _class_scores(model: Model, images: Tensor, classes: Tensor) -> Tensor:
+    return model(images).gather(1, classes[:, None])[:, 0]
 
 
 def search_pixels(
-    model: Model, shape: tuple[int, ...], wanted: Tensor, *, steps: int, seed: int = 0, progress: Progress = silent
+    model: Model, shape: tuple[int, ...], classes: Tensor, *, steps: int, seed: int = 0, progress: Progress = silent
 ) -> ClassImages:
-    """Search without a generator: for pixels instead of codes, with smoothness instead of public images.
+    """Search for pixels without a generator; a smoothness penalty replaces the public images.
 
-    min_x  CE(T(x), c) + TV(x)  with Adam (lr 0.05) from noise around grey; x is clipped to [0, 1] after each step.
+    The search minimises CE(T(x), c) + TV(x) with Adam (lr 0.05), starting from grey with noise; x is clipped to [0, 1]
+    after each step.
     """
-    noise = torch.randn(len(wanted), *shape, generator=source("pixels", seed))
-    x = (0.5 + 0.1 * noise).clamp(0, 1).to(wanted.device).requires_grad_()
+    noise = torch.randn(len(classes), *shape, generator=source("pixels", seed))
+    x = (0.5 + 0.1 * noise).clamp(0, 1).to(classes.device).requires_grad_()
     optimizer = torch.optim.Adam([x], PIXEL_LR)
     for step in range(steps):
-        loss = F.cross_entropy(model(x), wanted, reduction="sum") + SMOOTH * total_variation(x, (1, 2, 3)).sum()
+        loss = F.cross_entropy(model(x), classes, reduction="sum") + SMOOTH * total_variation(x, (1, 2, 3)).sum()
         (x.grad,) = torch.autograd.grad(loss, x)
         optimizer.step()
         with torch.no_grad():
             x.clamp_(0, 1)
         progress(step / steps, "pixels")
-    return ClassImages(x.detach(), _class_scores(model, x.detach(), wanted))
+    return ClassImages(x.detach(), _class_scores(model, x.detach(), classes))
 
 
-def take_pixels(model: nn.Module, scale: Callable[[Tensor], Tensor]) -> Model:
-    """Turn a model that takes scaled inputs into one that takes pixels, in evaluation mode."""
+def accept_pixels(model: nn.Module, scale: Callable[[Tensor], Tensor]) -> Model:
+    """Return a function that scales pixels and applies the model to them in evaluation mode."""
 
     def predict(pixels: Tensor) -> Tensor:
         with evaluating(model):

@@ -1,9 +1,9 @@
 """Gradients that an attacker obtains, and the labels that they reveal.
 
-A client has the difference of consecutive broadcasts; an eavesdropper has a victim's upload. A curious server has
-updates or, with secure aggregation, sums of them. The sum of a round is the gradient of one large batch, so every
-attack on a batch runs on it unchanged. Two sums for the same model whose members differ by one client differ by that
-client's update.
+A client knows the difference of consecutive broadcasts, and an eavesdropper knows a victim's upload. A curious server
+knows updates or, with secure aggregation, their sums. The sum of a round is the gradient of one large batch, so every
+attack on a batch also applies to it. If the server opens two sums for the same model, one of them with an additional
+client, the difference is that client's update.
 """
 
 import dataclasses
@@ -24,24 +24,24 @@ from fedveil.scheme.client import move_head
 from fedveil.scheme.losses import one_hot
 
 Gradients = dict[str, Tensor]
-ULPS = 4  # rounding error of a weight: a step and a difference each round twice
+ULPS = 4  # bound on the rounding error of a weight; the step and the difference round twice each
 
 
 @dataclass(frozen=True, eq=False)
 class Leak:
-    """A gradient and, as far as the attacker knows, the model that it belongs to."""
+    """A gradient and the model at which it was computed, as far as the attacker knows them."""
 
-    model: nn.Module  # in the mode in which clients compute gradients
-    gradients: Gradients  # of the mean loss of some records, by the model's parameter names
+    model: nn.Module  # the model, in the same mode (training or evaluation) as on the clients
+    gradients: Gradients  # gradients of the mean loss of some records, by parameter name
     loss: Loss  # the loss that clients minimise
-    mask: Mapping[str, Tensor] | None = None  # for each name, which elements were received; None if all were
-    compare: Callable[[Gradients], Tensor] | None = None  # the distance of another gradient, instead of the method's
+    mask: Mapping[str, Tensor] | None = None  # the elements that were received, by parameter name; None for all
+    compare: Callable[[Gradients], Tensor] | None = None  # distance from the leak; replaces the method's distance
 
 
 def mean_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
-    """Return gradients of the mean loss by parameter name; buffers do not change.
+    """Return the gradients of the mean loss by parameter name, without changing buffers.
 
-    Targets are class indices, or rows of probabilities. With `graph`, the gradients can be differentiated again.
+    Targets are class indices, or rows of probabilities. If `graph` is true, the gradients can be differentiated again.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     outputs = torch.func.functional_call(model, buffers, (inputs,))
@@ -56,11 +56,11 @@ def from_difference(observed: Observation, at: int = -2) -> Leak:
 
         U = (W_t - W_{t+1}) / lr - share_a g_a,      U / (1 - share_a) = mean of g_k over k != a
 
-    With two clients, it is the victim's gradient. It is correct if the server uses plain SGD and sends its model. For
-    any other defence, it is the result of the published attack: sketches are mapped back to the layer's inputs, and
-    their difference is sketched again as in the first round, S_t^T S_t = q I.
+    With two clients, the result is the victim's gradient. It is exact if the server uses plain SGD and broadcasts its
+    model. For any other defence, it is the result of the published attack. Sketched weights are first mapped back to
+    the layer's inputs, and their difference is sketched with the sketch of the earlier round (S_t^T S_t = q I).
 
-    Needs the round `at`, which the attacker answered, and the one after it.
+    The attack needs round `at`, which the attacker must have answered, and the following round.
     """
     now, later = observed.consecutive(at)
     own, before, after = own_gradients(observed, now), full_weights(now.model), full_weights(later.model)
@@ -72,8 +72,7 @@ def from_difference(observed: Observation, at: int = -2) -> Leak:
 def from_masked_difference(observed: Observation, at: int = -2) -> Leak:
     """Derive the gradient from two broadcasts, with a mask of the elements that PPDL's clients sent.
 
-    An element that was not sent is 0 up to the rounding of two weights, magnified by the division by learning rate and
-    share.
+    An element that was not sent is 0, except for the rounding errors of two weights divided by lr (1 - share).
     """
     leak, mask = from_difference(observed, at), {}
     for name, value in leak.gradients.items():
@@ -83,15 +82,15 @@ def from_masked_difference(observed: Observation, at: int = -2) -> Leak:
     return dataclasses.replace(leak, mask=mask)
 
 
-def own_gradients(observed: Observation, seen: Round) -> Gradients:
-    """Return the attacker's own gradient in a round: its upload, or recomputed if that contains no plain gradient."""
-    if isinstance(seen.upload, PlainUpdate):
-        return dict(seen.upload.gradients)
-    return mean_gradients(seen.model, observed.loss, *observed.own_batch(seen))
+def own_gradients(observed: Observation, observed_round: Round) -> Gradients:
+    """Return the attacker's own gradient in a round; it is recomputed if the upload contains no plain gradient."""
+    if isinstance(observed_round.upload, PlainUpdate):
+        return dict(observed_round.upload.gradients)
+    return mean_gradients(observed_round.model, observed.loss, *observed.own_batch(observed_round))
 
 
 def full_weights(model: nn.Module) -> Gradients:
-    """Return parameters by name; for a sketched layer W~ S^T, in the shape (units, inputs)."""
+    """Return the parameters by name; the weight of a sketched layer is W~ S^T, with shape (units, inputs)."""
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, layer in sketched_layers(model):
         values[name] = layer.sketch.up(values[name])
@@ -99,7 +98,7 @@ def full_weights(model: nn.Module) -> Gradients:
 
 
 def sketch_weights(model: nn.Module, values: Mapping[str, Tensor]) -> Gradients:
-    """Map values in the shapes of `full_weights` to the shapes of the parameters: C S / q for a sketched layer."""
+    """Map values from the shapes of `full_weights` to those of the parameters; a sketched layer's C becomes C S / q."""
     small = dict(values)
     for name, layer in sketched_layers(model):
         small[name] = layer.sketch.down(values[name]) / layer.sketch.inputs.shape[0]
@@ -112,19 +111,20 @@ def sketched_layers(model: nn.Module) -> list[tuple[str, SketchedLayer]]:
     return [(f"{path}.weight" if path else "weight", module) for path, module in found]
 
 
-def from_upload(seen: Round, upload: object, loss: Loss) -> Leak:
-    """Pair a victim's upload with the broadcast that it answers (V-up), as an eavesdropper or a leaky server sees them.
+def from_upload(observed_round: Round, upload: object, loss: Loss) -> Leak:
+    """Return the gradient in a victim's upload, and the model at which it was computed (V-up).
 
-    A veil's client uploads gradients of the veiled model with publicly known heads. For squared error, its first pass
-    is the gradient for the base. For other losses, the candidate t nearest to 0 is taken, whose pass is the gradient
-    for the head base - t r_a.
+    An eavesdropper or a leaky server has this view. Under a veil, a client uploads gradients of the veiled model for
+    several publicly known heads. For squared error, the first pass is the gradient at the base head. For other losses,
+    the pass of the candidate t closest to 0 is used, which is the gradient at the head base - t r_a.
     """
     if isinstance(upload, PlainUpdate):
-        return Leak(seen.model, dict(upload.gradients), loss)
-    if not isinstance(upload, Update) or not isinstance(seen.broadcast, Broadcast):
-        raise BadArgument("from_upload", f"a {type(upload).__name__} contains no known gradients")
+        return Leak(observed_round.model, dict(upload.gradients), loss)
+    if not isinstance(upload, Update) or not isinstance(observed_round.broadcast, Broadcast):
+        raise BadArgument("from_upload", f"cannot read gradients from an upload of type {type(upload).__name__}")
     with torch.no_grad():
-        model, head, number = client_view(seen.model, seen.broadcast, centred=True), seen.broadcast.head, 0
+        model = client_view(observed_round.model, observed_round.broadcast, centred=True)
+        head, number = observed_round.broadcast.head, 0
         if head is not None and len(head.candidates):
             number = int(head.candidates.square().sum(1).argmin())
             move_head(model, head, -head.noise(head.direction)[number])
@@ -133,7 +133,7 @@ def from_upload(seen: Round, upload: object, loss: Loss) -> Leak:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """The opened sums of a round: sum_k n_k g_k in float64 by parameter name, and sum_k n_k."""
+    """The sums that the server opens in a round: sum_k n_k g_k in float64 by parameter name, and sum_k n_k."""
 
     values: Gradients
     records: int
@@ -145,21 +145,22 @@ class Sum:
     def mean(self) -> Gradients:
         """Return the gradient of the mean loss over the records."""
         if self.records < 1:
-            raise BadArgument("Sum", f"it is over {self.records} records", "subtract the sum over fewer clients")
+            raise BadArgument("Sum", f"it is over {self.records} records", "subtract a sum over fewer clients")
         return {name: value / self.records for name, value in self.values.items()}
 
 
 def secure_sum(gradients: Sequence[Mapping[str, Tensor]], records: Sequence[int]) -> Sum:
-    """Return the sum of the clients' gradients, each times its number of records, as secure aggregation opens it.
+    """Return the sum of the clients' gradients, weighted by their numbers of records, as secure aggregation opens it.
 
-    Values are sent in fixed point (`fedveil.secagg.fixed`), with the fractional bits that the largest value leaves.
+    Values are encoded in fixed point (`fedveil.secagg.fixed`), with as many fractional bits as the largest value
+    permits.
     """
-    from fedveil.secagg import fixed  # a default audit does not need it
+    from fedveil.secagg import fixed  # imported here because a default audit does not need it
 
     values = {}
     for name in gradients[0]:
         pairs = zip(gradients, records, strict=True)
-        weighted = torch.stack([count * own[name].detach().double() for own, count in pairs])
+        weighted = torch.stack([count * gradient[name].detach().double() for gradient, count in pairs])
         bits = fixed.bits(len(weighted), fixed.exponent(float(weighted.abs().max())))
         words = fixed.encode(weighted.cpu().numpy(), bits).sum(0)
         values[name] = torch.from_numpy(fixed.decode(words, bits)).to(weighted)
@@ -167,28 +168,29 @@ def secure_sum(gradients: Sequence[Mapping[str, Tensor]], records: Sequence[int]
 
 
 def single_label(leak: Leak) -> int:
-    """Return the label of one record (iDLG, arXiv 2001.02610).
+    """Return the label of a single record (iDLG, arXiv 2001.02610).
 
-    It is the class whose row of the head's gradient has the least sum. Row c is (p_c - [c = label]) h for features h.
-    If no feature is negative, only the label's row is. The bias's gradient, if there is one, is p_c - [c = label]
-    itself, whatever the features.
+    The head's gradient for class c is (p_c - [c = label]) h, where h are the features. If no feature is negative, only
+    the label's row has a negative sum, so the function returns the class with the smallest sum. If the head has a bias,
+    its gradient is used instead: it is p_c - [c = label] for any features.
     """
     return int(_head(leak)[1].argmin())
 
 
-def batch_labels(leak: Leak, records: int, own: Tensor) -> list[int]:
+def batch_labels(leak: Leak, records: int, own_inputs: Tensor) -> list[int]:
     """Return the labels of several records, sorted; a label may occur more than once.
 
-    For a loss with the gradient s(y) - target (cross-entropy, squared error), the bias's gradient for B records is
-    mean s(y)_c - n_c / B with n_c records of class c. The attacker estimates the mean with its own records and assigns
-    labels one by one, each to the class with the largest remainder of B (mean s(y)_c - gradient_c). Without a bias, row
-    sums are divided by the mean sum of its own records' features.
+    For a loss with gradient s(y) - target (cross-entropy, squared error), the gradient of the bias for B records is
+    mean s(y)_c - n_c / B, where n_c is the number of records of class c. The attacker estimates the mean from its own
+    records. It then assigns the B labels one at a time, each to the class with the largest remainder of
+    B (mean s(y)_c - gradient_c). Without a bias, row sums are divided by the mean sum of features of the attacker's
+    records.
 
-    Source: the counting idea of LLG (Wainakh et al. 2022, arXiv 2105.09369), with own records instead of a fit.
+    The method follows LLG (Wainakh et al. 2022, arXiv 2105.09369), but estimates the mean from own records.
     """
     head, sums, has_bias = _head(leak)
     with torch.no_grad(), record_calls([head]) as calls:
-        outputs = leak.model(own)
+        outputs = leak.model(own_inputs)
     some = F.one_hot(outputs.new_zeros(len(outputs), dtype=torch.int64), outputs.shape[-1]).to(outputs)
     slope = (leak.loss.gradient(outputs, some) + some).mean(0)
     size = 1.0 if has_bias else float(calls[0].entered.flatten(1).sum(1).mean())
@@ -201,10 +203,10 @@ def batch_labels(leak: Leak, records: int, own: Tensor) -> list[int]:
 
 
 def _head(leak: Leak) -> tuple[nn.Linear, Tensor, bool]:
-    """Return the last Linear, the gradient of its bias (or the sum of each class's row), and whether it has a bias."""
+    """Return the last Linear, the gradient of its bias (or the row sums of its weight), and whether it has a bias."""
     found = [(path, module) for path, module in leak.model.named_modules() if isinstance(module, nn.Linear)]
     if not found:
-        raise BadArgument("labels", "the model has no Linear whose gradient would reveal labels", "use --method dlg")
+        raise BadArgument("labels", "the model has no Linear to read the labels from", "use --method dlg")
     path, head = found[-1]
     weight, bias = (leak.gradients.get(f"{path}.{name}" if path else name) for name in ("weight", "bias"))
     if bias is not None:

@@ -1,4 +1,4 @@
-"""The view of an attacker: a client that follows the protocol (honest but curious)."""
+"""The information available to an attacker that is a client and follows the protocol (honest but curious)."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 
 class DoesNotApply(FedveilError):
-    """An attacker cannot be applied: another kind of broadcast, too few rounds, no classes."""
+    """Raised if an attacker cannot run, for example because there are too few rounds or no classes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """One round as a client saw it."""
+    """One round as a client observed it."""
 
-    broadcast: object  # as received; its type depends on the defence
+    broadcast: object  # the message that the client received; its type depends on the defence
     model: nn.Module  # the broadcast as a model, from the defence's `client_view`
-    rows: Tensor | None = None  # indices of the client's own records in its batch; None before it answers
+    rows: Tensor | None = None  # indices of the client's records in its batch; None before it answers
     upload: object = None  # the client's answer; None before it answers, or if its batch was fused with others
 
 
@@ -32,32 +32,32 @@ class Round:
 class Observation:
     """Everything that an attack may use."""
 
-    defence: str  # its name, which is public
-    model: nn.Module  # the model to attack: the last one received, or an adaptive attacker's better estimate
-    architecture: nn.Module  # a network of the federation's architecture, filled with zeros
-    rounds: tuple[Round, ...]  # the broadcasts, oldest first; the last has no answer yet
+    defence: str  # name of the defence, which is public
+    model: nn.Module  # the model to attack: the last one received, or an adaptive attacker's estimate
+    architecture: nn.Module  # the federation's network with all values set to zero
+    rounds: tuple[Round, ...]  # oldest first; the attacker has not answered the last one
     inputs: Tensor  # the attacker's own records, all of them members
     targets: Tensor
-    loss: Loss  # the federation's
-    learning_rate: float  # of the server's last step
-    share: float  # the attacker's |D_a| / |D|
+    loss: Loss  # the federation's loss
+    learning_rate: float  # learning rate of the server's last step
+    share: float  # the attacker's fraction of all training records, |D_a| / |D|
 
     def consecutive(self, at: int = -2) -> tuple[Round, Round]:
-        """Return the round with the index `at` and the one after it."""
+        """Return the round with index `at` and the following round."""
         number = at % len(self.rounds)
         if number + 1 == len(self.rounds):
-            raise DoesNotApply("two broadcasts", "it needs a round and the one after it")
+            raise DoesNotApply("two broadcasts", "it needs a round and the following one")
         return self.rounds[number], self.rounds[number + 1]
 
-    def own_batch(self, seen: Round) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets with which the attacker answered a round."""
-        if seen.rows is None:
+    def own_batch(self, observed_round: Round) -> tuple[Tensor, Tensor]:
+        """Return the inputs and targets that the attacker used in a round."""
+        if observed_round.rows is None:
             raise DoesNotApply("own records", "the attacker has not answered this round")
-        return self.inputs[seen.rows], self.targets[seen.rows]
+        return self.inputs[observed_round.rows], self.targets[observed_round.rows]
 
 
 def attempt(attacker: Callable[[Observation], T], observed: Observation) -> T | str:
-    """Return the attacker's result, or the reason for its absence: a failing attacker must not end an audit."""
+    """Return the attacker's result or, if it does not apply or fails, the reason; an audit continues either way."""
     try:
         return attacker(observed)
     except DoesNotApply as reason:
@@ -67,7 +67,7 @@ def attempt(attacker: Callable[[Observation], T], observed: Observation) -> T | 
 
 
 def copy_with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of a model with these parameters and buffers; all others are unchanged."""
+    """Return a copy of a model in which the given parameters and buffers are replaced."""
     found = copy.deepcopy(model)
     found.load_state_dict(values, strict=False)
     return found

@@ -1,15 +1,15 @@
 """Hostile clients, which replace their honest update to ruin the model.
 
-The hostile clients of a round work together. They see the uploads of all honest clients, as the literature assumes, and
-never a secret. Recovery from a veil is linear: a multiple of an upload, or a mean of several, is the same multiple or
-mean of the gradients, so the attacks need not know the noise. This does not hold for standard deviations
-(see `little_is_enough`).
+The hostile clients in a round cooperate. As the literature assumes, they see the uploads of all honest clients, but no
+secrets. Recovery from a veil is linear: a multiple or mean of uploads is recovered as the same multiple or mean of the
+gradients, so these attacks work without knowing the noise. This does not hold for standard deviations (see
+`little_is_enough`).
 
 - A little is enough: Baruch, Baruch, Goldberg, "A Little Is Enough: Circumventing Defenses For Distributed Learning",
   NeurIPS 2019.
 - Inner-product manipulation: Xie, Koyejo, Gupta, "Fall of Empires: Breaking Byzantine-tolerant SGD by Inner Product
   Manipulation", UAI 2019.
-- Sign flip, scaled noise: for example Li, Xu, Chen, Giannakis, Ling, "RSA: Byzantine-Robust Stochastic Aggregation
+- Sign flip and scaled noise: for example, Li, Xu, Chen, Giannakis, Ling, "RSA: Byzantine-Robust Stochastic Aggregation
   Methods for Distributed Learning from Heterogeneous Datasets", AAAI 2019.
 """
 
@@ -31,28 +31,30 @@ from fedveil.federation.local import LocalEngine
 from fedveil.records.shards import generator
 
 Tensors = Mapping[str, Tensor]
-CLAIM = 10**12  # records
-SCALE, BELOW, SMALL = 1e4, 0.9, 0.5  # relative to honest updates; to the bound; to the honest mean
-BUFFER = -1000.0
+CLAIM = 10**12  # number of records to claim
+SCALE = 1e4  # norm of scaled noise, relative to the honest mean
+BELOW = 0.9  # norm relative to the largest norm that is accepted
+SMALL = 0.5  # factor of the small inner-product attack
+BUFFER = -1000.0  # value of running statistics
 
 
 @dataclass(frozen=True, eq=False)
 class HostileView:
-    """The knowledge of a hostile client when it answers.
+    """The information that a hostile client uses for its update.
 
     Attributes:
-        own: the tensors that it would send if it were honest.
-        honest: those of the honest clients.
-        hostile: number of hostile clients, itself included.
+        own: the tensors that the client would send if it were honest.
+        honest: the tensors of the honest clients.
+        hostile: number of hostile clients, including this one.
         bound: the largest norm that is accepted, estimated from the limits and the honest uploads.
-        chance: the source of its random numbers.
+        rng: random number generator.
     """
 
     own: Tensors
     honest: Sequence[Tensors]
     hostile: int
     bound: float
-    chance: torch.Generator
+    rng: torch.Generator
 
     def mean(self) -> dict[str, Tensor]:
         """Return the mean of the honest uploads."""
@@ -60,7 +62,7 @@ class HostileView:
 
 
 def total_norm(tensors: Tensors) -> float:
-    """Return the norm over all tensors."""
+    """Return the joint norm of all tensors."""
     return norm(list(tensors.values()))
 
 
@@ -75,11 +77,11 @@ def sign_flip(view: HostileView) -> Tensors:
 
 
 def stealthy_deviations(clients: int, hostile: int) -> float:
-    """Return the number of standard deviations from the mean that still look honest: the z of Baruch et al.
+    """Return z of Baruch et al.: how many standard deviations from the mean an update can be and still look honest.
 
-    For the hostile clients to have a majority on their side, s = floor(n / 2) + 1 - f honest clients must lie farther
-    out than they do; z is the normal quantile of (n - s) / n. (Some implementations use (n - f - s) / (n - f), which is
-    smaller, and 0 for one hostile client of five.)
+    The hostile clients need s = floor(n / 2) + 1 - f honest clients farther from the mean than they are, to form a
+    majority with them; z is the normal quantile of (n - s) / n. Some implementations use (n - f - s) / (n - f), which
+    is smaller, and gives z = 0 for one hostile client out of five.
 
     >>> round(stealthy_deviations(50, 24), 2)
     1.75
@@ -89,9 +91,9 @@ def stealthy_deviations(clients: int, hostile: int) -> float:
 
 
 def little_is_enough(view: HostileView) -> Tensors:
-    """Return the mean of the honest uploads minus z standard deviations, element by element.
+    """Return the mean of the honest uploads minus z standard deviations, for each element.
 
-    Under a veil these are the deviations of the uploads, not of the gradients.
+    Under a veil, these are standard deviations of the uploads, not of the gradients.
     """
     z = stealthy_deviations(len(view.honest) + view.hostile, view.hostile)
     spread = {name: torch.stack([one[name] for one in view.honest]).std(0) for name in view.own}
@@ -102,22 +104,22 @@ def inner_product(view: HostileView, factor: float | None = None) -> Tensors:
     """Return a negative multiple of the honest mean.
 
     Args:
-        view: the client's knowledge.
-        factor: the paper's epsilon; by default 2 (n - f) / f, which makes the mean of all n clients equal to the honest
-            mean times -(n - f) / n.
+        view: the view of the hostile client.
+        factor: the paper's epsilon; by default 2 (n - f) / f, for which the mean over all n clients is the honest mean
+            times -(n - f) / n.
     """
     factor = 2 * len(view.honest) / view.hostile if factor is None else factor
     return scale(-factor, view.mean())
 
 
 def scaled_noise(view: HostileView) -> Tensors:
-    """Return a random direction with 10,000 times the norm of honest updates."""
-    noise = {name: torch.randn(like.shape, generator=view.chance).to(like) for name, like in view.own.items()}
+    """Return a random direction with 10,000 times the norm of the honest mean."""
+    noise = {name: torch.randn(like.shape, generator=view.rng).to(like) for name, like in view.own.items()}
     return scale(SCALE * total_norm(view.mean()) / total_norm(noise), noise)
 
 
 def overflow(view: HostileView, *, squares: bool = False) -> Tensors:
-    """Return finite values near the maximum of the dtype (1e37 in float32), or near its square root (1e20)."""
+    """Return finite values near the maximum of the dtype (1e37 in float32) or, if `squares`, near its square root."""
 
     def size(dtype: torch.dtype) -> float:
         largest = torch.finfo(dtype).max
@@ -127,7 +129,7 @@ def overflow(view: HostileView, *, squares: bool = False) -> Tensors:
 
 
 def below_bound(view: HostileView) -> Tensors:
-    """Return the honest mean with the opposite sign, at 0.9 of the largest norm that is accepted."""
+    """Return the honest mean with the opposite sign and 0.9 times the largest norm that is accepted."""
     mean = view.mean()
     return scale(-BELOW * view.bound / total_norm(mean), mean)
 
@@ -138,10 +140,10 @@ def honest_update(view: HostileView) -> Tensors:
 
 
 def break_buffers(buffers: Tensors) -> dict[str, Tensor]:
-    """Return running statistics of -1000, and counters at the maximum of their dtype."""
+    """Return buffers with all running statistics set to -1000, and counters set to the maximum of their dtype."""
     return {
-        name: torch.full_like(own, BUFFER if own.is_floating_point() else torch.iinfo(own.dtype).max)
-        for name, own in buffers.items()
+        name: torch.full_like(tensor, BUFFER if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+        for name, tensor in buffers.items()
     }
 
 
@@ -151,9 +153,9 @@ class HostileStrategy:
 
     Attributes:
         summary: a one-line description.
-        craft: computes its gradients (passes, under a veil) from its view.
-        buffers: changes its buffers; by default, they are unchanged.
-        claim: number of records that it claims; by default, the true number.
+        craft: function that computes the client's gradients (under a veil, its passes) from its view.
+        buffers: function that changes the client's buffers; by default, they are unchanged.
+        claim: number of records that the client claims; by default, the true number.
     """
 
     summary: str
@@ -163,21 +165,21 @@ class HostileStrategy:
 
 
 ATTACKS: Mapping[str, HostileStrategy] = {
-    "sign-flip": HostileStrategy("its own update with the opposite sign", sign_flip),
+    "sign-flip": HostileStrategy("their honest update with the opposite sign", sign_flip),
     "little-is-enough": HostileStrategy("z standard deviations from the honest mean", little_is_enough),
-    "inner-product": HostileStrategy("reverses the mean of all clients", inner_product),
+    "inner-product": HostileStrategy("a negative multiple of the honest mean, which reverses the mean", inner_product),
     "small-inner-product": HostileStrategy("minus half of the honest mean", partial(inner_product, factor=SMALL)),
     "scaled-noise": HostileStrategy("a random direction with 10,000 times the norm", scaled_noise),
     "overflow": HostileStrategy("finite values near the maximum of the dtype", overflow),
     "square-overflow": HostileStrategy("finite values whose squares overflow", partial(overflow, squares=True)),
     "below-bound": HostileStrategy("the reversed honest mean, at 0.9 of the bound on norms", below_bound),
-    "records": HostileStrategy("claims 10^12 records, and flips the sign", sign_flip, claim=CLAIM),
-    "buffers": HostileStrategy("statistics of -1000, counters of 2**63 - 1", honest_update, buffers=break_buffers),
+    "records": HostileStrategy("the update of sign-flip, with a claim of 10^12 records", sign_flip, claim=CLAIM),
+    "buffers": HostileStrategy("statistics of -1000 and counters of 2**63 - 1", honest_update, buffers=break_buffers),
 }
 
 
 def find_tensors(upload: object) -> tuple[str, Tensors]:
-    """Return the field of an upload that gradients are computed from (for a veil, its passes), and its tensors."""
+    """Return the name and tensors of the field that holds an upload's gradients or, under a veil, its passes."""
     for name in ("passes", "gradients"):
         tensors = getattr(upload, name, None)
         if dataclasses.is_dataclass(upload) and isinstance(tensors, Mapping):
@@ -187,7 +189,7 @@ def find_tensors(upload: object) -> tuple[str, Tensors]:
 
 
 def poison(strategy: HostileStrategy, upload: U, view: HostileView) -> U:
-    """Return a client's upload with its tensors replaced by those of a strategy."""
+    """Return a client's upload, changed according to a strategy."""
     changes = {find_tensors(upload)[0]: dict(strategy.craft(view))}
     if strategy.buffers:
         changes["buffers"] = dict(strategy.buffers(getattr(upload, "buffers", {})))
@@ -213,10 +215,10 @@ class HostileEngine(LocalEngine[B, U]):
             what = f"{hostile} of {count} clients are hostile"
             raise BadArgument("poisoning", what, "leave at least one honest client")
         self.strategy, self.hostile, self._limits = strategy, range(count - hostile, count), limits or Limits()
-        self._norms: list[float] = []  # of honest uploads, round by round
+        self._norms: list[float] = []  # one norm of the honest uploads per round
 
     def updates(self, broadcast: B, clients: Sequence[int], number: int, members: int | None = None) -> list[U]:
-        """Return each client's upload; hostile clients see the honest uploads first."""
+        """Return each client's upload; hostile clients see the honest uploads before they answer."""
         uploads = super().updates(broadcast, clients, number)
         pairs = zip(clients, uploads, strict=True)
         others = [find_tensors(upload)[1] for client, upload in pairs if client not in self.hostile]
@@ -225,17 +227,17 @@ class HostileEngine(LocalEngine[B, U]):
         bound, count = self._bound(uploads, others), len(clients) - len(others)
         for index, client in enumerate(clients):
             if client in self.hostile:
-                chance = generator("poisoning", self.shards.seed, number, client)
-                view = HostileView(find_tensors(uploads[index])[1], others, count, bound, chance)
+                rng = generator("poisoning", self.shards.seed, number, client)
+                view = HostileView(find_tensors(uploads[index])[1], others, count, bound, rng)
                 uploads[index] = poison(self.strategy, uploads[index], view)
         return uploads
 
     def _bound(self, uploads: Sequence[U], others: Sequence[Tensors]) -> float:
-        """Return the largest norm that is accepted; if the limits have no norm factor, it is taken as 1.
+        """Return the largest norm that is accepted, with a norm factor of 1 if the limits have none.
 
-        Norms of uploads under a veil reveal nothing about other rounds, which have other noise.
+        Under a veil, only the norms of the current round count, since the noise differs between rounds.
         """
-        middle = min((len(uploads) - 1) // 2, len(others) - 1)  # as in `Limits` if hostile updates have larger norms
+        middle = min((len(uploads) - 1) // 2, len(others) - 1)  # the median in `Limits`, if hostile norms are larger
         self._norms.append(sorted(map(total_norm, others))[middle])
         rounds = 1 if find_tensors(uploads[0])[0] == "passes" else REMEMBERED + 1
         return (self._limits.norm_factor or 1.0) * max(self._norms[-rounds:])

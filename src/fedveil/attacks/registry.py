@@ -1,8 +1,8 @@
 """The attackers of each defence.
 
-The attackers of the built-in defences are listed here. A defence from another package names its own in its record, as
-`Record(..., attackers="my_package.attacks:ATTACKERS")`, where `ATTACKERS` is an instance of `Attackers`. A defence that
-names none is attacked by the generic attackers.
+This module lists the attackers of the built-in defences. A defence from another package declares its attackers in its
+record, `Record(..., attackers="my_package.attacks:ATTACKERS")`, where `ATTACKERS` is an instance of `Attackers`. If it
+declares none, the generic attackers are used.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from fedveil.defences.registry import BUILT_IN, Record
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
 
-ModelAttacker = Callable[[Observation], Observation]  # returns the observation with a better model
+ModelAttacker = Callable[[Observation], Observation]  # returns the observation with a better estimate of the model
 EXAMPLE = "my_package.attacks:ATTACKERS"
 GENERIC_ROUNDS = 6
 GENERIC: Mapping[str, ModelAttacker] = {
@@ -31,17 +31,17 @@ GENERIC: Mapping[str, ModelAttacker] = {
 
 @dataclass(frozen=True)
 class Attackers:
-    """The attackers of one defence. Mappings are from labels to attackers.
+    """The attackers of one defence. Each mapping is from labels to attackers.
 
     Attributes:
-        models: adaptive attackers, which estimate a better model than the one received.
-        rounds: number of broadcasts that these collect.
-        strongest: labels of the strongest of them, for slow attacks.
-        generic: attackers that estimate a better model and know nothing about the defence.
+        models: adaptive attackers, which estimate the true model more closely than the broadcast does.
+        rounds: number of broadcasts that the adaptive attackers need.
+        strongest: labels of the strongest adaptive attackers; slow attacks run only these.
+        generic: attackers that estimate the model without knowing the defence.
         rebuilders: attackers that rebuild a record from broadcasts.
-        rebuild_rounds: number of broadcasts that these collect.
+        rebuild_rounds: number of broadcasts that the rebuilders need.
         leaks: attackers that derive a victim's gradient.
-        shadows: name of the defence whose shadow models are used for this one; by default, its own.
+        shadows: name of the defence used to train shadow models; None for this defence.
     """
 
     models: Mapping[str, ModelAttacker] = field(default_factory=dict)
@@ -54,14 +54,14 @@ class Attackers:
     shadows: str | None = None
 
     @property
-    def collected(self) -> int:
-        """The number of broadcasts to collect, for generic attackers too."""
+    def broadcasts_needed(self) -> int:
+        """The number of broadcasts that the adaptive and generic attackers need."""
         return max(self.rounds, GENERIC_ROUNDS) if self.generic else self.rounds
 
     def modules(self) -> set[str]:
         """Return the names of the modules that define these attackers."""
-        every = [*self.models.values(), *self.generic.values(), *self.rebuilders.values(), *self.leaks.values()]
-        return {getattr(attacker, "func", attacker).__module__ for attacker in every}
+        attackers = [*self.models.values(), *self.generic.values(), *self.rebuilders.values(), *self.leaks.values()]
+        return {getattr(attacker, "func", attacker).__module__ for attacker in attackers}
 
 
 ATTACKERS: Mapping[str, Attackers] = {
@@ -75,13 +75,13 @@ ATTACKERS: Mapping[str, Attackers] = {
         },
         rounds=6,
         strongest=("own labels", "two broadcasts, no data"),
-        generic={},  # its own are stronger
+        generic={},  # the attackers above are stronger
         rebuilders={"two broadcasts, own records": rebuild_veiled_record},
         leaks={"V-diff, two broadcasts": from_canonical_difference},
         shadows="plain",
     ),
     "ppdl": Attackers(
-        generic={},  # clients have the model
+        generic={},  # clients receive the true model
         rebuilders={"rounds stacked": rebuild_selected_record},
         rebuild_rounds=6,
         leaks={"V-diff, masked": from_masked_difference},
@@ -94,14 +94,14 @@ ATTACKERS: Mapping[str, Attackers] = {
         rebuilders={"sketches stacked": dbcl.rebuild_record},
         rebuild_rounds=6,
     ),
-    "spn": Attackers(generic={}),  # clients have the model
+    "spn": Attackers(generic={}),  # clients receive the true model
 }
 
 
 def find_attackers(record: Record) -> Attackers:
-    """Return the attackers named in a defence's record, or those of the built-in defence with the same target."""
+    """Return the attackers that a record names, or the attackers of the built-in defence with the same target."""
     if record.attackers is None:
-        names = {own.target: own.name for own in BUILT_IN}
+        names = {built_in.target: built_in.name for built_in in BUILT_IN}
         return ATTACKERS.get(names.get(record.target, ""), Attackers())
     found = import_object(record.attackers, "a list of attackers", EXAMPLE)
     if not isinstance(found, Attackers):
@@ -111,11 +111,11 @@ def find_attackers(record: Record) -> Attackers:
 
 
 Views = tuple[dict[str, Observation], dict[str, str]]
-"""Observations by label, with the models that adaptive attackers estimate; and why other attackers have none."""
+"""The observations by attacker, and the reason for each attacker that does not apply or failed."""
 
 
 def attacker_views(attackers: Attackers, observed: Observation) -> Views:
-    """Run every attacker that estimates a model; the observation itself is attacked as published."""
+    """Run every attacker that estimates a model; the unchanged observation is labelled "as published"."""
     found, left_out = {PUBLISHED: observed}, dict[str, str]()
     for label, attacker in {**attackers.models, **attackers.generic}.items():
         result = attempt(attacker, observed)

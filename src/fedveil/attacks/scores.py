@@ -1,7 +1,7 @@
-"""Measures of how well scores separate members from others. Scores are larger for members, here and in every attack.
+"""Measures of how well scores separate members from others. In every attack, larger scores indicate members.
 
-All intervals are two-sided, at 95 % by default. They account for the sampling of the scored records, not for that of
-the model.
+All intervals are two-sided, at 95 % by default. They account for the random choice of the scored records, but not for
+randomness in training the model.
 """
 
 import math
@@ -16,7 +16,7 @@ from scipy.special import betaincinv, ndtri, stdtrit
 from fedveil.errors import BadArgument
 
 Scores = NDArray[np.float64]
-EXPECTED = 10  # expected false positives needed to estimate a rate
+EXPECTED = 10  # number of expected false positives needed to estimate a rate
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Estimate:
 
 
 def check_scores(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
-    """Return both as flat float64 arrays; refuse empty arrays and NaN."""
+    """Return both arrays of scores as flat float64 arrays; refuse empty arrays and NaN."""
     found = np.asarray(members, np.float64).ravel(), np.asarray(others, np.float64).ravel()
     for name, scores in zip(("members", "others"), found, strict=True):
         if not len(scores):
-            raise BadArgument("scores", f"there are no scores of {name}", "score at least one record of each kind")
+            raise BadArgument("scores", f"there are no scores for {name}", "score at least one record of each kind")
         if np.isnan(scores).any():
-            raise BadArgument("scores", f"a score of {name} is not a number")
+            raise BadArgument("scores", f"a score for {name} is NaN")
     return found
 
 
@@ -52,32 +52,34 @@ def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
     return Estimate(hits / trials, low, high)
 
 
-def average(values: Sequence[float], *, least: float = -math.inf, most: float = math.inf) -> Estimate:
-    """Return the mean of repeated measurements with Student's 95 % interval, clipped to [least, most].
+def average(values: Sequence[float], *, minimum: float = -math.inf, maximum: float = math.inf) -> Estimate:
+    """Return the mean of repeated measurements with Student's 95 % interval, clipped to [minimum, maximum].
 
-    For a single measurement, the interval is a point.
+    For a single measurement, both ends of the interval equal the value.
     """
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
         return Estimate(mean, mean, mean)
     reach = float(stdtrit(count - 1, 0.975)) * statistics.stdev(values) / math.sqrt(count)
-    return Estimate(mean, max(least, mean - reach), min(most, mean + reach))
+    return Estimate(mean, max(minimum, mean - reach), min(maximum, mean + reach))
 
 
-def placements(scores: Scores, against: Scores) -> Scores:
-    """For each score, return the fraction of `against` below it; ties count half."""
-    order = np.sort(against)
+def placements(scores: Scores, reference: Scores) -> Scores:
+    """For each score, return the fraction of `reference` scores below it; ties count half."""
+    order = np.sort(reference)
     below, upto = np.searchsorted(order, scores, "left"), np.searchsorted(order, scores, "right")
     return np.asarray((below + upto) / (2 * len(order)))
 
 
 def auc(members: ArrayLike, others: ArrayLike, *, level: float = 0.95) -> Estimate:
-    """Return P(a member's score > another's), ties count half; variance of DeLong et al. (1988), interval on logits.
+    """Return the probability that a random member has a larger score than a random other record; ties count half.
+
+    The variance is that of DeLong et al. (1988), and the interval is computed on logits:
 
         var = var(placements of members) / members + var(placements of others) / others
 
-    If that is 0 (all pairs in order, or all tied), the interval is that of Clopper and Pearson for min(members, others)
-    disjoint pairs, a binomial sample: wider than needed, but not a point.
+    If the variance is 0 (all pairs in order, or all tied), the function uses the interval of Clopper and Pearson for
+    min(members, others) disjoint pairs, which is wider than necessary.
     """
     ins, outs = check_scores(members, others)
     up, down = placements(ins, outs), placements(outs, ins)
@@ -93,28 +95,29 @@ def auc(members: ArrayLike, others: ArrayLike, *, level: float = 0.95) -> Estima
 
 
 def has_enough(others: int, rate: float) -> bool:
-    """Return whether there are enough others for a false-positive rate: ten expected, so 10,000 others for 0.1 %."""
+    """Return whether at least ten false positives are expected; a rate of 0.1 % needs 10,000 others."""
     return others * rate >= EXPECTED - 1e-9
 
 
 def threshold_at(others: ArrayLike, rate: float) -> float:
-    """Return the lowest threshold exceeded by at most a fraction `rate` of the others."""
+    """Return the lowest threshold that at most a fraction `rate` of the others exceeds."""
     order = np.sort(np.asarray(others, np.float64).ravel())[::-1]
     allowed = math.floor(rate * len(order) + 1e-9)
     return float(order[allowed]) if allowed < len(order) else -math.inf
 
 
 def tpr_at(members: ArrayLike, others: ArrayLike, rate: float, *, level: float = 0.95) -> Estimate:
-    """Return the fraction of members above the threshold exceeded by at most a fraction `rate` of the others.
+    """Return the true-positive rate at the given false-positive rate.
 
-    The threshold comes from these others, as usual; the (Clopper-Pearson) interval is for members, given the threshold.
+    As usual, the threshold is chosen on the same others (`threshold_at`). The Clopper-Pearson interval accounts for the
+    choice of members, but not for that of the threshold.
     """
     ins, outs = check_scores(members, others)
     return proportion(int((ins > threshold_at(outs, rate)).sum()), len(ins), level=level)
 
 
 def best_threshold(members: ArrayLike, others: ArrayLike) -> float:
-    """Return the threshold with the largest balanced accuracy, between two scores; -inf if no threshold helps."""
+    """Return a threshold with the largest balanced accuracy, halfway between two scores; -inf if none beats chance."""
     ins, outs = check_scores(members, others)
     values = np.unique(np.concatenate([ins, outs]))
     right = len(ins) - np.searchsorted(np.sort(ins), values, "left")
@@ -129,10 +132,10 @@ def best_threshold(members: ArrayLike, others: ArrayLike) -> float:
 
 
 def balanced_accuracy(members: ArrayLike, others: ArrayLike, threshold: float, *, level: float = 0.95) -> Estimate:
-    """Return (TPR + TNR) / 2, where scores of at least `threshold` mean member: the paper's attack success rate.
+    """Return (TPR + TNR) / 2, the paper's attack success rate; a score of at least `threshold` indicates a member.
 
-    The interval combines those of Clopper and Pearson for both rates by the method of Zou and Donner (2008) for
-    independent estimates: value - sqrt((TPR - low)^2 + (TNR - low)^2) / 2, and the same upwards.
+    The Clopper-Pearson intervals of both rates are combined by the method of Zou and Donner (2008) for independent
+    estimates. The lower end is value - sqrt((TPR - TPR_low)^2 + (TNR - TNR_low)^2) / 2; the upper end is analogous.
     """
     ins, outs = check_scores(members, others)
     right = proportion(int((ins >= threshold).sum()), len(ins), level=level)
@@ -144,7 +147,7 @@ def balanced_accuracy(members: ArrayLike, others: ArrayLike, threshold: float, *
 
 
 def roc(members: ArrayLike, others: ArrayLike, *, points: int = 120) -> list[tuple[float, float]]:
-    """Return (false, true) positive rates from 1 / others to 1, for a ROC curve on logarithmic axes."""
+    """Return pairs (FPR, TPR) for a ROC curve on logarithmic axes, with FPR from 1 / others to 1."""
     ins, outs = check_scores(members, others)
     counts = np.unique(np.round(np.geomspace(1, len(outs), points)).astype(int))
     rates = [float(count) / len(outs) for count in counts]

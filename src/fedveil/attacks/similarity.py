@@ -12,31 +12,34 @@ SIGMA = 1.5
 BRIGHTNESS, CONTRAST = 0.01**2, 0.03**2
 
 
-def mse(found: Tensor, true: Tensor) -> list[float]:
+def mse(reconstructed: Tensor, true: Tensor) -> list[float]:
     """Return the mean squared error of each image."""
-    values: list[float] = (found.double() - true.double()).square().flatten(1).mean(1).tolist()
+    values: list[float] = (reconstructed.double() - true.double()).square().flatten(1).mean(1).tolist()
     return values
 
 
-def psnr(found: Tensor, true: Tensor, *, peak: float = 1.0, maximum: float = 120.0) -> list[float]:
-    """Return 10 log10(peak^2 / MSE) of each image in decibels, at most `maximum`; `peak` is the range of the pixels."""
+def psnr(reconstructed: Tensor, true: Tensor, *, peak: float = 1.0, maximum: float = 120.0) -> list[float]:
+    """Return 10 log10(peak^2 / MSE) of each image in decibels, at most `maximum`; `peak` is the pixels' range."""
     level = 20 * math.log10(peak)
-    return [min(maximum, level - 10 * math.log10(error)) if error else maximum for error in mse(found, true)]
+    return [min(maximum, level - 10 * math.log10(error)) if error else maximum for error in mse(reconstructed, true)]
 
 
 def total_variation(images: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
-    """Return the mean absolute difference of horizontal neighbours plus that of vertical ones, over the dims `dim`."""
+    """Return the total variation: mean absolute differences of horizontal and vertical neighbours, summed.
+
+    The means are taken over the dimensions in `dim`, or over all dimensions if it is None.
+    """
     return images.diff(dim=-1).abs().mean(dim) + images.diff(dim=-2).abs().mean(dim)
 
 
-def ssim(found: Tensor, true: Tensor) -> list[float]:
+def ssim(reconstructed: Tensor, true: Tensor) -> list[float]:
     """Return the structural similarity of each image (Wang et al. 2004), averaged over channels and window positions.
 
-    Windows are Gaussian, inside the image, with 11 x 11 pixels (7 x 7 for images under 16 pixels) and deviation 1.5;
-    the constants are 0.01^2 and 0.03^2.
+    The Gaussian windows lie inside the image. They have 11 x 11 pixels (7 x 7 if a side of the image is shorter than 16
+    pixels) and standard deviation 1.5. The constants are 0.01^2 and 0.03^2.
     """
     size = 11 if min(true.shape[-2:]) >= 16 else 7
-    a, b = (image.double().flatten(0, 1).unsqueeze(1) for image in (found, true))
+    a, b = (image.double().flatten(0, 1).unsqueeze(1) for image in (reconstructed, true))
     away = torch.arange(size, dtype=torch.float64, device=a.device) - size // 2
     line = torch.exp(-(away**2) / (2 * SIGMA**2))
     window = torch.outer(line, line).expand(1, 1, size, size)
@@ -51,12 +54,13 @@ def ssim(found: Tensor, true: Tensor) -> list[float]:
     return values
 
 
-def match(found: Tensor, true: Tensor) -> list[int]:
-    """Return the index of the reconstruction of each true image: the assignment with the least total squared error.
+def match(reconstructed: Tensor, true: Tensor) -> list[int]:
+    """Assign a reconstruction to each true image so that the total squared error is minimal, and return the indices.
 
-    A gradient does not reveal the order of a batch; found[match(found, true)] is in the order of `true`.
+    A gradient does not reveal the order of a batch; `reconstructed[match(reconstructed, true)]` has the order of
+    `true`.
     """
-    rows, columns = (images.double().flatten(1) for images in (true, found))
+    rows, columns = (images.double().flatten(1) for images in (true, reconstructed))
     costs = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist").square()
     indices: list[int] = linear_sum_assignment(costs.cpu().numpy())[1].tolist()
     return indices

@@ -1,15 +1,15 @@
-"""Attackers of the veil: each estimates the true model from the broadcasts that a client received.
+"""Attackers of the veil, which estimate the true model from the broadcasts that a client received.
 
-One fits the noise of the head with the client's own labelled records (`fit_own_labels`). Another needs no records
-(`remove_noise`): noise is redrawn in every round, and in canonical form (`attacks.canonical`, with the head left
-out) two broadcasts differ by the noise of their heads and by one step of training:
+`fit_own_labels` fits the noise of the head to the client's own labelled records. `remove_noise` needs no records. Since
+noise is redrawn in every round, two broadcasts in canonical form (`attacks.canonical`, ignoring the head) differ only
+by the noise of their heads and by one step of training:
 
     head_t = C_t + sum_g c_tg N_tg,      C_t - C_{t+1} small
 
 N_tg is public: r_a in the rows of group g, times the factors by which the canonical form multiplied the head's columns.
-That leaves a linear least-squares problem with m unknown numbers per round. Weights that training changes little
-count more in it (`fit_noise`), so further broadcasts help. With decoys, c_t is one of a few public candidates, and the
-closest candidates of consecutive rounds reveal it (`pick_candidates`). See docs/threat-model.md.
+The result is a linear least-squares problem with m unknowns per round. Weights that hardly change during training count
+more (`fit_noise`), so additional broadcasts help. With decoys, c_t is one of a few public candidates, and the closest
+candidates of consecutive rounds reveal it (`pick_candidates`). See docs/threat-model.md.
 """
 
 import copy
@@ -33,49 +33,54 @@ from fedveil.scheme.outputs import values
 
 LBFGS_STEPS = 200
 TURNS = 20  # alternations between weights and noise
-LEAST = 1e-2  # lower bound on a weight's squared change, relative to the mean
+LEAST = 1e-2  # constant added to each weight's squared change, relative to the mean
 
 VeiledHead = tuple[Broadcast, PublicHead]
 
 
-def base_model(architecture: nn.Module, sent: Broadcast, noise: Tensor | None = None) -> nn.Module:
-    """Return the model as received, without the public offset of its head; `noise` is subtracted from the head."""
-    model = copy_with_values(architecture, {**sent.parameters, **sent.buffers})
-    if noise is not None and sent.head is not None:
-        move_head(model, sent.head, -noise.to(sent.head.direction.dtype))
+def base_model(architecture: nn.Module, broadcast: Broadcast, noise: Tensor | None = None) -> nn.Module:
+    """Return the broadcast model without the public offset of its head; `noise` is also subtracted from the head."""
+    model = copy_with_values(architecture, {**broadcast.parameters, **broadcast.buffers})
+    if noise is not None and broadcast.head is not None:
+        move_head(model, broadcast.head, -noise.to(broadcast.head.direction.dtype))
     return model
 
 
 def analyse_architecture(observed: Observation) -> Plan:
-    """Return the plan of the architecture, which is public."""
+    """Return the plan of the federation's architecture, which is public."""
     return analyse(observed.architecture, observed.inputs[:2], head="exposed")
 
 
 def remove_offset(observed: Observation) -> Observation:
     """Remove the public offset of the head, which the scheme sends separately for precision.
 
-    Needs no data. The remaining noise is as large as the anchor's error (docs/maths.md, "Anchoring").
+    This attack needs no data. The remaining noise is as large as the anchor's error (docs/maths.md, "Anchoring").
     """
-    sent = observed.rounds[-1].broadcast
-    if not isinstance(sent, Broadcast) or sent.head is None:
+    broadcast = observed.rounds[-1].broadcast
+    if not isinstance(broadcast, Broadcast) or broadcast.head is None:
         return observed
-    return dataclasses.replace(observed, model=base_model(observed.architecture, sent))
+    return dataclasses.replace(observed, model=base_model(observed.architecture, broadcast))
 
 
 def fit_own_labels(observed: Observation) -> Observation:
-    """Fit the noise of the head to own labels: y = y^ - alpha r has m unknowns, shared by all records of a round."""
-    sent = observed.rounds[-1].broadcast
-    return dataclasses.replace(observed, model=calibrate(observed, sent)) if isinstance(sent, Broadcast) else observed
+    """Fit the noise of the head to the attacker's labels.
+
+    The equation y = y^ - alpha r has m unknowns, which are the same for all records of a round.
+    """
+    broadcast = observed.rounds[-1].broadcast
+    if not isinstance(broadcast, Broadcast):
+        return observed
+    return dataclasses.replace(observed, model=calibrate(observed, broadcast))
 
 
 def remove_noise(observed: Observation, broadcasts: int = 2) -> Observation:
-    """Remove the noise of the last broadcast, as far as the last few broadcasts reveal it; needs no data."""
+    """Remove the noise from the last broadcast, as far as recent broadcasts reveal it; this needs no data."""
     rounds = dict[str, VeiledHead]()
     for seen in observed.rounds[-broadcasts:]:
-        sent = seen.broadcast
-        if not isinstance(sent, Broadcast) or sent.head is None:
+        broadcast = seen.broadcast
+        if not isinstance(broadcast, Broadcast) or broadcast.head is None:
             raise DoesNotApply("broadcasts", "the head is not veiled")
-        rounds.setdefault(sent.round, (sent, sent.head))
+        rounds.setdefault(broadcast.round, (broadcast, broadcast.head))
     if len(rounds) < 2:
         raise DoesNotApply("broadcasts", "it needs two broadcasts of different rounds")
     forms, (last, head) = canonical_heads(observed, list(rounds.values())), list(rounds.values())[-1]
@@ -88,20 +93,20 @@ def remove_noise(observed: Observation, broadcasts: int = 2) -> Observation:
 
 
 def group_rows(head: PublicHead) -> Tensor:
-    """Return the direction r_a restricted to each group, (m, outputs)."""
+    """Return the direction r_a restricted to each group, with shape (m, outputs)."""
     groups = torch.arange(head.groups, device=head.partition.device)
     return (head.partition == groups[:, None]) * head.direction.double()
 
 
 def leverage(base: nn.Module, head: PublicHead, inputs: Tensor) -> Tensor:
-    """Return alpha of each record: how much the head's outputs grow when 1 is added to all its perturbed values."""
+    """Return alpha for each record: the change in the head's outputs if 1 is added to all of its perturbed values."""
     names = {head.weight: 1.0} | ({head.bias: float(head.noisy_bias)} if head.bias else {})
     values = {name: torch.full_like(base.get_parameter(name), value) for name, value in names.items()}
     return predict(copy_with_values(base, values), inputs)[:, :1].double()
 
 
 def minimise(value: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """Minimise a smooth function with L-BFGS from a starting point."""
+    """Minimise a smooth function with L-BFGS, starting at `start`."""
     free = start.clone().requires_grad_()
     search = torch.optim.LBFGS([free], max_iter=LBFGS_STEPS, line_search_fn="strong_wolfe")
 
@@ -116,10 +121,10 @@ def minimise(value: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
 
 
 def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, loss: Loss) -> Tensor:
-    """Fit the m numbers c for which outputs - alpha (c rows) have the least loss.
+    """Find the m numbers c that minimise the loss of outputs - alpha (c rows).
 
-    `rows` is (m, outputs), see `group_rows`. Uses least squares for squared error, and L-BFGS from c = 0 for any other
-    loss; the problem is convex if the loss is.
+    `rows` has shape (m, outputs), see `group_rows`. The solver is least squares for squared error, and L-BFGS starting
+    at c = 0 for any other loss. If the loss is convex, so is the problem.
     """
     energy = (rows**2).sum(1) * float((alpha**2).sum())
     if isinstance(loss, SquaredError):
@@ -131,66 +136,67 @@ def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, lo
     return found * unit
 
 
-def calibrate(observed: Observation, sent: Broadcast) -> nn.Module:
-    """Return a round's model without the noise of its head, which is fitted to the attacker's own labels."""
-    base, head = base_model(observed.architecture, sent), sent.head
+def calibrate(observed: Observation, broadcast: Broadcast) -> nn.Module:
+    """Return the broadcast model without the noise of its head; the noise is fitted to the attacker's labels."""
+    base, head = base_model(observed.architecture, broadcast), broadcast.head
     if head is None:
         return base
-    if head.decoys:  # the candidate that fits the labels best
-        models = candidate_models(observed, sent)
+    if head.decoys:  # return the candidate that fits the labels best
+        models = candidate_models(observed, broadcast)
         losses = [values(observed.loss, predict(model, observed.inputs), observed.targets).mean() for model in models]
         return models[losses.index(min(losses))]
     outputs, rows = predict(base, observed.inputs).double(), group_rows(head)
     flat = outputs.reshape(len(outputs), -1)
     targets = observed.loss.dense(observed.targets, outputs).double().reshape(flat.shape)
     offset = fit_offset(flat, leverage(base, head, observed.inputs), rows, targets, observed.loss)
-    return base_model(observed.architecture, sent, offset @ rows)
+    return base_model(observed.architecture, broadcast, offset @ rows)
 
 
-def candidate_models(observed: Observation, sent: Broadcast) -> list[nn.Module]:
-    """Return a round's model once for each candidate for the noise of its head, with that noise subtracted."""
-    noises = sent.head.noise(sent.head.direction) if sent.head else ()
-    return [base_model(observed.architecture, sent, noise) for noise in noises]
+def candidate_models(observed: Observation, broadcast: Broadcast) -> list[nn.Module]:
+    """For each candidate for the noise of the head, return the broadcast model with that noise subtracted."""
+    noises = broadcast.head.noise(broadcast.head.direction) if broadcast.head else ()
+    return [base_model(observed.architecture, broadcast, noise) for noise in noises]
 
 
 class Heads(NamedTuple):
-    """The head of one round in canonical form, with units in the order of the last round."""
+    """The head of one round in canonical form, with units in the same order as in the last round."""
 
-    values: Tensor  # all of its elements
-    noise: Tensor  # (m, elements): what each group's noise adds to them, per unit of size
+    values: Tensor  # all elements of the head
+    noise: Tensor  # (m, elements): the change in the elements caused by noise of size 1 in each group
 
 
 def head_noise(plan: Plan, architecture: nn.Module, head: PublicHead) -> Tensor:
-    """Return what the noise of each group, per unit of size, adds to the flat vector of all tensors."""
+    """Return the change in the flat vector of all tensors caused by noise of size 1 in each group."""
     found = []
     for row in group_rows(head):
-        model = copy.deepcopy(architecture).double()  # filled with zeros
+        model = copy.deepcopy(architecture).double()  # all values are zero
         move_head(model, head, row)
         found.append(flat_values(plan, model))
     return torch.stack(found)
 
 
 def canonical_heads(observed: Observation, rounds: Sequence[VeiledHead]) -> list[Heads]:
-    """Bring the heads of all rounds to one form: canonical, with units in the order of the last round."""
+    """Return the heads of all rounds in canonical form, with units in the same order as in the last round."""
     plan = analyse_architecture(observed)
     names = {name for _, head in rounds for name in (head.weight, head.bias) if name}
-    flats = [flatten({**sent.parameters, **sent.buffers}, plan.layout.entries) for sent, _ in rounds]
-    forms = [canonical_form(plan, flat, without=names) for flat in flats]
+    flats = [flatten({**broadcast.parameters, **broadcast.buffers}, plan.layout.entries) for broadcast, _ in rounds]
+    forms = [canonical_form(plan, flat, exclude=names) for flat in flats]
     inside = torch.cat([torch.arange(e.start, e.stop) for e in plan.layout.entries if e.name in names])
     found = []
     for (_, head), form in zip(rounds, forms, strict=True):
-        elements = sources(plan, form.flat, forms[-1].flat, without=names)[inside.to(form.flat.device)]
+        elements = sources(plan, form.flat, forms[-1].flat, exclude=names)[inside.to(form.flat.device)]
         noise = head_noise(plan, observed.architecture, head) * form.factors
         found.append(Heads(form.flat[elements], noise[:, elements]))
     return found
 
 
 def fit_noise(heads: Sequence[Heads]) -> Tensor:
-    """Fit the size of each group's noise in each round, (rounds, m), so that the heads without it change least.
+    """Fit the size of each group's noise in each round so that the heads without noise change as little as possible.
 
-    Minimises, over consecutive rounds, the squared changes of the head's elements, each divided by its own mean square,
-    which is estimated alternately (iteratively reweighted least squares). A normal prior, with noise no larger than
-    the head, decides where the data do not: if the noise stays the same, only its changes are visible.
+    The result has shape (rounds, m). The objective is the sum of the squared changes of the head's elements between
+    consecutive rounds, each divided by that element's mean squared change. The noise and the mean squared changes are
+    estimated alternately (iteratively reweighted least squares). A normal prior, under which the noise is about as
+    large as the head, determines the parts that the data do not: noise that is the same in all rounds is not visible.
     """
     rounds, groups = len(heads), len(heads[0].noise)
     design = torch.zeros(rounds - 1, len(heads[0].values), rounds, groups, dtype=torch.float64)
@@ -212,7 +218,7 @@ def fit_noise(heads: Sequence[Heads]) -> Tensor:
 
 
 def pick_candidates(heads: Sequence[Heads], candidates: Sequence[Tensor]) -> list[int]:
-    """Return the index of each round's true candidate: without its noise, heads change least (Viterbi)."""
+    """Return the most likely candidate's index in each round: the path along which the heads change least (Viterbi)."""
     models = [head.values - offsets @ head.noise for head, offsets in zip(heads, candidates, strict=True)]
     cost, back = torch.zeros(len(models[0]), dtype=torch.float64, device=models[0].device), list[Tensor]()
     for now, later in itertools.pairwise(models):

@@ -12,42 +12,43 @@ from fedveil.attacks.scores import balanced_accuracy
 from fedveil.errors import BadArgument
 from fedveil.records.shards import generator
 
-Features = Mapping[str, Tensor]  # by name, first dim is records; gradients and sequences have rows, maps have channels
+Features = Mapping[str, Tensor]  # features by name; the first dimension is the record
 Score = Callable[[Features], Tensor]
-OUT = 64  # outputs of a branch
-WIDE = {"label": 128}  # width of a branch's hidden layer; 100 for all others
+OUT = 64  # number of outputs of a branch
+WIDE = {"label": 128}  # width of a branch's hidden layer; all other branches use 100
 SPREAD = 0.01  # standard deviation of the initial weights
-KERNELS = 100  # of a branch for gradients, sequences or maps
-DROPOUT = 0.5  # of a map's pixels, and of its kernels' outputs
+KERNELS = 100  # number of kernels in a branch for gradients, sequences or maps
+DROPOUT = 0.5  # dropout rate for a map's pixels and for the outputs of its kernels
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedNetwork:
-    """The attack network from the first epoch with the best accuracy on the validation records."""
+    """The attack network after the first epoch with the best accuracy on the validation records."""
 
-    score: Score  # features -> one score per record, from 0 to 1; larger = member
-    held_out: tuple[Tensor, Tensor]  # scores of the validation records, members and others, to choose a threshold
-    chosen: int  # the epoch, from 0
-    collapsed: bool  # whether it gives the same answer for all of its training records
+    score: Score  # maps features to one score per record, between 0 and 1; larger scores indicate members
+    held_out: tuple[Tensor, Tensor]  # scores of the validation members and others, used to choose a threshold
+    epoch: int  # index of the chosen epoch
+    collapsed: bool  # whether the network gives the same answer for all of its training records
 
 
 class MembershipNetwork(nn.Module):
-    """One branch per feature, and an encoder of 256, 128, 64 and 1 units over all of them.
+    """One branch per feature, and an encoder with 256, 128, 64 and 1 units that combines the branches.
 
-    Branches follow the authors' code: 100-64 for layer outputs and loss, 128-64 for the label, and for maps kernels as
-    large as the map, with dropout. Differences, for attackers that know few records: maps have 100 kernels, 64 units
-    and dropout 0.5 instead of one kernel per channel, 1024-512-128-64 and 0.2; the gradient's branch has 100 kernels as
-    wide as its rows, then 256-64 instead of 2024-512-256. Sequences use the gradient's branch, with steps as rows.
+    The branches follow the authors' code: 100-64 units for layer outputs and the loss, 128-64 for the label, and for
+    maps kernels as large as the map, with dropout. Two branches are smaller here, since the attackers know few records.
+    Maps have 100 kernels, 64 units and dropout 0.5 (originally one kernel per channel, 1024-512-128-64 units and 0.2).
+    Gradients have 100 kernels as wide as a row, and 256-64 units (originally 2024-512-256). Sequences use the branch
+    for gradients, with steps as rows.
     """
 
-    def __init__(self, features: Features, chance: torch.Generator) -> None:
+    def __init__(self, features: Features, rng: torch.Generator) -> None:
         super().__init__()
         self.branches = nn.ModuleDict({name: _branch(name, values) for name, values in features.items()})
         hidden = _dense(OUT * len(features), 256, 128, 64)
         self.encoder = nn.Sequential(*hidden, nn.Linear(64, 1), nn.Sigmoid())
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, 0, SPREAD, generator=chance)
+                nn.init.normal_(module.weight, 0, SPREAD, generator=rng)
                 nn.init.zeros_(module.bias)
 
     def forward(self, features: Features) -> Tensor:
@@ -78,10 +79,11 @@ def select(features: Features, rows: Tensor | slice) -> dict[str, Tensor]:
 
 
 def make_standardiser(known: Features, device: str = "cpu") -> Callable[[Features], dict[str, Tensor]]:
-    """Return a function that scales features to mean 0 and deviation 1 over the known records; constants become 0.
+    """Return a function that scales features to mean 0 and standard deviation 1; constant features become 0.
 
-    For maps, mean and deviation are taken over pixels too. A factor on a unit or channel, such as a veil's, has no
-    effect on the result, which contains the features in `known`.
+    The means and deviations are those of the known records; for maps, they are taken over pixels too. The result does
+    not depend on a factor that multiplies a unit or channel, such as the noise of a veil. Features that are not in
+    `known` are dropped.
     """
     over = {name: (0, 2, 3) if values.dim() == 4 else (0,) for name, values in known.items()}
     means, scales = (
@@ -96,7 +98,7 @@ def make_standardiser(known: Features, device: str = "cpu") -> Callable[[Feature
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the attack network is trained; `validation` is the fraction of known records used to choose the epoch."""
+    """Settings for training the attack network; `validation` is the fraction of records used to choose the epoch."""
 
     epochs: int = 100
     lr: float = 1e-3
@@ -107,8 +109,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 2 or not 0 < self.validation < 1:
-            what = f"{self.epochs} epochs, batches of {self.batch_size}, a fraction of {self.validation} for validation"
-            raise BadArgument("attack network", what, "use at least 1 epoch, batches of 2, a fraction between 0 and 1")
+            what = f"got {self.epochs} epochs, batch size {self.batch_size} and validation fraction {self.validation}"
+            fix = "use at least 1 epoch, a batch size of at least 2, and a fraction between 0 and 1"
+            raise BadArgument("attack network", what, fix)
 
 
 def train_attack(
@@ -118,20 +121,21 @@ def train_attack(
     recipe: Recipe | None = None,
     on_epoch: Callable[[int, Score], None] = lambda epoch, score: None,
 ) -> TrainedNetwork:
-    """Train on records whose membership the attacker knows; keep the epoch with the best accuracy on a held-out part.
+    """Train a network on records with known membership, and keep the epoch with the best validation accuracy.
 
-    Uses squared error to 1 and 0, Adam, batches of half members and half others, and standardised features. `on_epoch`
-    gets every epoch's network as a score function.
+    Training minimises the squared error to the targets 1 (members) and 0 (others) with Adam, on standardised features.
+    Half of each batch are members. After each epoch, `on_epoch` is called with its index and a score function.
 
-    Differs from Nasr et al.: the epoch is chosen on records held out from training, not on the test records; lr is
-    their code's default, 1e-3, not the paper's 1e-4, which learns less from few records.
+    There are two differences from Nasr et al.: the epoch is chosen on records held out from training, not on the test
+    records; and the learning rate is the default of their code, 1e-3, since the paper's 1e-4 learns less from few
+    records.
     """
     recipe = recipe or Recipe()
-    chance = generator("attack network", recipe.seed)
-    held_out, fit = _split(members, others, recipe.validation, chance)
+    rng = generator("attack network", recipe.seed)
+    held_out, fit = _split(members, others, recipe.validation, rng)
     prepare = make_standardiser(fit, recipe.device)
     ready = prepare(fit)
-    network = MembershipNetwork(ready, chance).to(recipe.device)
+    network = MembershipNetwork(ready, rng).to(recipe.device)
 
     @torch.no_grad()
     def score(features: Features) -> Tensor:
@@ -141,41 +145,41 @@ def train_attack(
     best = -1.0
     optimizer = torch.optim.Adam(network.parameters(), recipe.lr)
     for number in range(recipe.epochs):
-        with torch.random.fork_rng():  # dropout takes no generator
-            torch.manual_seed(int(torch.randint(2**62, (1,), generator=chance)))
-            _train_epoch(network, ready, optimizer, recipe.batch_size, chance)
+        with torch.random.fork_rng():  # dropout does not accept a generator
+            torch.manual_seed(int(torch.randint(2**62, (1,), generator=rng)))
+            _train_epoch(network, ready, optimizer, recipe.batch_size, rng)
         with torch.no_grad():
             answers = network(ready) > 0.5
         validation = balanced_accuracy(score(held_out[0]), score(held_out[1]), 0.5).value
         on_epoch(number, score)
         if validation > best:
-            best, chosen, collapsed = validation, number, len(answers.unique()) == 1
+            best, epoch, collapsed = validation, number, len(answers.unique()) == 1
             values = copy.deepcopy(network.state_dict())
     network.load_state_dict(values)
-    return TrainedNetwork(score, (score(held_out[0]), score(held_out[1])), chosen, collapsed)
+    return TrainedNetwork(score, (score(held_out[0]), score(held_out[1])), epoch, collapsed)
 
 
 def _split(
-    members: Features, others: Features, fraction: float, chance: torch.Generator
+    members: Features, others: Features, fraction: float, rng: torch.Generator
 ) -> tuple[tuple[Features, Features], Features]:
-    """Take the same number of members and others: hold out a fraction of each, and join the rest, members first."""
+    """Select equally many members and others, hold out a fraction of each, and concatenate the rest, members first."""
     sizes = [len(next(iter(part.values()))) for part in (members, others)]
     count = min(sizes)
     held = round(fraction * count)
     if held < 2 or count - held < 2:
-        raise BadArgument("attack network", f"there are {count} known records of each kind", "use more records")
-    ins, outs = (torch.randperm(size, generator=chance)[:count] for size in sizes)
+        raise BadArgument("attack network", f"only {count} records of each kind are known", "use more records")
+    ins, outs = (torch.randperm(size, generator=rng)[:count] for size in sizes)
     fit = {name: torch.cat([members[name][ins[held:]], others[name][outs[held:]]]) for name in members}
     return (select(members, ins[:held]), select(others, outs[:held])), fit
 
 
 def _train_epoch(
-    network: MembershipNetwork, ready: Features, optimizer: torch.optim.Optimizer, size: int, chance: torch.Generator
+    network: MembershipNetwork, ready: Features, optimizer: torch.optim.Optimizer, size: int, rng: torch.Generator
 ) -> None:
-    """Train on every record once; the first half of `ready` are members."""
+    """Train on every record once; the first half of the records are members."""
     network.train()
     half = len(next(iter(ready.values()))) // 2
-    ins, outs = (torch.randperm(half, generator=chance) + start for start in (0, half))
+    ins, outs = (torch.randperm(half, generator=rng) + start for start in (0, half))
     for a, b in zip(torch.split(ins, size // 2), torch.split(outs, size // 2), strict=True):
         rows = torch.cat([a, b])
         predicted = network(select(ready, rows))

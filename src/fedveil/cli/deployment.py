@@ -7,19 +7,22 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from fedveil.errors import BadArgument
 
-WHAT = "new: create a signing key and print its roster line; show: print this line; policy: write a client's policy"
-NAME = "for new, the name of the member; for show and policy, its key file"
+WHAT = (
+    "new: create a signing key and print its roster line; show: print this line; policy: write a client's policy; "
+    "ledger: print how much of its privacy budget a client has spent"
+)
+NAME = "for new, the name of the member; otherwise its key file"
 SERVER = "for policy: public key of the server that the client answers, the 64 digits in the server's roster line"
 PACKAGE = "installed package whose classes a job may use without sending code, such as bank_flare"
 
 
 def keys(
-    what: Annotated[Literal["new", "show", "policy"], arg(help=WHAT)],
+    what: Annotated[Literal["new", "show", "policy", "ledger"], arg(help=WHAT)],
     name: Annotated[str, Positional, arg(metavar="NAME|FILE", help=NAME)],
     out: Annotated[Path, arg(help="folder to write NAME.key to")] = Path(),
     server: Annotated[str, arg(help=SERVER, metavar="HEX", help_behavior_hint="")] = "",
 ) -> None:
-    """Create or show a key, or write a policy."""
+    """Create or show a key, write a policy, or show how much of a privacy budget is spent."""
     from fedveil.secagg.identity import HEX, Identity
     from fedveil.secagg.policy import Policy
 
@@ -32,11 +35,26 @@ def keys(
     if what == "show":
         print(own.line())
         return
+    if what == "ledger":
+        _print_ledger(Path(name).with_suffix(".policy"))
+        return
     key = server.split()[-1] if server.strip() else ""
     if not HEX.fullmatch(key):
         raise BadArgument("--server", "the server's public key must be 64 hexadecimal digits", "run fedveil keys show")
     path = Policy(server=bytes.fromhex(key)).write(Path(name).with_suffix(".policy"))
     print(f"{path}: {own.name} answers only the server {key[:8]}...; edit the file to change its limits")
+
+
+def _print_ledger(path: Path) -> None:
+    from fedveil.privacy.ledger import PrivacyLedger
+    from fedveil.secagg.policy import Policy
+
+    limits = Policy.read(path).privacy
+    if limits is None:
+        raise BadArgument(str(path), "it has no table [privacy], so there is no ledger", "add the table to the policy")
+    ledger = PrivacyLedger(limits.ledger, limits.epsilon, limits.delta)
+    spent = f"epsilon {ledger.epsilon():.3g} of {limits.epsilon:g} (delta {limits.delta:g})"
+    print(f"{limits.dataset}: {spent}, rounds: {sum(ledger.spent().values())}")
 
 
 def flare_kit(

@@ -212,6 +212,16 @@ class Defence(ABC, Generic[B, U]):
         return self
 
     @property
+    def asked(self) -> "AnyDefence":
+        """The registered defence that a server asks its clients for."""
+        return self.base
+
+    @property
+    def record_terms(self) -> Values:
+        """If records are protected, the settings that clients need for it (`fedveil.Privacy.terms`)."""
+        return {}
+
+    @property
     def codec(self) -> Codec[B, U] | None:
         """The encoding of messages; None if they cannot be sent."""
         return None
@@ -228,6 +238,14 @@ class Defence(ABC, Generic[B, U]):
         """Refuse if clients cannot compute the gradient of a single record."""
         if not self.has_record_gradients:
             raise BadArgument("privacy", f"{self.name}: {NO_RECORDS}", RECORDS_FIX)
+
+    def least_members(self, members: int) -> int:
+        """Return how many of the members of a sum must be in it, if clients add noise in shares."""
+        return 0
+
+    def check_records(self, model: nn.Module, loss: Loss) -> None:
+        """Refuse a model or a loss in which records influence one another, if records are protected."""
+        return
 
     def for_records(self) -> "Defence[B, U]":
         """Return the variant of this defence that a guarantee for records needs; by default itself."""

@@ -66,21 +66,38 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
         self.privacy, self.sampling_rate = privacy, privacy.rate
 
     @property
+    def asked(self) -> AnyDefence:
+        """The inner defence; `record_terms` tell clients the rest."""
+        return self.inner
+
+    @property
+    def record_terms(self) -> Values:
+        """The settings of the sums that clients compute."""
+        return self.privacy.terms()
+
+    @property
     def codec(self) -> "Codec[object, SumUpdate] | None":
         """The inner defence's codec for broadcasts, and sums as float64."""
         inner = self.inner.codec
         return None if inner is None else SumCodec(inner)
 
-    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PrivateServer[object, SumUpdate]:
-        """Prepare the inner server; refuse a model or a loss in which records influence one another."""
+    def least_members(self, members: int) -> int:
+        """Return how many of the members of a sum must be in it, so that it has enough shares of noise."""
+        return self.privacy.least_members(members)
+
+    def check_records(self, model: nn.Module, loss: Loss) -> None:
+        """Refuse a model or a loss in which records influence one another."""
         refuse_coupling(loss)
         refuse_batch_norm(model)
+
+    def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PrivateServer[object, SumUpdate]:
+        """Prepare the inner server; refuse a model or a loss in which records influence one another."""
+        self.check_records(model, loss)
         return super().server(model, example, loss)
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "RecordPrivateClient":
         """Prepare clients."""
-        refuse_coupling(loss)
-        refuse_batch_norm(model)
+        self.check_records(model, loss)
         return RecordPrivateClient(self, self.inner.client(model, example, loss), count_numbers(model))
 
     def wrap(self, inner: AnyRound, model: nn.Module, members: Members) -> "RecordPrivateRound":
@@ -142,7 +159,7 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
             survivors: the number of clients in the sum, under secure aggregation.
         """
         privacy, by_clients = self._privacy, self._privacy.noise_by == "clients"
-        if by_clients and members is not None and survivors < members - privacy.vanishing:
+        if members is not None and survivors < privacy.least_members(members):
             what = f"{survivors} of {members} clients are in it; its noise allows for {privacy.vanishing} missing"
             raise Aborted("few", "the sum", what)
         grid = privacy.grid(self._numbers, len(next(iter(self.template.values()))), members)

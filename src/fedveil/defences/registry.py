@@ -20,6 +20,7 @@ from fedveil.lookup import import_object, list_installed
 if TYPE_CHECKING:
     from fedveil.defences.interface import AnyCodec, AnyDefence
     from fedveil.privacy.settings import Privacy
+    from fedveil.wire import Values
 
 GROUP = "fedveil.defences"
 EXAMPLE = "my_package.defences:Mine"
@@ -119,6 +120,14 @@ def add_privacy(defence: "str | AnyDefence", privacy: "Privacy", default_rate: f
     if privacy.unit == "client":
         return Private(own, found.clip, found.noise, delta=found.delta, budget=found.epsilon)
     return RecordPrivate(own.for_records() if isinstance(defence, str) else own, found)
+
+
+def protect_records(defence: "AnyDefence", terms: "Values") -> "AnyDefence":
+    """Client: return a defence whose updates are sums of clipped per-record gradients, for these terms of a server."""
+    from fedveil.defences.record_private import RecordPrivate
+    from fedveil.privacy.settings import Privacy
+
+    return RecordPrivate(defence, Privacy.from_terms(terms))
 
 
 def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, Samples, U
-from fedveil.defences.registry import build_for_client, find_codec, find_record, refuse_repeatable
+from fedveil.defences.registry import build_for_client, find_codec, find_record, protect_records, refuse_repeatable
 from fedveil.defences.state import State
 from fedveil.errors import Aborted, BadArgument, FedveilError
 from fedveil.federation import protocol
@@ -35,8 +35,9 @@ from fedveil.scheme.messages import MOST_PASSES, known_loss
 from fedveil.wire import Packed, as_tensor, read_kind, read_layout
 
 if TYPE_CHECKING:  # a client without secure aggregation does not import it
+    from fedveil.federation.record_sums import RecordRound
     from fedveil.federation.sums import Words
-    from fedveil.secagg import Opening, Party, Policy
+    from fedveil.secagg import Party, Policy
     from fedveil.secagg.identity import Digest
     from fedveil.secagg.party import Ticket
 
@@ -108,7 +109,7 @@ def hide_failures() -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Task:
+class ClientTask:
     """An ask, decoded for the client's own architecture."""
 
     ask: Ask
@@ -154,6 +155,8 @@ class ClientSession:
         self._model, self._data, self._client = model, data, client
         self._defence, self._loss = defence, None if loss is None else find_loss(loss)
         self.party, self._policy = party, policy
+        own = policy if party is None else party.policy
+        self._limits = None if own is None else own.privacy
         self._prepared: tuple[object, Shards] | None = None  # settings, and the records prepared for them
 
     def reply(self, message: bytes, own: bytes = b"") -> bytes:
@@ -171,12 +174,12 @@ class ClientSession:
         ask = read(message, Ask, protocol.max_tensors(self._model))
         protocol.refuse_old(ask, self.state.last)
         last = LastAsk(ask.session, ask.round, ask.token)
-        if self.party is not None or ask.secure:
+        if self.party is not None or ask.secure or self._limits is not None:
             answer, private = self._answer_masked(ask, message, digest), self.state.private
         else:
             task, began = self._decode(ask), time.perf_counter()
             (values, tensors), records, private = self._update(task, self._model, self.state.private)
-            seconds = time.perf_counter() - began
+            seconds = 0.0 if ask.privacy else time.perf_counter() - began  # it would depend on the sample
             answer = write(Answer(ask.round, ask.token, ask.defence, records, seconds, values, tensors))
         self.state = ClientState(last, private)
         return answer
@@ -199,40 +202,65 @@ class ClientSession:
         """Reply to a step of secure aggregation."""
         _, own = self._authenticate(message, own)
         step = read(message, Step)
-        body = take_step(step, own, self.party, lambda: len(_read_source(self._data)))
+        body = take_step(step, own, self.party, self._count_records)
         return write(Step.make(step.session, step.step, body))
+
+    def _count_records(self) -> int:
+        """Return the declared number of records; if none is declared, count them."""
+        return len(_read_source(self._data)) if self._limits is None else self._limits.records
 
     def _answer_masked(self, ask: Ask, message: bytes, digest: "Digest | None") -> bytes:
         """Answer an ask under secure aggregation. Once records have been read, only masked words show what happens."""
-        from fedveil.federation.sums import encode_words
+        from fedveil.federation.sums import encode_words, no_words
 
         party = self.party
+        if not ask.secure:
+            what = "this client requires secure aggregation, but the server asks for its update in the clear"
+            raise BadArgument("ask", what, "set secure_aggregation=True on the server")
         if party is None or digest is None:
             what = "the server asks for secure aggregation, but this client has no identity for it"
             raise BadArgument("ask", what, "run fedveil keys new NAME, and get a roster (docs/secure-aggregation.md)")
-        ticket, clip = admit(ask, message, digest, party, self._model)
-        task = self._decode(ask)
+        private = self._protect_records(ask, party)
+        ticket, clip = admit(ask, message, digest, party, self._model, private)
+        task, opening = self._decode(ask), ticket.opening
         if not task.defence.linear:
             what = f"{task.defence.name} is not linear, so its updates cannot be summed under masks"
             raise BadArgument("ask", what)
 
+        if private is not None:
+            private.enter(task, self._model, self._count_records())
+
         def work() -> "Words":
             model = copy.deepcopy(self._model)  # traces of this forward pass must not show in a later answer
+            if private is not None:
+                source, declared = _read_source(self._data), self._count_records()
+                return private.sum(task, model, source, lambda: self._prepare(task, model, 1), declared, opening)
             (_, tensors), records, _ = self._update(task, model, {}, party.policy.min_records)
-            return encode_words(tensors, records, ticket.opening, clip)
+            return encode_words(tensors, records, opening, clip)
 
-        upload = party.upload(ticket, contribute(ticket.opening, work))
+        nothing = no_words if private is None else private.no_words
+        upload = party.upload(ticket, contribute(work, lambda: nothing(opening)))
         return write(MaskedAnswer(ask.round, ask.token, ask.defence, {"upload": as_tensor(upload)}))
 
-    def _decode(self, ask: Ask) -> _Task:
+    def _protect_records(self, ask: Ask, party: "Party") -> "RecordRound | None":
+        """Return the client's part in a round that protects its records; None if neither side requires it."""
+        if not ask.privacy and self._limits is None:
+            return None
+        from fedveil.federation.record_sums import RecordRound
+
+        return RecordRound.from_terms(ask.privacy, party.policy)
+
+    def _decode(self, ask: Ask) -> ClientTask:
         defence = self._find_defence(ask)
+        if ask.privacy:
+            defence = protect_records(defence, ask.privacy)
         codec, loss = find_codec(defence), known_loss("answer", ask.loss, ask.loss_settings, self._loss)
         with hide_failures():
             broadcast = codec.decode_broadcast(self._model, ask.values, ask.tensors, loss)
         parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]
         if not parameters:
             raise BadArgument("ask", "it contains no parameters")
-        return _Task(ask, codec, defence, loss, broadcast, parameters[0].dtype)
+        return ClientTask(ask, codec, defence, loss, broadcast, parameters[0].dtype)
 
     def _find_defence(self, ask: Ask) -> AnyDefence:
         """Return the client's defence; refuse one of another kind than the server's, or with test entropy."""
@@ -245,7 +273,7 @@ class ClientSession:
         refuse_repeatable("answer", own)
         return own
 
-    def _update(self, task: _Task, model: nn.Module, private: State, least: int = 2) -> tuple[Packed, int, State]:
+    def _update(self, task: ClientTask, model: nn.Module, private: State, least: int = 2) -> tuple[Packed, int, State]:
         """Compute an update from batches of at least `least` records; return it with its records and private state."""
         ask, shards = task.ask, self._prepare(task, model, max(2, least))
         own = task.defence.client(model, shards.example, task.loss)
@@ -255,7 +283,7 @@ class ClientSession:
             update = compute_update(own, task.broadcast, shards, task.dtype, 0, ask.round, ask.whole_shard)
         return task.codec.encode_update(update), shards.sizes[0], own.state(0)
 
-    def _prepare(self, task: _Task, model: nn.Module, least: int) -> Shards:
+    def _prepare(self, task: ClientTask, model: nn.Module, least: int) -> Shards:
         """Return the records in the form that the loss and the ask need; they are kept until another form is needed."""
         ask = task.ask
         form = (ask.loss, repr(ask.loss_settings), ask.batch_size, ask.seed, task.dtype, least)
@@ -302,41 +330,39 @@ def take_step(step: Step, own: bytes, party: "Party | None", count_records: Call
 
 
 def admit(
-    ask: Ask, message: bytes, digest: "Digest", party: "Party", model: nn.Module
+    ask: Ask, message: bytes, digest: "Digest", party: "Party", model: nn.Module, private: "RecordRound | None"
 ) -> "tuple[Ticket, float | None]":
     """Check an ask under secure aggregation, and store its admission, before anything is computed.
 
     Returns the ticket and, with differential privacy, the maximum norm of a client's gradient.
     """
-    if not ask.secure:
-        what = "this client requires secure aggregation, but the server asks for its update in the clear"
-        raise BadArgument("ask", what, "set secure_aggregation=True on the server")
     terms = SecureTerms.from_values(ask.secure)
     opening = terms.opening
     if (ask.session, ask.round) != (opening.run, opening.round):
         raise BadArgument("ask", "its run and round differ from those of its opening")
-    if opening.checks == (terms.clip is not None):
+    if private is not None:
+        private.check_format(opening, terms.clip)
+    elif opening.checks == (terms.clip is not None):
         raise BadArgument("ask", "a sum must have check words exactly if updates are not clipped")
     tensors = [*model.parameters(), *model.buffers()]
     if opening.size > MAX_WORDS * (sum(tensor.numel() for tensor in tensors) + len(tensors) + 1):
         raise BadArgument("ask", f"it asks for {opening.size:,} words, too many for this model")
-    if not ask.whole_shard and ask.batch_size < party.policy.min_records:
+    if private is None and not ask.whole_shard and ask.batch_size < party.policy.min_records:
         what = f"batches of {ask.batch_size} records are too small: the minimum in this client's policy is "
         raise Aborted("policy", "ask", what + str(party.policy.min_records))
-    return party.admit(opening, digest.combine(), digest_subject(ask, message, digest.body)), terms.clip
+    least = 0 if private is None else private.privacy.least_members(len(opening.roster))
+    return party.admit(opening, digest.combine(), digest_subject(ask, message, digest.body), least), terms.clip
 
 
-def contribute(opening: "Opening", work: "Callable[[], Words]") -> "Words":
+def contribute(work: "Callable[[], Words]", nothing: "Callable[[], Words]") -> "Words":
     """Return the words of a client's update; if anything goes wrong, those of a client that contributes nothing."""
-    from fedveil.federation.sums import no_words
-
     try:
         return work()
     except KeyboardInterrupt:
         raise
     except BaseException:  # SystemExit too
         _print_failure("this client contributes nothing to the sum, because of this error:")
-        return no_words(opening)
+        return nothing()
 
 
 def _check_records(count: Callable[[], int], policy: "Policy") -> None:

@@ -67,6 +67,7 @@ class Ask:
     whole_shard: bool  # use all records of the client, not only its next batch
     batch_size: int
     seed: int  # for the order of records
+    privacy: Values  # `Privacy.terms` if records are protected; otherwise empty
     secure: Values  # `SecureTerms.values`; empty without secure aggregation
     values: Values
     tensors: Tensors

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedveil.checks import check_count
 from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound
-from fedveil.defences.registry import find_codec, find_record
+from fedveil.defences.registry import add_privacy, find_codec, find_record
 from fedveil.errors import BadArgument
 from fedveil.federation import protocol
 from fedveil.federation.evaluate import move_inputs
@@ -22,6 +22,7 @@ from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.graph.coverage import shares_in_words
 from fedveil.graph.inputs import Inputs
+from fedveil.privacy.settings import Privacy
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
 from fedveil.secagg import Identity, Roster
@@ -77,13 +78,14 @@ class RemoteEngine:
     ) -> None:
         self.transport, self._server, self._identity = transport, server, identity
         self.codec, self.session = find_codec(server.defence), Entropy().token()
-        base = server.defence.base  # the part that clients know; differential privacy on top is the server's
+        base = server.defence.asked
         record = find_record(base)
         if record is None:
             fix = "register it in the entry-point group fedveil.defences of your package"
             raise BadArgument(type(server).__name__, f"clients cannot find the defence {base.name}", fix)
         settings, loss = {name: getattr(base, name) for name in base.remote_settings}, server.loss
         self._task = record.name, settings, loss.name, loss.settings(), whole_shard, batch_size, server.seed
+        self._privacy = server.defence.record_terms
         self.traffic = protocol.Traffic()
 
     def start_round(self) -> None:
@@ -173,7 +175,7 @@ class RemoteEngine:
     def _make_ask(self, number: int, own_round: AnyRound, terms: SecureTerms | None = None) -> Ask:
         packed = self.codec.encode_broadcast(own_round.broadcast)
         secure = terms.values() if terms else {}
-        return Ask(self.session, number, Entropy().token(), *self._task, secure, *packed)
+        return Ask(self.session, number, Entropy().token(), *self._task, self._privacy, secure, *packed)
 
 
 def decode_answer(
@@ -210,7 +212,9 @@ class RemoteServer(Server, Generic[C]):
         rounds_per_epoch: length of an epoch, for the schedule and for evaluation.
         participation: fraction of the clients that are asked in a round.
         limits: bounds on each client, and how updates are combined: `fedveil.Limits`. With None all finite updates
-            count, and the noise is removed once, from their sum.
+            count, and the noise is removed once, from their sum. Secure aggregation and privacy for records need None.
+        privacy: differential privacy: `fedveil.Privacy`. For records it needs a `rate`; with noise by clients, each
+            client enforces its own limits and keeps a ledger (docs/defences/privacy.md).
         min_answers: the minimum number of valid replies in a round.
         wait_for: the minimum number of clients before the first round; by default `min_answers`.
         timeout: seconds for an exchange; its messages expire after that.
@@ -242,6 +246,7 @@ class RemoteServer(Server, Generic[C]):
         rounds_per_epoch: int = 1,
         participation: float = 1.0,
         limits: Limits | None = Limits(),  # noqa: B008  (it is frozen)
+        privacy: Privacy | None = None,
         min_answers: int = 1,
         wait_for: int | None = None,
         timeout: float = 600.0,
@@ -256,8 +261,11 @@ class RemoteServer(Server, Generic[C]):
         if loss is None:
             what = "no loss is given, and the server does not see the clients' targets"
             raise BadArgument(where, what, 'use loss="cross_entropy" for classes, loss="squared_error" for numbers')
-        if secure_aggregation and limits == Limits():
+        by_record = privacy is not None and privacy.unit == "record"
+        if (secure_aggregation or by_record) and limits == Limits():
             limits = None
+        if privacy is not None:
+            defence = self._add_privacy(defence, privacy, bool(secure_aggregation))
         policy = RoundPolicy(participation, min_answers, wait_for, timeout, patience, attempts, pause)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         if self.defence.repeatable:
@@ -283,6 +291,17 @@ class RemoteServer(Server, Generic[C]):
             self._start_secure(client, example, known, engine.session)
         if self.defence_server.plan is not None:
             LOG.info("of the model's values, %s", shares_in_words(self.defence_server.plan))
+
+    @staticmethod
+    def _add_privacy(defence: str | AnyDefence, privacy: Privacy, secure: bool) -> AnyDefence:
+        """Return a defence with differential privacy on top; refuse settings that need more than a server knows."""
+        if privacy.unit == "record" and privacy.rate is None:
+            what = "the sampling rate is missing, and the server does not know how many records clients have"
+            raise BadArgument("privacy", what, "pass a rate: fedveil.Privacy(rate=0.05, ...)")
+        if privacy.noise_by == "clients" and not secure:
+            what = "noise by clients needs secure aggregation: a single update has only one share of the noise"
+            raise BadArgument("privacy", what, 'set secure_aggregation=True, or noise_by="server"')
+        return add_privacy(defence, privacy, 1.0)
 
     @abstractmethod
     def _connect(self, connection: C) -> Transport:

@@ -153,11 +153,19 @@ class SecureRound:
         """Settle until all remaining clients agree, then reveal; return the sum."""
         tally = attempt.tally
         while not tally.has_agreement():
+            self._check_noise(attempt)
             self._take_step(attempt, "settle", tally.settle(), tally.take_settle_reply, faults)
         attempt.revealing = True
         reveal = tally.reveal(), dict.fromkeys(tally.survivors, b"")
         self._take_step(attempt, "reveal", reveal, tally.take_reveal_reply, faults)
         return tally.total()
+
+    def _check_noise(self, attempt: _Attempt) -> None:
+        """Abort if so many clients have dropped out that the others would refuse to open the sum."""
+        asked, left = len(attempt.opening.roster), len(attempt.tally.survivors)
+        if left < (least := self.sums.least_members(asked)):
+            what = f"{left} of {asked} clients are left: for enough noise {least} are needed"
+            raise Aborted("few", "settle", what, "allow more clients to vanish: fedveil.Privacy(vanishing=...)")
 
     def _take_step(
         self, attempt: _Attempt, step: str, messages: Messages, take: Callable[[str, bytes], None], faults: FaultLog

@@ -203,7 +203,7 @@ class Sums:
         self, defence: AnyDefence, client: AnyClient, model: nn.Module, example: Inputs, records: int | None = None
     ) -> None:
         self.model, self.codec, self.clip = model, find_codec(defence), defence.dp_clip
-        self.integers = defence.integer_sums
+        self.integers, self.least_members = defence.integer_sums, defence.least_members
         self.packing: Packing | None = None
         self._example, self._client = example, client
         self._expected: Mapping[str, Tensor] | None = None

@@ -86,6 +86,25 @@ def _distribution(noise: float, rate: float, replace: bool, group: int):  # type
     )
 
 
+def composed_epsilon(spent: Mapping[tuple[float, float], int], delta: float) -> float:
+    """Return the epsilon that rounds of several kinds spend together.
+
+    Args:
+        spent: the number of rounds with each noise multiplier and sampling rate.
+        delta: above 0 and below 1.
+    """
+    kinds = {kind: rounds for kind, rounds in spent.items() if rounds}
+    if len(kinds) < 2:
+        return max([epsilon(rounds, noise, delta, rate) for (noise, rate), rounds in kinds.items()], default=0.0)
+    if not all(noise for noise, _ in kinds):
+        return math.inf
+    parts = [_distribution(noise, rate, False, 1).self_compose(rounds) for (noise, rate), rounds in kinds.items()]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.compose(part)
+    return float(total.get_epsilon_for_delta(delta))
+
+
 def renyi_epsilon(rounds: int, noise: float, delta: float, rate: float = 1.0) -> float:
     """Return an epsilon from Rényi divergences of integer orders: larger, but proven without numerical integration."""
     if not rounds:

@@ -157,7 +157,7 @@ def clipped_sums(
     links = find_links(task.model, inputs, task.values) if task.head is None or not task.head.within else None
     chunks: Iterable[tuple[slice, Found]] = _chunks(task, inputs, targets, memory)
     if links and isinstance(inputs, Tensor):
-        chunks = [(slice(None), ({}, _stack_products(task, links, inputs, targets)))]
+        chunks = _stack_chunks(task, links, inputs, targets, memory)
     total: Tensors = {}
     for rows, found in chunks:
         for name, own in _clip(task, *found, included[rows], clip).items():
@@ -230,6 +230,18 @@ class Product:
 
 
 Found = tuple[Tensors, list[Product]]  # gradients with dims (records, candidates, ...); products for what is not there
+
+
+def _stack_chunks(
+    task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, memory: int
+) -> Iterator[tuple[slice, Found]]:
+    """Yield chunks of records whose activations and cotangents need so many bytes in float64."""
+    widths = [task.values[f"{path}.weight"].shape for path in links if path is not None]
+    each_needs = 8 * sum(entered + (1 + task.candidates) * left for left, entered in widths)
+    size = max(1, min(CHEAP, memory) // each_needs)
+    for start in range(0, len(inputs), size):
+        rows = slice(start, start + size)
+        yield rows, ({}, _stack_products(task, links, inputs[rows], targets[rows]))
 
 
 def _stack_products(

@@ -9,9 +9,11 @@ from fedveil.errors import BadArgument
 from fedveil.privacy.accounting import check_delta, import_library, solve_noise
 from fedveil.privacy.gradients import MEMORY
 from fedveil.privacy.mechanism import MOST_RECORDS, Grid, count_shares, make_grid
+from fedveil.wire import Values
 
 Unit = Literal["record", "client"]
 NoiseSource = Literal["server", "clients"]
+TERMS = ("noise", "clip", "rate", "noise_by", "colluding", "vanishing")  # settings that clients need
 LOWEST, HIGHEST = 1e-6, 1e6  # of clip: squares and products stay far inside float64
 
 
@@ -77,6 +79,21 @@ class Privacy:
         if self.epsilon is not None and self.noise is None and self.rounds is None:
             what = "the noise for an epsilon depends on the number of rounds"
             raise BadArgument(where, what, "pass rounds=, too, or noise=")
+
+    def terms(self) -> Values:
+        """Return the settings that clients need, as JSON values."""
+        return {name: getattr(self, name) for name in TERMS}
+
+    @classmethod
+    def from_terms(cls, terms: Values) -> "Privacy":
+        """Client: invert `terms`; refuse anything else. A veil's factors do not weaken the guarantee."""
+        if terms.keys() != set(TERMS) or terms["noise"] is None or terms["rate"] is None:
+            raise BadArgument("ask", f"privacy must have the settings {', '.join(TERMS)}")
+        return cls(**terms, allow_factors=True)
+
+    def least_members(self, members: int) -> int:
+        """Return how many of the members of a sum must be in it, so that it has enough shares of noise."""
+        return members - self.vanishing if self.noise_by == "clients" else 0
 
     def resolve(self, default_rate: float) -> "Privacy":
         """Return the settings with a rate and a noise multiplier.

@@ -70,6 +70,7 @@ class Current:
         step: the last step of settling that it answered; -1 before the first.
         members: the members that it agreed to last; all before the first step.
         shares: the shares that were dealt to it, by dealer.
+        least: the minimum number of members in its sum.
     """
 
     context: Hash
@@ -81,6 +82,7 @@ class Current:
     step: int = -1
     members: tuple[str, ...] = ()
     shares: dict[str, Share] = field(default_factory=dict)
+    least: int = 0
 
 
 @dataclass(repr=False)

@@ -139,7 +139,7 @@ class Party(SecretHolder):
             if self._forget_old_keys(turn.state, int(self._clock())):
                 turn.write()
 
-    def admit(self, opening: Opening, digest: bytes, subject: bytes | None = None) -> Ticket:
+    def admit(self, opening: Opening, digest: bytes, subject: bytes | None = None, least: int = 0) -> Ticket:
         """Check an opening and store that it was admitted; nothing may be computed for it before that.
 
         Args:
@@ -147,6 +147,7 @@ class Party(SecretHolder):
             digest: SHA-256 of all the bytes of M1.
             subject: 32-byte digest of the sum's subject: the broadcast, and which records take part; by default the
                 digest of M1.
+            least: the minimum number of members in the sum, if more than the threshold.
         """
         bound = context(opening, digest)
         with self._memory.turn() as turn:
@@ -155,7 +156,7 @@ class Party(SecretHolder):
             shares = masks.split_seed(own, rules.threshold(len(names)), len(names))
             keys = tuple(hello.key for hello in opening.roster)
             about, share = digest if subject is None else subject, shares[names.index(self.name)]
-            run.current = Current(bound, opening.round, about, names, keys, share, members=names)
+            run.current = Current(bound, opening.round, about, names, keys, share, members=names, least=least)
             run.attempt, run.round, run.uses = opening.attempt, opening.round, run.uses + 1
             self._pair_secrets(run, run.current)  # refuses a key of small order
             turn.write()

@@ -5,10 +5,11 @@ prevents accidents and crude attacks. A server that changes the model slightly b
 (docs/secure-aggregation.md).
 """
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from fedveil.checks import check_choice, check_count, is_number
+from fedveil.checks import check_choice, check_count, check_range, is_number
 from fedveil.errors import BadArgument
 from fedveil.files import write_whole
 from fedveil.secagg.identity import HEX, KEY, parse_toml, read_trusted_file
@@ -32,7 +33,65 @@ max_sums_per_day = {max_sums_per_day}
 # when a run's key is replaced: after this many rounds, or hours by this machine's clock
 key_rounds = {key_rounds}
 key_hours = {key_hours:g}
+
+# Differential privacy for each record. Remove the # signs to take part only in rounds in which every client adds noise
+# under secure aggregation, and only until the budget is spent, over all runs and servers.
+# [privacy]
+# dataset = "patients-2026"  # a name for the records: they have one ledger, beside this file
+# records = 8000             # their number, which is public
+# epsilon = 3.0              # the budget
+# delta = 1e-5
+# noise = 0.5                # minimum noise multiplier
+# rate = 1.0                 # maximum sampling rate
+# colluding = 1              # minimum number of clients that may collude
 """
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True)
+class PrivacyLimits:
+    """What a client requires before its records take part in a round, whatever the server asks for.
+
+    Attributes:
+        dataset: name of the records.
+        records: their declared number, the client's weight in a sum. It is public, and is not counted from the records.
+        epsilon: the budget of a record over all runs.
+        ledger: file with the rounds that these records have taken part in.
+        delta: for which epsilon is computed.
+        noise: minimum noise multiplier.
+        rate: maximum sampling rate.
+        colluding: minimum number of clients that may collude without weakening the guarantee.
+    """
+
+    dataset: str
+    records: int
+    epsilon: float
+    ledger: Path
+    delta: float = 1e-5
+    noise: float = 0.5
+    rate: float = 1.0
+    colluding: int = 1
+
+    def __post_init__(self) -> None:
+        where = "PrivacyLimits"
+        if type(self.dataset) is not str or not NAME.fullmatch(self.dataset):
+            raise BadArgument(where, "dataset must be a name of letters, digits, dots, hyphens and underscores")
+        check_count(where, "records", self.records)
+        check_count(where, "colluding", self.colluding)
+        for name, low, high in (("epsilon", 1e-3, 1e3), ("noise", 0.1, 1e6)):
+            check_range(where, name, getattr(self, name), low, high)
+        for name, high in (("delta", 0.1), ("rate", 1.0)):
+            check_range(where, name, getattr(self, name), 1e-30, high)
+
+    @classmethod
+    def from_table(cls, table: object, policy: Path) -> "PrivacyLimits":
+        """Read the table [privacy] of a policy; the ledger is a file beside the policy."""
+        names = [each.name for each in fields(cls) if each.name != "ledger"]
+        if not isinstance(table, dict) or not {"dataset", "records", "epsilon"} <= table.keys():
+            raise BadArgument("privacy", "it must be a table with dataset, records and epsilon")
+        for name in table:
+            check_choice("privacy", "setting", name, names)
+        return cls(**table, ledger=policy.parent / f"{policy.stem}-{table['dataset']}.ledger")
 
 
 @dataclass(frozen=True)
@@ -48,6 +107,7 @@ class Policy:
         max_sums_per_day: maximum number of sums that it helps to open in a day, over all runs (UTC, by its own clock).
         key_rounds: number of rounds after which a run's key is replaced.
         key_hours: number of hours after which a run's key is replaced, by its own clock.
+        privacy: requirements for the privacy of each record; None for none.
     """
 
     server: bytes | None = None
@@ -58,6 +118,7 @@ class Policy:
     max_sums_per_day: int = 20_000
     key_rounds: int = 50
     key_hours: float = 24.0
+    privacy: PrivacyLimits | None = None
 
     def __post_init__(self) -> None:
         if self.server is not None and (type(self.server) is not bytes or len(self.server) != KEY):
@@ -83,7 +144,8 @@ class Policy:
             what = "server must be the server's public key, 64 hexadecimal digits"
             raise BadArgument(str(path), what, "run fedveil keys policy KEY_FILE --server HEX")
         try:
-            return cls(**{**found, "server": bytes.fromhex(server)})
+            privacy = PrivacyLimits.from_table(found["privacy"], path) if "privacy" in found else None
+            return cls(**{**found, "server": bytes.fromhex(server), "privacy": privacy})
         except BadArgument as error:
             raise BadArgument(str(path), error.what, error.fix) from None
 

@@ -26,7 +26,8 @@ REASONS = {
     "server": "the message is not signed by the server that the client's policy names",
     "run": "the client has no key for this run, the run has ended, or the opening is for another run",
     "key": "the client's key for this run is due to be replaced",
-    "policy": "the client's policy does not allow it: too few records or members, or too many sums",
+    "policy": "the client's policy does not allow it: too few records or members, too many sums, or too little privacy",
+    "budget": "one more round would exceed the privacy budget of the client's data set",
     "repeat": "a sum on the same broadcast was opened over other members",
     "full": "the table of runs in the client's memory is full",
     "roster": "the roster names a stranger, leaves the client out, or a key in it is not its owner's",
@@ -151,10 +152,11 @@ def check_members(current: Current, members: Collection[str]) -> None:
 
 
 def check_survivors(current: Current, members: Collection[str], name: str) -> None:
-    """Require that at least t members are left, this client among them."""
+    """Require that enough members are left, this client among them: t, or more if their noise is needed."""
     if name not in members:
         raise Aborted("members", "settle", "it does not include this client")
-    n, least = len(current.names), threshold(len(current.names))
+    n = len(current.names)
+    least = max(threshold(n), current.least)
     if len(members) < least:
         raise Aborted("few", "settle", f"{len(members)} of {n} members are left: at least {least} are needed")
 

@@ -1,4 +1,4 @@
-"""Attacks as studies: the same federation under one or several defences, each attacked in separate jobs."""
+"""Studies of attacks: the same federation is attacked under one or several defences, in separate jobs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -25,19 +25,19 @@ O = TypeVar("O")  # noqa: E741
 P = TypeVar("P", bound=Result)
 R = TypeVar("R", bound=Result)
 V = TypeVar("V")
-Results = dict[str, R | Failure]  # by defence
+Results = dict[str, R | Failure]  # results by defence
 
 
 @dataclass(frozen=True)
 class AttackRequest(Generic[O]):
-    """A federation to attack, and how.
+    """The federation to attack, and the options of the attack.
 
     Attributes:
         config: configuration of the federation.
         defences: names of the defences; the federation is attacked under each of them.
-        options: values of the attack's flags, a frozen dataclass.
-        run: folder of a trained run to attack instead of training; `defences` then names its defence.
-        label: prefix of job names, if several attacks share a folder.
+        options: values of the attack's flags, as a frozen dataclass.
+        run: folder of a trained run to attack; `defences` then contains only its defence. By default, train a new run.
+        label: prefix of job names, for attacks that share a folder.
         notes: sentences about the run, printed before the verdict.
     """
 
@@ -49,7 +49,7 @@ class AttackRequest(Generic[O]):
     notes: tuple[str, ...] = ()
 
     def config_for(self, defence: str) -> Config:
-        """Return the configuration with the given defence; built-in ones get no settings meant for a user's defence."""
+        """Return the configuration for a defence; settings for a user's defence are dropped if it is built in."""
         built_in = {record.name for record in BUILT_IN}
         if defence in built_in and not built_in.issuperset(self.defences):
             return self.config.changed(defence=defence, settings=())
@@ -61,19 +61,19 @@ class AttackRequest(Generic[O]):
 
 
 class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
-    """An attack on a federation under several defences; subclass it for a new attack.
+    """Base class for attacks on a federation under several defences.
 
-    With one job per defence, a subclass defines `attack` and `result`. With several, it overrides `graph`; `join_parts`
-    helps with that.
+    If there is one job per defence, a subclass defines `attack` and `result`. If there are several, it overrides
+    `graph`, with the help of `join_parts`.
 
     Attributes:
         name: name on the command line.
         summary: one line of help.
         options: a frozen dataclass with a default and a description for each of the attack's flags.
-        defaults: configuration values that differ from those of `Config`, at a scale that two cores can handle.
-        result: type that the work from `attack` returns.
+        defaults: configuration values that override the defaults of `Config`, at a scale that two cores can handle.
+        result: type of the attack's result.
         trains: whether the federation is trained first.
-        needs_shared: whether an attack fails if the jobs of `shared` fail, instead of running without them.
+        needs_shared: whether the attack fails if one of the `shared` jobs fails; otherwise it runs without it.
     """
 
     name: str
@@ -85,15 +85,15 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
     needs_shared = True
 
     def attack(self, request: AttackRequest[O], defence: str, folder: Path) -> JobWork[R]:
-        """Return the work of the attack on one defence; the trained federation is in `run_folder`."""
+        """Return the work that attacks one defence; the trained federation is in `run_folder`."""
         raise NotImplementedError
 
     def show(self, request: AttackRequest[O], results: Mapping[str, R]) -> Presentation:
-        """Return the table and sections for the defences that did not fail; `present` adds the rest."""
+        """Present the results of the defences that did not fail; `present` adds the title, failures and settings."""
         raise NotImplementedError
 
     def shared(self, request: AttackRequest[O], folder: Path) -> list[StudyJob[Result]]:
-        """Return the jobs that the attacks on all defences need; refuse a federation that cannot be attacked."""
+        """Return the jobs that the attacks on all defences share; refuse a federation that cannot be attacked."""
         return []
 
     def run_folder(self, request: AttackRequest[O], defence: str, folder: Path) -> Path:
@@ -101,7 +101,7 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         return request.run or folder / defence.replace(":", ".") / "run"
 
     def attacks(self, request: AttackRequest[O], folder: Path) -> dict[str, StudyJob[R]]:
-        """Return the job for each defence."""
+        """Return the attack job for each defence."""
         shared, found = tuple(self.shared(request, folder)), dict[str, StudyJob[R]]()
         for name in request.defences:
             needs, after = (shared, ()) if self.needs_shared else ((), shared)
@@ -113,7 +113,7 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         return found
 
     def graph(self, request: AttackRequest[O], folder: Path) -> JobGraph[Results[R]]:
-        """Return the jobs, each after those that it needs; refuse records of several tensors before any training."""
+        """Return the jobs, each listed after its dependencies; refuse records that consist of several tensors."""
         if ":" in request.config.data.name:
             one_tensor("attack", load_data(request.config).train.inputs)
         attacks = self.attacks(request, folder)
@@ -122,7 +122,7 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         return JobGraph(jobs, lambda done: {name: done[job] for name, job in attacks.items()})
 
     def present(self, request: AttackRequest[O], results: Results[R]) -> Presentation:
-        """Add the title, question, failures and configuration; without a verdict, the question takes its place."""
+        """Complete the presentation from `show` with the title, the summary, failures and the configuration."""
         config, shown = request.config, self.show(request, successes(results))
         failures = {name: found.failed for name, found in results.items() if isinstance(found, Failure)}
         failed = [Text("Failed", [f"{name}: {why}" for name, why in failures.items()])] if failures else []
@@ -144,25 +144,25 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
 
 @cache
 def read_federations() -> dict[str, dict[str, dict[str, Value]]]:
-    """Return the federations in federations.toml, by purpose and name."""
+    """Return the federations defined in federations.toml, by purpose and name."""
     return TypeAdapter(dict[str, dict[str, dict[str, Value]]]).validate_python(read_toml("federations.toml"))
 
 
 def check_defences(names: Sequence[str], known: Sequence[str], flag: str) -> None:
-    """Refuse an unknown or repeated name; package.module:Class is not looked up here."""
+    """Refuse unknown or repeated names; names of the form package.module:Class are not looked up here."""
     for number, name in enumerate(names):
         if ":" not in name:
             check_choice(flag, "defence", name, known)
         if name in names[:number]:
             raise BadArgument(flag, f"{name!r} is given twice", "leave one out")
     if not names:
-        raise BadArgument(flag, "no defence is named", f"use some of {', '.join(known)}")
+        raise BadArgument(flag, "no defence is named", f"use one or more of {', '.join(known)}")
 
 
 def join_parts(
     parts: Mapping[str, Mapping[str, StudyJob[P]]], join: Callable[[dict[str, P | Failure]], R]
 ) -> JobGraph[Results[R]]:
-    """Return the jobs of all parts under all defences; the results for each defence are joined into one."""
+    """Return the jobs for all parts and defences; `join` combines the results of all parts under one defence."""
     return JobGraph(
         [job for jobs in parts.values() for job in jobs.values()],
         lambda done: {name: join({part: done[job] for part, job in jobs.items()}) for name, jobs in parts.items()},
@@ -172,10 +172,10 @@ def join_parts(
 def plain_values(options: O) -> dict[str, Value]:
     """Return the fields of an options dataclass by name."""
     assert dataclasses.is_dataclass(options)
-    return {one.name: getattr(options, one.name) for one in dataclasses.fields(options)}
+    return {item.name: getattr(options, item.name) for item in dataclasses.fields(options)}
 
 
 def option(default: V, description: str) -> V:
-    """Declare a field of an attack's options with its default and its help text."""
+    """Declare a field of an attack's options with its default value and help text."""
     found: V = field(default=default, metadata={"help": description})
     return found

@@ -26,8 +26,8 @@ from fedveil.lookup import import_object, list_installed
 from fedveil.runs.build import load_own_data
 from fedveil.runs.config import Config, DataSettings
 
-AGAIN = "computed again"  # prefix of a progress line that explains why a stored result is not used
-CHUNK = 2**20  # number of tensor values that are hashed at once
+AGAIN = "computed again"  # prefix of a progress message that explains why a stored result is not used
+CHUNK = 2**20  # number of tensor values to hash at once
 V = TypeVar("V")
 
 
@@ -36,11 +36,11 @@ class Basis:
     """Everything besides the configuration that determines a result.
 
     Attributes:
-        version: version of this package, which covers its code and the data that come with it.
-        data: SHA-256 of the files of each data set, or of the records that users' code loads.
-        code: SHA-256 of the source file of each module that the configuration names, without its imports.
+        version: version of this package, which identifies its code and the data that come with it.
+        data: SHA-256 of the files of each data set, or of the records that a user's code loads.
+        code: SHA-256 of the source file of each module that the configuration names; its imports are not included.
         study: SHA-256 of the source file of an attack from another package.
-        checkpoint: SHA-256 of the checkpoint of a user's run that is attacked; None if the study trains the run.
+        checkpoint: SHA-256 of the checkpoint of the user's run that is attacked; None if the study trains the run.
     """
 
     version: str = field(default_factory=lambda: fedveil.__version__)
@@ -56,7 +56,7 @@ class Basis:
 
     @property
     def records(self) -> "Basis":
-        """The fields that determine a model trained on records alone, such as a generator of images."""
+        """The fields that determine a model trained only on the data, such as a generator of images."""
         return replace(self.training, code={})
 
     def to_plain(self) -> dict[str, JsonValue]:
@@ -65,7 +65,7 @@ class Basis:
 
 
 def explain_change(old: Basis, new: Basis) -> str | None:
-    """Explain what changed between two bases, as a clause; None if nothing did."""
+    """Return a clause that explains what changed between two bases, or None if nothing changed."""
     if old.version != new.version:
         return f"fedveil {old.version} is now {new.version}"
     if old.data != new.data:
@@ -85,24 +85,24 @@ class Digests:
         self._records = cache(lambda name: digest_records(load_own_data(name)))
 
     def job_basis(self, work: V, attacked: Path | None = None) -> Basis:
-        """Return the basis of a job: its configurations, its code, and the user's run that it attacks."""
+        """Return the basis of a job, given its work and the user's run that it attacks."""
         found, module = self.configs_basis(configs_in(work)), type(work).__module__
         study = {} if _is_ours(module) else self._modules([module])
         digest = None if attacked is None else checkpoint.find_digest(attacked / checkpoint.LAST)
         return replace(found, study=study, checkpoint=digest)
 
     def configs_basis(self, configs: Iterable[Config]) -> Basis:
-        """Return the basis of everything that is computed from configurations alone."""
-        every = list(configs)
-        data = {label: digest for config in every for label, digest in self._data(config.data)}
-        modules = {spec.partition(":")[0] for config in every for spec in list_specs(config)}
+        """Return the basis of a result that depends only on these configurations."""
+        configs = list(configs)
+        data = {label: digest for config in configs for label, digest in self._data(config.data)}
+        modules = {spec.partition(":")[0] for config in configs for spec in list_specs(config)}
         return Basis(data=dict(sorted(data.items())), code=self._modules(modules))
 
     def _data(self, settings: DataSettings) -> Iterator[tuple[str, str]]:
         name = settings.name
         if ":" in name:
             yield name, self._records(name)
-        elif source := find_source(name, settings.path):  # None if it comes with the library
+        elif source := find_source(name, settings.path):  # None if the data set comes with the library
             label = f"{name} {settings.path}" if settings.path else name
             yield label, self._files(source)
 
@@ -116,17 +116,17 @@ def configs_in(value: V) -> Iterator[Config]:
     if isinstance(value, Config):
         yield value
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from configs_in(one)
+        for element in value:
+            yield from configs_in(element)
     elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from configs_in(getattr(value, one.name))
+        for item in fields(value):
+            yield from configs_in(getattr(value, item.name))
 
 
 def list_specs(config: Config) -> list[str]:
-    """List the code from other packages that a configuration names, including attackers, as `package.module:name`."""
+    """Return the names, as `package.module:name`, of all code from other packages that a configuration uses."""
     specs = [name for name in (config.data.name, config.model.name, config.defence.name) if ":" in name]
-    with contextlib.suppress(BadArgument):  # the job that builds it reports the mistake
+    with contextlib.suppress(BadArgument):  # the job that builds the defence reports the error
         record = registry.find(config.defence.name)
         specs += [list_installed(registry.GROUP).get(config.defence.name, record.target), record.target]
         specs += [record.attackers] if record.attackers else []
@@ -139,7 +139,7 @@ def _is_ours(module: str) -> bool:
 
 
 def source_file(module: str) -> Path | None:
-    """Return the file of a module; None if it has none, or cannot be imported."""
+    """Return the source file of a module, or None if it has no file or cannot be imported."""
     with contextlib.suppress(BadArgument):
         if module not in sys.modules:
             import_object(f"{module}:__name__", "code", "my_package.models:net")
@@ -149,7 +149,7 @@ def source_file(module: str) -> Path | None:
 
 
 def digest_files(source: Path) -> str:
-    """Return the SHA-256 of a file, or of the names and digests of all files in a folder, except hidden ones."""
+    """Return the SHA-256 of a file, or of the names and digests of all files in a folder; hidden files are skipped."""
     try:
         if not source.is_dir():
             return _digest_file(source)
@@ -170,7 +170,7 @@ def _digest_file(path: Path) -> str:
 
 
 def digest_records(data: Data) -> str:
-    """Return the SHA-256 of all records of a data set, with their types, shapes and description."""
+    """Return the SHA-256 of a data set: its records, with their types and shapes, and its description."""
     found = hashlib.sha256()
     for part in (data.train, data.validation, data.test):
         leaves = [] if part is None else [*pytree.tree_leaves(part.inputs), part.targets]

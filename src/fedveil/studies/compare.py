@@ -1,4 +1,4 @@
-"""`fedveil compare`: train the same federation under several defences and seeds; one table and one page."""
+"""`fedveil compare`: train the same federation under several defences and seeds, and compare the results."""
 
 import math
 import statistics
@@ -21,20 +21,20 @@ from fedveil.studies.study import JobGraph, Study
 TEXTS = read_texts()["compare"]
 BASELINE = "baseline"
 HEADER = ("defence", "test {}", "difference from plain", "seconds", "bytes per client and round", "bytes per round")
-SeedRuns = list[TrainedRun | Failure]  # one for each seed
-Runs = dict[str, SeedRuns]  # by defence
+SeedRuns = list[TrainedRun | Failure]  # one run per seed
+Runs = dict[str, SeedRuns]  # runs by defence
 
 
 @dataclass(frozen=True)
 class CompareRequest:
-    """A federation, the defences to compare, and the number of seeds; the first seed is that of the configuration."""
+    """A federation, the defences to compare, and the number of seeds; the configuration contains the first seed."""
 
     config: Config
     defences: tuple[str, ...]
     seeds: int = 3
 
     def __post_init__(self) -> None:
-        """Refuse defences and seeds that cannot be compared."""
+        """Refuse unknown or repeated defences, and fewer than one seed."""
         check_defences(self.defences, (*names(), BASELINE), "--defences")
         check_count("--seeds", "seeds", self.seeds, 1)
 
@@ -48,8 +48,8 @@ class CompareStudy(Study[CompareRequest, Runs]):
     """Training under several defences and seeds."""
 
     def graph(self, request: CompareRequest, folder: Path) -> JobGraph[Runs]:
-        """Return a job per seed and defence, seed by seed, so that a stopped comparison is complete for some seeds."""
-        build_federation(request.config.changed(defence="plain"), load_data(request.config))  # refuses bad settings
+        """Return a job per seed and defence, ordered by seed, so that the first seeds are complete first."""
+        build_federation(request.config.changed(defence="plain"), load_data(request.config))  # check the settings
         jobs, first = dict[tuple[str, int], StudyJob[TrainedRun]](), request.config.training.seed
         for seed in range(first, first + request.seeds):
             for name in request.defences:
@@ -61,12 +61,12 @@ class CompareStudy(Study[CompareRequest, Runs]):
         return JobGraph(
             list(jobs.values()),
             lambda done: {
-                name: [done[job] for (own, _), job in jobs.items() if own == name] for name in request.defences
+                name: [done[job] for (defence, _), job in jobs.items() if defence == name] for name in request.defences
             },
         )
 
     def present(self, request: CompareRequest, results: Runs) -> Presentation:
-        """Return the table, curves of the first seed, cost, configuration."""
+        """Return the table, the curves of the first seed, the cost and the configuration."""
         config, private = request.config, has_privacy(request.config)
         every = [(name, number, run) for name, runs in results.items() for number, run in enumerate(runs)]
         done = [(name, number, run.history) for name, number, run in every if isinstance(run, TrainedRun)]
@@ -86,13 +86,13 @@ class CompareStudy(Study[CompareRequest, Runs]):
         rows = [_row(name, runs, results.get("plain", []), metric, config) for name, runs in results.items()]
         note = f"Mean and standard deviation over {count(request.seeds, 'seed')}; bytes without names and shapes."
         where = f"{config.model.name} on {config.data.name} with {count(config.data.clients, 'client')}"
-        lead = f"{len(results)} ways to train {where}. Curves: first seed."
+        lead = f"{len(results)} ways to train {where}. The curves show the first seed."
         header = [column.format(metric) for column in header]
         return Presentation(title, verdict(results, metric), header, rows, note, sections, lead=lead)
 
 
 def _row(defence: str, runs: SeedRuns, plain: SeedRuns, metric: str, config: Config) -> list[str]:
-    """Return the row of a defence: metric with spread over seeds, largest difference from plain, cost, epsilon."""
+    """Return the row of a defence: metric and its spread over seeds, largest difference from plain, cost, epsilon."""
     done, private = list[TrainedRun](), has_privacy(config)
     for number, run in enumerate(runs):
         if isinstance(run, Failure):
@@ -110,7 +110,7 @@ def _row(defence: str, runs: SeedRuns, plain: SeedRuns, metric: str, config: Con
 
 
 def _largest_difference(runs: SeedRuns, plain: SeedRuns, metric: str) -> str:
-    """Format the largest difference between two curves of the same seed; "" if no seed has both."""
+    """Format the largest difference between curves with the same seed; return "" if no seed has both curves."""
     far = []
     for run, other in zip(runs, plain, strict=False):
         if isinstance(run, TrainedRun) and isinstance(other, TrainedRun):
@@ -120,7 +120,7 @@ def _largest_difference(runs: SeedRuns, plain: SeedRuns, metric: str) -> str:
 
 
 def verdict(results: Runs, metric: str) -> str:
-    """Return the mean test metric of each defence over seeds, in one sentence."""
+    """Return a sentence with the mean test metric of each defence over all seeds."""
     parts = []
     for name, runs in results.items():
         ends = [run.history.metrics[metric] for run in runs if isinstance(run, TrainedRun)]

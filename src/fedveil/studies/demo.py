@@ -1,4 +1,4 @@
-"""`fedveil demo`: plain and veiled training on digits from the same initial model, and the effect of rounding alone."""
+"""`fedveil demo`: compare plain and veiled training on digits, and measure the effect of rounding alone."""
 
 import copy
 import dataclasses
@@ -28,8 +28,8 @@ from fedveil.studies.study import JobGraph, Study
 
 CONFIG = configure({"data": "digits", "loss": "cross_entropy", "additive": 100.0})
 NOTE = (
-    "Relative error of a recovered gradient against plain autograd on the true model: {}. Any client can remove the "
-    "offset, and a client that keeps two broadcasts can remove the veil without data: the veil guarantees nothing "
+    "Relative error of recovered gradients, compared with plain autograd on the true model: {}. Any client can remove "
+    "the offset, and a client that keeps two broadcasts can remove the veil without data: the veil guarantees nothing "
     "(docs/threat-model.md)."
 )
 KINDS: Mapping[str, Mapping[str, Value]] = {
@@ -48,15 +48,15 @@ class Demo:
 
 @dataclass(frozen=True)
 class DemoRun(Result):
-    """The result of one of the ways to train.
+    """The result of one training run.
 
     Attributes:
-        records: records of the rounds.
-        seconds: duration of all rounds except the first, in which the first run of a process also loads code.
+        records: one record per round.
+        seconds: duration of all rounds except the first, which may include the time to load code.
         classes: names of the classes.
-        views: test accuracy of the server's model and of the models that a client has.
-        matrices: confusion matrices of the first two of these models.
-        errors: relative errors of recovered gradients, in rounds after training.
+        views: test accuracy of the server's model and of each model that a client can obtain.
+        matrices: confusion matrices of the first two models in `views`.
+        errors: relative errors of recovered gradients, measured in rounds after training.
     """
 
     records: list[RoundRecord]
@@ -68,17 +68,17 @@ class DemoRun(Result):
 
 
 def recovery_errors(federation: Federation) -> list[float]:
-    """Train for one more epoch and compare each recovered gradient with plain autograd on the true model.
+    """Train for one more epoch, and compare each recovered gradient with plain autograd on the true model.
 
-    Return the error of the worst parameter in each round.
+    Returns the largest relative error of any parameter in each round.
     """
     shards, errors = federation.shards, list[float]()
     for _ in range(federation.rounds_per_epoch):
         truth: dict[str, Tensor] = {}
         for client, size in enumerate(shards.sizes):
             inputs, targets = shards.take(shards.rows(client, federation.round))
-            own = mean_gradients(federation.model, federation.loss, one_tensor("demo", inputs), targets)
-            for name, gradient in own.items():
+            gradients = mean_gradients(federation.model, federation.loss, one_tensor("demo", inputs), targets)
+            for name, gradient in gradients.items():
                 truth[name] = truth.get(name, 0) + size / sum(shards.sizes) * gradient
         found = federation.step().gradients
         errors.append(max(float((found[name] - true).norm() / true.norm()) for name, true in truth.items()))
@@ -87,12 +87,12 @@ def recovery_errors(federation: Federation) -> list[float]:
 
 @dataclass(frozen=True)
 class TrainDigits:
-    """Train on digits in one of three ways."""
+    """The work of one training run on digits."""
 
     config: Config
 
     def __call__(self, progress: Progress, done: JobResults) -> DemoRun:
-        """Train and measure the models that a client has."""
+        """Train, and measure the models that a client can obtain."""
         data, epochs = load_data(self.config), self.config.training.epochs
         run = build_federation(self.config, data)
         run.fit(epochs, test=(data.test.inputs, data.test.targets), on_round=round_progress(epochs, progress))
@@ -101,7 +101,7 @@ class TrainDigits:
         found = DemoRun(records, seconds, list(data.classes))
         if self.config.defence.name == "plain":
             return found
-        views = {name: copy.deepcopy(view) for name, view in client_models(run).items()}  # before one more round
+        views = {name: copy.deepcopy(view) for name, view in client_models(run).items()}  # `observe` changes the model
         views[f"two broadcasts{NO_DATA}"] = remove_noise(observe(run, rounds=2)).model
         accuracies = {name: metrics["accuracy"] for name, metrics in scores(views, data).items()}
         matrices = confusions(views, data)
@@ -115,14 +115,14 @@ class DemoStudy(Study[Demo, Runs]):
     """Plain training, veiled training, and plain training with one additional rounding error."""
 
     def graph(self, request: Demo, folder: Path) -> JobGraph[Runs]:
-        """Return a job for each way to train; a failure is raised as an error."""
+        """Return one job per kind of training; if a job fails, an error is raised."""
         configs = {kind: CONFIG.changed(epochs=request.epochs, **values) for kind, values in KINDS.items()}
         works = {kind: TrainDigits(config) for kind, config in configs.items()}
         jobs = {kind: StudyJob(kind.replace(" ", "-"), work, DemoRun) for kind, work in works.items()}
         return JobGraph(list(jobs.values()), lambda done: {kind: done.require(job) for kind, job in jobs.items()})
 
     def present(self, request: Demo, results: Runs) -> Presentation:
-        """Return two confusion matrices, accuracies, curves and settings."""
+        """Return the accuracies, two confusion matrices, the curves and the settings."""
         veiled, histories = results["veiled"], {name: History(run.records) for name, run in results.items()}
         rows = [
             [name, f"{histories[name].metrics['accuracy']:.1%}", f"{run.seconds:.1f} s"]

@@ -1,4 +1,4 @@
-"""Federations in studies: trained or read from a run's folder, their quality, and what a client observes."""
+"""Train or load the federations of studies, measure their quality, and record what a client observes."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ from fedveil.studies.basis import AGAIN, Basis, explain_change
 from fedveil.studies.jobs import JobResults, Result
 
 ATTACKER = 0  # the client that attacks
-BASIS = "basis.json"  # in the folder of a run that a study trained
+BASIS = "basis.json"  # file in the folder of each run that a study trained
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Quality:
 
     Attributes:
         metric: name of the metric.
-        train, test: its value on members and on held-out records.
-        gap: how much better the model is on members; without a gap there is nothing to infer.
+        train, test: value of the metric on members and on held-out records.
+        gap: how much better the model is on members; without a gap, membership cannot be inferred.
     """
 
     metric: str
@@ -52,12 +52,12 @@ class Quality:
 
 @dataclass(frozen=True)
 class TrainedRun(Result):
-    """A run, round by round.
+    """The history of a training run.
 
     Attributes:
         run: folder of the run.
-        records: records of its rounds.
-        constant: the metric of the best constant prediction: the mean, or the most common class.
+        records: one record per round.
+        constant: test metric of the best constant prediction, which is the mean or the most common class.
     """
 
     run: str
@@ -66,7 +66,7 @@ class TrainedRun(Result):
 
     @property
     def history(self) -> History:
-        """The records as the server's history."""
+        """The records as a `History`."""
         return History(self.records)
 
     @property
@@ -77,24 +77,24 @@ class TrainedRun(Result):
 
 @dataclass(frozen=True)
 class TrainRun:
-    """Train a federation, or resume the run in the folder."""
+    """The work of training a federation; an unfinished run in the folder is resumed."""
 
     config: Config
     run: Path
 
     def __call__(self, progress: Progress, done: JobResults) -> TrainedRun:
-        """Train to the end."""
+        """Train until the last epoch."""
         federation, data = load_or_train(self.config, self.run, progress, done.basis)
         return TrainedRun(str(self.run), federation.history.records, constant_metric(data))
 
 
 def round_progress(epochs: int, progress: Progress) -> Callable[[RoundRecord], None]:
-    """Return a callback that reports progress from the records of rounds."""
+    """Return a callback that reports the progress of training after each round."""
     return lambda record: progress(min(1.0, record.epoch / epochs), f"training, epoch {record.epoch:.0f}/{epochs}")
 
 
 def constant_metric(data: Data) -> float:
-    """Return the test metric of the best constant prediction: the mean, or the most common class."""
+    """Return the test metric of the best constant prediction, which is the mean or the most common class."""
     train, test = data.train.targets, data.test.targets
     if train.is_floating_point():
         return float((test.double() - train.double().mean(0)).pow(2).mean())
@@ -102,10 +102,10 @@ def constant_metric(data: Data) -> float:
 
 
 def load_or_train(config: Config, folder: Path, progress: Progress, basis: Basis) -> tuple[Federation, Data]:
-    """Return the federation of a configuration after its last round; an unfinished run of a study is resumed.
+    """Return the trained federation of a configuration and its data; resume an unfinished run.
 
-    A run that a study trained on another basis (version, data or code) is trained again from the start. A user's run,
-    whose basis has a checkpoint, is only read.
+    A run that a study trained on a different basis (version, data or code) is trained again from the start. A user's
+    run is only read; in this case, the basis has a checkpoint.
     """
     data = load_data(config)
     if basis.checkpoint is None:
@@ -116,20 +116,20 @@ def load_or_train(config: Config, folder: Path, progress: Progress, basis: Basis
 
 
 def describe_run(config: Config, folder: Path) -> list[str]:
-    """Return notes on a user's run that is attacked: whether it is unfinished, and whether its data have changed."""
+    """Return notes on a user's run: whether it is unfinished, and whether its data have changed."""
     federation = resume_federation(config, folder, load_data(config))
     notes, last = [], config.training.epochs * federation.rounds_per_epoch
     if not is_finished(config, folder) and federation.round < last:
         notes.append(f"This run is unfinished: it is attacked after round {federation.round} of {last}.")
     if RECORDS in federation.changed:
-        notes.append("The data changed since this run was trained: it has not seen the records that count as members.")
+        notes.append("The data have changed since this run was trained: it may not have seen the supposed members.")
     return notes
 
 
 def remove_stale_run(folder: Path, basis: Basis, progress: Progress) -> None:
-    """Remove a run that a study trained on another basis, and write the basis of the next one."""
+    """Remove a run that a study trained on a different basis, and write the new basis."""
     path, changed = folder / BASIS, f"{BASIS} cannot be read"
-    with contextlib.suppress(ValueError):  # a BadArgument is a ValueError, and so is a pydantic error
+    with contextlib.suppress(ValueError):  # includes BadArgument and pydantic's errors
         found = explain_change(TypeAdapter(Basis).validate_python(read_json(path)), basis)
         if found is None:
             return
@@ -153,10 +153,10 @@ def measure_quality(federation: Federation, data: Data) -> Quality:
 
 
 def observe(federation: Federation, rounds: int = 1) -> Observation:
-    """Return what the attacker observes in the last `rounds` rounds.
+    """Return the attacker's observation of `rounds` rounds.
 
-    The federation trains for rounds - 1 more rounds, in which the attacker's messages are recorded; the last broadcast
-    is not answered.
+    The federation is trained for `rounds - 1` more rounds while the attacker's messages are recorded. The attacker does
+    not answer the last broadcast.
     """
     defence, shards = federation.defence, federation.shards
     seen = [observe_round(federation)[ATTACKER] for _ in range(rounds - 1)]
@@ -170,9 +170,9 @@ def observe(federation: Federation, rounds: int = 1) -> Observation:
 
 
 def observe_all(federation: Federation, defence: str) -> Views:
-    """Return the observation of each attacker on a defence, and why other attackers have none."""
+    """Return the observation of each attacker of a defence, and the reason for each attacker without one."""
     attackers = find_attackers(find(defence))
-    return attacker_views(attackers, observe(federation, attackers.collected))
+    return attacker_views(attackers, observe(federation, attackers.broadcasts_needed))
 
 
 def observe_strongest(federation: Federation, defence: str) -> dict[str, Observation]:
@@ -182,7 +182,7 @@ def observe_strongest(federation: Federation, defence: str) -> dict[str, Observa
 
 
 def observe_round(federation: Federation) -> list[Round]:
-    """Train for one more round and return it as each client observes it; updates of fused clients are not separate."""
+    """Train for one more round, and return what each client observes; fused clients have no separate updates."""
     shards, number, caught = federation.shards, federation.round, list[Round]()
 
     def record_round(broadcast: Any, updates: Sequence[Any]) -> None:
@@ -197,7 +197,7 @@ def observe_round(federation: Federation) -> list[Round]:
 
 
 def _architecture(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy with all values set to zero."""
+    """Return a copy of the model with all values set to zero."""
     empty = copy.deepcopy(model)
     with torch.no_grad():
         for tensor in [*empty.parameters(), *empty.buffers()]:

@@ -1,7 +1,8 @@
 """Jobs: parts of a long computation that run in parallel and store their results on disk.
 
-A computation that was stopped resumes: a job whose result is on disk, for the same work and on the same basis (version,
-data, code, checkpoint), does not run again. If a job fails, the jobs that need it fail too, and all others run.
+An interrupted computation can be resumed: a job does not run again if its result is on disk and was computed from the
+same work and basis (version, data, code, checkpoint). If a job fails, the jobs that depend on it fail too; all others
+run.
 """
 
 import contextlib
@@ -29,16 +30,16 @@ from fedveil.plain_json import read_json, to_json
 from fedveil.progress import Progress
 from fedveil.studies.basis import AGAIN, Basis, Digests, explain_change
 
-Show = Callable[[str, float, str], None]  # the job, and its progress
-POLL = 0.2  # seconds
+Show = Callable[[str, float, str], None]  # called with the job's name, the fraction done and the current step
+POLL = 0.2  # interval between checks for finished jobs, in seconds
 
 
-def show_nothing(name: str, fraction: float, what: str) -> None:
-    """Show no progress."""
+def show_nothing(name: str, fraction: float, step: str) -> None:
+    """Ignore progress."""
 
 
 class Result:
-    """Base class of job results: frozen dataclasses of plain values, which pydantic can write as JSON and read back."""
+    """Base class for job results, which are frozen dataclasses that pydantic can write as JSON and read back."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,13 @@ def successes(results: Mapping[K, V | Failure]) -> dict[K, V]:
 
 
 class JobWork(Protocol[R]):
-    """The work of a job: a frozen dataclass of everything that determines its result, called in a separate process."""
+    """The work of a job: a callable frozen dataclass whose fields determine the result.
+
+    It may be called in a separate process.
+    """
 
     def __call__(self, progress: Progress, done: "JobResults") -> R:
-        """Compute the result; `done` has the results of the jobs that this one needs."""
+        """Compute the result; `done` contains the results of the jobs that this one needs."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,11 @@ class StudyJob(Generic[R]):
     """A part of a computation.
 
     Attributes:
-        name: name of its file, unique in a folder.
-        work: the work. A stored result is used if the repr of its work, and its data and code, are the same.
+        name: name of the job and its file, unique in a folder.
+        work: the work. A stored result is reused if the repr of the work, the data and the code have not changed.
         result: type of the result.
         needs: jobs that must succeed first; the work receives their results.
-        after: jobs that must end first, whether they fail or not.
+        after: jobs that must end first, even if they fail.
         attacked: folder of a user's run that the work attacks; a new checkpoint there invalidates the result.
     """
 
@@ -87,7 +91,7 @@ class StudyJob(Generic[R]):
 
 
 class JobResults:
-    """Results of jobs, each with the type of its job, and the basis of the job that receives them."""
+    """The results of jobs, and the basis of the job that receives them; `results[job]` has the job's result type."""
 
     def __init__(self, results: Mapping[str, Result], basis: Basis | None = None) -> None:
         self._results = dict(results)
@@ -97,7 +101,7 @@ class JobResults:
         return cast("R | Failure", self._results[job.name])
 
     def require(self, job: StudyJob[R]) -> R:
-        """Return the result of a job; raise a FedveilError if it failed."""
+        """Return the result of a job; raise a FedveilError if the job failed."""
         found = self[job]
         if isinstance(found, Failure):
             raise FedveilError(job.name, found.failed)
@@ -105,7 +109,10 @@ class JobResults:
 
 
 def read_result(job: StudyJob[R], folder: Path, basis: Basis | None = None) -> R | str | None:
-    """Read a job's stored result; return the reason if it is no longer valid, and None if it is missing or failed."""
+    """Read a job's stored result.
+
+    Returns the reason as a string if the result is no longer valid, and None if it is missing or a failure.
+    """
     path = folder / f"{job.name}.json"
     try:
         found = read_json(path)
@@ -118,14 +125,14 @@ def read_result(job: StudyJob[R], folder: Path, basis: Basis | None = None) -> R
             written = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
             return f"{changed} since {written}"
         return TypeAdapter(job.result).validate_python(found["result"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # BadArgument and pydantic's are ValueErrors
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # includes BadArgument and pydantic's errors
         return None
 
 
 def run_job(job: StudyJob[R], folder: Path, progress: Progress, done: JobResults) -> R | Failure:
-    """Run the job and store its result, or why it failed; an earlier result is removed first."""
+    """Remove any earlier result, run the job, and store its result or the reason for its failure."""
     path = folder / f"{job.name}.json"
-    path.unlink(missing_ok=True)  # its files are about to be replaced by the work
+    path.unlink(missing_ok=True)  # the work is about to replace the files of the earlier result
     result: R | Failure
     try:
         result = job.work(progress, done)
@@ -153,11 +160,11 @@ def run_jobs(
     """Run the jobs that have no valid result in the folder, and return all results.
 
     Args:
-        jobs: the jobs, each after those that it needs.
+        jobs: the jobs, each listed after its dependencies.
         folder: folder with a file for each job.
-        workers: number of processes, by default one per core; with one, everything runs in this process.
-        show: called with (job, fraction done, current step).
-        digests: digests that the command has already computed.
+        workers: number of processes, by default one per core; if 1, all jobs run in this process.
+        show: called with a job's name, the fraction done and the current step.
+        digests: a cache of digests, if the command has already computed some.
     """
     digests = digests or Digests()
     bases = {job.name: digests.job_basis(job.work, job.attacked) for job in jobs}
@@ -174,7 +181,7 @@ def run_jobs(
     if workers <= 1:
         _schedule(left, found, bases, lambda job, done: _run_here(job, folder, show, done), None, show)
     else:
-        context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads half alive
+        context = multiprocessing.get_context("spawn")  # fork is unsafe once torch has started threads
         queue: ProgressQueue = context.SimpleQueue()
         with _safe_path(), ProcessPoolExecutor(workers, context, _set_up_worker, (queue, os.getpid())) as pool:
             _schedule(left, found, bases, lambda job, done: pool.submit(_run_in_worker, job, folder, done), queue, show)
@@ -183,22 +190,22 @@ def run_jobs(
 
 def _schedule(
     jobs: Sequence[StudyJob[Result]],
-    found: dict[str, Result],
+    results: dict[str, Result],
     bases: Mapping[str, Basis],
     submit: Callable[[StudyJob[Result], JobResults], Future[Result]],
     queue: "ProgressQueue | None",
     show: Show,
 ) -> None:
-    """Submit each job when those that it waits for have ended, and add its result to `found`."""
+    """Submit each job once its dependencies have ended, and add its result to `results`."""
     waiting, running = list(jobs), dict[Future[Result], str]()
     while waiting or running:
-        job = next((job for job in waiting if all(need.name in found for need in (*job.needs, *job.after))), None)
+        job = next((job for job in waiting if all(need.name in results for need in (*job.needs, *job.after))), None)
         if job is not None:
             waiting.remove(job)
-            needed = {need.name: found[need.name] for need in job.needs}
+            needed = {need.name: results[need.name] for need in job.needs}
             failures = [f"{name}: {one.failed}" for name, one in needed.items() if isinstance(one, Failure)]
             if failures:
-                found[job.name] = Failure(failures[0])
+                results[job.name] = Failure(failures[0])
             else:
                 running[submit(job, JobResults(needed, bases[job.name]))] = job.name
         finished, _ = wait(running, POLL if job is None else 0.0, "FIRST_COMPLETED")
@@ -206,7 +213,7 @@ def _schedule(
             show(*queue.get())
         for future in finished:
             name, error = running.pop(future), future.exception()
-            found[name] = Failure(f"its process died: {error}") if error else future.result()
+            results[name] = Failure(f"the worker process died: {error}") if error else future.result()
             show(name, 1.0, "done")
 
 
@@ -217,17 +224,17 @@ def _run_here(job: StudyJob[Result], folder: Path, show: Show, done: JobResults)
 
 
 ProgressQueue = SimpleQueue[tuple[str, float, str]]
-_queue: ProgressQueue | None = None  # to which a worker process reports its progress
+_queue: ProgressQueue | None = None  # the queue to which a worker process reports its progress
 
 
 def _run_in_worker(job: StudyJob[Result], folder: Path, done: JobResults) -> Result:
     assert _queue is not None
     put = _queue.put
-    return run_job(job, folder, lambda fraction, what: put((job.name, fraction, what)), done)
+    return run_job(job, folder, lambda fraction, step: put((job.name, fraction, step)), done)
 
 
 def _set_up_worker(queue: ProgressQueue, parent: int) -> None:
-    """Set up a worker process, which ends when its parent is gone: two runs must never write to the same folder."""
+    """Set up a worker process that exits when its parent has exited, so that it cannot interfere with a new run."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -237,14 +244,14 @@ def _set_up_worker(queue: ProgressQueue, parent: int) -> None:
     global _queue
     _queue = queue
     threading.Thread(target=watch, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once; only the parent prints a message
-    torch.set_num_threads(1)  # one worker per core
-    torch.set_flush_denormal(True)  # weights of dead units decay to denormals, which made a round seven times slower
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker at once; only the parent prints a message
+    torch.set_num_threads(1)  # there is one worker per core
+    torch.set_flush_denormal(True)  # weights of dead units decay to denormals, which made rounds seven times slower
 
 
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """Keep processes that start now from importing modules from the working directory."""
+    """Prevent processes started in this context from importing modules from the working directory."""
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:

@@ -1,4 +1,4 @@
-"""`fedveil attack poisoning`: measure accuracy with hostile clients, without limits, with bounds and with each rule."""
+"""`fedveil attack poisoning`: measure the accuracy with hostile clients, with and without limits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +31,11 @@ REFUSED = "refused by bounds: hostile, honest"
 
 @dataclass(frozen=True)
 class Ending:
-    """How one run ended.
+    """The outcome of one run.
 
     Attributes:
-        accuracy: accuracy on test records after the last round; None if the run ended earlier.
-        ended: why it ended before its last round; "" if it did not.
+        accuracy: accuracy on test records after the last round; None if the run ended early.
+        ended: reason why the run ended early; "" if it did not.
         rounds: number of completed rounds.
         refused: number of refused updates from hostile clients.
         wronged: number of refused updates from honest clients.
@@ -50,11 +50,11 @@ class Ending:
 
 @dataclass(frozen=True)
 class Endings(Result):
-    """One attack under each limit.
+    """The outcomes of one attack under each limit.
 
     Attributes:
-        runs: endings by the name of the limit.
-        inapplicable: why there are no runs; "" if there are.
+        runs: outcome by limit.
+        inapplicable: reason why the attack does not apply; "" if it does.
     """
 
     runs: dict[str, Ending] = field(default_factory=dict)
@@ -63,22 +63,22 @@ class Endings(Result):
 
 @dataclass(frozen=True)
 class Poisoning(Result):
-    """All attacks under one defence, each with one result per seed."""
+    """The results of all attacks under one defence, with one result per seed."""
 
     attacks: dict[str, list[Endings | Failure]]
 
     def endings(self, attack: str, limits: str) -> list[Ending]:
-        """Return the endings for all seeds whose runs did not fail."""
-        done = [one.runs for one in self.attacks.get(attack, []) if isinstance(one, Endings)]
+        """Return the outcomes of an attack under one limit, for all seeds that did not fail."""
+        done = [result.runs for result in self.attacks.get(attack, []) if isinstance(result, Endings)]
         return [runs[limits] for runs in done if limits in runs]
 
     def missing(self, attack: str) -> str:
-        """Return why an attack has no results; "" if it has some."""
-        for one in self.attacks[attack]:
-            if isinstance(one, Failure):
-                return f"failed: {one.failed}"
-            if one.inapplicable:
-                return f"does not apply: {one.inapplicable}"
+        """Return the reason why an attack has no results, or "" if it has results."""
+        for result in self.attacks[attack]:
+            if isinstance(result, Failure):
+                return f"failed: {result.failed}"
+            if result.inapplicable:
+                return f"does not apply: {result.inapplicable}"
         return ""
 
 
@@ -97,33 +97,33 @@ class PoisoningOptions:
             check_count(WHERE, f"--{name}", getattr(self, name))
 
     def names(self) -> list[str]:
-        """Return the names of the attacks, after honest clients."""
+        """Return "honest" and the names of the attacks."""
         return [HONEST, *_parse_names("--attacks", "attack", self.attacks, ATTACKS)]
 
     def configs(self, config: Config) -> dict[str, Config]:
-        """Return the federation by the name of its limits: none, bounds, and bounds with each rule."""
+        """Return the configuration for each limit: no limits, bounds, and bounds with each aggregation rule."""
         rules = [] if self.rules == "none" else _parse_names("--rules", "rule", self.rules, RULES)
         nothing: dict[str, Value] = dict.fromkeys(LimitSettings.model_fields)
         found = {UNLIMITED: config.changed(**nothing), BOUNDED: config.changed(aggregator=MEAN)}
         return found | {rule: config.changed(aggregator=rule) for rule in rules}
 
 
-def _parse_names(flag: str, kind: str, words: str, known: Mapping[str, object]) -> list[str]:
-    """Return all known names, or those in a comma-separated list."""
-    chosen = known if words == "all" else words.split(",")
-    return [check_choice(flag, kind, word, known) for word in dict.fromkeys(chosen)]
+def _parse_names(flag: str, kind: str, names: str, known: Mapping[str, object]) -> list[str]:
+    """Return the names in a comma-separated list, or all known names for "all"."""
+    chosen = known if names == "all" else names.split(",")
+    return [check_choice(flag, kind, name, known) for name in dict.fromkeys(chosen)]
 
 
 @dataclass(frozen=True)
 class Poison:
-    """Run one attack on one federation, under each limit."""
+    """The work of one attack on one federation, under each limit."""
 
     config: Config
     options: PoisoningOptions
     attack: str
 
     def __call__(self, progress: Progress, done: JobResults) -> Endings:
-        """Train under each limit."""
+        """Train the federation under each limit."""
         data = load_data(self.config)
         strategy = NOBODY if self.attack == HONEST else ATTACKS[self.attack]
         if strategy.buffers and not list(build_model(self.config, data).buffers()):
@@ -139,12 +139,12 @@ class Poison:
 
 
 def count_hostile(config: Config) -> int:
-    """Return the number of hostile clients, which the rules are also given."""
+    """Return the number of hostile clients, which the aggregation rules also know."""
     return 1 if config.limits.hostile is None else config.limits.hostile
 
 
 def train_rounds(federation: Federation, data: Data, rounds: int, hostile: int) -> Ending:
-    """Train for a number of rounds; a run that ends early is also a result."""
+    """Train for the given number of rounds; if the run ends early, return the reason in the outcome."""
     ended = ""
     try:
         federation.fit(rounds=rounds, test=(data.test.inputs, data.test.targets), evaluate_every=rounds)
@@ -159,7 +159,7 @@ def train_rounds(federation: Federation, data: Data, rounds: int, hostile: int) 
 
 
 class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
-    """Damage done by hostile clients; one job for every attack, defence and seed."""
+    """The damage done by hostile clients, with one job per attack, defence and seed."""
 
     name = "poisoning"
     summary = "measure what hostile clients do to the model, with and without limits"
@@ -169,21 +169,22 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
     def check(self, request: AttackRequest[PoisoningOptions]) -> None:
         """Refuse a federation that cannot be attacked."""
         if request.run:
-            raise BadArgument("--run", "hostile clients take part in training", "use flags or a file instead of a run")
+            what = "cannot attack a trained run, since hostile clients take part in training"
+            raise BadArgument("--run", what, "use flags or a file instead of a run")
         config, data = request.config, load_data(request.config)
         hostile, clients = count_hostile(config), config.data.clients
         if not data.classes:
             raise BadArgument(data.name, "it has no classes, but the attack measures accuracy", "use --data digits")
         if not 0 < hostile < clients:
-            fix = "choose at least one, and leave one honest"
+            fix = "use at least one hostile client, and at least one honest client"
             raise BadArgument("--hostile", f"{hostile} of {clients} clients would be hostile", fix)
         if config.limits.aggregator is not None:
             fix = f"use --rules {config.limits.aggregator}"
             raise BadArgument("--aggregator", "the attack compares all rules with the mean", fix)
-        for name, own in request.options.configs(config).items():
-            limits = build_limits(own.limits)
+        for name, limited in request.options.configs(config).items():
+            limits = build_limits(limited.limits)
             if limits and limits.needed() > clients:
-                what = f"{name} against {hostile} hostile clients needs {limits.needed()}, not {clients}"
+                what = f"{name} needs {limits.needed()} clients to resist {hostile} hostile ones, got {clients}"
                 raise BadArgument("--rules", what, "use more --clients, or leave the rule out")
 
     def graph(self, request: AttackRequest[PoisoningOptions], folder: Path) -> JobGraph[Results[Poisoning]]:
@@ -199,16 +200,18 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
                     own[f"{attack}-{seed}"] = StudyJob(request.job_name(defence, attack, str(seed)), work, Endings)
         return join_parts(
             jobs,
-            lambda found: Poisoning({name: [found[f"{name}-{seed}"] for seed in seeds] for name in options.names()}),
+            lambda results: Poisoning(
+                {name: [results[f"{name}-{seed}"] for seed in seeds] for name in options.names()}
+            ),
         )
 
     def show(self, request: AttackRequest[PoisoningOptions], results: Mapping[str, Poisoning]) -> Presentation:
-        """Return the accuracy by attack and limit, and the sections."""
+        """Return the accuracy for each attack and limit, and the sections."""
         return show(results, list(request.options.configs(request.config)), count_hostile(request.config))
 
 
 class LimitFigures(NamedTuple):
-    """The runs with all seeds for one defence, one attack and one limit."""
+    """The outcomes for one defence, one attack and one limit, over all seeds."""
 
     defence: str
     attack: str
@@ -217,17 +220,17 @@ class LimitFigures(NamedTuple):
 
     @property
     def accuracy(self) -> Estimate | None:
-        """The mean over seeds whose run did not end early."""
-        found = [one.accuracy for one in self.endings if one.accuracy is not None]
+        """The mean accuracy over the runs that did not end early."""
+        found = [ending.accuracy for ending in self.endings if ending.accuracy is not None]
         return average(found) if found else None
 
     @property
     def ended(self) -> list[str]:
-        """Why runs ended early."""
-        return [one.ended for one in self.endings if one.ended]
+        """The reasons why runs ended early."""
+        return [ending.ended for ending in self.endings if ending.ended]
 
     def cell(self) -> str:
-        """Format the accuracy in %, with the number of runs that ended early if any did."""
+        """Format the accuracy in % and the number of runs that ended early, if any."""
         if not self.endings:
             return NOTHING
         if self.accuracy is None:
@@ -237,7 +240,7 @@ class LimitFigures(NamedTuple):
 
 
 def limit_figures(defence: str, result: Poisoning, attack: str, limits: Sequence[str]) -> list[LimitFigures]:
-    """Return one attack under each limit; empty for an attack without results."""
+    """Return the outcomes of one attack under each limit; the list is empty if the attack has no results."""
     if result.missing(attack):
         return []
     return [LimitFigures(defence, attack, name, result.endings(attack, name)) for name in limits]
@@ -256,11 +259,11 @@ def main_rows(results: Mapping[str, Poisoning], limits: Sequence[str], hostile: 
             yield [defence, attack, *(one.cell() for one in own), refused]
 
 
-def verdict(every: Sequence[LimitFigures]) -> str:
-    """Return the accuracy that remains under the worst attack for each limit, for the defence that suffers most."""
-    honest = [one.accuracy.value for one in every if (one.attack, one.limits) == (HONEST, UNLIMITED) and one.accuracy]
-    left: dict[str, float] = {}  # -1 where a run ended early
-    for one in every:
+def verdict(figures: Sequence[LimitFigures]) -> str:
+    """Return a sentence with the lowest accuracy for each limit, over all attacks and defences."""
+    honest = [one.accuracy.value for one in figures if (one.attack, one.limits) == (HONEST, UNLIMITED) and one.accuracy]
+    left: dict[str, float] = {}  # accuracy by limit; -1 if a run ended early
+    for one in figures:
         if one.attack != HONEST and one.endings:
             value = one.accuracy.value if one.accuracy and not one.ended else -1.0
             left[one.limits] = min(value, left.get(one.limits, 1.0))
@@ -271,7 +274,7 @@ def verdict(every: Sequence[LimitFigures]) -> str:
 
 
 def show(results: Mapping[str, Poisoning], limits: Sequence[str], hostile: int) -> Presentation:
-    """Return the table and the sections: the attacks, intervals, and why runs ended early."""
+    """Return the table, descriptions of the attacks, intervals, and the reasons why runs ended early."""
     every = [
         one
         for name, own in results.items()

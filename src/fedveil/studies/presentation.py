@@ -1,4 +1,4 @@
-"""Results as readers see them, on a page and in the terminal: formatted numbers, chart marks, rows, images."""
+"""Helpers to present results on a page and in the terminal: formatted numbers, chart marks, rows and images."""
 
 import base64
 import tomllib
@@ -17,16 +17,16 @@ from fedveil.report import NOTHING, Interval, Page, Picture, Section, Table
 
 @dataclass(frozen=True)
 class Presentation:
-    """The results of a study, as presented to readers.
+    """The results of a study, ready for the page and the terminal.
 
     Attributes:
         title: title of the page.
         verdict: the result in one sentence.
-        header, rows, note: the table, for the terminal and the page.
-        sections: sections of the page after the table; the terminal prints the paragraphs of `Text`.
+        header, rows, note: header, rows and note of the main table.
+        sections: sections of the page after the table; the terminal prints only the paragraphs of `Text` sections.
         first: sections before the table.
         headline: rows (question, the paper's answer, our answer) for a summary of several studies.
-        lead: description of the question, below the verdict.
+        lead: description of the question, printed below the verdict.
     """
 
     title: str
@@ -50,8 +50,8 @@ class PageTexts(BaseModel):
 
     Attributes:
         note: note below the main table.
-        reading: paragraphs on how to read the page.
-        notes: other notes by name.
+        reading: paragraphs that explain how to read the page.
+        notes: other notes, by name.
     """
 
     note: str = ""
@@ -66,51 +66,51 @@ def read_toml(name: str) -> dict[str, JsonValue]:
 
 @cache
 def read_texts() -> dict[str, PageTexts]:
-    """Return the prose of each study's page, by the name of the study."""
+    """Return the prose of each study's page, by study."""
     return TypeAdapter(dict[str, PageTexts]).validate_python(read_toml("texts.toml"))
 
 
-def text(found: Estimate | None, form: str = ".1f", scale: float = 1.0) -> str:
-    """Format a value with its interval; a single measurement has none.
+def text(estimate: Estimate | None, form: str = ".1f", scale: float = 1.0) -> str:
+    """Format a value with its interval; an interval of length 0 is omitted.
 
     >>> text(Estimate(0.612, 0.59, 0.634), ".2f"), text(Estimate(2.0, 2.0, 2.0))
     ('0.61 [0.59, 0.63]', '2.0')
     """
-    if found is None:
+    if estimate is None:
         return NOTHING
-    value, low, high = (f"{scale * number:{form}}" for number in (found.value, found.low, found.high))
-    return value if found.low == found.high else f"{value} [{low}, {high}]"
+    value, low, high = (f"{scale * number:{form}}" for number in (estimate.value, estimate.low, estimate.high))
+    return value if estimate.low == estimate.high else f"{value} [{low}, {high}]"
 
 
-def percent(found: Estimate | None) -> str:
-    """Format a fraction in per cent: 61.2 [59.0, 63.4]."""
-    return text(found, scale=100)
+def percent(estimate: Estimate | None) -> str:
+    """Format a fraction and its interval in per cent, for example "61.2 [59.0, 63.4]"."""
+    return text(estimate, scale=100)
 
 
 def format_figures(figures: Mapping[str, Estimate | None], formats: Mapping[str, tuple[str, float]]) -> list[str]:
-    """Format the estimates in one row; `formats` has the format and factor of each column."""
+    """Format the estimates in a row; `formats` contains the format and factor of each column."""
     return [text(figures.get(column), form, scale) for column, (form, scale) in formats.items()]
 
 
-def mark(name: str, found: Estimate | None, group: str = "", scale: float = 1.0) -> Interval:
-    """Return an estimate as a chart mark; None is a failure."""
-    if found is None:
+def mark(name: str, estimate: Estimate | None, group: str = "", scale: float = 1.0) -> Interval:
+    """Return an estimate as a mark in a chart; None is marked as failed."""
+    if estimate is None:
         return Interval(name, None, group=group, missing="failed")
-    return Interval(name, scale * found.value, scale * found.low, scale * found.high, group)
+    return Interval(name, scale * estimate.value, scale * estimate.low, scale * estimate.high, group)
 
 
 def failed_row(name: str, columns: int, text: str = "failed") -> list[str]:
-    """Return the row of a defence without results."""
+    """Return a table row for a defence that has no results."""
     return [name, text, *[""] * (columns - 2)]
 
 
 def display_name(defence: str) -> str:
-    """Return the name of a defence for use in a sentence; for package.module:Class, the class name."""
+    """Return the name of a defence for use in a sentence; package.module:Class becomes the class name."""
     return "no defence" if defence == "plain" else defence.rpartition(":")[2]
 
 
 def capitalise(sentence: str) -> str:
-    """Return a sentence with its first letter in upper case."""
+    """Return a sentence with its first letter capitalised."""
     return sentence[:1].upper() + sentence[1:]
 
 

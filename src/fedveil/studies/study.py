@@ -1,4 +1,4 @@
-"""The pipeline of every study: jobs, results as frozen dataclasses, and a pure function that presents them."""
+"""The structure of a study: jobs, results as frozen dataclasses, and a pure function that presents them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class JobGraph(Generic[R]):
-    """Jobs, each after those that it needs, and a function to combine their results.
+    """Jobs, each listed after its dependencies, and a function that combines their results.
 
-    A job that failed is a `Failure` among the results.
+    The result of a failed job is a `Failure`.
     """
 
     jobs: Sequence[StudyJob[Result]]
@@ -31,18 +31,19 @@ class JobGraph(Generic[R]):
 
 
 class Study(ABC, Generic[S, R]):
-    """A question, how to compute its answer, and how to present it.
+    """Base class for studies, which define the jobs that answer a question and present the results.
 
-    S is the type of the question, a frozen dataclass; R is that of the answer, a frozen dataclass or a dict of them.
+    S is the type of the request, a frozen dataclass. R is the type of the results, a frozen dataclass or a dict of
+    frozen dataclasses.
     """
 
     @abstractmethod
     def graph(self, request: S, folder: Path) -> JobGraph[R]:
-        """Return the jobs; `folder` is for files that are too large for a result."""
+        """Return the jobs of the study; `folder` is for files that are too large to be part of a result."""
 
     @abstractmethod
     def present(self, request: S, results: R) -> Presentation:
-        """Present the results; computes nothing and reads nothing."""
+        """Present the results, without training a model or reading a file."""
 
 
 def run_graph(
@@ -53,19 +54,19 @@ def run_graph(
     show: Show = show_nothing,
     digests: Digests | None = None,
 ) -> R:
-    """Run the jobs whose results are not in the folder yet, and combine all results."""
+    """Run the jobs that have no valid result in the folder, and combine all results."""
     with locked(folder):
         return graph.collect(run_jobs(graph.jobs, folder / "jobs", workers=workers, show=show, digests=digests))
 
 
 def gather(study: Study[S, R], request: S, folder: Path, *, workers: int | None = None, show: Show = show_nothing) -> R:
-    """Run the jobs of a study whose results are not in the folder yet, and return its results."""
+    """Run the jobs of a study that have no valid result in the folder, and return the results of the study."""
     return run_graph(study.graph(request, folder), folder, workers=workers, show=show)
 
 
 def publish(study: Study[S, R], request: S, results: R, folder: Path, command: str) -> Presentation:
     """Write results.json and report.html, and return the `Presentation` to print."""
-    from fedveil.report import write  # jobs do not need it
+    from fedveil.report import write  # imported here because jobs do not need it
 
     plain, presented = {"command": command, "results": to_jsonable_python(results)}, study.present(request, results)
     with locked(folder):

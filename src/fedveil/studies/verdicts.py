@@ -1,4 +1,4 @@
-"""Verdicts for all studies: one table of thresholds, and a label with its value and interval."""
+"""Verdicts of all studies: the thresholds, and labels with the estimates that they are based on."""
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -9,15 +9,17 @@ from fedveil.attacks.scores import Estimate
 from fedveil.report import Section, Text
 from fedveil.studies.presentation import capitalise, display_name, text
 
-CLEAR = 0.1  # a leak is clear at this fraction of the way from guessing to full knowledge, or above
-SLIGHT, FULL = 0.2, 0.8  # fractions of the way from guessing to no defence: a slight leak below, a full one above
-LAG = 0.2  # published attacks are mentioned if they fall short of the strongest attacker by this fraction of the way
-RECOGNISED = 10.0  # dB above guessing, a tenth of the squared error: the record is known, and more adds nothing
-MAX_MEMBERSHIP, MAX_COST = 0.52, 0.005  # limits for hardening: the attacker's balanced accuracy, and the accuracy lost
+CLEAR = 0.1  # a leak is clear above this fraction of the distance between guessing and full knowledge
+SLIGHT = 0.2  # a leak is slight below this fraction of the distance between guessing and the undefended result
+FULL = 0.8  # a leak is full at or above this fraction of the distance between guessing and the undefended result
+LAG = 0.2  # published attacks are mentioned if they are weaker by this fraction of the strongest attacker's advantage
+RECOGNISED = 10.0  # a record counts as known if its PSNR is this many dB above guessing
+MAX_MEMBERSHIP = 0.52  # limit for hardening: the attacker's balanced accuracy
+MAX_COST = 0.005  # limit for hardening: the loss of accuracy
 
 
 class Label(enum.StrEnum):
-    """The outcome, given the strongest attackers with the defence and without one."""
+    """The label of a verdict, which compares the strongest attackers with and without the defence."""
 
     LEAK = "LEAK"
     PARTIAL = "PARTIAL LEAK"
@@ -29,7 +31,7 @@ class Label(enum.StrEnum):
 
 
 class Finding(enum.IntEnum):
-    """The conclusion from the interval of one attacker's estimate, ordered by how much it says about a leak."""
+    """The conclusion from one attacker's interval, in increasing order of evidence for a leak."""
 
     NOTHING = 0
     TOO_FEW = 1
@@ -41,7 +43,10 @@ class AttackerFigure:
     """The estimate for one attacker, and the conclusion from its interval.
 
     Attributes:
-        below: whether the finding is below guessing; an attacker that reverses its answers then reaches 1 - figure.
+        attacker: name of the attacker.
+        figure: the estimate.
+        finding: the conclusion.
+        below: whether the estimate is below guessing; an attacker that reverses its answers then reaches 1 - figure.
     """
 
     attacker: str
@@ -51,21 +56,21 @@ class AttackerFigure:
 
     @property
     def value(self) -> float:
-        """The estimate, in the direction of the finding."""
+        """The value of the estimate, or 1 minus the value if it is below guessing."""
         return 1 - self.figure.value if self.below else self.figure.value
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One kind of estimate: how it is printed, and at which value it is a leak.
+    """A kind of estimate: its format, and the values that count as a leak.
 
     Attributes:
-        subject: what may leak.
-        figure: the name of the estimate.
-        form, scale, unit: how it is printed.
+        subject: the information that may leak.
+        figure: name of the estimate.
+        form, scale, unit: format, factor and unit for printing.
         headroom: distance from guessing to full knowledge; None if full knowledge is 1.
-        two_sided: whether values below guessing reveal as much as those above it.
-        needs_adaptive: whether finding nothing is evidence only with an adaptive attacker.
+        two_sided: whether values below guessing reveal as much as values above it.
+        needs_adaptive: whether a defence counts as untested unless an adaptive attacker was run.
     """
 
     subject: str
@@ -78,14 +83,15 @@ class Measure:
     needs_adaptive: bool = False
 
     def full(self, guess: float) -> float:
-        """Return the value for an attacker that knows everything."""
+        """Return the value that an attacker with full knowledge reaches."""
         return 1.0 if self.headroom is None else guess + self.headroom
 
     def assess(self, attacker: str, figure: Estimate, guess: float, trials: int = 2) -> AttackerFigure:
-        """Draw the conclusion from the interval of an attacker's estimate.
+        """Draw a conclusion from the interval of an attacker's estimate.
 
-        Found: the interval is above guessing or, if both sides count, below it. Nothing found: it includes guessing or
-        is below it, and includes no clear leak. Too few trials: it includes both, or there is a single trial.
+        - Found: the whole interval is above guessing or, if the measure is two-sided, below it.
+        - Nothing found: the interval is not above guessing, and does not include a clear leak.
+        - Too few trials: the interval includes both guessing and a clear leak, or there was only one trial.
         """
         clear, below = CLEAR * (self.full(guess) - guess), self.two_sided and figure.high < guess
         if trials < 2:
@@ -110,12 +116,14 @@ INVERSION = Measure("private classes", "attack success", ".0f", 100, " %")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The label of one measure under one defence, with the estimates behind it.
+    """The label for one measure and one defence, with the estimates that it is based on.
 
     Attributes:
-        guess: the value for the best constant answer.
+        label: the label.
+        measure: the measure.
+        guess: value of the best constant answer.
         strongest: the strongest attacker.
-        undefended: the strongest attacker without a defence; None if that was not measured.
+        undefended: the strongest attacker without a defence; None if it was not measured.
         published: the strongest published attacker; None if none was run.
     """
 
@@ -127,7 +135,7 @@ class Verdict:
     published: AttackerFigure | None = None
 
     def __str__(self) -> str:
-        """Return the label, the estimate with its interval, and the values to compare it with."""
+        """Return the label, the estimate with its interval, and reference values."""
         one, measure = self.strongest, self.measure
         figure = f"{text(one.figure, measure.form, measure.scale)}{measure.unit}"
         sentence = f"{self.label}: {measure.figure} {figure} ({one.attacker})"
@@ -142,45 +150,45 @@ class Verdict:
         return f"{sentence}; {', '.join(beside)}"
 
 
-def find_strongest(every: Iterable[AttackerFigure]) -> AttackerFigure | None:
-    """Return the strongest attacker: among those that find something, else those with too few trials, else all."""
-    return max(every, key=lambda one: (one.finding, one.value), default=None)
+def find_strongest(figures: Iterable[AttackerFigure]) -> AttackerFigure | None:
+    """Return the attacker with the strongest finding; ties are broken by value."""
+    return max(figures, key=lambda figure: (figure.finding, figure.value), default=None)
 
 
 def judge(
     measure: Measure,
     guess: float,
-    found: Sequence[AttackerFigure],
+    figures: Sequence[AttackerFigure],
     undefended: Sequence[AttackerFigure],
     published: Collection[str] = (PUBLISHED,),
 ) -> Verdict | None:
-    """Return the verdict on one defence; None if there are no attackers.
+    """Return the verdict on one defence, or None if there are no attackers.
 
-    `published` are the names of the attackers that do not know the defence.
+    `published` contains the names of the attackers that do not know the defence.
     """
-    one, top = find_strongest(found), find_strongest(undefended)
-    if one is None:
+    strongest, reference = find_strongest(figures), find_strongest(undefended)
+    if strongest is None:
         return None
-    known = find_strongest(other for other in found if other.attacker in published)
-    label = choose_label(measure, guess, one, top)
-    if label is Label.SLIGHT and any(other.finding is Finding.TOO_FEW for other in found):
+    known = find_strongest(other for other in figures if other.attacker in published)
+    label = choose_label(measure, guess, strongest, reference)
+    if label is Label.SLIGHT and any(other.finding is Finding.TOO_FEW for other in figures):
         label = Label.TOO_FEW
-    if measure.needs_adaptive and one is known and label not in (Label.LEAK, Label.NOTHING, Label.TOO_FEW):
+    if measure.needs_adaptive and strongest is known and label not in (Label.LEAK, Label.NOTHING, Label.TOO_FEW):
         label = Label.UNTESTED
-    return Verdict(label, measure, guess, one, top, known)
+    return Verdict(label, measure, guess, strongest, reference, known)
 
 
-def choose_label(measure: Measure, guess: float, one: AttackerFigure, top: AttackerFigure | None) -> Label:
-    """Return the label, given the strongest attackers with the defence and without one."""
-    leaks = top is not None and top.finding is Finding.FOUND
-    if one.finding is Finding.TOO_FEW:
+def choose_label(measure: Measure, guess: float, strongest: AttackerFigure, undefended: AttackerFigure | None) -> Label:
+    """Return the label, given the strongest attackers with the defence (`strongest`) and without it (`undefended`)."""
+    leaks = undefended is not None and undefended.finding is Finding.FOUND
+    if strongest.finding is Finding.TOO_FEW:
         return Label.TOO_FEW
-    if one.finding is Finding.NOTHING:
+    if strongest.finding is Finding.NOTHING:
         return Label.PROTECTED if leaks else Label.NOTHING
-    if top is None or not leaks:
+    if undefended is None or not leaks:
         return Label.LEAK
-    way = min(top.value, measure.full(guess)) - guess
-    fraction = (one.value - guess) / way if way > 0 else 0.0
+    way = min(undefended.value, measure.full(guess)) - guess
+    fraction = (strongest.value - guess) / way if way > 0 else 0.0
     return Label.SLIGHT if fraction < SLIGHT else Label.PARTIAL if fraction < FULL else Label.LEAK
 
 
@@ -192,12 +200,12 @@ def judge_defences(
 ) -> dict[str, Verdict]:
     """Return the verdict on each defence that was attacked; "plain" is the undefended federation."""
     undefended = found.get("plain", ())
-    every = {name: judge(measure, guess, own, undefended, published) for name, own in found.items()}
-    return {name: one for name, one in every.items() if one}
+    verdicts = {name: judge(measure, guess, figures, undefended, published) for name, figures in found.items()}
+    return {name: verdict for name, verdict in verdicts.items() if verdict}
 
 
 def summarise(verdicts: Mapping[str, Verdict]) -> str:
-    """Summarise the verdicts on one measure by label: Membership: LEAK (veil 0.69), PROTECTED (spn 0.51)."""
+    """Summarise the verdicts on one measure, for example "Membership: LEAK (veil 0.69), PROTECTED (spn 0.51)"."""
     by_label: dict[Label, list[str]] = {}
     for name, one in verdicts.items():
         by_label.setdefault(one.label, []).append(f"{display_name(name)} {one.measure.number(one.strongest.value)}")
@@ -215,5 +223,5 @@ def headline(verdicts: Mapping[str, Verdict]) -> str:
 
 
 def verdict_section(verdicts: Mapping[str, Verdict]) -> list[Section]:
-    """Return the full verdicts, one paragraph each."""
+    """Return a section with the full verdicts, one paragraph each."""
     return [Text("Verdict", [f"{name}: {one}." for name, one in verdicts.items()])] if verdicts else []

@@ -1,4 +1,4 @@
-"""`fedveil audit --harden`: settings that strengthen the veil against adaptive attackers, and their cost."""
+"""`fedveil audit --harden`: measure settings that harden the veil against adaptive attackers, and their cost."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +32,8 @@ OWN_KEYS = (
     *("defence", "loss", "label_smoothing", "weight_decay", "whole_shard", "decoys", "keep_noise", "seed"),
     *("clip", "noise", "delta", "unit", "epsilon"),
 )
-"""Keys that the measures set and flags may not."""
-HardeningResults = dict[str, list[AuditResult | Failure]]  # by measure, one per seed
+"""Configuration keys that only the measures may set."""
+HardeningResults = dict[str, list[AuditResult | Failure]]  # one result per seed, by measure
 
 COST, MEMBERSHIP = "cost, points", "membership, %"
 FORMATS = {
@@ -45,15 +45,15 @@ FORMATS = {
     "guess, dB": (".1f", 1),
     **{f"agreement {name}, %": (".1f", 100) for name in (PUBLISHED, *ATTACKERS["veil"].models)},
 }
-"""Numeric columns, each with its format and factor."""
+"""The format and factor of each numeric column."""
 HEADER = ("measure", "best on members", *FORMATS)
 
 
 def private(epsilon: int) -> Values:
     """Return settings for client-level differential privacy: a few rounds on whole shards, with plain SGD.
 
-    The number of rounds hardly matters: T rounds move T times as far along the gradient, and their noise sums to
-    sqrt(T) sqrt(T) times the norm.
+    The number of rounds hardly matters. In T rounds, the model moves T times as far along the gradient. The noise of
+    each round is sqrt(T) times as large, and its sum over T rounds is larger by another factor of sqrt(T).
     """
     noise = UNIT_NOISE[epsilon] * math.sqrt(DP_ROUNDS)
     rounds: Values = {"whole_shard": True, "epochs": DP_ROUNDS, "optimizer": "sgd", "momentum": 0.0, "lr": DP_RATE}
@@ -61,7 +61,7 @@ def private(epsilon: int) -> Values:
 
 
 def measures(base: Values) -> dict[str, Values]:
-    """Return the changes to the federation for each measure, by name."""
+    """Return the changes to the configuration for each measure, by name."""
     plain: Values = {"defence": "plain", "groups": 1}
     budgets = {f"DP, epsilon {epsilon}": private(epsilon) for epsilon in UNIT_NOISE}
     return {
@@ -77,26 +77,26 @@ def measures(base: Values) -> dict[str, Values]:
     }
 
 
-def base_values(given: Values) -> Values:
-    """Return the values of the federation: the given ones override defaults that suit its data set."""
+def base_values(values: Values) -> Values:
+    """Return the configuration values of the federation; the given values override the defaults for its data set."""
     for name in OWN_KEYS:
-        if name in given:
+        if name in values:
             flag = name.replace("_", "-")
-            raise BadArgument("fedveil audit --harden", f"it sets --{flag} itself", f"leave out --{flag}")
-    data = str(given.get("data", "digits"))
+            raise BadArgument("fedveil audit --harden", f"the measures set --{flag}", f"leave out --{flag}")
+    data = str(values.get("data", "digits"))
     bases = FEDERATIONS["harden"]
     usual = bases.get(data, {name: bases["digits"][name] for name in ("clients", "epochs")})
-    return {"data": data, "loss": "squared_error", **usual, **given}
+    return {"data": data, "loss": "squared_error", **usual, **values}
 
 
 def default_options(base: Values) -> AuditOptions:
-    """Return the options of each audit; on cifar10, a broadcast takes 20 CPU seconds."""
+    """Return the options of each audit; there are fewer trials on cifar10, where a broadcast takes 20 CPU seconds."""
     return AuditOptions(trials=5, broadcasts=1) if base["data"] == "cifar10" else AuditOptions(trials=10, broadcasts=3)
 
 
 @dataclass(frozen=True)
 class Hardening:
-    """The federation, the number of seeds per measure, and the options of each audit."""
+    """The federation to harden, the number of seeds per measure, and the options of each audit."""
 
     base: Values = field(default_factory=lambda: base_values({}))
     seeds: int = 5
@@ -111,7 +111,7 @@ class Hardening:
 
 @dataclass(frozen=True)
 class MeasureRow:
-    """One measure: the attacker that infers membership best, and the mean over seeds for each column."""
+    """The results of one measure: the attacker that infers membership best, and the mean over seeds per column."""
 
     name: str
     attacker: str
@@ -124,9 +124,10 @@ class MeasureRow:
 
 
 def largest_mean(values: Mapping[str, Sequence[float]]) -> tuple[str, Estimate | None]:
-    """Return the name with the largest mean, and that mean.
+    """Return the name with the largest mean, and its mean.
 
-    The mean of each seed's maximum would be above chance even if every attacker is at chance.
+    The function does not take the maximum for each seed first: the mean of the maxima would be above chance even if
+    every attacker were at chance.
     """
     means = {name: average(own) for name, own in values.items() if own}
     name = max(means, key=lambda one: means[one].value, default="")
@@ -134,7 +135,7 @@ def largest_mean(values: Mapping[str, Sequence[float]]) -> tuple[str, Estimate |
 
 
 def measure_row(name: str, audits: Sequence[AuditResult], plain: Sequence[AuditResult]) -> MeasureRow:
-    """Return the row of a measure; `plain` are the audits without a veil, with the same loss and seeds."""
+    """Return the row of a measure; `plain` contains the audits without a veil, with the same loss and seeds."""
     attackers = {label: [one.attackers[label] for one in audits] for label in audits[0].attackers}
     members = {label: [one.membership for one in own if one.membership] for label, own in attackers.items()}
     accuracies = {label: [one.best.accuracy.value for one in own] for label, own in members.items()}
@@ -151,12 +152,12 @@ def measure_row(name: str, audits: Sequence[AuditResult], plain: Sequence[AuditR
         "guess, dB": average(floor) if floor else None,
     }
     for label, own in attackers.items():
-        figures[f"agreement {label}, %"] = average([one.agreement.value for one in own], least=0.0, most=1.0)
+        figures[f"agreement {label}, %"] = average([one.agreement.value for one in own], minimum=0.0, maximum=1.0)
     return MeasureRow(name, attacker, figures)
 
 
 def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[MeasureRow]:
-    """Yield one row per measure that did not fail with any seed."""
+    """Yield one row for each measure that did not fail for any seed."""
     done = {name: [one for one in found if isinstance(one, AuditResult)] for name, found in results.items()}
     complete = {name: own for name, own in done.items() if len(own) == len(results[name])}
     for name, own in complete.items():
@@ -165,7 +166,7 @@ def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[Meas
 
 
 def verdict(rows: Sequence[MeasureRow]) -> str:
-    """Return the label with the measures within both limits, or with the best one within the cost limit."""
+    """Return the label and the measures within both limits or, if there are none, the best one at acceptable cost."""
     limits = f"membership at most {100 * MAX_MEMBERSHIP:.0f} %, cost at most {100 * MAX_COST:.1f} points"
     known = [(row, row.figures[MEMBERSHIP], row.figures[COST]) for row in rows]
     bare = [membership for row, membership, _ in known if row.name in UNDEFENDED.values() and membership]
@@ -186,12 +187,12 @@ def verdict(rows: Sequence[MeasureRow]) -> str:
 
 
 class HardenStudy(Study[Hardening, HardeningResults]):
-    """The effect of settings that harden the veil against adaptive attackers."""
+    """Audits of settings that harden the veil against adaptive attackers."""
 
     def audits(self, request: Hardening, folder: Path) -> dict[tuple[str, int], StudyJob[AuditResult]]:
-        """Return an audit job for each measure and seed, after the shadows that its attackers use.
+        """Return an audit job for each measure and seed; it runs after the jobs that train its shadows.
 
-        Measures that differ only in the veil train the same model and share their shadows.
+        Measures that differ only in the veil train the same model, so they share shadows.
         """
         jobs: dict[tuple[str, int], StudyJob[AuditResult]] = {}
         known: dict[str, tuple[Path, tuple[StudyJob[Result], ...]]] = {}
@@ -211,7 +212,7 @@ class HardenStudy(Study[Hardening, HardeningResults]):
         return jobs
 
     def graph(self, request: Hardening, folder: Path) -> JobGraph[HardeningResults]:
-        """Return all audits, each after its shadows, with their results grouped by measure."""
+        """Return the jobs for all shadows and audits; the results are grouped by measure."""
         audits = self.audits(request, folder)
         before = {job.name: job for audit in audits.values() for job in audit.after}
         return JobGraph(
@@ -220,7 +221,7 @@ class HardenStudy(Study[Hardening, HardeningResults]):
         )
 
     def present(self, request: Hardening, results: HardeningResults) -> Presentation:
-        """Return the verdict, the table, two charts, and instructions for reading them."""
+        """Return the verdict, the table, two charts, and an explanation of how to read them."""
         rows = list(measure_rows(request, results))
         done = [row.name for row in rows]
         table = [[row.name, row.attacker, *format_figures(row.figures, FORMATS)] for row in rows]

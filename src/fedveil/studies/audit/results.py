@@ -1,4 +1,4 @@
-"""Results of an audit, their means over broadcasts, and the page: verdicts, a row per attacker, charts."""
+"""Results of an audit, averaged over broadcasts, and its page: verdicts, a table of attackers, and charts."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +22,11 @@ MEMBERSHIP, BALANCED, TPR, RECORD = "membership AUC", "membership, %", "TPR at 1
 
 @dataclass(frozen=True)
 class Members:
-    """Results on the membership of other clients' records, attack by attack.
+    """The results of the membership attacks on other clients' records.
 
     Attributes:
-        attacks: scores by the name of the attack.
-        left_out: attacks that do not apply, and why.
+        attacks: performance of each attack, by name.
+        left_out: reasons why attacks were not run, by name.
     """
 
     attacks: dict[str, AttackScores]
@@ -34,24 +34,24 @@ class Members:
 
     @property
     def attack(self) -> str:
-        """The attack that did best on records known to the attacker; it is never chosen on the test records."""
+        """The attack that did best on records known to the attacker; test records are not used to choose it."""
         return max(self.attacks, key=lambda name: self.attacks[name].known)
 
     @property
     def best(self) -> AttackScores:
-        """The scores of that attack."""
+        """The performance of the chosen attack."""
         return self.attacks[self.attack]
 
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """Results of one attacker's model on held-out records.
+    """The performance of one attacker's model on held-out records.
 
     Attributes:
-        agreement: agreement with the server's model.
+        agreement: fraction of records on which it agrees with the server's model.
         accuracy: accuracy; None if records have no classes.
         ranking: AUC of a model with one output, in the better direction; None for other models.
-        membership: results on membership; None with a single client.
+        membership: results of the membership attacks; None if there is only one client.
     """
 
     agreement: Estimate
@@ -62,10 +62,10 @@ class ModelFigures:
 
 @dataclass(frozen=True)
 class Guessing:
-    """Results of the best constant answer on held-out records.
+    """The performance of the best constant answer on held-out records.
 
     Attributes:
-        agreement: frequency of the server's model's most frequent answer.
+        agreement: frequency of the most frequent answer of the server's model.
         accuracy: frequency of the most frequent class; None if records have no classes.
     """
 
@@ -75,17 +75,18 @@ class Guessing:
 
 @dataclass(frozen=True)
 class AuditResult(Quality, Result):
-    """All results for one federation.
+    """All results of the audit of one federation.
 
     Attributes:
+        defence: name of the defence.
         broadcasts: number of broadcasts that were attacked.
         trials: number of records that attackers tried to rebuild.
-        attackers: the results of each attacker.
-        rebuilt: PSNR in dB of rebuilt records by attacker, and of the floor: the mean of the attacker's records.
+        attackers: results of each attacker on the model.
+        rebuilt: PSNR in dB of the records that each attacker rebuilt; the floor is the mean of the attacker's records.
         guessing: results of the best constant answer.
-        inapplicable: attackers of the model that do not apply, and why.
-        not_rebuilt: attackers that do not rebuild records, and why.
-        server: attacks by a curious server, if requested; only for the undefended federation.
+        inapplicable: reasons why attackers on the model did not run, by attacker.
+        not_rebuilt: reasons why attackers did not rebuild records, by attacker.
+        server: results of a curious server, if requested; only for the undefended federation.
     """
 
     defence: str
@@ -100,16 +101,16 @@ class AuditResult(Quality, Result):
 
     @property
     def ranks(self) -> bool:
-        """Whether agreement is measured on a ranking, which a model with one output leaks under any additive noise."""
+        """Whether the model has one output and is judged by its ranking, which leaks under any additive noise."""
         return next(iter(self.attackers.values())).ranking is not None
 
     def figures(self, attacker: str) -> dict[str, Estimate | None]:
         """Return the results of one attacker by column."""
-        own, found = self.attackers.get(attacker), dict[str, Estimate | None]()
-        if own:
-            found |= {AGREEMENT: own.agreement, ACCURACY: own.accuracy, RANKING: own.ranking}
-        if own and own.membership:
-            best = own.membership.best
+        model, found = self.attackers.get(attacker), dict[str, Estimate | None]()
+        if model:
+            found |= {AGREEMENT: model.agreement, ACCURACY: model.accuracy, RANKING: model.ranking}
+        if model and model.membership:
+            best = model.membership.best
             found |= {MEMBERSHIP: best.auc, BALANCED: best.accuracy, TPR: best.tpr["0.01"]}
         return found | {RECORD: self.rebuilt.get(attacker)}
 
@@ -126,14 +127,14 @@ class AuditResult(Quality, Result):
         return list(dict.fromkeys([*self.attackers, *(name for name in self.rebuilt if name != FLOOR)]))
 
 
-Audits = Mapping[str, AuditResult]  # by defence
+Audits = Mapping[str, AuditResult]  # results by defence
 
 
 def combine_broadcasts(broadcasts: Sequence[Estimate]) -> Estimate:
-    """Average the same fraction over several broadcasts.
+    """Average the estimates of a fraction over several broadcasts.
 
-    The half-width of the interval is the root of the sum of two squares: Student's half-width over broadcasts, and the
-    mean half-width over records.
+    The half-width of the interval combines two half-widths by the root of the sum of their squares: Student's
+    half-width over broadcasts, and the mean half-width of the individual intervals.
     """
     if len(broadcasts) == 1:
         return broadcasts[0]
@@ -150,7 +151,7 @@ def combine_if_complete(broadcasts: Sequence[Estimate | None]) -> Estimate | Non
 
 
 def average_members(broadcasts: Sequence[Members]) -> Members:
-    """Average every attack over the broadcasts that it was run on."""
+    """Average the performance of each attack over the broadcasts on which it was run."""
     found = {}
     for name in dict.fromkeys(name for one in broadcasts for name in one.attacks):
         own = [one.attacks[name] for one in broadcasts if name in one.attacks]
@@ -192,13 +193,13 @@ ATTACKS = (
 
 
 def list_measures(plain: AuditResult) -> dict[str, Measure]:
-    """Return the measures that an audit judges, by column; a model with one output is judged as a ranking."""
+    """Return the measures that an audit judges, by column; a model with one output is judged by its ranking."""
     model = {RANKING: verdicts.RANKING} if plain.ranks else {AGREEMENT: verdicts.AGREEMENT}
     return {**model, MEMBERSHIP: verdicts.MEMBERSHIP, RECORD: verdicts.RECORD}
 
 
-def judge(column: str, measure: Measure, found: AuditResult, plain: AuditResult) -> Verdict | None:
-    """Return the verdict on one defence; None if there is no measurement with it, or none without a defence."""
+def judge(column: str, measure: Measure, result: AuditResult, plain: AuditResult) -> Verdict | None:
+    """Return the verdict on one defence, or None if the measure is missing with the defence or without it."""
     guess = plain.guesses[column] or 0.0
 
     def assess(audit: AuditResult) -> list[AttackerFigure]:
@@ -207,15 +208,15 @@ def judge(column: str, measure: Measure, found: AuditResult, plain: AuditResult)
         return [measure.assess(attacker, one, guess, trials) for attacker, one in figures.items() if one]
 
     undefended = assess(plain)
-    return verdicts.judge(measure, guess, assess(found), undefended) if undefended else None
+    return verdicts.judge(measure, guess, assess(result), undefended) if undefended else None
 
 
-def attacker_rows(name: str, found: AuditResult) -> Iterator[list[str]]:
-    """Yield one row per attacker."""
-    for attacker in found.names:
-        own = found.attackers.get(attacker)
+def attacker_rows(name: str, result: AuditResult) -> Iterator[list[str]]:
+    """Yield one table row per attacker."""
+    for attacker in result.names:
+        own = result.attackers.get(attacker)
         chosen = own.membership.attack if own and own.membership else ""
-        yield [name, attacker, *format_figures(found.figures(attacker), FORMATS), chosen]
+        yield [name, attacker, *format_figures(result.figures(attacker), FORMATS), chosen]
 
 
 def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdict]]:
@@ -226,17 +227,21 @@ def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdic
     }
 
 
-def headline(found: Mapping[str, Mapping[str, Verdict]]) -> str:
-    """Return one sentence per measure with its verdicts; "plain" is included only if there is no other defence."""
-    defended = [{name: one for name, one in own.items() if name != "plain"} or own for own in found.values()]
+def headline(verdicts_by_column: Mapping[str, Mapping[str, Verdict]]) -> str:
+    """Return a sentence per measure that summarises its verdicts; "plain" is included only if it is the only one."""
+    defended = [
+        {name: one for name, one in own.items() if name != "plain"} or own for own in verdicts_by_column.values()
+    ]
     return f"By the strongest attacker: {'. '.join(summarise(own) for own in defended if own)}."
 
 
-def verdict_sections(results: Audits, plain: AuditResult, found: Mapping[str, Mapping[str, Verdict]]) -> list[Section]:
+def verdict_sections(
+    results: Audits, plain: AuditResult, verdicts_by_column: Mapping[str, Mapping[str, Verdict]]
+) -> list[Section]:
     """Return a table of the labels, and the full verdicts."""
     rows, lines = list[list[str]](), list[str]()
     for defence in results:
-        own = [by_defence.get(defence) for by_defence in found.values()]
+        own = [by_defence.get(defence) for by_defence in verdicts_by_column.values()]
         rows.append([defence, *(one.label if one else "not measured" for one in own)])
         lines += [f"{defence}, {one.measure.subject}: {one}" for one in own if one]
     if plain.server and plain.server.complete:
@@ -247,7 +252,7 @@ def verdict_sections(results: Audits, plain: AuditResult, found: Mapping[str, Ma
 
 
 def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
-    """Yield a chart per measure of all defences and attackers, with guessing and no defence as references."""
+    """Yield a chart per measure with all defences and attackers; guessing and no defence are reference lines."""
     for column, measure in list_measures(plain).items():
         rows: list[Interval] = []
         for defence, found in results.items():
@@ -260,27 +265,27 @@ def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
             yield Intervals(measure.subject.capitalize(), measure.figure, rows, lines)
 
 
-def member_rows(name: str, attacker: str, found: Members) -> Iterator[list[str]]:
-    """Yield one row per membership attack, and one per attack that does not apply."""
-    for attack, one in found.attacks.items():
+def member_rows(name: str, attacker: str, members: Members) -> Iterator[list[str]]:
+    """Yield one row per membership attack, including the attacks that were not run."""
+    for attack, one in members.attacks.items():
         figures = [f"{one.known:.3f}", text(one.auc, ".3f"), percent(one.accuracy), *map(percent, one.tpr.values())]
-        yield [name, attacker, f"{attack} *" if attack == found.attack else attack, *figures, str(one.broadcasts)]
-    for attack, why in found.left_out.items():
+        yield [name, attacker, f"{attack} *" if attack == members.attack else attack, *figures, str(one.broadcasts)]
+    for attack, why in members.left_out.items():
         yield [name, attacker, attack, why, *[""] * (len(ATTACKS) - 2)]
 
 
-def list_absent_attackers(name: str, found: AuditResult) -> Iterator[str]:
-    """Yield the attackers of a defence that did not run, and why."""
-    for attacker, why in found.inapplicable.items():
+def list_absent_attackers(name: str, result: AuditResult) -> Iterator[str]:
+    """Yield a sentence for each attacker that did not run, with the reason."""
+    for attacker, why in result.inapplicable.items():
         yield f"{name}, {attacker}: {why if why.startswith('failed: ') else f'does not apply: {why}'}"
-    for attacker, why in found.not_rebuilt.items():
-        yield f"{name}, {attacker}: rebuilds no records: {why}"
-    if found.server and found.server.failed:
-        yield f"{name}, curious server: {found.server.failed}"
+    for attacker, why in result.not_rebuilt.items():
+        yield f"{name}, {attacker}: cannot rebuild records: {why}"
+    if result.server and result.server.failed:
+        yield f"{name}, curious server: {result.server.failed}"
 
 
 def attack_sections(done: Audits) -> list[Section]:
-    """Return the individual membership attacks, and the attackers that did not run."""
+    """Return sections with the individual membership attacks, and with the attackers that did not run."""
     members = [
         row
         for name, found in done.items()
@@ -294,12 +299,12 @@ def attack_sections(done: Audits) -> list[Section]:
     return (sections if members else []) + ([Text("Attackers that did not run", skipped)] if skipped else [])
 
 
-def show(every: Audits) -> Presentation:
-    """Return the verdicts, the table and the sections that follow it."""
-    results = {name: found for name, found in every.items() if name != UNDEFENDED}
-    rows = [row for name, found in every.items() for row in attacker_rows(name, found)]
+def show(audits: Audits) -> Presentation:
+    """Return the verdicts, the table and the other sections."""
+    results = {name: found for name, found in audits.items() if name != UNDEFENDED}
+    rows = [row for name, found in audits.items() for row in attacker_rows(name, found)]
     verdict, first, sections = NO_VERDICT, list[Section](), list[Section]()
-    if plain := every.get("plain", every.get(UNDEFENDED)):
+    if plain := audits.get("plain", audits.get(UNDEFENDED)):
         found = judge_all(results, plain)
         verdict = headline(found) if any(found.values()) else verdict
         guesses = {column: average([value]) for column, value in plain.guesses.items() if value is not None}
@@ -315,6 +320,6 @@ def show(every: Audits) -> Presentation:
         f"{name}: {one.metric} {one.train:.3f} on members, {one.test:.3f} on others, gap {one.gap:.3f}"
         for name, one in results.items()
     ]
-    sections += attack_sections(every)
+    sections += attack_sections(audits)
     sections += [Text("Gap between members and others", gaps), Text("How to read it", TEXTS.reading)]
     return Presentation("", verdict, HEADER, rows, TEXTS.note, sections, first)

@@ -33,19 +33,20 @@ from fedveil.studies.presentation import Presentation
 from fedveil.studies.study import JobGraph
 
 OWN_BATCH, RATE = 4, 0.1
-SHARD = 64  # number of the victim's records if clients send gradients of whole shards
+SHARD = 64  # number of the victim's records if clients use whole shards
 MAX_SEARCHES = 5  # maximum number of records to rebuild by a search
 
 
-def quality(found: Tensor, true: Tensor, peak: float) -> float:
+def quality(rebuilt: Tensor, true: Tensor, peak: float) -> float:
     """Return PSNR = 10 log10(peak^2 / MSE) in dB, at most 100; `peak` is the range of the data."""
-    return psnr(torch.nan_to_num(found).reshape(1, -1), true.reshape(1, -1), peak=peak, maximum=100.0)[0]
+    return psnr(torch.nan_to_num(rebuilt).reshape(1, -1), true.reshape(1, -1), peak=peak, maximum=100.0)[0]
 
 
 def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Observation, Tensor]:
-    """Train a new network for a few rounds on the attacker's records and one of a victim; return the observation.
+    """Train a new network for a few rounds on the attacker's records and one record of a victim.
 
-    If clients send gradients of whole shards, the victim has 64 records and the attacker 4.
+    Returns the attacker's observation and the victim's records. If clients use whole shards, the victim has 64 records
+    and the attacker has 4.
     """
     seed, whole = config.training.seed, config.training.whole_shard
     order = torch.randperm(len(data.train.targets), generator=generator("rebuild", seed, number))
@@ -56,11 +57,11 @@ def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Obs
 
 
 def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> tuple[dict[str, Estimate], dict[str, str]]:
-    """Return the PSNR of each attacker's reconstructions, and why other attackers have none.
+    """Return the PSNR of each attacker's reconstructions, and the reason for each attacker without reconstructions.
 
-    The PSNR of the floor, the mean of the attacker's records, is included. An attacker that does not apply or fails in
-    one trial is left out of all trials. A search takes seconds, so there are at most five; a network that starts with a
-    Linear layer needs none, since the gradient of that layer reveals a record.
+    The PSNR of the floor, which is the mean of the attacker's records, is included. An attacker that does not apply or
+    fails in one trial is left out of the result. If the network starts with a Linear layer, its gradient reveals a
+    record directly. Otherwise a search is needed, which takes seconds, so there are at most five trials.
     """
     low, high = float(data.train.tensor.min()), float(data.train.tensor.max())
     known = find_attackers(find(config.defence.name))
@@ -91,7 +92,7 @@ def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> tupl
 class AuditOptions:
     """Flags of the audit."""
 
-    trials: int = option(20, "number of records for the attacker to rebuild, each in a new federation")
+    trials: int = option(20, "number of records that the attacker tries to rebuild, each in a new federation")
     broadcasts: int = option(10, "number of broadcasts to sample under a veil, each with new noise")
     network: bool = option(True, "also infer membership with white-box networks")
     shadows: int = option(2, "number of shadow federations for RMIA, which must be even; 0 for none")
@@ -99,17 +100,17 @@ class AuditOptions:
     server: bool = option(True, "also attack as a curious server if the records are images")
 
 
-EPOCHS = 30  # training epochs of the attack network
-CURIOUS = ServerOptions(steps=400, restarts=1)  # half a minute on two cores, for a small network
+EPOCHS = 30  # number of training epochs of the attack network
+CURIOUS = ServerOptions(steps=400, restarts=1)  # takes half a minute on two cores for a small network
 
 
 def predict_test(view: nn.Module, data: Data) -> Tensor:
-    """Return a model's finite outputs for the held-out records."""
+    """Return a model's outputs for the held-out records, with non-finite values replaced."""
     return torch.nan_to_num(predict(view, data.test.tensor.to(next(view.parameters(), data.test.tensor).device)).cpu())
 
 
 def model_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> ModelFigures:
-    """Return the agreement with the true model and the accuracy on held-out records; for one output, also the AUC."""
+    """Return the agreement with the true model and the accuracy on held-out records; with one output, also the AUC."""
     seen, labels = predict_test(view, data), _classes(data.test.targets)
     answers = _answers(seen)
     agreement = _fraction(answers == _answers(predict_test(model, data)))
@@ -121,7 +122,7 @@ def model_figures(view: nn.Module, model: nn.Module, data: Data, members: Member
 
 
 def constant_answer(model: nn.Module, data: Data) -> Guessing:
-    """Return the agreement with the model and the accuracy of the best constant answer on held-out records."""
+    """Return the best constant answer's agreement with the model, and its accuracy, on held-out records."""
     answers, labels = _answers(predict_test(model, data)), _classes(data.test.targets)
     return Guessing(_mode_frequency(answers), None if labels is None else _mode_frequency(labels))
 
@@ -141,7 +142,7 @@ def _fraction(hits: Tensor) -> Estimate:
 
 
 def _classes(targets: Tensor) -> Tensor | None:
-    """Return the classes; a single column of 0 and 1 counts as classes; None for other targets."""
+    """Return the targets as classes, including a single column of 0 and 1; return None for other targets."""
     if not targets.is_floating_point():
         return targets
     binary = targets.shape[1] == 1 and ((targets == 0) | (targets == 1)).all()
@@ -149,14 +150,14 @@ def _classes(targets: Tensor) -> Tensor | None:
 
 
 def ranking(positive: Scores, negative: Scores) -> Estimate:
-    """Return the AUC in the better direction, which a few known answers would reveal."""
+    """Return the AUC in the better direction, which an attacker would learn from a few known answers."""
     found = auc(positive, negative)
     return found if found.value >= 0.5 else Estimate(1 - found.value, 1 - found.high, 1 - found.low)
 
 
 @dataclass(frozen=True)
 class Audit:
-    """The audit of one federation, attacker by attacker."""
+    """The work of auditing one federation with all attackers."""
 
     config: Config
     options: AuditOptions
@@ -164,7 +165,7 @@ class Audit:
     folder: Path  # folder with the shadows
 
     def __call__(self, progress: Progress, done: JobResults) -> AuditResult:
-        """Attack several broadcasts and rebuild records."""
+        """Attack several broadcasts, and rebuild records."""
         config, options = self.config, self.options
         federation, data = load_or_train(config, self.run, progress, done.basis)
         quality = measure_quality(federation, data)
@@ -193,7 +194,7 @@ class Audit:
 
 
 def infer_members(attacks: membership.RecordAttacks, observed: Observation, cleaned: bool) -> Members:
-    """Run all membership attacks on one broadcast; record which are left out and why."""
+    """Run all membership attacks on one broadcast; the result includes reasons for attacks that were not run."""
     left_out = {} if attacks.recipe else {membership.NETWORK: "not requested"}
     if attacks.records.pool.targets.dim() != 1:
         left_out |= dict.fromkeys(("loss by class", membership.SHADOWS), "the targets have no classes")
@@ -209,7 +210,7 @@ def infer_members(attacks: membership.RecordAttacks, observed: Observation, clea
 
 
 class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
-    """Published and adaptive attackers against every defence."""
+    """The audit: published and adaptive attackers against each defence."""
 
     name = "audit"
     summary = "measure what a client learns, with published and adaptive attackers"
@@ -219,18 +220,19 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
     defaults = read_federations()["attack"]["audit"]
 
     def shared(self, request: AttackRequest[AuditOptions], folder: Path) -> list[StudyJob[Result]]:
-        """Return the shadows for all defences and the undefended federation; LiRA needs every record in some shadow."""
-        defences, own, label = (*request.defences, "plain"), request.options, request.label
+        """Return the jobs that train the shadows for all defences and for the undefended federation."""
+        defences, options, label = (*request.defences, "plain"), request.options, request.label
+        matched = not options.lira  # LiRA needs every record in some shadow
         return membership.shadow_jobs(
-            request.config, defences, own.shadows, folder, label, everyone=True, matched=not own.lira
+            request.config, defences, options.shadows, folder, label, everyone=True, matched=matched
         )
 
     def attack(self, request: AttackRequest[AuditOptions], defence: str, folder: Path) -> Audit:
-        """Return the audit of one defence."""
+        """Return the work that audits one defence."""
         return Audit(request.config_for(defence), request.options, self.run_folder(request, defence, folder), folder)
 
     def attacks(self, request: AttackRequest[AuditOptions], folder: Path) -> dict[str, StudyJob[AuditResult]]:
-        """Return the audits of the defences, and of the undefended federation, the reference for every result."""
+        """Return the audits of all defences, and of the undefended federation as a reference."""
         found = super().attacks(request, folder)
         if "plain" in request.defences:
             return found
@@ -239,12 +241,12 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         return {**found, page.UNDEFENDED: StudyJob(request.job_name(page.UNDEFENDED), work, AuditResult, after=after)}
 
     def server_rounds(self, request: AttackRequest[AuditOptions]) -> list[StudyJob[ServerRound]]:
-        """Return rounds of an undefended federation as its server sees them; a veil changes only the rounding."""
+        """Return the jobs that attack an undefended federation as its server; a veil would change only rounding."""
         plain = AttackRequest(request.config_for("plain"), ("plain",), CURIOUS, label=request.label)
         return list(SERVER.rounds(plain, "plain").values()) if request.options.server else []
 
     def graph(self, request: AttackRequest[AuditOptions], folder: Path) -> JobGraph[Results[AuditResult]]:
-        """Return the audits and the curious server's rounds, whose results are added to the undefended federation's."""
+        """Return the jobs; the results of the curious server are added to those of the undefended federation."""
         audits, rounds = super().graph(request, folder), self.server_rounds(request)
         name = "plain" if "plain" in request.defences else page.UNDEFENDED
 
@@ -258,11 +260,11 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         return JobGraph([*audits.jobs, *rounds], collect)
 
     def show(self, request: AttackRequest[AuditOptions], results: Mapping[str, AuditResult]) -> Presentation:
-        """Return the verdict, the table, charts, and instructions for reading them."""
+        """Return the verdict, the table, charts, and an explanation of how to read them."""
         return page.show(results)
 
 
 SUITE: Mapping[str, Mapping[str, Value]] = read_federations()["suite"]
-"""The federations that `fedveil audit` measures without --data."""
+"""The federations that `fedveil audit` audits if --data is not given."""
 
 AUDIT = AuditStudy()

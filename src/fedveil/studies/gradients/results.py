@@ -1,4 +1,4 @@
-"""Results of an attack on gradients, and the page: a table with floors, a chart, pictures next to the originals."""
+"""Results of an attack on gradients, and its page: a table with floors, a chart, and pictures with their originals."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ ADAPTIVE = "adaptive"
 
 @dataclass(frozen=True)
 class ImageFigures:
-    """Distance of each image from its original: PSNR in dB, structural similarity, mean squared error."""
+    """Similarity of each image to its original: PSNR in dB, structural similarity and mean squared error."""
 
     psnr: list[float]
     ssim: list[float]
@@ -34,9 +34,9 @@ class View(ImageFigures):
     """A reconstruction from one gradient.
 
     Attributes:
-        labels: number of the batch's labels that were found.
+        labels: number of correct labels.
         distance: final distance between the gradients; None if it is not finite.
-        broken: number of restarts whose distance is not finite.
+        broken: number of restarts without a finite distance.
         pictures: images encoded by `encode_image`.
     """
 
@@ -48,16 +48,16 @@ class View(ImageFigures):
 
 @dataclass(frozen=True)
 class Batch(Result):
-    """The attack on one batch of the victim.
+    """The results of the attack on one of the victim's batches.
 
     Attributes:
-        size: number of records.
-        rows: their indices in the training data.
+        size: number of records in the batch.
+        rows: indices of these records in the training data.
         search: settings of the search.
-        views: reconstructions by view, that is, by what the attacker has.
-        floors: guesses that need no gradient.
-        originals: the victim's images, encoded.
-        shape: channels, height, width.
+        views: reconstructions by view, that is, by the gradient that the attacker has.
+        floors: similarity of guesses that need no gradient.
+        originals: the victim's images, encoded by `encode_image`.
+        shape: channels, height and width of an image.
     """
 
     size: int
@@ -71,21 +71,21 @@ class Batch(Result):
 
 @dataclass(frozen=True)
 class Gradients(Result):
-    """All batches under one defence, by name."""
+    """The results for all batches under one defence, by name."""
 
     seed: int
     parts: dict[str, Batch | Failure]
 
     def batches(self, size: int) -> list[Batch] | Failure:
-        """Return the batches of one size, or why one of them failed."""
-        own = [part for name, part in self.parts.items() if name.startswith(f"batch{size}-")]
-        failures = [part for part in own if isinstance(part, Failure)]
-        return failures[0] if failures else [part for part in own if isinstance(part, Batch)]
+        """Return the batches of one size, or the first failure among them."""
+        parts = [part for name, part in self.parts.items() if name.startswith(f"batch{size}-")]
+        failures = [part for part in parts if isinstance(part, Failure)]
+        return failures[0] if failures else [part for part in parts if isinstance(part, Batch)]
 
 
 @dataclass(frozen=True)
 class ViewFigures(ImageFigures):
-    """All images of one view at one batch size: distances, number of labels found, and pictures."""
+    """The results of one view for all images at one batch size, with the number of correct labels and the pictures."""
 
     labels: int | None = None
     pictures: Sequence[Picture] = ()
@@ -99,13 +99,13 @@ class ViewFigures(ImageFigures):
 def join_figures(
     parts: Sequence[ImageFigures], labels: int | None = None, pictures: Sequence[Picture] = ()
 ) -> ViewFigures:
-    """Return the images of one view, or of one floor, from all batches."""
+    """Combine the results of one view, or of one floor, from all batches."""
     psnr, ssim, mse = ([v for part in parts for v in getattr(part, key)] for key in ("psnr", "ssim", "mse"))
     return ViewFigures(psnr, ssim, mse, labels, pictures)
 
 
 def join_batches(batches: Sequence[Batch], view: str) -> ViewFigures:
-    """Return the images of one view from all batches."""
+    """Combine the results and pictures of one view from all batches."""
     found = [(batch.shape, batch.views[view]) for batch in batches]
     pictures = [
         decode_picture(shape, code, f"{db:.1f}")
@@ -116,13 +116,13 @@ def join_batches(batches: Sequence[Batch], view: str) -> ViewFigures:
 
 
 def complete_batches(results: Mapping[str, Gradients], size: int) -> dict[str, list[Batch]]:
-    """Return the batches of one size, for each defence for which none of them failed."""
+    """Return the batches of one size by defence, leaving out defences with a failed batch."""
     found = {name: one.batches(size) for name, one in results.items()}
     return {name: batches for name, batches in found.items() if isinstance(batches, list) and batches}
 
 
 def view_figures(results: Mapping[str, Gradients], size: int) -> dict[str, dict[str, ViewFigures]]:
-    """Return the results of each view under each defence without failures."""
+    """Return the results of each view by defence, leaving out defences with a failed batch."""
     return {
         name: {view: join_batches(batches, view) for view in batches[0].views}
         for name, batches in complete_batches(results, size).items()
@@ -142,7 +142,7 @@ def is_adaptive(view: str) -> bool:
 
 
 def judge_views(results: Mapping[str, Gradients], size: int) -> dict[str, Verdict]:
-    """Return the verdict on each defence, based on the view whose images come closest at one batch size."""
+    """Return the verdict on each defence, based on the view with the best images at one batch size."""
     guess = max((floor.near for floor in floor_figures(results, size).values()), default=0.0)
     views = view_figures(results, size)
     found = {
@@ -154,7 +154,7 @@ def judge_views(results: Mapping[str, Gradients], size: int) -> dict[str, Verdic
 
 
 def table_rows(results: Mapping[str, Gradients], sizes: Sequence[int]) -> list[list[str]]:
-    """Return one row per defence, view and batch size, and the floors of the first size."""
+    """Return one row per defence, view and batch size, followed by the floors for the first size."""
     rows, views = list[list[str]](), {size: view_figures(results, size) for size in sizes}
     for name, result in results.items():
         for size in sizes:
@@ -167,11 +167,13 @@ def table_rows(results: Mapping[str, Gradients], sizes: Sequence[int]) -> list[l
     return [*rows, *(["floor", name, "", "", *figure_cells(one)] for name, one in floors.items())]
 
 
-def figure_cells(found: ViewFigures) -> list[str]:
+def figure_cells(figures: ViewFigures) -> list[str]:
     """Format the results of one view as cells."""
-    count = len(found.psnr)
-    near = [text(average(own), form) for own, form in ((found.psnr, ".1f"), (found.ssim, ".2f"), (found.mse, ".3f"))]
-    good = [sum(value > 20 for value in found.psnr), sum(value > 0.5 for value in found.ssim), found.labels]
+    count = len(figures.psnr)
+    near = [
+        text(average(own), form) for own, form in ((figures.psnr, ".1f"), (figures.ssim, ".2f"), (figures.mse, ".3f"))
+    ]
+    good = [sum(value > 20 for value in figures.psnr), sum(value > 0.5 for value in figures.ssim), figures.labels]
     return [str(count), *near, *("" if hits is None else f"{hits}/{count}" for hits in good)]
 
 
@@ -186,7 +188,7 @@ def chart(title: str, results: Mapping[str, Gradients], size: int) -> Intervals:
 
 
 def gallery(title: str, results: Mapping[str, Gradients], size: int, note: str) -> list[Section]:
-    """Return the originals with the images of each view under each defence below them; empty without images."""
+    """Return a grid of the originals above the images of each view and defence; empty if there are no images."""
     for batches in complete_batches(results, size).values():
         originals = [decode_picture(one.shape, code) for one in batches for code in one.originals]
         rows = [("original", originals)]

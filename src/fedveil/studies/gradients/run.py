@@ -1,4 +1,4 @@
-"""`fedveil attack gradients`: reconstruct a victim's images from a gradient, for each defence and each view."""
+"""`fedveil attack gradients`: reconstruct a victim's images from a gradient, for each defence and view."""
 
 import contextlib
 import copy
@@ -47,20 +47,20 @@ from fedveil.studies.study import JobGraph
 VICTIM = 1
 MISMATCHED = "true W, veiled upload"
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-SEARCHES = {"cosine": (800, 2), "idlg": (150, 4)}  # steps and restarts; dlg has those of idlg
+SEARCHES = {"cosine": (800, 2), "idlg": (150, 4)}  # default steps and restarts; dlg uses the values of idlg
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Flags for a search by gradients."""
+    """Flags for a search that matches gradients."""
 
-    method: str | None = option(None, "dlg, idlg or cosine; by default cosine if the network has ReLU, otherwise idlg")
-    steps: int | None = option(None, "number of steps of a search; by default 800 for cosine, 150 for the others")
-    restarts: int | None = option(None, "number of restarts of a search; by default 2 for cosine, 4 for the others")
-    smooth: float = option(1e-2, "for cosine: weight of the total variation")
+    method: str | None = option(None, "dlg, idlg or cosine; by default cosine if the network has a ReLU, else idlg")
+    steps: int | None = option(None, "number of search steps; by default 800 for cosine, 150 for the others")
+    restarts: int | None = option(None, "number of restarts of the search; by default 2 for cosine, 4 for the others")
+    smooth: float = option(1e-2, "weight of the total variation (cosine)")
 
     def search(self, model: nn.Module) -> Search:
-        """Return the settings of a search: from the flags, with defaults that suit the network."""
+        """Return the settings from the flags; the defaults depend on the network."""
         kinked = any(isinstance(module, nn.ReLU) for module in model.modules())
         method = self.method or ("cosine" if kinked else "idlg")
         steps, restarts = SEARCHES["cosine" if method == "cosine" else "idlg"]
@@ -71,35 +71,35 @@ class SearchOptions:
 class GradientOptions(SearchOptions):
     """Flags of the attack."""
 
-    images: int = option(8, "number of the victim's images; an incomplete batch is left out")
-    victim_batch: str = option("1,4,8", "comma-separated list of batch sizes of the victim")
+    images: int = option(8, "number of the victim's images; for each batch size, only full batches are attacked")
+    victim_batch: str = option("1,4,8", "sizes of the victim's batches, as a comma-separated list")
 
     def batches(self) -> list[int]:
         """Return the victim's batch sizes."""
         sizes = parse_counts(self.victim_batch)
         if not sizes or self.images < max(sizes):
             what = f"cannot form batches of {self.victim_batch!r} from {self.images} images"
-            raise BadArgument("--victim-batch", what, "use different sizes such as 1,4,8, none above --images")
+            raise BadArgument("--victim-batch", what, "use distinct sizes, such as 1,4,8, of at most --images")
         return sizes
 
 
-def parse_counts(words: str) -> list[int]:
-    """Return the distinct positive integers in a comma-separated list; empty if it contains anything else."""
+def parse_counts(text: str) -> list[int]:
+    """Parse a comma-separated list of distinct positive integers; return an empty list if it is not valid."""
     try:
-        counts = [int(word) for word in words.split(",")]
+        counts = [int(item) for item in text.split(",")]
     except ValueError:
         return []
     return counts if min(counts) > 0 and len(set(counts)) == len(counts) else []
 
 
 def start_model(config: Config, data: Data, run: Path | None) -> nn.Module:
-    """Return a new network, for which gradient inversion was published, or the latest model of a run."""
+    """Return the latest model of a run or, without a run, a new network, as in the published attacks."""
     return resume_federation(config, run, data).model if run else build_model(config, data)
 
 
 @dataclass(frozen=True)
 class AttackBatch:
-    """The attack on one batch of the victim: a round of the federation, and a search for every gradient that leaks."""
+    """The work of attacking one of the victim's batches: train for a round, and search for each leaked gradient."""
 
     config: Config
     options: GradientOptions
@@ -108,7 +108,7 @@ class AttackBatch:
     group: int
 
     def __call__(self, progress: Progress, done: JobResults) -> Batch:
-        """Attack the batch."""
+        """Train for one round and attack the batch."""
         config, size, seed = self.config, self.size, self.config.training.seed
         data = load_data(config)
         order = torch.randperm(len(data.train.targets), generator=generator("gradients", seed))
@@ -123,45 +123,56 @@ class AttackBatch:
         true = data.pixels(victim.tensor.to(federation.device))
         views = {}
         for number, (view, leak) in enumerate(leaks.items()):
-            chance = generator("gradients", seed, size, self.group)
+            rng = generator("gradients", seed, size, self.group)
             report = part_progress(progress, number, len(leaks), view)
-            found = search_leak(leak, search, data, observed.inputs, size, chance, report)
+            found = search_leak(leak, search, data, observed.inputs, size, rng, report)
             views[view] = compare_images(found, data, true, victim.targets.tolist())
         below = floors(data, rows, true, generator("floors", seed, size, self.group))
         originals = [encode_image(image) for image in true]
         return Batch(size, rows.tolist(), search, views, below, originals, tuple(true[0].shape))
 
 
-def part_progress(progress: Progress, number: int, count: int, what: str) -> SearchProgress:
-    """Return a callback for the progress of one of several equal parts."""
-    return lambda fraction: progress((number + fraction) / count, what)
+def part_progress(progress: Progress, number: int, count: int, step: str) -> SearchProgress:
+    """Return a callback that reports the progress of part `number` of `count` equal parts."""
+    return lambda fraction: progress((number + fraction) / count, step)
 
 
 def search_leak(
-    leak: Leak, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: SearchProgress
+    leak: Leak,
+    search: Search,
+    data: Data,
+    own_inputs: Tensor,
+    size: int,
+    rng: torch.Generator,
+    progress: SearchProgress,
 ) -> Reconstruction:
-    """Search for the batch behind a leak: labels are inferred first for methods that need them; pixels stay in range.
+    """Reconstruct a batch from a leaked gradient, with pixels in their valid range; infer labels that are needed.
 
-    `own` are the attacker's records, from which it knows typical outputs of the model.
+    `own_inputs` are the attacker's own records, from which it estimates typical outputs of the model.
     """
     labels = None
     if search.method != "dlg":
-        guessed = [single_label(leak)] if size == 1 else batch_labels(leak, size, own)
-        labels = torch.tensor(guessed, device=own.device)
-    black, white = (data.standardise(own.new_full((1, own.shape[1], 1, 1), pixel))[0] for pixel in (0, 1))
-    shape, box = (size, *own.shape[1:]), (black, white)
+        guessed = [single_label(leak)] if size == 1 else batch_labels(leak, size, own_inputs)
+        labels = torch.tensor(guessed, device=own_inputs.device)
+    black, white = (data.standardise(own_inputs.new_full((1, own_inputs.shape[1], 1, 1), pixel))[0] for pixel in (0, 1))
+    shape, box = (size, *own_inputs.shape[1:]), (black, white)
     return reconstruct(
-        leak, shape, search, classes=data.outputs, generator=chance, labels=labels, box=box, progress=progress
+        leak, shape, search, classes=data.outputs, generator=rng, labels=labels, box=box, progress=progress
     )
 
 
-def compare_images(found: Reconstruction, data: Data, true: Tensor, labels: Sequence[int]) -> View:
-    """Compare the images of a search with the victim's batch, which the search does not see."""
-    pixels = data.pixels(found.inputs)
+def compare_images(reconstruction: Reconstruction, data: Data, true: Tensor, labels: Sequence[int]) -> View:
+    """Compare reconstructed images with the victim's batch."""
+    pixels = data.pixels(reconstruction.inputs)
     pixels = pixels[match(pixels, true)]
-    near = psnr(pixels, true), ssim(pixels, true), mse(pixels, true), shared_labels(found.labels.tolist(), labels)
-    distance = found.distance if math.isfinite(found.distance) else None
-    broken = sum(not math.isfinite(distance) for distance in found.distances)
+    near = (
+        psnr(pixels, true),
+        ssim(pixels, true),
+        mse(pixels, true),
+        shared_labels(reconstruction.labels.tolist(), labels),
+    )
+    distance = reconstruction.distance if math.isfinite(reconstruction.distance) else None
+    broken = sum(not math.isfinite(distance) for distance in reconstruction.distances)
     return View(*near, distance, broken, [encode_image(image) for image in pixels])
 
 
@@ -179,7 +190,7 @@ def few_clients(
     *,
     whole_shard: bool = False,
 ) -> Federation:
-    """Build a federation whose clients have these records."""
+    """Build a federation with one client for each part of the data."""
     return Federation(
         move_to_device(model, config.training.device),
         [(part.tensor, part.targets) for part in parts],
@@ -195,11 +206,11 @@ def few_clients(
 
 
 def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]:
-    """Run one round and return the gradients that it leaks, by view, and what the attacker observed.
+    """Train for one round, and return the leaked gradients by view, and the attacker's observation.
 
-    V-diff is available to every client. V-up is the victim's update, a stress test. For a veil there is also the update
-    paired with the true model, which no participant has: the pair behind the paper's figure. Added to these are the
-    leaks that an attacker who knows the defence derives (`Attackers.leaks`), if they apply.
+    V-diff is available to every client. V-up is the victim's update, as a stress test. For a veil, there is also the
+    update paired with the true model, as in the paper's figure; no participant has this pair. Finally, there are the
+    leaks that an attacker derives with knowledge of the defence (`Attackers.leaks`), if they apply.
     """
     true = copy.deepcopy(federation.model)
     rounds = observe_round(federation)
@@ -218,36 +229,36 @@ def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]
     return leaks, observed
 
 
-def shared_labels(found: Sequence[int], true: Sequence[int]) -> int:
-    """Count the labels of a batch that were found, in any order."""
-    return sum(min(found.count(label), true.count(label)) for label in set(true))
+def shared_labels(inferred: Sequence[int], true: Sequence[int]) -> int:
+    """Return the number of labels in `true` that were found, regardless of order."""
+    return sum(min(inferred.count(label), true.count(label)) for label in set(true))
 
 
-def guesses(data: Data, rows: Tensor, chance: torch.Generator, taken: Tensor | None = None) -> dict[str, Tensor]:
-    """Return guesses that need no gradient: the mean of the data set, and for each row another record of its class.
+def guesses(data: Data, rows: Tensor, rng: torch.Generator, excluded: Tensor | None = None) -> dict[str, Tensor]:
+    """Return guesses that need no gradient: the mean image, and for each row another record of the same class.
 
-    If a guess is compared with several records, none of them may be guessed; pass them as `taken`.
+    If guesses are compared with several records, pass all of these as `excluded`, so that none of them is guessed.
     """
     others = []
     for row in rows.tolist():
         same = (data.train.targets == data.train.targets[row]).nonzero()[:, 0]
-        same = same[~torch.isin(same, torch.tensor(row) if taken is None else taken)]
+        same = same[~torch.isin(same, torch.tensor(row) if excluded is None else excluded)]
         if not len(same):
             what = f"class {int(data.train.targets[row])} has no other record"
             raise BadArgument(data.name, what, "use a larger --train-size")
-        others.append(int(same[torch.randint(len(same), (), generator=chance)]))
+        others.append(int(same[torch.randint(len(same), (), generator=rng)]))
     images = {"mean image": data.train.tensor.mean(0, keepdim=True), "another of its class": data.train.tensor[others]}
     return {name: data.pixels(inputs) for name, inputs in images.items()}
 
 
-def floors(data: Data, rows: Tensor, true: Tensor, chance: torch.Generator) -> dict[str, ImageFigures]:
-    """Compare guesses with the images of the rows."""
-    found = {name: images.to(true).expand_as(true) for name, images in guesses(data, rows, chance).items()}
+def floors(data: Data, rows: Tensor, true: Tensor, rng: torch.Generator) -> dict[str, ImageFigures]:
+    """Return the similarity of guesses to the true images."""
+    found = {name: images.to(true).expand_as(true) for name, images in guesses(data, rows, rng).items()}
     return {name: ImageFigures(psnr(own, true), ssim(own, true), mse(own, true)) for name, own in found.items()}
 
 
 class GradientStudy(AttackStudy[GradientOptions, Gradients]):
-    """Reconstruction of a victim's images from a gradient; one job per batch."""
+    """Reconstruction of a victim's images from a gradient, with one job per batch."""
 
     name = "gradients"
     summary = "reconstruct images from gradients (DLG, iDLG, Inverting Gradients)"
@@ -262,15 +273,15 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
             raise BadArgument(data.name, "it has no classes, but the attack needs labels", "use --data cifar10")
         records, wanted = len(data.train.targets), training.batch_size + request.options.images
         if records < wanted:
-            what = f"{records} training records, but the attacker and the victim need {wanted}"
+            what = f"there are {records} training records, but the attacker and the victim need {wanted}"
             raise BadArgument(data.name, what, "use a larger --train-size, or fewer --images")
         known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
         if not request.run and (not known or training.weight_decay):
-            what = "the difference of two models reveals a round's gradient, or its signs, only for plain SGD and Adam"
+            what = "the difference of two models reveals the gradient or its signs only with plain SGD or Adam"
             raise BadArgument("--optimizer", what, "use --optimizer sgd --momentum 0, or adam, and --weight-decay 0")
 
     def batches(self, request: AttackRequest[GradientOptions], name: str, config: Config) -> dict[str, StudyJob[Batch]]:
-        """Return one job per batch; `name` is the name of the defence or of a variant of it."""
+        """Return one job per batch; `name` is the name of a defence or of a variant of it."""
         options, found = request.options, dict[str, StudyJob[Batch]]()
         for size in options.batches():
             for group in range(options.images // size):

@@ -1,4 +1,4 @@
-"""`fedveil attack server`: measure what a curious server learns from single updates, sums and differences of sums."""
+"""`fedveil attack server`: measure what a curious server learns from single updates, sums and their differences."""
 
 import copy
 import statistics
@@ -41,12 +41,12 @@ HEADER = ("defence", "view", "records", "known", *(f"{name}, dB" for name in (*A
 
 @dataclass(frozen=True)
 class Nearest:
-    """The image from an attack that comes closest to a record in the view.
+    """An attack's image that is closest to one of the records in the view.
 
     Attributes:
-        psnr, ssim: similarity of the two.
-        record: index of that record in the round.
-        picture: the image, encoded.
+        psnr, ssim: similarity of the image and the record.
+        record: index of the record in the round.
+        picture: the image, encoded by `encode_image`.
     """
 
     psnr: float
@@ -57,12 +57,12 @@ class Nearest:
 
 @dataclass(frozen=True)
 class ServerView:
-    """Attacks by a curious server on one gradient.
+    """The results of a curious server's attacks on one gradient.
 
     Attributes:
-        records: number of records in the gradient.
+        records: number of records that the gradient was computed from.
         attacks: closest image by attack; attacks that do not apply are left out.
-        floors: closest of the guesses that need no gradient, one guess per record.
+        floors: closest image by kind of guess; guesses need no gradient, and there is one per record.
     """
 
     records: int
@@ -72,19 +72,19 @@ class ServerView:
     @property
     def best(self) -> Nearest:
         """The closest image from any attack."""
-        return max(self.attacks.values(), key=lambda one: one.psnr)
+        return max(self.attacks.values(), key=lambda image: image.psnr)
 
 
 @dataclass(frozen=True)
 class ServerRound(Result):
-    """One round of a new federation, as the server sees it.
+    """The results of the attacks on one round of a new federation.
 
     Attributes:
-        rows: indices of the clients' records in the training data, the victim's first.
+        rows: indices of the clients' records in the training data, starting with the victim's.
         search: settings of the search.
-        views: attacks by view.
-        originals: the records, encoded.
-        shape: channels, height, width.
+        views: results by view.
+        originals: the records, encoded by `encode_image`.
+        shape: channels, height and width of an image.
     """
 
     rows: list[int]
@@ -94,79 +94,80 @@ class ServerRound(Result):
     shape: tuple[int, ...]
 
     def original(self, record: int) -> Picture:
-        """Return one of the records as a picture."""
+        """Return the picture of a record, given its index in the round."""
         return decode_picture(self.shape, self.originals[record])
 
 
 @dataclass(frozen=True)
 class Curious(Result):
-    """All rounds under one defence."""
+    """The results of a curious server's attacks in all rounds under one defence."""
 
     rounds: list[ServerRound | Failure]
 
     @property
     def failed(self) -> str:
-        """Why one of the rounds failed; "" if none did."""
-        return next((one.failed for one in self.rounds if isinstance(one, Failure)), "")
+        """The reason why a round failed; "" if none failed."""
+        return next((result.failed for result in self.rounds if isinstance(result, Failure)), "")
 
     @property
     def complete(self) -> list[ServerRound]:
-        """All rounds; empty if one failed."""
-        return [] if self.failed else [one for one in self.rounds if isinstance(one, ServerRound)]
+        """All rounds, or an empty list if one of them failed."""
+        return [] if self.failed else [result for result in self.rounds if isinstance(result, ServerRound)]
 
     def view(self, name: str) -> list[ServerView]:
-        """Return one view from every round."""
-        return [one.views[name] for one in self.complete]
+        """Return the results of one view in every round."""
+        return [result.views[name] for result in self.complete]
 
 
 def sum_view(clients: int) -> str:
-    """Return the name of the view with a sum."""
+    """Return the name of the view of a sum over clients."""
     return f"sum of {clients}"
 
 
 def difference_view(clients: int, models: str) -> str:
-    """Return the name of the view with a difference."""
+    """Return the name of the view of a difference between two sums."""
     return f"{clients} minus {clients - 1}, {models}"
 
 
-def view_rows(found: Curious) -> Iterator[list[str]]:
-    """Yield one row per view, without the defence."""
-    if not found.complete:
-        yield ["", "", f"failed: {found.failed}", *[""] * (len(HEADER) - 4)]
+def view_rows(results: Curious) -> Iterator[list[str]]:
+    """Yield one table row per view, without the column for the defence."""
+    if not results.complete:
+        yield ["", "", f"failed: {results.failed}", *[""] * (len(HEADER) - 4)]
         return
-    for name in found.complete[0].views:
-        views = found.view(name)
+    for name in results.complete[0].views:
+        views = results.view(name)
         near = [spread([view.attacks[attack].psnr for view in views if attack in view.attacks]) for attack in ATTACKS]
         near += [spread([view.floors[floor].psnr for view in views]) for floor in FLOORS]
         ssim = text(spread([view.best.ssim for view in views]), ".2f")
-        yield [name, str(views[0].records), f"{count_rounds(found, name)}/{len(views)}", *map(text, near), ssim]
+        yield [name, str(views[0].records), f"{count_rounds(results, name)}/{len(views)}", *map(text, near), ssim]
 
 
 def spread(values: Sequence[float]) -> Estimate | None:
-    """Return the median, minimum and maximum: an attack finds a record up to rounding, or not at all."""
+    """Return the median with the minimum and maximum, since an attack finds a record exactly or not at all."""
     return Estimate(statistics.median(values), min(values), max(values)) if values else None
 
 
-def count_rounds(found: Curious, name: str) -> int:
-    """Count the rounds in which one of the attacks reveals a record in a view."""
-    return sum(view.best.psnr - view.floors[FLOORS[0]].psnr >= RECOGNISED for view in found.view(name))
+def count_rounds(results: Curious, name: str) -> int:
+    """Return the number of rounds in which an attack on the view reveals a record."""
+    return sum(view.best.psnr - view.floors[FLOORS[0]].psnr >= RECOGNISED for view in results.view(name))
 
 
-def verdict(found: Curious) -> str:
-    """Return the label, with the views that reveal a record and those that do not."""
-    if not found.complete:
-        return f"not measured ({found.failed})."
-    known = {name: count_rounds(found, name) for name in found.complete[0].views}
-    leaks = [f"{name} ({times} of {len(found.complete)} rounds)" for name, times in known.items() if times]
+def verdict(results: Curious) -> str:
+    """Return the label, and the views that reveal a record and those that do not."""
+    if not results.complete:
+        return f"not measured ({results.failed})."
+    known = {name: count_rounds(results, name) for name in results.complete[0].views}
+    leaks = [f"{name} ({times} of {len(results.complete)} rounds)" for name, times in known.items() if times]
     others = ", ".join(name for name, times in known.items() if not times)
     if not leaks:
-        return f"{Label.NOTHING}: no record, not even from a single update, so sums cannot be judged."
-    return f"{Label.LEAK}: a record from {', '.join(leaks)}{f'; no record from {others}' if others else ''}."
+        return f"{Label.NOTHING}: no record is revealed, not even by a single update, so sums cannot be judged."
+    rest = f"; no record is revealed by {others}" if others else ""
+    return f"{Label.LEAK}: a record is revealed by {', '.join(leaks)}{rest}."
 
 
-def gallery(title: str, found: Curious) -> list[Section]:
-    """Return the victim's record in each round with the image from each view below it; empty without rounds."""
-    rounds = found.complete
+def gallery(title: str, results: Curious) -> list[Section]:
+    """Return a grid with the victim's record in each round above the images from each view; empty without rounds."""
+    rounds = results.complete
     if not rounds:
         return []
     rows: list[tuple[str, list[Picture]]] = [("victim's record", [one.original(0) for one in rounds])]
@@ -178,8 +179,8 @@ def gallery(title: str, found: Curious) -> list[Section]:
     return [Pictures(title, [f"round {number + 1}" for number in range(len(rounds))], rows, TEXTS.notes["pictures"])]
 
 
-OWN = 64  # number of held-out records from which the server knows typical outputs of the model
-MAX_SEARCH = 16  # maximum number of records in a view for a search, whose duration grows with it
+OWN = 64  # number of held-out records from which the server estimates typical outputs of the model
+MAX_SEARCH = 16  # maximum number of records in a view for which a search runs, since its duration grows with them
 DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
     "first layer": record_from_gradient,
     "rows that agree": record_from_agreeing_rows,
@@ -191,25 +192,25 @@ class ServerOptions(reconstruction.SearchOptions):
     """Flags of the attack."""
 
     rounds: int = option(8, "number of rounds, each in a new federation with different records")
-    sums: str = option("2,4,10,100", "comma-separated list of numbers of clients in a sum")
-    difference: int = option(10, "number of clients in the larger of two sums that differ by one client")
+    sums: str = option("2,4,10,100", "numbers of clients in the sums, as a comma-separated list")
+    difference: int = option(10, "number of clients in a sum; the sum without one of them is subtracted from it")
     records: int = option(1, "number of records in a client's batch")
 
     def counts(self) -> list[int]:
         """Return the number of clients in each sum."""
         counts = reconstruction.parse_counts(self.sums)
         if not counts:
-            raise BadArgument("--sums", f"sums over {self.sums!r} clients", "use distinct numbers such as 2,4,10")
+            raise BadArgument("--sums", f"got {self.sums!r}", "use distinct positive integers, such as 2,4,10")
         for name, least in (("difference", 2), ("rounds", 1), ("records", 1)):
             check_count("fedveil attack server", f"--{name}", getattr(self, name), least)
         return counts
 
 
 def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]:
-    """Return the data as images, and the network that takes them: a new one, or the latest model of a run."""
+    """Return the data as images, and a network for them: the latest model of a run, or a new network."""
     data = load_data(config)
     model = reconstruction.start_model(config, data, run)
-    if config.data.name == "digits" and config.model.name == "mlp":  # loaded as rows of 64 numbers
+    if config.data.name == "digits" and config.model.name == "mlp":  # the digits were loaded as rows of 64 numbers
         data, model = load_data(config.changed(model="lenet")), nn.Sequential(nn.Flatten(), model)
     if data.scale is None or data.train.tensor.dim() != 4:
         raise DoesNotApply(config.data.name, "the records are not images")
@@ -219,23 +220,24 @@ def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]
 
 
 def read_updates(federation: Federation, clients: Sequence[int]) -> list[Gradients]:
-    """Return each client's gradient as the server has it without secure aggregation, with its noise removed."""
-    own_round = federation.defence_server.start_round(federation.model).base
+    """Return each client's recovered gradient, which the server has without secure aggregation."""
+    server_round = federation.defence_server.start_round(federation.model).base
+    updates = federation.clients.updates(server_round.broadcast, clients, federation.round)
     found = []
-    for one in own_round.recover_each(federation.clients.updates(own_round.broadcast, clients, federation.round)):
-        if isinstance(one, UpdateRefused):
-            raise one
-        found.append(dict(one.gradients))
+    for result in server_round.recover_each(updates):
+        if isinstance(result, UpdateRefused):
+            raise result
+        found.append(dict(result.gradients))
     return found
 
 
 def server_views(federation: Federation, counts: Sequence[int], largest: int) -> dict[str, tuple[Leak, int]]:
-    """Return what the server sees of client 0: its update, sums over the first clients, and differences of sums.
+    """Return the server's views of client 0, each as a gradient with the number of clients in it.
 
-    Each is a gradient with the number of clients in it.
-    A difference is that between the sum over the first `largest` clients and the sum over the same clients without
-    client 0, either for one model or for two consecutive rounds. Clients use the same records in both rounds, which is
-    best for the attacker.
+    The views are the update of client 0, sums over the first clients, and two differences. A difference is the sum over
+    the first `largest` clients, minus the sum over the same clients without client 0. The second sum is for the same
+    model or for the model of the next round. In the next round, clients use the same records again, which helps the
+    attacker most.
     """
     model, sizes = copy.deepcopy(federation.model), federation.shards.sizes
     everyone = range(len(sizes))
@@ -262,35 +264,41 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
 
 
 def attack_view(
-    leak: Leak, search: Search, data: Data, own: Tensor, size: int, chance: torch.Generator, progress: SearchProgress
+    leak: Leak,
+    search: Search,
+    data: Data,
+    own_inputs: Tensor,
+    size: int,
+    rng: torch.Generator,
+    progress: SearchProgress,
 ) -> dict[str, Tensor]:
-    """Return the images from each attack: one per record from a search, one from the first layer."""
+    """Return the images from each attack: one per record from the search, and one from each first-layer attack."""
     found = {}
     if size <= MAX_SEARCH:
-        made = reconstruction.search_leak(leak, search, data, own, size, chance, progress)
+        made = reconstruction.search_leak(leak, search, data, own_inputs, size, rng, progress)
         found["search"] = data.pixels(made.inputs)
     for name, rebuild in DENSE.items():
         try:
             record = rebuild(leak, first_linear(leak.model))
         except DoesNotApply:
             continue
-        if record.numel() == own[0].numel():
-            found[name] = data.pixels(record.nan_to_num().reshape(1, *own.shape[1:]))
+        if record.numel() == own_inputs[0].numel():
+            found[name] = data.pixels(record.nan_to_num().reshape(1, *own_inputs.shape[1:]))
     return found
 
 
-def nearest(found: Tensor, true: Tensor) -> Nearest:
-    """Return the image that comes closest to a true one, by squared error."""
-    rows, columns = (images.double().flatten(1) for images in (true, found))
+def nearest(candidates: Tensor, true: Tensor) -> Nearest:
+    """Return the candidate image with the smallest squared distance from any true image."""
+    rows, columns = (images.double().flatten(1) for images in (true, candidates))
     apart = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
-    record, image = divmod(int(apart.argmin()), len(found))
-    pair = found[image : image + 1].double(), true[record : record + 1].double()
+    record, image = divmod(int(apart.argmin()), len(candidates))
+    pair = candidates[image : image + 1].double(), true[record : record + 1].double()
     return Nearest(psnr(*pair)[0], ssim(*pair)[0], record, encode_image(pair[0][0]))
 
 
 @dataclass(frozen=True)
 class AttackRound:
-    """One round of a new federation, and every attack on every view of its server."""
+    """The work of training a new federation for one round, and running every attack on every view of its server."""
 
     config: Config
     options: ServerOptions
@@ -298,7 +306,7 @@ class AttackRound:
     number: int
 
     def __call__(self, progress: Progress, done: JobResults) -> ServerRound:
-        """Attack the round."""
+        """Train for one round, and attack every view."""
         options = self.options
         config = self.config.changed(seed=self.config.training.seed + self.number)
         data, model = images_and_model(config, self.run)
@@ -310,12 +318,12 @@ class AttackRound:
         views = {}
         for number, (name, (leak, clients)) in enumerate(seen.items()):
             size = options.records * clients
-            chance = [generator(what, config.training.seed, size) for what in ("server", "guesses")]
+            rng = [generator(what, config.training.seed, size) for what in ("server", "guesses")]
             report = reconstruction.part_progress(progress, number, len(seen), name)
-            found = attack_view(leak, search, data, own, size, chance[0], report)
+            found = attack_view(leak, search, data, own, size, rng[0], report)
             if not found:
                 continue
-            below = reconstruction.guesses(data, rows[:size], chance[1], taken=rows)
+            below = reconstruction.guesses(data, rows[:size], rng[1], excluded=rows)
             attacks, floors = (
                 {what: nearest(images.cpu(), true[:size]) for what, images in each.items()} for each in (found, below)
             )
@@ -324,18 +332,18 @@ class AttackRound:
         return ServerRound(rows.tolist(), search, views, originals, tuple(true[0].shape))
 
     def rows(self, data: Data) -> Tensor:
-        """Return the records of all clients, the victim's first."""
+        """Return the indices of all clients' records, starting with the victim's."""
         clients, records = max(self.options.difference, *self.options.counts()), len(data.train.targets)
         wanted = clients * self.options.records
         if records < wanted:
-            what = f"{records} training records, but {clients} clients need {wanted}"
+            what = f"there are {records} training records, but {clients} clients need {wanted}"
             raise BadArgument(data.name, what, "use a larger --train-size, or smaller --sums")
-        chance = generator("server", self.config.training.seed, self.number)
-        return torch.randperm(records, generator=chance)[:wanted]
+        rng = generator("server", self.config.training.seed, self.number)
+        return torch.randperm(records, generator=rng)[:wanted]
 
 
 class ServerStudy(AttackStudy[ServerOptions, Curious]):
-    """A curious server; one job per round."""
+    """The attacks of a curious server, with one job per round."""
 
     name = "server"
     summary = "measure what a curious server learns from updates, sums (secure aggregation) and their differences"
@@ -351,7 +359,7 @@ class ServerStudy(AttackStudy[ServerOptions, Curious]):
         return found
 
     def graph(self, request: AttackRequest[ServerOptions], folder: Path) -> JobGraph[Results[Curious]]:
-        """Return one job per defence and round; refuse bad numbers, and records that are not images."""
+        """Return one job per defence and round; refuse invalid counts, and records that are not images."""
         request.options.counts()
         images_and_model(request.config, None)
         jobs = {defence: self.rounds(request, defence) for defence in request.defences}
@@ -359,9 +367,9 @@ class ServerStudy(AttackStudy[ServerOptions, Curious]):
 
     def show(self, request: AttackRequest[ServerOptions], results: Mapping[str, Curious]) -> Presentation:
         """Return one row per view, and pictures."""
-        rows = [[name, *row] for name, one in results.items() for row in view_rows(one)]
-        sections = [part for name, one in results.items() for part in gallery(f"What the server sees, {name}", one)]
-        verdicts = " ".join(f"{name}: {verdict(one)}" for name, one in results.items())
+        rows = [[name, *row] for name, found in results.items() for row in view_rows(found)]
+        sections = [part for name, found in results.items() for part in gallery(f"Server's view, {name}", found)]
+        verdicts = " ".join(f"{name}: {verdict(found)}" for name, found in results.items())
         return Presentation("", verdicts or "No verdict: the attack failed.", HEADER, rows, NOTE, sections)
 
 

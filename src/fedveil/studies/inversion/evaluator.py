@@ -1,4 +1,4 @@
-"""Evaluation of reconstructions by an independent network trained on the private data, and by feature distances."""
+"""Evaluate reconstructions with an independent network trained on the private data, and by feature distances."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ BATCH, LR, DECAY = 64, 2e-3, 5e-4
 
 
 def make_judge(channels: int, size: int, classes: int, width: int) -> nn.Sequential:
-    """Build six 3 x 3 convolutions with BatchNorm and ReLU, global average pooling and a linear head."""
+    """Build a network of six 3 x 3 convolutions with BatchNorm and ReLU, global average pooling and a linear head."""
     plan = [(width, 2 if size > 32 else 1), (width, 1), (2 * width, 2), (2 * width, 1), (4 * width, 2), (4 * width, 1)]
     layers: list[nn.Module] = []
     for after, stride in plan:
@@ -33,9 +33,10 @@ def make_judge(channels: int, size: int, classes: int, width: int) -> nn.Sequent
 
 
 def _batches(images: Tensor, targets: Tensor, random: torch.Generator, flip: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each image once, in batches of at least two, as batch statistics require.
+    """Yield the images in shuffled batches; a batch of one image is skipped, since BatchNorm needs at least two.
 
-    A batch is shifted by up to an eighth of its side with edge padding; with `flip`, images are mirrored at random.
+    Each batch is shifted by up to an eighth of the image size, with edge padding. If `flip`, images are mirrored at
+    random.
     """
     size, most = images.shape[-1], images.shape[-1] // 8
     for rows in torch.split(torch.randperm(len(images), generator=random).to(images.device), BATCH):
@@ -62,8 +63,8 @@ def train_judge(
 ) -> nn.Module:
     """Train an image classifier with cross-entropy, AdamW, cosine annealing, and shifted and mirrored images.
 
-    Only colour images are mirrored: digits would change their meaning. With `path`, stopped training resumes after its
-    last epoch if `key` is the same.
+    Only colour images are mirrored, since mirroring changes the meaning of digits. If `path` is given, the state is
+    saved there, and interrupted training resumes after its last epoch if `key` is the same.
     """
     images, targets = data.pixels(data.train.tensor).to(device), data.train.targets.to(device)
     classes, flip = len(data.classes), images.shape[1] == 3
@@ -93,40 +94,40 @@ def train_judge(
 
 
 def outputs_and_features(model: nn.Module, inputs: Tensor, *, batch_size: int = 500) -> tuple[Tensor, Tensor]:
-    """Return outputs and features without gradients; features are the flat input of the last module with parameters."""
+    """Return the outputs and the features, which are the flattened input of the last module with parameters."""
     leaves = [m for m in model.modules() if not m._modules and next(m.parameters(recurse=False), None) is not None]
     outputs, features = [], []
     with torch.no_grad(), evaluating(model), record_calls(leaves) as calls:
         for part in torch.split(inputs, batch_size):
             outputs.append(model(part))
             if not calls:
-                raise BadArgument("features", "the model calls no module with parameters")
+                raise BadArgument("features", "the model does not call any module with parameters")
             features.append(calls[-1].entered.flatten(1))
             calls.clear()
     return torch.cat(outputs), torch.cat(features)
 
 
 def distances(
-    found: Tensor, wanted: Tensor, known: Tensor, targets: Tensor, *, same_class: bool = True
+    features: Tensor, labels: Tensor, known: Tensor, targets: Tensor, *, same_class: bool = True
 ) -> tuple[float, float]:
-    """Return mean squared feature distances to the centroid of the wanted class and to the nearest image.
+    """Return the mean squared feature distances to the class centroid and to the nearest private image.
 
-    `found` are features of reconstructions, `known` those of the private training images; `wanted` and `targets` are
-    their classes. With `same_class`, the nearest image is one of the wanted class, as in GMI; otherwise of any class,
-    as in the paper.
+    `features` and `labels` are the features and classes of the reconstructions; `known` and `targets` are the features
+    and classes of the private training images. If `same_class`, the nearest image must have the same class, as in GMI;
+    otherwise it may have any class, as in the paper.
     """
-    found, known = found.double(), known.double()
+    features, known = features.double(), known.double()
     centroid, nearest = [], []
-    for label in sorted(set(wanted.tolist())):
-        own, class_images = found[wanted == label], known[targets == label]
+    for label in sorted(set(labels.tolist())):
+        own, class_images = features[labels == label], known[targets == label]
         centroid.append((own - class_images.mean(0)).square().sum(1))
         nearest.append(torch.cdist(own, class_images if same_class else known).amin(1).square())
     return float(torch.cat(centroid).mean()), float(torch.cat(nearest).mean())
 
 
-def per_class(answers: Tensor, wanted: Tensor, classes: int) -> list[float | None]:
-    """Return the accuracy on the images of each class; None for a class without images."""
-    rights = [(answers[wanted == label] == label).double() for label in range(classes)]
+def per_class(answers: Tensor, labels: Tensor, classes: int) -> list[float | None]:
+    """Return the accuracy for each class; None for a class without images."""
+    rights = [(answers[labels == label] == label).double() for label in range(classes)]
     return [float(right.mean()) if len(right) else None for right in rights]
 
 
@@ -139,34 +140,35 @@ def wilson(right: Tensor) -> tuple[float, float, float, int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Private images, the judge, and the judge's features of these images."""
+    """The judge, the private images, and the judge's features of these images."""
 
     data: Data
     judge: nn.Module
-    known: Tensor  # features of the training images, divided by their mean norm
-    norm: float
+    known: Tensor  # features of the private training images, divided by their mean norm
+    norm: float  # mean norm of the features, before the division
     device: torch.device
 
-    def evaluate(self, images: Tensor, wanted: Tensor) -> SuccessRate:
-        """Return the success by the evaluator, and feature distances divided by the mean norm of the real features."""
+    def evaluate(self, images: Tensor, labels: Tensor) -> SuccessRate:
+        """Return the success rate according to the judge, and distances in its normalised features."""
         outputs, features = outputs_and_features(self.judge, images)
-        far = distances(features / self.norm, wanted, self.known, self.data.train.targets.to(self.device))
+        far = distances(features / self.norm, labels, self.known, self.data.train.targets.to(self.device))
         answers = outputs.argmax(1)
-        by_class, right = per_class(answers, wanted, len(self.data.classes)), answers == wanted
+        by_class, right = per_class(answers, labels, len(self.data.classes)), answers == labels
         return SuccessRate(*wilson(right), *far, by_class, right.long().tolist())
 
-    def evaluate_by(self, models: Sequence[nn.Module], images: Tensor, wanted: Tensor) -> SuccessRate:
-        """Return success and distances by the attacked model, nearest image of any class: the paper's protocol.
+    def evaluate_by(self, models: Sequence[nn.Module], images: Tensor, labels: Tensor) -> SuccessRate:
+        """Return the success rate and distances according to the attacked models (the paper's protocol).
 
-        Each of several models judges an equal part of the images; distances are means over models.
+        The nearest image may have any class. Each model judges an equal part of the images, and distances are averaged
+        over models.
         """
         right, far = [], []
         targets = self.data.train.targets.to(self.device)
-        parts = zip(images.chunk(len(models)), wanted.chunk(len(models)), strict=True)
-        for model, (part, labels) in zip(models, parts, strict=True):
+        parts = zip(images.chunk(len(models)), labels.chunk(len(models)), strict=True)
+        for model, (part, classes) in zip(models, parts, strict=True):
             outputs, features = outputs_and_features(model, self.data.standardise(part))
             _, known = outputs_and_features(model, self.data.train.tensor.to(self.device))
-            far.append(distances(features, labels, known, targets, same_class=False))
-            right.append(outputs.argmax(1) == labels)
+            far.append(distances(features, classes, known, targets, same_class=False))
+            right.append(outputs.argmax(1) == classes)
         centroid, nearest = (sum(values) / len(far) for values in zip(*far, strict=True))
         return SuccessRate(*wilson(torch.cat(right)), centroid, nearest)

@@ -1,4 +1,4 @@
-"""Results of a model inversion attack, and the page: the paper's Table 4, pictures, success by class."""
+"""Results of a model inversion attack, and its page: the paper's Table 4, pictures, and success by class."""
 
 import math
 import statistics
@@ -12,7 +12,7 @@ from fedveil.studies.presentation import Presentation, decode_picture, mark, per
 from fedveil.studies.verdicts import INVERSION, Verdict, headline, judge_defences, verdict_section
 
 TEXTS = read_texts()["inversion"]
-PER_CLASS = 2  # pictures per class in a row
+PER_CLASS = 2  # number of pictures per class in a row
 HEADER = (
     *("defence", "view, attacker", "test accuracy", "KNN distance", "feature distance", "attack success"),
     *("without a generator", "self-judged, as received", "self-judged, true model"),
@@ -22,13 +22,13 @@ BY_CLASS = ("defence", "attacker", "error over classes", "error over broadcasts"
 
 @dataclass(frozen=True)
 class SuccessRate(Estimate):
-    """Success of reconstructions: the fraction that a network assigns to the wanted class, with its interval.
+    """Success rate of reconstructions: the fraction that a network assigns to the intended class.
 
     Attributes:
         hits, trials: numerator and denominator of the fraction.
         centroid, nearest: mean squared feature distances to the centroid of the class and to the nearest image.
-        per_class: success by class; None for a class without images.
-        right: for each reconstruction, 1 if the wanted class was recognised.
+        per_class: success rate by class; None for a class without images.
+        right: for each reconstruction, 1 if the intended class was recognised, otherwise 0.
     """
 
     hits: int
@@ -41,13 +41,13 @@ class SuccessRate(Estimate):
 
 @dataclass(frozen=True)
 class InversionFigures:
-    """Reconstructions by one attacker.
+    """Success of one attacker.
 
     Attributes:
-        codes: images from the generator, judged by the independent evaluator.
-        as_received: the same, judged by the attacked model as the attacker has it: the paper's protocol.
-        true_model: the same, judged by the server's model.
-        pixels: images found without a generator, judged by the evaluator.
+        codes: success of images from the generator, judged by the independent evaluator.
+        as_received: success of the same images, judged by the attacker's model (the paper's protocol).
+        true_model: success of the same images, judged by the server's model.
+        pixels: success of images found without a generator, judged by the independent evaluator.
     """
 
     codes: SuccessRate
@@ -58,7 +58,7 @@ class InversionFigures:
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of private and public images, of reconstructions, and of broadcasts."""
+    """The number of private images, public images, reconstructions and broadcasts."""
 
     members: int
     public: int
@@ -68,7 +68,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Gallery:
-    """The first images of each class, encoded: real ones, those of the generator alone, and those of attackers."""
+    """The first images of each class, encoded by `encode_image`.
+
+    Attributes:
+        shape: channels, height and width of an image.
+        real: held-out private images.
+        floor: images that the generator produces without any model.
+        made: reconstructions by attacker.
+    """
 
     shape: tuple[int, ...]
     real: list[str]
@@ -78,12 +85,12 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Inversion(Result):
-    """Reconstructions of all private classes of one federation, by all attackers.
+    """The results of all attackers on one federation.
 
     Attributes:
         train, test: accuracy on members and on held-out images.
         classes: names of the private classes.
-        floor: success of the generator's images without any model.
+        floor: success of images that the generator produces without any model.
         ceiling: success of held-out private images.
     """
 
@@ -101,7 +108,7 @@ class Inversion(Result):
 
 @dataclass(frozen=True)
 class TrainedGan(Result):
-    """The trained generator: the number of public images, and its critic's distance in each epoch."""
+    """The result of training the generator: the number of public images, and the critic's distance in each epoch."""
 
     images: int
     distances: list[float]
@@ -109,18 +116,18 @@ class TrainedGan(Result):
 
 @dataclass(frozen=True)
 class TrainedEvaluator(Result):
-    """The trained evaluator: its accuracy on held-out images."""
+    """The result of training the evaluator: its accuracy on held-out images."""
 
     accuracy: float
 
 
-def judged_cells(found: SuccessRate) -> list[str]:
-    """Format both distances and the success, as judged by the evaluator."""
-    return [f"{found.nearest:.3f}", f"{found.centroid:.3f}", percent(found)]
+def judged_cells(rate: SuccessRate) -> list[str]:
+    """Format both distances and the success rate according to the evaluator."""
+    return [f"{rate.nearest:.3f}", f"{rate.centroid:.3f}", percent(rate)]
 
 
 def main_rows(results: Mapping[str, Inversion]) -> Iterator[list[str]]:
-    """Yield one row per attacker, and the floor and ceiling of the evaluator."""
+    """Yield one row per attacker, followed by the floor and the ceiling."""
     for defence, result in results.items():
         for name, found in result.attackers.items():
             where = [defence, f"V-out, {name}", f"{100 * result.test:.1f}"]
@@ -132,19 +139,19 @@ def main_rows(results: Mapping[str, Inversion]) -> Iterator[list[str]]:
 
 
 def standard_error(fractions: Sequence[float]) -> str:
-    """Format the standard error of a mean of fractions, in percentage points; a dash for a single fraction."""
+    """Format the standard error of the mean in percentage points; return a dash for a single fraction."""
     return f"{100 * statistics.stdev(fractions) / math.sqrt(len(fractions)):.1f}" if len(fractions) > 1 else NOTHING
 
 
 def broadcast_success(judged: SuccessRate, broadcasts: int) -> list[float]:
-    """Return the success of the reconstructions from each broadcast; they are ordered by broadcast."""
+    """Return the success rate for each broadcast; reconstructions are ordered by broadcast."""
     right = judged.right or []
     size = max(1, len(right) // broadcasts)
     return [statistics.fmean(right[start : start + size]) for start in range(0, len(right), size)]
 
 
 def class_table(results: Mapping[str, Inversion], classes: Sequence[str]) -> Table:
-    """Return success by class, with standard errors."""
+    """Return a table of success rates by class, with standard errors."""
     cells = []
     for defence, result in results.items():
         for attacker, found in result.attackers.items():
@@ -156,7 +163,7 @@ def class_table(results: Mapping[str, Inversion], classes: Sequence[str]) -> Tab
 
 
 def success_chart(results: Mapping[str, Inversion], chance: float) -> Intervals:
-    """Return a chart of each attacker's success with its interval, with guessing as a reference."""
+    """Return a chart of each attacker's success rate with its interval, and guessing as a reference."""
     marks = [
         mark(f"{defence}, {how}", judged, attacker, 100)
         for defence, result in results.items()
@@ -169,7 +176,7 @@ def success_chart(results: Mapping[str, Inversion], chance: float) -> Intervals:
 
 
 def gallery_rows(results: Mapping[str, Inversion]) -> list[tuple[str, list[str]]]:
-    """Return rows of encoded images: real ones, the generator's, and each attacker's on each defence."""
+    """Return rows of encoded images: real ones, the generator's, and each attacker's under each defence."""
     rows: list[tuple[str, list[str]]] = []
     for name, result in results.items():
         if shelf := result.gallery:
@@ -181,14 +188,15 @@ def gallery_rows(results: Mapping[str, Inversion]) -> list[tuple[str, list[str]]
 def picture_rows(
     title: str, classes: Sequence[str], shape: Sequence[int], rows: Sequence[tuple[str, Sequence[str]]]
 ) -> Pictures:
-    """Return a grid of encoded images under the names of their classes."""
+    """Return a grid of images, with the names of their classes as column headers."""
     columns = [label for label in classes for _ in range(PER_CLASS)]
     grid = [(label, [decode_picture(shape, code) for code in codes]) for label, codes in rows]
-    return Pictures(title, columns, grid, "The first images of each class, not selected. Columns: the wanted class.")
+    note = "The first images of each class, not selected. Each column is labelled with the intended class."
+    return Pictures(title, columns, grid, note)
 
 
 def judge_attackers(results: Mapping[str, Inversion]) -> dict[str, Verdict]:
-    """Return the verdict on each defence, based on the most successful search; guessing is the measured floor."""
+    """Return the verdict on each defence, based on the most successful search; the floor counts as guessing."""
     floor = next(iter(results.values())).floor
     found = {
         defence: [

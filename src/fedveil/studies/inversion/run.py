@@ -1,7 +1,7 @@
-"""`fedveil attack inversion`: does the model that a client receives show what the private classes look like?
+"""`fedveil attack inversion`: test whether the model that a client receives shows what the private classes look like.
 
-The federation trains on some classes (`--labels`); the attacker's public images are from all other classes. The attack
-sees the model, public images and a class index; only the evaluation sees private images.
+The federation is trained on some classes (`--labels`). The attacker's public images come from the other classes. The
+attack uses the model, public images and a class index; only the evaluation uses private images.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.inversion import CODE, Gan, search, search_pixels, take_pixels, train_gan
+from fedveil.attacks.inversion import CODE, Gan, accept_pixels, search, search_pixels, train_gan
 from fedveil.data import Data, keep_labels, other_labels, parse_labels
 from fedveil.errors import BadArgument
 from fedveil.progress import Progress, silent
@@ -38,18 +38,18 @@ class InversionOptions:
 
     codes: int = option(20, "number of reconstructions of each private class, divided among the broadcasts")
     broadcasts: int = option(4, "number of broadcasts of the last model, each with new noise or a new sketch")
-    steps: int = option(300, "number of steps of the search for a code; 1500 in the original")
-    restarts: int = option(2, "number of restarts of that search; 5 in the original")
-    pixel_steps: int = option(200, "number of steps of the search without a generator; 0 to skip it")
+    steps: int = option(300, "number of search steps for a code; the original uses 1500")
+    restarts: int = option(2, "number of restarts of the search for a code; the original uses 5")
+    pixel_steps: int = option(200, "number of search steps without a generator; 0 to skip this search")
     public_size: int = option(8000, "maximum number of public images")
-    gan_epochs: int = option(30, "number of training epochs of the generator; 100 in the original")
-    gan_width: int = option(16, "width of the generator; 64 in the original, for 32 x 32 images")
-    gan_lr: float = option(1e-3, "learning rate of the generator; 2e-4 in the original")
+    gan_epochs: int = option(30, "number of training epochs of the generator; the original uses 100")
+    gan_width: int = option(16, "width of the generator; the original uses 64 for 32 x 32 images")
+    gan_lr: float = option(1e-3, "learning rate of the generator; the original uses 2e-4")
     judge_epochs: int = option(12, "number of training epochs of the independent evaluator")
     judge_width: int = option(32, "width of the independent evaluator")
 
     def __post_init__(self) -> None:
-        """Refuse numbers that leave nothing to do."""
+        """Refuse numbers that are too small, and codes that cannot be divided among the broadcasts."""
         for name, value in dataclasses.asdict(self).items():
             least = 0 if name in ("pixel_steps", "gan_lr") else 1
             if value < least:
@@ -59,40 +59,40 @@ class InversionOptions:
 
 
 def data_config(config: Config) -> Config:
-    """Return the part of a configuration that determines the images; generator and evaluator depend on nothing else."""
+    """Return the part of a configuration that determines the images, and with them the generator and evaluator."""
     flat = config.flat()
     return Config().changed(model="cnn", **{name: flat[name] for name in DATA})
 
 
-def public_images(config: Config, most: int) -> Tensor:
-    """Return the pixels of at most `most` training images from classes that the federation does not train on."""
+def public_images(config: Config, limit: int) -> Tensor:
+    """Return the pixels of at most `limit` training images from classes that the federation does not train on."""
     data = load_data(config.changed(labels=None))
     others = other_labels(parse_labels(config.data.labels or "", len(data.classes)), len(data.classes))
     public = keep_labels(data, others)
-    rows = torch.randperm(len(public.train.targets), generator=generator("public", config.training.seed))[:most]
+    rows = torch.randperm(len(public.train.targets), generator=generator("public", config.training.seed))[:limit]
     return public.pixels(public.train.tensor[rows]).to(config.training.device)
 
 
 @dataclass(frozen=True)
 class NetworkTraining:
-    """The networks of an attack, stored in its folder: the generator and the independent evaluator."""
+    """Base class for work that trains or loads the networks of an attack: the generator and the evaluator."""
 
     config: Config
     options: InversionOptions
     folder: Path
 
     def train_gan(self, basis: Basis, progress: Progress = silent) -> tuple[Gan, list[float], int]:
-        """Return the generator, trained or loaded, its critic's distances, and the number of public images."""
+        """Train or load the generator; return it with the critic's distances and the number of public images."""
         options, seed, path = self.options, self.config.training.seed, self.folder / "gan.pt"
         images, width, lr = public_images(self.config, options.public_size), options.gan_width, options.gan_lr
         asked = repr((data_config(self.config), options.public_size, basis.records))
         gan, curve = train_gan(
-            images, options.gan_epochs, width=width, lr=lr, seed=seed, path=path, asked=asked, progress=progress
+            images, options.gan_epochs, width=width, lr=lr, seed=seed, path=path, data_key=asked, progress=progress
         )
         return gan, curve, len(images)
 
     def train_judge(self, data: Data, basis: Basis, progress: Progress = silent) -> nn.Module:
-        """Return the evaluator, trained on the private images or loaded."""
+        """Train the evaluator on the private images, or load it."""
         epochs, width = self.options.judge_epochs, self.options.judge_width
         seed, device = self.config.training.seed, self.config.training.device
         path, key = self.folder / "judge.pt", repr((data_config(self.config), basis.records))
@@ -100,7 +100,7 @@ class NetworkTraining:
 
 
 class TrainGan(NetworkTraining):
-    """Train the generator of public images."""
+    """The work of training the generator on public images."""
 
     def __call__(self, progress: Progress, done: JobResults) -> TrainedGan:
         """Train the generator."""
@@ -109,7 +109,7 @@ class TrainGan(NetworkTraining):
 
 
 class TrainEvaluator(NetworkTraining):
-    """Train the independent evaluator."""
+    """The work of training the independent evaluator."""
 
     def __call__(self, progress: Progress, done: JobResults) -> TrainedEvaluator:
         """Train the evaluator and test it on held-out images."""
@@ -122,41 +122,41 @@ class TrainEvaluator(NetworkTraining):
 
 @dataclass(frozen=True)
 class Invert(NetworkTraining):
-    """Reconstruct all private classes from one federation, with all attackers."""
+    """The work of reconstructing all private classes of one federation, with all attackers."""
 
     run: Path
 
     def __call__(self, progress: Progress, done: JobResults) -> Inversion:
-        """Search for images that each attacker's models classify as a given class, and judge them."""
+        """For each attacker, search for images of each class and evaluate them."""
         config, options = self.config, self.options
         federation, data = load_or_train(config, self.run, progress, done.basis)
         gan, _, public = self.train_gan(done.basis)
         evaluator, classes = self.evaluator(data, done.basis), len(data.classes)
-        wanted = torch.arange(classes, device=evaluator.device).repeat(options.codes)
+        labels = torch.arange(classes, device=evaluator.device).repeat(options.codes)
         seen = [observe_strongest(federation, config.defence.name) for _ in range(options.broadcasts)]
         found: dict[str, InversionFigures] = {}
         pictures: dict[str, list[str]] = {}
         for name in seen[0]:
             models = [some[name].model for some in seen]
-            made = self.reconstruct(progress, models, gan, data, wanted)
-            received, true = (evaluator.evaluate_by(who, made["codes"], wanted) for who in (models, [federation.model]))
-            judged = {how: evaluator.evaluate(images, wanted) for how, images in made.items()}
+            made = self.reconstruct(progress, models, gan, data, labels)
+            received, true = (evaluator.evaluate_by(who, made["codes"], labels) for who in (models, [federation.model]))
+            judged = {how: evaluator.evaluate(images, labels) for how, images in made.items()}
             found[name] = InversionFigures(judged["codes"], received, true, judged.get("pixels"))
-            pictures |= {f"{name}, by {how}": first_images(images, wanted, classes) for how, images in made.items()}
-        codes = torch.randn(len(wanted), CODE, generator=generator("floor", config.training.seed)).clamp(-1, 1)
+            pictures |= {f"{name}, by {how}": first_images(images, labels, classes) for how, images in made.items()}
+        codes = torch.randn(len(labels), CODE, generator=generator("floor", config.training.seed)).clamp(-1, 1)
         with torch.no_grad():
-            blind = gan.generator(codes.to(wanted.device))  # without any model
-        real, labels = held_out(evaluator, wanted)
-        shape, first = tuple(data.train.tensor.shape[1:]), first_images(real, labels, classes)
-        gallery = Gallery(shape, first, first_images(blind, wanted, classes), pictures)
+            blind = gan.generator(codes.to(labels.device))  # images that do not depend on a model
+        real, real_labels = held_out(evaluator, labels)
+        shape, first = tuple(data.train.tensor.shape[1:]), first_images(real, real_labels, classes)
+        gallery = Gallery(shape, first, first_images(blind, labels, classes), pictures)
         quality = measure_quality(federation, data)
-        counts = Counts(len(data.train.targets), public, len(wanted), options.broadcasts)
+        counts = Counts(len(data.train.targets), public, len(labels), options.broadcasts)
         attacked = config.defence.name, config.training.seed, quality.train, quality.test, list(data.classes), counts
-        floor, ceiling = evaluator.evaluate(blind, wanted), evaluator.evaluate(real, labels)
+        floor, ceiling = evaluator.evaluate(blind, labels), evaluator.evaluate(real, real_labels)
         return Inversion(*attacked, found, floor, ceiling, gallery)
 
     def evaluator(self, data: Data, basis: Basis) -> Evaluator:
-        """Return the evaluator with its features of the private training images."""
+        """Return the evaluator, with the features of the private training images."""
         judge = self.train_judge(data, basis)
         device = torch.device(self.config.training.device)
         _, known = outputs_and_features(judge, data.pixels(data.train.tensor).to(device))
@@ -164,16 +164,16 @@ class Invert(NetworkTraining):
         return Evaluator(data, judge, known / norm, norm, device)
 
     def reconstruct(
-        self, progress: Progress, models: Sequence[nn.Module], gan: Gan, data: Data, wanted: Tensor
+        self, progress: Progress, models: Sequence[nn.Module], gan: Gan, data: Data, labels: Tensor
     ) -> dict[str, Tensor]:
-        """Reconstruct images with and without the generator, an equal part of them from each model."""
+        """Reconstruct images with and without the generator; each model is used for an equal part of them."""
         made: dict[str, list[Tensor]] = {"codes": [], "pixels": []}
         options, shape = self.options, tuple(data.train.tensor.shape[1:])
-        for number, (view, part) in enumerate(zip(models, wanted.chunk(len(models)), strict=True)):
-            model, seed = take_pixels(view, data.standardise), self.config.training.seed * len(models) + number
+        for number, (view, part) in enumerate(zip(models, labels.chunk(len(models)), strict=True)):
+            model, seed = accept_pixels(view, data.standardise), self.config.training.seed * len(models) + number
 
-            def report(fraction: float, what: str, number: int = number) -> None:
-                progress((number + fraction) / len(models), what)
+            def report(fraction: float, step: str, number: int = number) -> None:
+                progress((number + fraction) / len(models), step)
 
             codes = search(model, gan, part, steps=options.steps, restarts=options.restarts, seed=seed, progress=report)
             made["codes"].append(codes.images)
@@ -183,24 +183,24 @@ class Invert(NetworkTraining):
         return {how: torch.cat(images) for how, images in made.items() if images}
 
 
-def first_images(images: Tensor, wanted: Tensor, classes: int) -> list[str]:
-    """Return the first images of each class, padded with grey ones."""
+def first_images(images: Tensor, labels: Tensor, classes: int) -> list[str]:
+    """Return the first images of each class, padded with grey images if there are too few."""
     found = []
     for label in range(classes):
-        own = [encode_image(image) for image in images[wanted == label][: page.PER_CLASS]]
+        own = [encode_image(image) for image in images[labels == label][: page.PER_CLASS]]
         found += own + [encode_image(torch.full_like(images[0], 0.5))] * (page.PER_CLASS - len(own))
     return found
 
 
-def held_out(evaluator: Evaluator, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return held-out private images and their classes, for each class at most the number that is wanted."""
+def held_out(evaluator: Evaluator, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return held-out private images and their classes, at most as many per class as there are in `labels`."""
     test, classes = evaluator.data.test, range(len(evaluator.data.classes))
-    rows = torch.cat([(test.targets == label).nonzero()[:, 0][: int((wanted == label).sum())] for label in classes])
+    rows = torch.cat([(test.targets == label).nonzero()[:, 0][: int((labels == label).sum())] for label in classes])
     return evaluator.data.pixels(test.tensor[rows]).to(evaluator.device), test.targets[rows].to(evaluator.device)
 
 
 class InversionStudy(AttackStudy[InversionOptions, Inversion]):
-    """Model inversion."""
+    """The model inversion attack."""
 
     name = "inversion"
     summary = "reconstruct what a federation's private classes look like, with a generator of public images (GMI)"
@@ -212,15 +212,15 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
         """Return the jobs for the generator and the evaluator; refuse a federation without public classes."""
         config, fix = request.config, "use images and --labels first-half, and train the run with --labels too"
         if config.data.labels is None:
-            raise BadArgument(WHERE, "the federation trains on all classes, so none are public", fix)
+            raise BadArgument(WHERE, "the federation trains on all classes, so no class is public", fix)
         data = load_data(data_config(config.changed(labels=None)))
         private, classes = parse_labels(config.data.labels, len(data.classes)), len(data.classes)
         if len(private) < 2 or not other_labels(private, classes):
             what = f"labels {config.data.labels!r} make {len(private)} of {classes} classes private"
             raise BadArgument(WHERE, what, fix)
-        data.pixels(data.train.tensor[:1])  # refuses records that are not images
+        data.pixels(data.train.tensor[:1])  # raises an error if records are not images
         if config.model.name.startswith("mlp"):
-            what = "an mlp takes vectors, but the generator produces images"
+            what = "an mlp expects vectors, but the generator produces images"
             raise BadArgument(WHERE, what, "use --model cnn or resnet8")
         common = data_config(config), request.options, folder
         return [
@@ -229,11 +229,11 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
         ]
 
     def attack(self, request: AttackRequest[InversionOptions], defence: str, folder: Path) -> Invert:
-        """Return the attack on one defence."""
+        """Return the work that attacks one defence."""
         return Invert(request.config_for(defence), request.options, folder, self.run_folder(request, defence, folder))
 
     def show(self, request: AttackRequest[InversionOptions], results: Mapping[str, Inversion]) -> Presentation:
-        """Return the table, success compared with guessing, pictures, success by class, and the paper's protocol."""
+        """Return the table, the chart, the pictures and the success rates by class."""
         return page.show(results)
 
 

@@ -1,4 +1,4 @@
-"""Membership attacks: records, shadow federations, the attacks, and their scores on the test records."""
+"""Run membership attacks: divide the records, train shadow federations, and score the attacks on test records."""
 
 import hashlib
 from collections.abc import Sequence
@@ -32,17 +32,19 @@ from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 RATES = (0.01, 0.001)
 NETWORK, SHADOWS = "white-box network", "RMIA"  # names of attacks
 Indices = NDArray[np.int64]
-Attacks = dict[str, "AttackScores | Failure"]  # by name
+Attacks = dict[str, "AttackScores | Failure"]  # results by name of the attack
 
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """Members and non-members in one pool, and the indices of its parts.
+    """A pool of members and non-members, and the indices of its parts.
 
     Attributes:
         pool: all records.
-        own, known: the attacker's records, and the non-members that it knows.
-        victims, fresh: the test records: those of other clients, and the same number of non-members.
+        own: the attacker's own records, which are members.
+        known: the non-members that the attacker knows.
+        victims: test records that are members: records of other clients.
+        fresh: test records that are non-members, usually the same number.
     """
 
     pool: DataPart
@@ -58,46 +60,46 @@ class Records:
 
 
 def divide_records(config: Config, data: Data, *, everyone: bool = False) -> Records:
-    """Divide the members and at most the same number of non-members, half of which the attacker knows.
+    """Divide the members and at most the same number of non-members; the attacker knows half of the non-members.
 
-    A held-out record that equals a member is left out. With `everyone`, all non-members are used, the attacker knows a
-    fifth of them, and the test is not balanced; this is for rates that need many non-members.
+    Held-out records that are equal to a member are left out. If `everyone`, all non-members are used, and the attacker
+    knows a fifth of them. The test is then not balanced, but has enough non-members to estimate low rates.
     """
     settings, seed, count = config.data, config.training.seed, len(data.train.targets)
     parts = split(data, settings.clients, how=settings.split, seed=seed, alpha=settings.alpha, column=settings.column)
     if len(parts) < 2:
-        raise BadArgument("membership", "there is no other client to learn about", "use --clients 2 or more")
+        raise BadArgument("membership", "there is no other client to attack", "use --clients 2 or more")
     own, *others = (rows.numpy() for rows in parts)  # the attacker is client 0
-    members, chance = set(digests(data.train.tensor)), generator("non-members", seed)
+    members, rng = set(digests(data.train.tensor)), generator("non-members", seed)
     new = [index for index, digest in enumerate(digests(data.test.tensor)) if digest not in members]
-    order = torch.randperm(len(new), generator=chance)[: None if everyone else count]
+    order = torch.randperm(len(new), generator=rng)[: None if everyone else count]
     outside = data.test.take([new[index] for index in order.tolist()])
     pool = DataPart(torch.cat([data.train.tensor, outside.tensor]), torch.cat([data.train.targets, outside.targets]))
     known, fresh = np.split(count + np.arange(len(order)), [len(order) // (5 if everyone else 2)])
     victims = np.concatenate(others)
-    victims = victims[torch.randperm(len(victims), generator=chance).numpy()]
+    victims = victims[torch.randperm(len(victims), generator=rng).numpy()]
     test = None if everyone else min(len(victims), len(fresh))
     return Records(pool, own, known, victims[:test], fresh[:test])
 
 
 def digests(inputs: Tensor) -> list[bytes]:
-    """Return one digest per record."""
+    """Return a digest of each record."""
     return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in inputs.numpy()]
 
 
 def shadow_defence(defence: str) -> str:
-    """Return the defence of the shadows: a veiled federation trains the same model as a plain one."""
+    """Return the defence used to train shadows; a veiled federation uses "plain", which trains the same model."""
     return find_attackers(find(defence)).shadows or defence
 
 
 def shadow_file(folder: Path, defence: str, number: int) -> Path:
-    """Return the file of a shadow: its outputs as clients and as the server see them, and its training records."""
+    """Return the file with a shadow's training records, and the outputs of its client's and its server's model."""
     return folder / "shadows" / f"{shadow_defence(defence).replace(':', '.')}-{number}.npz"
 
 
 @dataclass(frozen=True)
 class Shadow(Result):
-    """A federation that the attacker trained: its seed, and the metrics of its model on its training records."""
+    """The result of training a shadow: its seed, and the metrics of its model on its training records."""
 
     seed: int
     inside: dict[str, float]
@@ -105,10 +107,11 @@ class Shadow(Result):
 
 @dataclass(frozen=True)
 class TrainShadow:
-    """Train a federation like the attacked one on half of the pool, and write its outputs on the whole pool.
+    """The work of training a shadow on half of the pool, and writing its outputs for the whole pool.
 
-    The pool is that of `divide_records`, with the same `everyone` as for the attack. If `matched`, the federation
-    trains on the same number of records as the attacked one, or on half of the pool if that is smaller.
+    A shadow is a federation like the attacked one. The pool comes from `divide_records`, with the same `everyone` as
+    for the attack. If `matched`, the shadow is trained on the same number of records as the attacked federation, but at
+    most on half of the pool.
     """
 
     config: Config
@@ -119,14 +122,14 @@ class TrainShadow:
     matched: bool = False
 
     def __call__(self, progress: Progress, done: JobResults) -> Shadow:
-        """Train and write the outputs; those from earlier training are removed first."""
+        """Remove earlier outputs, train the shadow, and write its outputs."""
         config, data = self.config, load_data(self.config)
         path = shadow_file(self.folder, config.defence.name, self.number)
         path.unlink(missing_ok=True)
         pool = divide_records(config, data, everyone=self.everyone).pool
         size = len(data.train.targets) if self.matched else None
-        chance = generator("shadows", config.training.seed, self.shadows)
-        inside = halves(len(pool.targets), self.shadows, chance, size)[self.number]
+        rng = generator("shadows", config.training.seed, self.shadows)
+        inside = halves(len(pool.targets), self.shadows, rng, size)[self.number]
         how = "iid" if config.data.split == "column" else config.data.split
         own = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
         federation = build_federation(own, Data(data.name, pool.take(inside), data.test, classes=data.classes))
@@ -140,9 +143,9 @@ class TrainShadow:
 def shadow_jobs(
     config: Config, defences: Sequence[str], count: int, folder: Path, label: str = "", **flags: bool
 ) -> list[StudyJob[Result]]:
-    """Return all shadows for all defences, none for targets without classes; refuse odd numbers.
+    """Return the jobs that train the shadows for all defences; refuse an odd number of shadows.
 
-    `flags` are `everyone` and `matched` of `TrainShadow`.
+    There are none if the targets are not classes. `flags` are `everyone` and `matched` of `TrainShadow`.
     """
     if not count or config.data.clients < 2:
         return []
@@ -158,17 +161,17 @@ def shadow_jobs(
 
 @dataclass(frozen=True)
 class AttackScores:
-    """Scores of one membership attack on the test records.
+    """The performance of one membership attack on the test records.
 
     Attributes:
         accuracy: balanced accuracy, at a threshold chosen on known records.
         auc: area under the ROC curve.
         tpr: true-positive rate by false-positive rate; None if there are too few records to estimate it.
-        best_on_test: accuracy of the epoch that is best on the test records themselves (the paper's protocol).
-        roc: (false, true) positive rates.
-        collapsed: whether a white-box network gives the same answer to all of its training records.
-        known: AUC on records whose membership the attacker knows; for a network, on those held out from its training.
-        broadcasts: number of broadcasts that the attack was run on.
+        best_on_test: accuracy at the epoch with the best accuracy on the test records (the paper's protocol).
+        roc: pairs (FPR, TPR) of the ROC curve.
+        collapsed: whether a white-box network gives the same answer for all of its training records.
+        known: AUC on records with known membership; for a network, only those held out from its training.
+        broadcasts: number of broadcasts that were attacked.
     """
 
     accuracy: Estimate
@@ -183,14 +186,14 @@ class AttackScores:
 
 @dataclass(frozen=True)
 class Attacker:
-    """The attacks of one attacker by name."""
+    """The results of one attacker's attacks, by name."""
 
     attacks: Attacks
 
 
 @dataclass(frozen=True)
 class Membership(Quality, Result):
-    """All attacks on one federation; `records` has the number of records in each part of `Records`."""
+    """The results of all attacks on one federation; `records` gives the number of records in each part of `Records`."""
 
     defence: str
     seed: int
@@ -200,7 +203,7 @@ class Membership(Quality, Result):
 
 @dataclass(frozen=True)
 class ShadowAttacks:
-    """Attacks with federations that the attacker trained.
+    """The attacks that use shadow federations.
 
     Attributes:
         config: configuration of the attacked federation.
@@ -215,10 +218,9 @@ class ShadowAttacks:
     lira: bool
 
     def scores(self, observed: Observation, outputs: Tensor, records: Records, cleaned: bool) -> dict[str, Scores]:
-        """Score all records with RMIA and LiRA; return an empty dict without shadows or classes.
+        """Score all records with RMIA and, if requested, LiRA; return an empty dict without shadows or classes.
 
-        If `cleaned`, the attacker has removed the noise, and compares with the shadows' models as their servers have
-        them.
+        If `cleaned`, the attacker has removed the noise, and compares its model with those of the shadows' servers.
         """
         targets = records.pool.targets
         if not self.count or targets.dim() != 1:
@@ -230,11 +232,11 @@ class ShadowAttacks:
                 answers.append(file["cleaned" if cleaned else "received"])
                 inside.append(file["inside"])
         shadows = Shadows(np.stack(answers).astype(np.float64), np.stack(inside), truth, observed.loss)
-        return shadow_scores(outputs.double().numpy(), shadows, records.known, both=self.lira)
+        return shadow_scores(outputs.double().numpy(), shadows, records.known, include_lira=self.lira)
 
 
 def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> dict[str, Scores]:
-    """Score all records by their loss, both raw and calibrated by class."""
+    """Score all records by their loss, both directly and calibrated by class."""
     found = losses(observed.loss, outputs, records.pool.targets)
     scores = {"loss": -found}  # Yeom et al., 2018
     if records.pool.targets.dim() == 1:
@@ -244,18 +246,18 @@ def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> di
 
 
 def whitebox(
-    features: Features, names: Sequence[str], records: Records, recipe: Recipe, *, watched: bool = False
+    features: Features, names: Sequence[str], records: Records, recipe: Recipe, *, track_test: bool = False
 ) -> AttackScores:
-    """Train the network on known records and return its scores on the test records.
+    """Train the network on known records, and return its performance on the test records.
 
-    If `watched`, they include the epoch that is best on the test records themselves, as in the paper.
+    If `track_test`, the result includes the best accuracy of any epoch on the test records, as in the paper.
     """
     seen = {name: features[name] for name in names}
     own, known, victims, fresh = (select(seen, torch.from_numpy(part)) for part in records.parts)
     curve: list[float] = []
 
     def watch(number: int, score: Score) -> None:
-        if watched:
+        if track_test:
             curve.append(balanced_accuracy(score(victims), score(fresh), 0.5).value)
 
     done = train_attack(own, known, recipe=recipe, on_epoch=watch)
@@ -265,9 +267,9 @@ def whitebox(
 
 
 def measure(members: Scores, others: Scores, own: Scores, known: Scores) -> AttackScores:
-    """Return all scores of a test with 95 % intervals; a rate is estimated only from enough records.
+    """Return the performance of an attack with 95 % intervals; rates are estimated only if there are enough records.
 
-    The threshold is the best one for the attacker's records and the non-members that it knows.
+    The threshold is the one that best separates the attacker's own records from the non-members that it knows.
     """
     rates = {str(rate): tpr_at(members, others, rate) if has_enough(len(others), rate) else None for rate in RATES}
     accuracy = balanced_accuracy(members, others, best_threshold(own, known))
@@ -280,12 +282,13 @@ class RecordAttacks:
     """All membership attacks of one attacker.
 
     Attributes:
-        records: the attacker's records, those it knows to be non-members, and the test records.
-        shadows: RMIA and LiRA.
-        recipe: training of the white-box network; None for no network.
-        full: whether the network also sees the label, the loss and the gradient of a final nn.Linear.
-        by_layer: train a network for each layer, for three layers and for all features, and track their accuracy on the
-            test records, as the paper does; by default, train one network for all features.
+        records: the pool of records and its parts.
+        shadows: the attacks that use shadows, RMIA and LiRA.
+        recipe: settings for training the white-box network; None to skip it.
+        full: whether the network also uses the label, the loss and the gradient of a final nn.Linear.
+        by_layer: whether to train separate networks for each layer, for the last three layers and for all features, and
+            to track their accuracy on the test records, as the paper does; by default, there is one network for all
+            features.
     """
 
     records: Records
@@ -295,7 +298,7 @@ class RecordAttacks:
     by_layer: bool = False
 
     def run(self, observed: Observation, cleaned: bool, progress: Progress) -> Attacks:
-        """Run all attacks; `cleaned` says whether the attacker has removed noise from the model that it received."""
+        """Run all attacks; `cleaned` states whether the attacker has removed the noise from the model."""
         records, pool, full = self.records, self.records.pool, self.full and self.recipe is not None
         features = record_features(observed.model, pool.tensor, pool.targets, observed.loss, full=full)
         found = self.train_networks(features, self.recipe, progress) if self.recipe else Attacks()
@@ -310,7 +313,7 @@ class RecordAttacks:
         return found
 
     def train_networks(self, features: Features, recipe: Recipe, progress: Progress) -> Attacks:
-        """Train the white-box networks; a network with too few records is a `Failure`."""
+        """Train the white-box networks; the result is a `Failure` if there are too few records."""
         layers, found = [name for name in LAYERS if name in features], Attacks()
         sets = {NETWORK: list(features)}
         if self.by_layer:
@@ -319,7 +322,7 @@ class RecordAttacks:
         for number, (name, names) in enumerate(sets.items()):
             progress(number / len(sets), f"attack network, {name}")
             try:
-                found[name] = whitebox(features, names, self.records, recipe, watched=self.by_layer)
+                found[name] = whitebox(features, names, self.records, recipe, track_test=self.by_layer)
             except BadArgument as reason:
                 found[name] = Failure(reason.what)
         return found

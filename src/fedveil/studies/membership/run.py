@@ -1,4 +1,4 @@
-"""`fedveil attack membership`: does a client learn which records the others trained on?
+"""`fedveil attack membership`: test whether a client learns which records the other clients trained on.
 
 The attacker is client 0. It knows its own records, which are members, and half of a set of non-members. It is tested on
 the other clients' records and the other half of the non-members.
@@ -39,14 +39,14 @@ class MembershipOptions:
 
     shadows: int = option(4, "number of shadow federations for RMIA and LiRA; 0 for none")
     lira: bool = option(False, "also run LiRA, which needs at least 16 shadows")
-    full: bool = option(True, "also run the white-box network with the label, loss and gradient of the final layer")
+    full: bool = option(True, "also run the white-box network with the label, the loss and the final layer's gradient")
     attack_epochs: int = option(50, "number of training epochs of the white-box network")
     attack_lr: float = option(1e-3, "learning rate of the white-box network")
 
 
 @dataclass(frozen=True)
 class AttackMembership:
-    """Run all attacks by all attackers on one federation."""
+    """The work of running all attacks by all attackers on one federation."""
 
     config: Config
     options: MembershipOptions
@@ -66,13 +66,13 @@ class AttackMembership:
             name: membership.Attacker(attacks.run(observed, name != PUBLISHED, progress))
             for name, observed in seen.items()
         }
-        quality = asdict(measure_quality(federation, data))  # quality of the model after the observed rounds
+        quality = asdict(measure_quality(federation, data))  # measured after the observed rounds
         sizes = dict(zip(("own", "known", "victims", "fresh"), map(len, records.parts), strict=True))
         return Membership(**quality, defence=config.defence.name, seed=training.seed, records=sizes, attackers=found)
 
 
 class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
-    """Membership inference."""
+    """The membership inference attack."""
 
     name = "membership"
     summary = "infer which records the other clients trained on"
@@ -82,18 +82,18 @@ class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
     defaults = read_federations()["attack"]["membership"]
 
     def shared(self, request: AttackRequest[MembershipOptions], folder: Path) -> list[StudyJob[Result]]:
-        """Return all shadows for all defences."""
+        """Return the jobs that train the shadows for all defences."""
         return membership.shadow_jobs(
             request.config, request.defences, request.options.shadows, folder, label=request.label
         )
 
     def attack(self, request: AttackRequest[MembershipOptions], defence: str, folder: Path) -> AttackMembership:
-        """Return all attacks on one defence."""
+        """Return the work that runs all attacks on one defence."""
         run = self.run_folder(request, defence, folder)
         return AttackMembership(request.config_for(defence), request.options, folder, run)
 
     def show(self, request: AttackRequest[MembershipOptions], results: Mapping[str, Membership]) -> Presentation:
-        """Return Table 3, all scores, intervals and ROC curves."""
+        """Return the paper's Table 3, all scores, intervals and ROC curves."""
         rows, verdicts = list_attackers(results), judge_attackers(results)
         sections: list[Section] = [
             Text("How to read it", TEXTS.reading),
@@ -107,7 +107,7 @@ class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
 
 
 class AttackerRow(NamedTuple):
-    """One attacker on one defence: all of its attacks, and those that did not fail."""
+    """The results of one attacker under one defence; `scored` contains the attacks that did not fail."""
 
     defence: str
     who: str
@@ -117,7 +117,7 @@ class AttackerRow(NamedTuple):
 
 
 def list_attackers(results: Mapping[str, Membership]) -> list[AttackerRow]:
-    """Return every attacker on every defence."""
+    """Return the results of every attacker under every defence."""
     return [
         AttackerRow(defence, f"V-out, {name}", found.attacks, successes(found.attacks), result)
         for defence, result in results.items()
@@ -133,9 +133,9 @@ def main_row(row: AttackerRow) -> list[str]:
     return [row.defence, row.who, *quality, *asr, best_epoch(row.scored.get("three"))]
 
 
-def best_epoch(found: AttackScores | None) -> str:
-    """Format the accuracy in % of the epoch that is best on the test records themselves."""
-    return NOTHING if found is None or found.best_on_test is None else f"{100 * found.best_on_test:.1f}"
+def best_epoch(scores: AttackScores | None) -> str:
+    """Format the accuracy in % at the epoch with the best accuracy on the test records themselves."""
+    return NOTHING if scores is None or scores.best_on_test is None else f"{100 * scores.best_on_test:.1f}"
 
 
 def figure_rows(row: AttackerRow) -> Iterator[list[str]]:
@@ -145,13 +145,13 @@ def figure_rows(row: AttackerRow) -> Iterator[list[str]]:
         if isinstance(found, Failure):
             yield [*start, f"failed: {found.failed}", *[""] * (len(FIGURES) - 1)]
         else:
-            remark = "same answer to all records" if found.collapsed else ""
+            remark = "same answer for all records" if found.collapsed else ""
             rates = [*map(percent, found.tpr.values()), best_epoch(found)]
             yield [*start, percent(found.accuracy), text(found.auc, ".3f"), *rates, remark]
 
 
 def auc_chart(rows: Sequence[AttackerRow]) -> Intervals:
-    """Return the AUC of every attack."""
+    """Return a chart of the AUC of every attack."""
     marks = [
         mark(NETWORKS.get(name, name), found.auc if isinstance(found, AttackScores) else None, f"{defence}, {who}")
         for defence, who, attacks, _, _ in rows
@@ -161,7 +161,7 @@ def auc_chart(rows: Sequence[AttackerRow]) -> Intervals:
 
 
 def roc_sections(rows: Sequence[AttackerRow]) -> Iterator[Section]:
-    """Yield the ROC curves of each attack on all defences."""
+    """Yield a chart for each attack, with one ROC curve per defence and attacker."""
     several = len({row.who for row in rows}) > 1
     for name in dict.fromkeys(name for row in rows for name in row.scored):
         lines = {

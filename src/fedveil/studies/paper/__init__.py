@@ -1,1 +1,1 @@
-"""The paper's tables and figures, recomputed with our code, with the paper's values beside ours."""
+"""The paper's tables and figures, recomputed and compared with the paper's values."""

@@ -25,20 +25,20 @@ from fedveil.studies.paper.plan import LOSS, ExhibitPlan, make_exhibit
 from fedveil.studies.presentation import Presentation, mark, percent, text
 from fedveil.studies.study import JobGraph
 
-PaperValues = dict[str, dict[str, dict[str, float]]]  # by data set, measure and defence
+PaperValues = dict[str, dict[str, dict[str, float]]]  # the paper's values by data set, measure and defence
 O = TypeVar("O")  # noqa: E741
 A = TypeVar("A", bound=Membership | Inversion)
 Seeds = dict[int, A | Failure]
-AttackResults = dict[str, dict[str, Seeds[A]]]  # by data set, defence and seed
+AttackResults = dict[str, dict[str, Seeds[A]]]  # results by data set, defence and seed
 ACCURACY = "accuracy"
-BATCH = 1  # images in a batch of Figure 5
-FigurePair = tuple[Estimate | None, Estimate | None]  # by the paper's protocol and by ours; None if there is none
+BATCH = 1  # number of images in a batch of Figure 5
+FigurePair = tuple[Estimate | None, Estimate | None]  # estimates by the paper's protocol and by ours
 
 
 def attack_graph(
     study: AttackStudy[O, A], plan: ExhibitPlan, folder: Path, seeds: Sequence[int] | None = None
 ) -> JobGraph[AttackResults[A]]:
-    """Return the jobs of an attack on all data sets, seed by seed; the exhibits of one attack share them."""
+    """Return the jobs of an attack for all seeds and data sets; all exhibits that use the attack share these jobs."""
     options, graphs = study.options(**plan.settings.attack), dict[tuple[str, int], JobGraph[Results[A]]]()
     for seed in range(plan.settings.seeds) if seeds is None else seeds:
         for group in plan.settings.runs:
@@ -63,8 +63,8 @@ class TableMeasure:
 
     Attributes:
         title: title of the row.
-        fraction: whether values are fractions, which are shown in per cent.
-        theirs, ours: formats for values by the paper's protocol and by ours.
+        fraction: whether values are fractions; they are shown in per cent.
+        theirs, ours: number formats for the values by the paper's protocol and by ours.
     """
 
     title: str
@@ -73,7 +73,7 @@ class TableMeasure:
     ours: str = ".1f"
 
     def format(self, values: Sequence[Estimate | None], form: str) -> str:
-        """Format the mean of one value per seed; seeds without a value are counted."""
+        """Format the mean over seeds; if some seeds have no value, show how many have one."""
         present = [value for value in values if value is not None]
         mean = text(mean_over_seeds(present, fraction=self.fraction), form, 100 if self.fraction else 1)
         return f"{mean} ({len(present)} of {len(values)} seeds)" if 0 < len(present) < len(values) else mean
@@ -81,12 +81,14 @@ class TableMeasure:
 
 @dataclass(frozen=True)
 class AttackEntry:
-    """One measure of one attacker on one defence: the paper's value, and ours by seed.
+    """The paper's value and ours for one data set, measure, defence and attacker.
 
     Attributes:
-        attacker: name of the attacker; "" if the measure has none, or if the attack failed.
-        pairs: for each seed, the estimates by the paper's protocol and by ours; None if there is none.
-        failed: why there are no values; "" if there are.
+        data, measure, defence: names of the data set, the measure and the defence.
+        attacker: name of the attacker; "" if the measure does not depend on an attacker, or if the attack failed.
+        paper: the paper's value.
+        pairs: for each seed, the estimates by the paper's protocol and by ours.
+        failed: the reason why there are no values; "" if there are.
     """
 
     data: str
@@ -99,11 +101,11 @@ class AttackEntry:
 
     @property
     def rate(self) -> Estimate | None:
-        """The success rate over seeds; None if it was not measured."""
+        """The mean of our values over seeds; None if there are none."""
         return mean_over_seeds([ours for _, ours in self.pairs if ours is not None], fraction=True)
 
     def row(self, measure: TableMeasure) -> list[str]:
-        """Return the row of the table."""
+        """Return the table row."""
         where, paper = [self.data, measure.title, self.defence], f"{self.paper:.2f}"
         if self.failed:
             return [*where, "", paper, "", self.failed]
@@ -115,15 +117,15 @@ class AttackEntry:
 
 @dataclass(frozen=True)
 class AttackTable:
-    """How an attack is presented, from its plan.
+    """The presentation of an attack, read from its plan.
 
     Attributes:
         title: name of the attack in the summary.
-        protocol: name of the paper's protocol in the header.
-        single: description of the intervals for a single seed; several seeds have Student's intervals.
-        success: the measure shown in the chart and in the summary.
-        chart: the chart without its rows.
-        measures: the paper's measures.
+        protocol: name of the paper's protocol in the table header.
+        single: description of the intervals if there is a single seed; for several seeds, they are Student's intervals.
+        success: name of the measure shown in the chart and in the summary.
+        chart: the chart, without its rows.
+        measures: the paper's measures, by name.
     """
 
     title: str
@@ -137,9 +139,9 @@ class AttackTable:
 def present_attack(
     plan: ExhibitPlan, results: AttackResults[A], *, figures: Callable[[A, str, str], FigurePair]
 ) -> Presentation:
-    """Return a row per data set, measure, defence and attacker, with the success rate in a chart and in the summary.
+    """Return a row per data set, measure, defence and attacker, and show success rates in a chart and in the summary.
 
-    `figures` returns a pair for a result, an attacker and a measure.
+    `figures` returns the pair of estimates for a result, an attacker and a measure.
     """
     rows, marks, headline = list[list[str]](), dict[Interval, None](), list[tuple[str, str, str]]()
     paper, table = plan.paper_values(PaperValues), TypeAdapter(AttackTable).validate_python(plan.file.table)
@@ -160,13 +162,16 @@ def present_attack(
             headline.append((f"{table.title}, {data}, success in %", *summary))
     header = ("data", "measure", "defence", "attacker", "paper", f"ours, {table.protocol}", "ours")
     count = plan.settings.seeds
-    several = f"Means over {count} seeds with Student's 95 % interval; all seeds draw on the same images."
+    several = f"Means over {count} seeds with Student's 95 % interval; all seeds use the same images."
     note, sections = f"{plan.file.note} {several if count > 1 else table.single}", [replace(table.chart, rows=[*marks])]
     return Presentation(plan.title, "", header, rows, note, sections, headline=headline)
 
 
 def _summarise(successes: Sequence[AttackEntry]) -> tuple[str, str] | None:
-    """Return success on plain and veil in the paper and here, with the best adaptive attacker; None without both."""
+    """Summarise the paper's and our success rates for plain and veil; None if we have not measured both.
+
+    Our summary includes the best adaptive attacker.
+    """
     rates = {(one.defence, one.attacker): 100 * one.rate.value for one in successes if one.rate}
     if not {("plain", PUBLISHED), ("veil", PUBLISHED)} <= rates.keys():
         return None
@@ -182,7 +187,7 @@ def _summarise(successes: Sequence[AttackEntry]) -> tuple[str, str] | None:
 def _entries(
     where: tuple[str, str, str], printed: float, seeds: Seeds[A], figures: Callable[[A, str, str], FigurePair]
 ) -> list[AttackEntry]:
-    """Return one measure under one defence, attacker by attacker; `where` is (data set, measure, defence)."""
+    """Return the entries of all attackers for one data set, measure and defence, which are given by `where`."""
     results, measure = list(successes(seeds).values()), where[1]
     for seed, result in seeds.items():
         if isinstance(result, Failure):
@@ -196,15 +201,15 @@ def _entries(
     ]
 
 
-def mean_over_seeds(found: Sequence[Estimate], *, fraction: bool) -> Estimate | None:
-    """Average one value per seed, with Student's interval clipped to possible values; keep a single value as it is."""
-    if len(found) < 2:
-        return found[0] if found else None
-    return average([one.value for one in found], least=0.0, most=1.0 if fraction else math.inf)
+def mean_over_seeds(estimates: Sequence[Estimate], *, fraction: bool) -> Estimate | None:
+    """Average the values of all seeds, with Student's interval clipped to valid values; a single one is unchanged."""
+    if len(estimates) < 2:
+        return estimates[0] if estimates else None
+    return average([one.value for one in estimates], minimum=0.0, maximum=1.0 if fraction else math.inf)
 
 
 def _membership_figures(result: Membership, attacker: str, measure: str) -> FigurePair:
-    """Return the success on one set of layers: with the epoch chosen as in the paper, and chosen on known records."""
+    """Return the success for a set of layers, with the epoch chosen as in the paper and on known records."""
     found = result.attackers[attacker].attacks.get(measure) if attacker in result.attackers else None
     if not isinstance(found, AttackScores):
         return None, None
@@ -212,7 +217,7 @@ def _membership_figures(result: Membership, attacker: str, measure: str) -> Figu
 
 
 def _inversion_figures(result: Inversion, attacker: str, measure: str) -> FigurePair:
-    """Return one measure of the generator's images, judged by the attacked model itself and by the evaluator."""
+    """Return a measure of the generator's images, judged by the attacked model and by the independent evaluator."""
     if attacker not in result.attackers:
         return None, None
     theirs, ours = result.attackers[attacker].as_received, result.attackers[attacker].codes
@@ -228,7 +233,7 @@ MEMBERSHIP_KIND, INVERSION_KIND = TypeAdapter(AttackResults[Membership]), TypeAd
 
 
 def present_table4(plan: ExhibitPlan, results: AttackResults[Inversion]) -> Presentation:
-    """Return the table; its note has the success of a generator without any model, and of real images."""
+    """Return the table; its note includes the success of a generator without any model, and of real images."""
     shown, limits = present_attack(plan, results, figures=_inversion_figures), []
     for data, ours in results.items():
         found = {seed: one for seeds in ours.values() for seed, one in successes(seeds).items()}
@@ -249,25 +254,31 @@ TABLE4 = make_exhibit(INVERSION_KIND, partial(attack_graph, INVERSION), present_
 
 @dataclass(frozen=True)
 class ImageGrid:
-    """Encoded images of one data set: rows with a label each, under the names of their classes."""
+    """A grid of images of one data set.
+
+    Attributes:
+        classes: names of the classes, which label the columns.
+        shape: channels, height and width of an image.
+        rows: labels of the rows, with encoded images.
+    """
 
     classes: list[str]
     shape: tuple[int, ...]
     rows: list[tuple[str, list[str]]]
 
 
-Grids = dict[str, ImageGrid | Failure]  # by data set
+Grids = dict[str, ImageGrid | Failure]  # grid by data set
 
 
 def _grid(results: Mapping[str, Inversion]) -> ImageGrid | Failure:
     for first in results.values():
         if first.gallery:
             return ImageGrid(first.classes, first.gallery.shape, gallery_rows(results))
-    return Failure("no attack was made")
+    return Failure("all attacks failed")
 
 
 def inversion_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Grids]:
-    """Return the jobs for Table 4's attacks with the first seed."""
+    """Return the jobs of Table 4's attacks with the first seed."""
     attacks = attack_graph(INVERSION, plan, folder, seeds=(0,))
     return JobGraph(
         attacks.jobs,
@@ -290,7 +301,7 @@ def present_fig4(plan: ExhibitPlan, results: Grids) -> Presentation:
 
 
 def _configs(plan: ExhibitPlan) -> dict[str, Config]:
-    """Return the configuration of each variant: plain, PPDL with each variance, veil."""
+    """Return the configuration of each variant: plain, PPDL with each variance, and veil."""
     changes: dict[str, dict[str, Value]] = {"plain": {"defence": "plain"}}
     for variance in plan.settings.variances:
         noise: dict[str, Value] = {"defence": "ppdl", "ppdl": "noise", "sigma": math.sqrt(variance)}
@@ -311,9 +322,9 @@ def gradient_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Results[Gradient
     return join_parts(jobs, lambda parts: Gradients(configs["plain"].training.seed, parts))
 
 
-def present_fig5(plan: ExhibitPlan, every: Results[Gradients]) -> Presentation:
+def present_fig5(plan: ExhibitPlan, variants: Results[Gradients]) -> Presentation:
     """Return a row for each defence and view, a PSNR chart, and the images."""
-    results = successes(every)
+    results = successes(variants)
     pictures = gallery("Figure 5: images from gradients", results, BATCH, "PSNR in dB below each picture.")
     sections = [chart("Figure 5: PSNR of the images", results, BATCH), *pictures]
     uploads = [f"{name} {views['V-up'].near:.1f}" for name, views in view_figures(results, BATCH).items()]

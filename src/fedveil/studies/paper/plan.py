@@ -1,4 +1,4 @@
-"""Tables and figures of the paper: a plan in TOML, and the functions that compute and present them."""
+"""Plans for the paper's tables and figures, read from TOML files, and the functions that compute and present them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ from fedveil.studies.study import JobGraph
 
 SCALES = ("quick", "cpu", "paper")
 LOSS: Mapping[str, Value] = {"loss": "squared_error"}
-"""The paper's loss, used by every plan that does not name another."""
+"""The paper's loss, which a plan uses unless it names another one."""
 T = TypeVar("T")
 R = TypeVar("R")
 RunValue = Value | list[Value] | dict[str, Value]
-"""One value, a list of values to combine with all others, or a value that depends on another key."""
+"""A value, a list of values to combine with those of other keys, or a value that depends on another key."""
 
 
 class ScaleSettings(BaseModel):
-    """Settings that determine the results at one scale.
+    """The settings of one scale, which determine the results.
 
     Attributes:
-        about: how this scale differs from the paper's setting.
-        defences: defences to attack.
-        data: our name for each of the paper's data sets.
+        about: description of the scale and its differences from the paper.
+        defences: names of the defences to attack.
+        data: the paper's names of the data sets, and ours.
         attack: options of the attack.
-        seeds: number of repetitions of each attack; the seeds of training runs are in `common` or `runs`.
-        common: values that all groups of runs share.
+        seeds: number of seeds for each attack; for training runs, it is set in `common` or `runs`.
+        common: configuration values that all groups of runs share.
         runs: groups of configurations.
         run: a single configuration.
         variances: variances of PPDL's noise.
@@ -49,18 +49,18 @@ class ScaleSettings(BaseModel):
 
 
 class PlanFile(BaseModel):
-    """A file NAME.toml.
+    """The content of a file NAME.toml.
 
     Attributes:
-        title: title of the exhibit on the page.
-        note: note below its table.
+        title: title of the table or figure.
+        note: note below the table.
         comparison: note below the table that compares the veil with plain training.
         why: differences from the paper, with reasons.
-        same_as: name of another file whose scales are used instead.
+        same_as: name of another plan to take the scales from.
         columns: columns of the paper's table.
         scales: settings by scale.
         paper: the paper's values.
-        table: how an attack is presented.
+        table: presentation of an attack (`AttackTable`).
     """
 
     title: str
@@ -76,13 +76,14 @@ class PlanFile(BaseModel):
 
 @dataclass(frozen=True)
 class ExhibitPlan:
-    """A table or figure at one scale.
+    """The plan for a table or figure at one scale.
 
     Attributes:
         name: name on the command line.
-        file: content that is the same at all scales.
+        file: content of the plan's file.
         scale: one of SCALES.
-        settings: validated settings of the scale; `written` has the same settings as in the file, without `about`.
+        settings: validated settings of the scale.
+        written: the settings as they are in the file, without `about`.
         device: device to compute on.
     """
 
@@ -104,7 +105,7 @@ class ExhibitPlan:
         return f"{self.name}.toml, {self.scale}"
 
     def paper_values(self, kind: type[T]) -> T:
-        """Return the paper's values, validated as a type."""
+        """Return the paper's values, validated as the given type."""
         return TypeAdapter(kind).validate_python(self.file.paper)
 
 
@@ -113,7 +114,7 @@ def _load_file(name: str) -> PlanFile:
 
 
 def read_plan(name: str, scale: str, device: str = "cpu") -> ExhibitPlan:
-    """Read NAME.toml."""
+    """Read the plan NAME.toml at one scale."""
     check_choice("--scale", "scale", scale, SCALES)
     file = _load_file(name)
     written = (_load_file(file.same_as) if file.same_as else file).scales[scale]
@@ -127,8 +128,8 @@ class Exhibit:
     """A table or figure of the paper.
 
     Attributes:
-        graph: returns the jobs for a plan, which compute plain values to store on disk.
-        present: presents plain values that were read from disk.
+        graph: function that returns the jobs of a plan; their combined result consists of plain values for JSON.
+        present: function that presents these plain values.
     """
 
     graph: Callable[[ExhibitPlan, Path], JobGraph[JsonValue]]
@@ -141,7 +142,7 @@ def make_exhibit(
     present: Callable[[ExhibitPlan, R], Presentation],
     omitted: frozenset[str] = frozenset(),
 ) -> Exhibit:
-    """Make an exhibit from functions on typed results; the omitted fields are not written to disk."""
+    """Create an exhibit from functions that use typed results; the fields in `omitted` are not written to disk."""
 
     def plain_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[JsonValue]:
         found = graph(plan, folder)

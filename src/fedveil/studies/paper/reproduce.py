@@ -1,4 +1,4 @@
-"""`fedveil reproduce`: compute missing exhibits, store them as JSON, and build the page from the stored data alone."""
+"""`fedveil reproduce`: compute missing exhibits, store them as JSON, and build a page from the stored data."""
 
 import platform
 import shlex
@@ -35,7 +35,7 @@ AvailableExhibit = tuple[ExhibitPlan, StoredExhibit, Presentation]
 
 
 def select_names(names: Sequence[str]) -> list[str]:
-    """Return the named exhibits, or all for "all", in the paper's order."""
+    """Return the names of the selected exhibits in the paper's order; "all" selects every exhibit."""
     for name in names:
         check_choice("fedveil reproduce", "table or figure", name, (*EXHIBITS, "all"))
     return [name for name in EXHIBITS if name in names or "all" in names]
@@ -49,12 +49,12 @@ def has_failure(results: JsonValue) -> bool:
 
 
 def _settings(plan: ExhibitPlan) -> dict[str, JsonValue]:
-    """Return the values that a stored exhibit must have to belong to a plan."""
+    """Return the values that a stored exhibit must contain to match a plan."""
     return {"scale": plan.scale, "settings": plan.written, "device": plan.device}
 
 
 def read_exhibit(plan: ExhibitPlan, folder: Path) -> StoredExhibit | None:
-    """Read an exhibit's file if it was computed with the plan's settings."""
+    """Read the stored exhibit of a plan; return None if it is missing or was computed with other settings."""
     try:
         found = read_json(folder / f"{plan.name}.json")
     except ValueError:  # a BadArgument is a ValueError
@@ -63,9 +63,9 @@ def read_exhibit(plan: ExhibitPlan, folder: Path) -> StoredExhibit | None:
 
 
 def explain_stale(plan: ExhibitPlan, stored: StoredExhibit, folder: Path, digests: Digests) -> str | None:
-    """Explain why a stored exhibit is no longer valid, as a clause; None if it is valid.
+    """Return a clause that explains why a stored exhibit is no longer valid, or None if it is valid.
 
-    Published results have no basis and stay valid, as do results whose data are not available.
+    Published results have no basis and remain valid. Results also remain valid if their data are not available.
     """
     if "basis" not in stored:
         return None
@@ -82,12 +82,12 @@ def _command(name: str, plan: ExhibitPlan, folder: Path) -> str:
 
 
 def compute(plan: ExhibitPlan, folder: Path, workers: int | None, show: Show, digests: Digests) -> StoredExhibit:
-    """Compute an exhibit and write its file; missing data are reported before anything runs."""
+    """Compute an exhibit and write its file; missing data are reported before any job runs."""
     begin, work = time.monotonic(), folder / "work"
     graph = EXHIBITS[plan.name].graph(plan, work)
     configs = list(configs_in([job.work for job in graph.jobs]))
     for config in {config.data.name: config for config in configs}.values():
-        load_data(config)  # decodes images once, for all processes
+        load_data(config)  # decode images once for all processes
     results = run_graph(graph, work, workers=workers, show=show, digests=digests)
     made: dict[str, JsonValue] = {
         **_settings(plan),
@@ -111,16 +111,16 @@ def reproduce(
     show: Show = show_nothing,
     on_done: Callable[[ExhibitPlan, Presentation], None] = lambda plan, presented: None,
 ) -> Path:
-    """Compute the exhibits that are not in the folder yet, write a page with all that are, and return its path.
+    """Compute the exhibits that are not in the folder yet, write a page with all available ones, and return its path.
 
     Args:
         names: names of exhibits, or "all".
         scale: "quick", "cpu" or "paper".
-        folder: folder for NAME.json for each exhibit, report.html, and work/ with everything needed to resume.
-        workers: number of processes; one per core by default.
+        folder: output folder, with NAME.json for each exhibit, report.html, and the data needed to resume in work/.
+        workers: number of processes; by default, one per core.
         device: device to compute on.
-        show: called with (job, fraction done, current step).
-        on_done: called with each exhibit as soon as it is available.
+        show: called with a job's name, the fraction done and the current step.
+        on_done: called with the plan and presentation of each exhibit as soon as it is available.
     """
     plans = {name: read_plan(name, scale, device) for name in EXHIBITS}
     wanted, digests, found = select_names(names), Digests(), dict[str, AvailableExhibit]()
@@ -146,20 +146,20 @@ def reproduce(
         return _write_page(found, plans["table1"], folder)
 
 
-def _write_page(found: Mapping[str, AvailableExhibit], plan: ExhibitPlan, folder: Path) -> Path:
-    """Write one page with all available exhibits, after a summary; `plan` is any plan of the same scale."""
-    available = [found[name] for name in EXHIBITS if name in found]
+def _write_page(exhibits: Mapping[str, AvailableExhibit], plan: ExhibitPlan, folder: Path) -> Path:
+    """Write a page with a summary and all available exhibits; `plan` may be any plan of the same scale."""
+    available = [exhibits[name] for name in EXHIBITS if name in exhibits]
     rows = [row for _, _, presented in available for row in presented.headline]
     sections: list[Section] = [Table("Summary", ["", "the paper", "ours"], rows, TEXTS.note)] if rows else []
     for one in available:
         sections += _sections(*one)
-    verdict = join_headlines({name: presented for name, (_, _, presented) in found.items()})
+    verdict = join_headlines({name: presented for name, (_, _, presented) in exhibits.items()})
     title, command = f"The paper, reproduced ({plan.scale})", _command("all", plan, folder)
     return write(Page(title, verdict, sections, command, TEXTS.notes["lead"]), folder / "report.html")
 
 
 def _sections(plan: ExhibitPlan, stored: StoredExhibit, presented: Presentation) -> list[Section]:
-    """Return the table, the other sections, the differences from the paper, and the settings."""
+    """Return the sections of an exhibit, including the differences from the paper and the settings."""
     main: Section = Text(plan.title, [presented.note, plan.settings.about])
     if presented.rows:
         note = f"{presented.note} Scale: {plan.settings.about}"
@@ -168,7 +168,7 @@ def _sections(plan: ExhibitPlan, stored: StoredExhibit, presented: Presentation)
     facts = {
         "scale": plan.scale,
         "repeat": str(stored["command"]),
-        "minutes of the last call": str(stored["minutes"]),
+        "minutes of the last run": str(stored["minutes"]),
         "with": str(stored["with"]),
     }
     for name, value in plan.written.items():
@@ -181,8 +181,8 @@ def _sections(plan: ExhibitPlan, stored: StoredExhibit, presented: Presentation)
 
 
 def join_headlines(presented: Mapping[str, Presentation]) -> str:
-    """Return our results from the first exhibit on accuracy and from the first one on attacks."""
+    """Return our results from the first available exhibit on accuracy and the first one on attacks."""
     groups = (("table2", "table1", "fig3"), ("table3", "table4", "fig5"))
     found = [[presented[name].headline for name in names if name in presented] for names in groups]
     rows = [row for headlines in found for row in next(filter(None, headlines), ())]
-    return " ".join(f"{question}: {ours}." for question, _, ours in rows) or "No verdict: no exhibit here has figures."
+    return " ".join(f"{question}: {ours}." for question, _, ours in rows) or "No verdict: no exhibit has results."

@@ -1,4 +1,4 @@
-"""Tables 1 and 2 and Figure 3: training runs, and the veil compared with plain training and other defences."""
+"""Tables 1 and 2 and Figure 3: training runs that compare the veil with plain training and other defences."""
 
 import dataclasses
 import hashlib
@@ -28,7 +28,7 @@ Setting = dict[str, str | int]
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: its configuration, and how it ended or why it failed."""
+    """A training run: its configuration, and its results or the reason for its failure."""
 
     data: str
     model: str
@@ -48,9 +48,9 @@ class Run:
 
 
 def list_configs(plan: ExhibitPlan) -> list[Config]:
-    """Return every combination of the values listed in each group of runs, once for each of its seeds.
+    """Return all combinations of the values in each group of runs, for each seed.
 
-    Groups share the values in `common`. A value that depends on another names it:
+    Groups share the values in `common`. A value that depends on another key names it, for example
     batch_size = { of = "clients", 1 = 40, 5 = 8 }.
     """
     found = []
@@ -72,7 +72,7 @@ def list_configs(plan: ExhibitPlan) -> list[Config]:
 
 
 def run_name(config: Config) -> str:
-    """Return a readable name that is unique to a configuration."""
+    """Return a readable, unique name for a configuration."""
     digest = hashlib.sha256(json.dumps(config.flat()).encode()).hexdigest()[:8]
     net = f"{config.model.name}{config.model.layers}" if config.model.name == "mlp" else config.model.name
     what = (config.data.name, net, f"K{config.data.clients}", str(config.training.loss), defence_name(config))
@@ -85,7 +85,7 @@ def defence_name(config: Config) -> str:
 
 
 def training_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[list[Run]]:
-    """Return a job for each run: first seeds first, so that a stopped table is complete for some seeds."""
+    """Return a job for each run, ordered by seed, so that an interrupted table is complete for some seeds."""
     configs, jobs = list_configs(plan), dict[Config, StudyJob[TrainedRun]]()
     for config in sorted(configs, key=lambda config: config.training.seed):
         name = run_name(config)
@@ -105,22 +105,22 @@ def _to_run(config: Config, trained: TrainedRun | Failure) -> Run:
 
 
 def select(runs: Sequence[Run], **values: str | int) -> list[Run]:
-    """Return the runs with the given values; a number may be given as text."""
+    """Return the runs that have the given values; a number may also be given as a string."""
     return [run for run in runs if all(str(getattr(run, key)) == str(value) for key, value in values.items())]
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation; 0 for a single value."""
+    """Return the standard deviation, or 0 for a single value."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def pooled_deviation(first: float, second: float) -> float:
-    """Pool two standard deviations."""
+    """Return the pooled standard deviation of two samples of equal size."""
     return math.hypot(first, second) / math.sqrt(2)
 
 
 def format_runs(runs: Sequence[Run], form: str, scale: float = 1.0) -> str:
-    """Format the runs of several seeds as mean ± standard deviation, or say why one failed."""
+    """Format the mean ± standard deviation over seeds or, if a run failed, the reason."""
     if not runs:
         return NOTHING
     if broken := [run.failed for run in runs if run.failed]:
@@ -130,20 +130,20 @@ def format_runs(runs: Sequence[Run], form: str, scale: float = 1.0) -> str:
 
 
 def format_pair(values: Sequence[str]) -> str:
-    """Format the veil's value, and the baseline's in brackets if there is one."""
+    """Format the veil's value, followed by the baseline's value in brackets if there is one."""
     return values[0] + "".join(f" ({value})" for value in values[1:] if value != NOTHING)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The veil or the baseline, compared with plain training with the same seeds.
+    """A comparison of the veil or the baseline with plain training, for the same seeds.
 
     Attributes:
-        where: values that the runs share.
-        plain, other: the metric at the end, by seed.
-        largest: largest difference at the end between two runs with the same seed.
-        largest_anywhere: largest difference anywhere on two curves with the same seed.
-        loss: largest relative difference of test losses at the end; None if the metric is the loss.
+        where: configuration values that the runs share.
+        plain, other: final values of the metric, one per seed.
+        largest: largest difference between the final values of two runs with the same seed.
+        largest_anywhere: largest difference between the curves of two runs with the same seed, at any epoch.
+        loss: largest relative difference between final test losses; None if the metric is the loss.
     """
 
     where: Setting
@@ -160,17 +160,20 @@ class Comparison:
 
     @property
     def deviations(self) -> tuple[float, float]:
-        """Both standard deviations over seeds."""
+        """The standard deviations of both values over seeds."""
         return deviation(self.plain), deviation(self.other)
 
     @property
     def overlap(self) -> bool:
-        """Whether the ranges mean ± deviation overlap."""
+        """Whether the ranges mean ± standard deviation overlap."""
         return self.means <= sum(self.deviations)
 
 
 def compare_runs(runs: Sequence[Run], keys: Sequence[str], other: str = "veil") -> Iterator[Comparison]:
-    """Compare the veil or the baseline with plain training, for every setting of the keys that has seeds with both."""
+    """Compare the veil or the baseline with plain training, for every combination of values of the given keys.
+
+    Combinations without a seed that has both runs are skipped.
+    """
     for values in dict.fromkeys(tuple(getattr(run, key) for key in keys) for run in runs):
         where: Setting = dict(zip(keys, values, strict=True))
         plain, others = (
@@ -187,18 +190,18 @@ def compare_runs(runs: Sequence[Run], keys: Sequence[str], other: str = "veil") 
         yield Comparison(where, first, second, largest, anywhere, max(losses, default=None))
 
 
-DefenceValues = dict[str, dict[str, list[float]]]  # the paper's, by defence and number of clients, one per column
+DefenceValues = dict[str, dict[str, list[float]]]  # the paper's rows of values, by defence and number of clients
 KIND = TypeAdapter(list[Run])
 WHO = ("paper", "ours")
 HEADER1 = (
     *("L", "clients", "plain", "veil"),
     *("largest difference of means", "largest difference within a seed", "standard deviation over seeds"),
 )
-LOSS2 = "cross_entropy"  # the paper's
+LOSS2 = "cross_entropy"  # the paper's loss for Table 2
 DIFFERENCES: dict[str, Callable[[Comparison], str]] = {
-    "difference of means": lambda one: f"{100 * one.means:.2f}",
-    "within a seed": lambda one: f"{100 * one.largest_anywhere:.1f}",
-    "test loss": lambda one: NOTHING if one.loss is None else f"{100 * one.loss:.1f}",
+    "difference of means": lambda pair: f"{100 * pair.means:.2f}",
+    "within a seed": lambda pair: f"{100 * pair.largest_anywhere:.1f}",
+    "test loss": lambda pair: NOTHING if pair.loss is None else f"{100 * pair.loss:.1f}",
 }
 Line = list[tuple[float, float, float]]  # epoch, mean, standard deviation
 HEADER3 = ("network", "loss", "clients", "seeds", "largest difference of means, all epochs", "standard deviation there")
@@ -207,7 +210,7 @@ HEADER3 = ("network", "loss", "clients", "seeds", "largest difference of means, 
 def paper_cells(
     plan: ExhibitPlan, printed: Sequence[float], runs: Sequence[Run], key: str, forms: tuple[str, str], scale: float = 1
 ) -> list[str]:
-    """Return the paper's value and ours for each column of the paper's table; columns differ in `key`."""
+    """Return the paper's value and ours for each column of the paper's table; columns differ in the field `key`."""
     cells = []
     for column, value in zip(plan.file.columns, printed, strict=True):
         cells += [f"{value:{forms[0]}}", format_runs(select(runs, **{key: column}), forms[1], scale)]
@@ -215,7 +218,7 @@ def paper_cells(
 
 
 def present_table1(plan: ExhibitPlan, results: list[Run]) -> Presentation:
-    """Return the paper's values beside ours, then the veil compared with plain training."""
+    """Return a table of the paper's values and ours, and a comparison of the veil with plain training."""
     paper, rows, beside = plan.paper_values(DefenceValues), list[list[str]](), list[list[str]]()
     for defence, values in paper.items():
         for clients, printed in values.items():
@@ -242,7 +245,7 @@ def present_table1(plan: ExhibitPlan, results: list[Run]) -> Presentation:
 
 
 def present_table2(plan: ExhibitPlan, results: list[Run]) -> Presentation:
-    """Return the paper's values beside ours, then the veil and the baseline compared with plain training."""
+    """Return a table of the paper's values and ours, and compare the veil and the baseline with plain training."""
     paper, rows = plan.paper_values(dict[str, DefenceValues]), list[list[str]]()
     for printed_as, data in plan.settings.data.items():
         for clients in next(iter(paper[printed_as].values())):
@@ -251,7 +254,7 @@ def present_table2(plan: ExhibitPlan, results: list[Run]) -> Presentation:
                 cells = paper_cells(plan, values[clients], own, "model", (".2f", ".1f"), 100)
                 rows.append([data, clients, defence, *cells])
     constants = {run.data: run.constant for run in results if run.constant is not None}
-    notes = [f"The commonest class of {data} has {100 * value:.1f} %." for data, value in constants.items()]
+    notes = [f"The most common class of {data} makes up {100 * value:.1f} %." for data, value in constants.items()]
     keys = ("data", "model", "clients", "loss")
     veils, baselines = (list(compare_runs(results, keys, name)) for name in ("veil", BASELINE))
     headline = []
@@ -268,7 +271,7 @@ def present_table2(plan: ExhibitPlan, results: list[Run]) -> Presentation:
 def _comparison_tables(
     plan: ExhibitPlan, runs: Sequence[Run], veils: Sequence[Comparison], baselines: Sequence[Comparison]
 ) -> list[Section]:
-    """Return the veil and the baseline compared with plain training, in one table for each loss."""
+    """Return one table per loss that compares the veil and the baseline with plain training."""
     rows: dict[str, list[list[str]]] = {}
     names = ("plain", "veil", BASELINE)
     header = ("data", "network", "clients", "seeds", *names, "overlap", *DIFFERENCES)
@@ -285,13 +288,13 @@ def _comparison_tables(
     ]
 
 
-def _farthest(some: Sequence[Comparison]) -> str:
+def _farthest(comparisons: Sequence[Comparison]) -> str:
     """Format the largest difference of means, in points."""
-    return f"{100 * max(one.means for one in some):.2f}"
+    return f"{100 * max(comparison.means for comparison in comparisons):.2f}"
 
 
 def present_fig3(plan: ExhibitPlan, results: list[Run]) -> Presentation:
-    """Return one row per setting, and charts: a row for each network and loss, a chart for each number of clients."""
+    """Return one row per setting, and one chart per number of clients for each network and loss."""
     rows, epochs = list[list[str]](), list[bool]()
     charts: dict[tuple[str, ...], list[Curves]] = {}
     for one in compare_runs(results, ("model", "loss", "clients")):
@@ -302,7 +305,7 @@ def present_fig3(plan: ExhibitPlan, results: list[Run]) -> Presentation:
         rows.append([*words, str(len(one.plain)), *map(format_pair, zip(*largest, strict=True))])
         del lines[BASELINE]
         charts.setdefault(tuple(words[:2]), []).append(_chart(count(int(one.where["clients"]), "client"), lines))
-    note = f"Mean over {len({run.seed for run in results})} seeds; bands: one standard deviation up and down."
+    note = f"Means over {len({run.seed for run in results})} seeds; bands show one standard deviation up and down."
     sections: list[Section] = [
         Beside(f"Figure 3: {net}, {loss}, {results[0].data}", parts, note) for (net, loss), parts in charts.items()
     ]
@@ -312,14 +315,14 @@ def present_fig3(plan: ExhibitPlan, results: list[Run]) -> Presentation:
 
 
 def _largest_difference(plain: Line, other: Line) -> tuple[str, str]:
-    """Format the largest difference between two mean curves, and the pooled standard deviation there."""
+    """Format the largest difference between two mean curves, and the pooled standard deviation at that epoch."""
     pairs = zip(plain, other, strict=True)
     far, pooled = max((abs(p[1] - o[1]), pooled_deviation(p[2], o[2])) for p, o in pairs)
     return f"{far:.2f}", f"{pooled:.2f}"
 
 
 def _mean_curve(runs: Sequence[Run]) -> Line:
-    """Return epoch, mean and standard deviation over seeds, in per cent."""
+    """Return the epochs, with the mean and standard deviation over seeds in per cent."""
     return [
         (points[0][0], 100 * statistics.fmean(y for _, y in points), 100 * deviation([y for _, y in points]))
         for points in zip(*(run.curve for run in runs if not run.failed), strict=True)

@@ -1,0 +1,145 @@
+"""A client's part in rounds that protect each of its records under secure aggregation.
+
+The server chooses the model, the loss and the settings of a round. So the client first checks them against its own
+limits, and enters the round in its ledger. From then on every record changes the sum by a bounded amount, whatever
+happens: a record on which the computation fails contributes nothing, the others contribute as usual, and the client's
+share of the noise is always in the sum.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedveil.defences.interface import AnyClient, Samples
+from fedveil.errors import Aborted, BadArgument, FedveilError
+from fedveil.federation.prepare import make_shards
+from fedveil.federation.sums import Words, encode_words, no_words, row_bits
+from fedveil.privacy.ledger import PrivacyLedger, open_ledger
+from fedveil.privacy.samplers import discrete_gaussian, poisson_sample
+from fedveil.privacy.settings import Privacy
+from fedveil.records.shards import Shards
+from fedveil.records.sources import Source, as_source
+from fedveil.scheme.noise import Entropy
+from fedveil.secagg import Opening, Policy
+from fedveil.secagg.fixed import encode_rows
+from fedveil.wire import Values
+
+if TYPE_CHECKING:
+    from fedveil.federation.client import ClientTask
+
+DTYPES = (torch.float32, torch.float64)  # in others, records of ordinary size overflow
+
+
+@dataclass(frozen=True, eq=False)
+class RecordRound:
+    """A round that protects the client's records."""
+
+    privacy: Privacy
+    policy: Policy
+    ledger: PrivacyLedger | None
+
+    @classmethod
+    def from_terms(cls, terms: Values, policy: Policy) -> "RecordRound":
+        """Return a round with the terms of an ask; abort if the client's limits do not allow them."""
+        if not terms:
+            what = "this client requires differential privacy for each record, but the server asks without it"
+            raise Aborted("policy", "ask", what, 'set privacy=fedveil.Privacy(noise_by="clients", ...) on the server')
+        privacy, limits = Privacy.from_terms(terms), policy.privacy
+        if limits is None:
+            return cls(privacy, policy, None)
+        assert privacy.noise is not None
+        assert privacy.rate is not None
+        for name, allowed, rule in (
+            ("noise_by", privacy.noise_by == "clients", "must be clients"),
+            ("noise", privacy.noise >= limits.noise, f"must be at least {limits.noise:g}"),
+            ("rate", privacy.rate <= limits.rate, f"must be at most {limits.rate:g}"),
+            ("colluding", privacy.colluding >= limits.colluding, f"must be at least {limits.colluding}"),
+        ):
+            if not allowed:
+                what = f"{name} = {getattr(privacy, name)} is not allowed: by this client's policy it {rule}"
+                raise Aborted("policy", "ask", what)
+        return cls(privacy, policy, open_ledger(limits.ledger, limits.epsilon, limits.delta))
+
+    def check_format(self, opening: Opening, clip: float | None) -> None:
+        """Refuse a format in which the client would round or check its sum again, or clip it as a whole."""
+        if clip is not None or opening.checks or any(row_bits(opening)):
+            what = "sums over records are integers, without fractional bits, check words or a norm for clients"
+            raise BadArgument("ask", what)
+
+    def enter(self, task: "ClientTask", model: nn.Module, records: int) -> None:
+        """Refuse everything that can be refused without reading records; then enter the round in the ledger."""
+        noise, rate, least = self.privacy.noise, self.privacy.rate, self.policy.min_records
+        assert noise is not None
+        assert rate is not None
+        if task.dtype not in DTYPES:
+            raise BadArgument("ask", f"records are protected in float32 and float64, not in {task.dtype}")
+        task.defence.check_records(model, task.loss)
+        if self.ledger is not None:
+            self.ledger.charge(noise, rate)
+        elif rate * records < least:  # without limits of the client, the noise may be too small to hide a single record
+            what = f"samples of about {rate * records:.3g} records are too small: this client's policy requires {least}"
+            raise Aborted("policy", "ask", what)
+
+    def sum(
+        self,
+        task: "ClientTask",
+        model: nn.Module,
+        source: Source,
+        prepare: Callable[[], Shards],
+        records: int,
+        opening: Opening,
+    ) -> Words:
+        """Return the words of the sum over a sample; records on which the computation fails contribute nothing.
+
+        Args:
+            task: the server's request.
+            model: the architecture.
+            source: the client's records.
+            prepare: returns all records in the form that the loss expects.
+            records: the declared number of records.
+            opening: the opening of the attempt.
+        """
+        try:
+            shards = prepare()
+            own = task.defence.client(model, shards.example, task.loss)
+            sample = own.sample(len(source))
+            assert sample is not None
+            update = own.step(task.broadcast, Samples(*shards.take(sample[0]), sample[1].to(task.dtype)))
+        except Exception as error:
+            why = error.what if isinstance(error, FedveilError) else type(error).__name__
+            with contextlib.suppress(Exception):  # the server must not learn that there was something to write
+                print(f"fedveil: computing records one by one, and leaving out those that fail: {why}", file=sys.stderr)
+            own, update = _sum_each(task, model, source)
+        _, tensors = task.codec.encode_update(own.prepare_sum(update, len(opening.roster)))
+        return encode_words(tensors, records, opening, integers=True)
+
+    def no_words(self, opening: Opening) -> Words:
+        """Return the words of a client whose records contribute nothing: its share of the noise, if it adds one."""
+        if self.privacy.noise_by == "server" or not self.privacy.noise:
+            return no_words(opening)
+        values = discrete_gaussian(Entropy(), sum(opening.rows)).astype(np.float64)
+        found = encode_rows(values, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
+        records = 0 if self.policy.privacy is None else self.policy.privacy.records
+        return np.concatenate([np.array([1, records], np.uint64), found])
+
+
+def _sum_each(task: "ClientTask", model: nn.Module, source: Source) -> tuple[AnyClient, object]:
+    """Return the sum over a new sample, one record after another, and the client that computed it."""
+    rate, found, total = task.defence.sampling_rate, None, None
+    assert rate is not None
+    for index in poisson_sample(Entropy(), len(source), rate):
+        with contextlib.suppress(Exception):  # without a word: it would be about the record
+            single = as_source("this client", source.take([int(index)]))
+            shards = make_shards(model, task.loss, [single], 1, task.ask.seed, task.dtype)
+            own = task.defence.client(model, shards.example, task.loss)
+            update = own.step(task.broadcast, Samples(*shards.records(0), torch.ones(1, dtype=task.dtype)))
+            found, total = own, own.accumulate(task.broadcast, total, update)[1]
+    if found is None:
+        raise BadArgument("records", "the computation fails on all of them")
+    return found, total
