@@ -193,6 +193,10 @@ def data_tables(own: Row, results: Row) -> Sequence[str]:
     ways = [f"{attack}, {key}" for attack in ATTACKS for key in ("AUC", "TPR at 1 % FPR, %")]
     rounds = [f"{words}: {part}" for words in ("one record per client", f"{batch} records") for part in SERVER_PARTS]
     return [
+        *overview(own),
+        "Above: answers that a client's model shares with the server's; rounds in which the server rebuilds a record "
+        "(with one record per client); pairs of records told apart (at most, by any attacker).",
+        "",
         *table(["protection", f"test {metric}{unit}", "ms per round", "over none", "kB down", "kB up"], costs),
         f"Members, from the final model ({results['targets']} targets in pairs, 16 shadows each):",
         "",
@@ -208,27 +212,25 @@ def data_tables(own: Row, results: Row) -> Sequence[str]:
 
 def overview(own: Row) -> list[str]:
     """Return a table for readers who do not know these attacks: a row for each protection, a column for each reader."""
-    header = [
-        "protection",
-        "the other organisations get",
-        "the server rebuilds a record in",
-        "the final model tells apart",
-    ]
-    metric = own["settings"]["metric"]
-    header += ["accuracy" if metric == "accuracy" else "AUC", "time and bytes of a round"]
-    none = own["rows"][NONE.label]["cost"]
-    rows = [
+    metric, rows = own["settings"]["metric"], own["rows"]
+    header = ["protection", "the other organisations", "the server", "whoever gets the final model"]
+    lines = [
         [
             label,
             describe_copy(label, row),
             named_source(label, row["server"]) or describe_server(row["server"]),
             named_source(label, row["final"]) or describe_members(row["final"]),
-            f"{100 * row['metric'][0]:.1f} %" if metric == "accuracy" else f"{row['metric'][0]:.3f}",
-            describe_cost(row["cost"], none),
+            short_percent(row["metric"][0]) if metric == "accuracy" else f"{row['metric'][0]:.3f}",
+            describe_cost(row["cost"], rows[NONE.label]["cost"]),
         ]
-        for label, row in own["rows"].items()
+        for label, row in rows.items()
     ]
-    return table(header, rows)
+    return table([*header, "accuracy" if metric == "accuracy" else "AUC", "time, bytes"], lines)
+
+
+def short_percent(fraction: float, decimals: int = 1) -> str:
+    """Format a fraction in per cent."""
+    return f"{round(100 * fraction, decimals):g} %"
 
 
 def named_source(label: str, own: Row) -> str:
@@ -239,34 +241,29 @@ def named_source(label: str, own: Row) -> str:
 
 
 def describe_copy(label: str, row: Row) -> str:
-    """Describe a client's copy of the model."""
+    """Return how often a client's model gives the server's answers: as received, and with the noise removed."""
     if "copy" not in row:
-        return "the model: 100 of 100 answers"
-    if row["copy"]["from"] != label:
-        return named_source(label, row["copy"])
+        return short_percent(1.0)
     agreement = row["copy"]["agreement"]
-    received, removed = (100 * agreement[name][0] for name in (PUBLISHED, TWO))
-    return f"a copy: {received:.0f} of 100 answers as received, {removed:.0f} with the noise removed"
+    both = ", then ".join(short_percent(agreement[name][0], 0) for name in (PUBLISHED, TWO))
+    return named_source(label, row["copy"]) or both
 
 
 def describe_server(own: Row) -> str:
-    """Describe how often the server rebuilds a record."""
-    few, many = (100 * own[key]["known"][0] for key in ("one", "batch"))
-    return f"{round(many, 1):g} of 100 rounds; {round(few, 1):g} with one record each"
+    """Return how often the server rebuilds a record: with the task's batches, and with one record per client."""
+    return f"{short_percent(own['batch']['known'][0])} ({short_percent(own['one']['known'][0])})"
 
 
 def describe_members(own: Row) -> str:
-    """Describe how well the best attack infers members, and how well any attack could."""
-    bound = f", guaranteed at most {100 * own['bound']:.1f}" if "bound" in own else ""
-    return f"{100 * own[own['best']]['auc'][0]:.1f} of 100 pairs{bound}"
+    """Return how well the best attack infers members and, with differential privacy, how well any attack could."""
+    bound = f" (at most {short_percent(own['bound'])})" if "bound" in own else ""
+    return short_percent(own[own["best"]]["auc"][0]) + bound
 
 
 def describe_cost(own: Row, none: Row) -> str:
-    """Describe the cost of a round, over no protection."""
-    if own is none:
-        return "1 and 1"
+    """Return the time and the bytes of a round, over no protection."""
     size = (own["down"] + own["up"]) / (none["down"] + none["up"])
-    return f"{own['ratio'][0]:.1f} and {size:.1f}"
+    return f"{own['ratio'][0]:.1f}, {size:.1f}"
 
 
 PUBLISHED, TWO = "as published", "two broadcasts, no data"
