@@ -5,7 +5,6 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
-from statistics import mean
 
 import pytest
 from tests.docs.markdown import ROOT, blocks
@@ -16,32 +15,53 @@ from fedveil.cli import main
 README = ROOT / "README.md"
 
 
-def figures():
-    """Return the figures of each row of the table of results."""
-    table = README.read_text().split("|---|---:|---:|---:|\n")[1].split("\n\n")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")[1:]] for line in table.splitlines()]
-
-
 def numbers(path, row):
     """Return the numbers in the line of a file that starts with `row`."""
     (line,) = [line for line in (ROOT / path).read_text().splitlines() if line.startswith(row)]
     return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", line.removeprefix(row))]
 
 
-def test_the_figures_and_those_of_the_threat_model_are_those_of_the_committed_results():
-    runs = json.loads((ROOT / "results" / "cpu" / "table1.json").read_text())["results"]
-    runs = [run for run in runs if (run["layers"], run["clients"]) == (3, 5)]
-    assert len({run["seed"] for run in runs}) == 3
-    errors = [mean(run["value"] for run in runs if run["defence"] == name) for name in ("plain", "veil")]
-    _, plain, _, veil, *_ = numbers("results/benchmarks/engines.txt", "nvflare            resnet20-32")
-    rows = ("| **veil** | as published", "| **veil** | **two broadcasts, no data**")
-    (published, *_), (adaptive, *_) = measured = [numbers("results/studies/audit.md", row)[:3] for row in rows]
-    assert [numbers("docs/threat-model.md", row)[:3] for row in rows] == measured
-    assert figures() == [
-        [f"{errors[0]:.4f}", f"{errors[1]:.4f}", ""],
-        [f"{plain / 1000:.2f} s", f"{veil / 1000:.2f} s", ""],
-        ["100 %", f"{published} %", f"{adaptive} %"],
+def cells(path):
+    """Return the rows of the first table of a page, by their first cell without links."""
+    lines = [line for line in (ROOT / path).read_text().split("\n\n|")[1].split("\n\n")[0].splitlines()[2:]]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", name): own for name, *own in rows}
+
+
+def test_the_figures_are_those_of_the_committed_results():
+    rows = json.loads((ROOT / "results" / "protections" / "results.json").read_text())["data"]
+    digits, bank = rows["digits"]["rows"], rows["bank"]["rows"]
+
+    def answers(row):
+        return 100 * row["copy"]["agreement"]["as published"][0]
+
+    def rounds(row):
+        return f"{round(100 * row['server']['batch']['known'][0], 1):g}"
+
+    def pairs(row):
+        return f"{100 * row['final'][row['final']['best']]['auc'][0]:.1f}"
+
+    none, private, both = (digits[name] for name in ("none", "DP 3", "secure aggregation + DP 3"))
+    accuracies = {name: f"{100 * row['metric'][0]:.1f} %" for name, row in digits.items()}
+    assert [own[2:] for own in cells("README.md").values()] == [
+        ["", "", accuracies["none"]],
+        ["100 of 100 answers", f"{answers(digits['veil']):.0f}", accuracies["veil"]],
+        [f"{rounds(none)} of 100 rounds", rounds(digits["secure aggregation"]), accuracies["secure aggregation"]],
+        [f"{pairs(none)} of 100 pairs", pairs(private), accuracies["DP 3"]],
+        [f"{rounds(none)} of 100 rounds", rounds(both), accuracies["secure aggregation + DP 3"]],
     ]
+    text = " ".join(README.read_text().split())
+    assert f"(guessing: {100 * digits['veil']['copy']['constant'][0]:.0f})" in text
+    assert f"an update of {rows['digits']['settings']['batch']} records" in text
+    assert f"an AUC of {bank['DP 3']['metric'][0]:.3f} of {bank['none']['metric'][0]:.3f} at epsilon 3" in text
+
+
+def test_the_threat_model_has_the_figures_of_the_audit():
+    rows = ("| **veil** | as published", "| **veil** | **two broadcasts, no data**")
+    shown, measured = (
+        [numbers(path, row)[:3] for row in rows] for path in ("docs/threat-model.md", "results/studies/audit.md")
+    )
+    assert shown == measured
 
 
 def test_the_python_block_trains_on_arrays(tmp_path, capsys):

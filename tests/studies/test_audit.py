@@ -225,6 +225,10 @@ def test_noise_spends_the_budget_that_the_measure_names_and_hardly_less():
     for budget in harden.UNIT_NOISE:
         values = harden.private(budget)
         assert 0.999 * budget < epsilon(values["epochs"], values["noise"], values["delta"]) <= budget
+    for budget in harden.RECORD_NOISE:
+        values = harden.private_records(budget)
+        rounds = values["epochs"] / values["rate"]
+        assert 0.99 * budget < epsilon(round(rounds), values["noise"], values["delta"], values["rate"]) <= budget
 
 
 def test_costs_are_paired_by_seed_and_the_best_attacker_is_that_of_the_mean():

@@ -41,13 +41,13 @@ def align(cells: Sequence[str]) -> list[str]:
 def tick_label(value: float, step: float) -> str:
     """Format a tick with as many decimals as the step between ticks needs.
 
-    >>> tick_label(0.5, 0.25), tick_label(15000, 5000), tick_label(3e-7, 1e-7)
-    ('0.50', '15,000', '3e-7')
+    >>> tick_label(0.5, 0.25), tick_label(97.5, 2.5), tick_label(15000, 5000), tick_label(3e-7, 1e-7)
+    ('0.50', '97.5', '15,000', '3e-7')
     """
     if step < 1e-4 or abs(value) >= 1e7:
         return short(round(value / step) * step)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    if decimals and round(step * 10**decimals, 6) != round(step * 10**decimals):
+    if round(step * 10**decimals, 6) != round(step * 10**decimals):
         decimals += 1
     text = f"{value:,.{decimals}f}"
     return text.removeprefix("-") if float(text.replace(",", "")) == 0 else text

@@ -26,11 +26,13 @@ FEDERATIONS = read_federations()
 DP_ROUNDS, DP_RATE = 10, 0.01
 UNIT_NOISE = {1: 3.7307, 3: 1.3906, 10: 0.4999}
 """Minimum noise multiplier for one round, by epsilon, at delta 1e-5; T rounds need sqrt(T) times as much."""
+RECORD_NOISE = {8: 3.7713, 3: 8.6010, 1: 22.936}
+"""Minimum noise multiplier for the rounds of `private_records`, by epsilon per record, at delta 1e-5."""
 CROSS_ENTROPY: Values = {"loss": "cross_entropy", "groups": 1}
 UNDEFENDED = {"squared_error": "no veil at all", "cross_entropy": "no veil at all, cross-entropy"}
 OWN_KEYS = (
     *("defence", "loss", "label_smoothing", "weight_decay", "whole_shard", "decoys", "keep_noise", "seed"),
-    *("clip", "noise", "delta", "unit", "epsilon"),
+    *("clip", "noise", "delta", "unit", "epsilon", "rate"),
 )
 """Configuration keys that only the measures may set."""
 HardeningResults = dict[str, list[AuditResult | Failure]]  # one result per seed, by measure
@@ -60,10 +62,20 @@ def private(epsilon: int) -> Values:
     return {**CROSS_ENTROPY, **rounds, "unit": "client", "clip": 1.0, "noise": noise, "delta": 1e-5}
 
 
+def private_records(epsilon: int) -> Values:
+    """Return settings for record-level differential privacy: 150 rounds, each with half of the records.
+
+    They set the noise instead of a budget, because attackers observe a few more rounds.
+    """
+    rounds: Values = {"epochs": 75, "rate": 0.5, "lr": 0.02, "clip": 0.5}
+    return {**CROSS_ENTROPY, **rounds, "unit": "record", "noise": RECORD_NOISE[epsilon], "delta": 1e-5}
+
+
 def measures(base: Values) -> dict[str, Values]:
     """Return the changes to the configuration for each measure, by name."""
     plain: Values = {"defence": "plain", "groups": 1}
     budgets = {f"DP, epsilon {epsilon}": private(epsilon) for epsilon in UNIT_NOISE}
+    budgets |= {f"DP per record, epsilon {epsilon}": private_records(epsilon) for epsilon in RECORD_NOISE}
     return {
         f"as it is: m = {base.get('groups', 1)}": {},
         **({"m = 1": {"groups": 1}} if base.get("groups", 1) != 1 else {}),

@@ -1,0 +1,1 @@
+"""What each protection costs, and what it protects from whom."""
