@@ -101,3 +101,26 @@ def test_a_federation_plans_rounds_for_an_epsilon_and_fit_trains_for_them():
     assert (by_size.defence.sampling_rate, by_size.defence.planned_rounds) == (0.1, 300)
     with pytest.raises(BadArgument, match="depends on the number of rounds"):
         Privacy(epsilon=3.0, unit="client")
+
+
+def test_with_privacy_inputs_are_scaled_by_constants_whatever_the_records_are():
+    usual, private = (load_data(config_of(data="diabetes", **own)) for own in ({}, {"epsilon": 3.0}))
+    assert private.target_scale == (150.0, 75.0)
+    assert not torch.equal(usual.train.inputs, private.train.inputs)
+    assert private.train.inputs.std(0).sub(1).abs().max() < 0.3
+    assert "constants" in private.notes[-1]
+    accepted = load_data(config_of(data="diabetes", epsilon=3.0, scaling="records"))
+    assert torch.equal(usual.train.inputs, accepted.train.inputs)
+    assert "epsilon does not cover" in accepted.notes[-1]
+
+
+def test_a_csv_file_with_privacy_is_refused_unless_its_statistics_are_accepted(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("x,y\n" + "".join(f"{row * 0.5},{row % 2}\n" for row in range(30)))
+    own = {"data": "csv", "path": str(path), "target": "y"}
+    with pytest.raises(BadArgument, match="which no guarantee covers"):
+        load_data(config_of(**own, epsilon=3.0))
+    with pytest.raises(BadArgument, match="no public constants"):
+        load_data(config_of(**own, scaling="public"))
+    assert "epsilon does not cover" in load_data(config_of(**own, epsilon=3.0, scaling="records")).notes[-1]
+    assert len(load_data(config_of(**own)).train.targets) == 24

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnP
 from fedveil import data as datasets
 from fedveil import models
 from fedveil.data import Data, DataPart, split
-from fedveil.data.catalogue import Task
+from fedveil.data.catalogue import Scaling, Task
 from fedveil.defences import registry
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
@@ -26,6 +27,7 @@ from fedveil.lookup import import_object
 from fedveil.records.shards import count_batches
 from fedveil.runs.choices import check_network, parse_settings
 from fedveil.runs.config import (
+    SCALED,
     Config,
     DataSettings,
     LimitSettings,
@@ -42,13 +44,26 @@ if TYPE_CHECKING:
 
 LOSSES: dict[Task, LossName] = {"classification": "cross_entropy", "regression": "squared_error"}  # by default
 TASKS: dict[str, Task] = {"bank": "regression", "diabetes": "regression"}  # without --task
+FIX = "scale by public values in --data package.module:factory, or use --scaling records to accept this"
+NOTES: dict[Scaling, str] = {
+    "public": "standardised by constants that do not depend on the records",
+    "records": "standardised by statistics of the training records, which epsilon does not cover",
+}
 TASKS |= dict.fromkeys(("digits", "cifar10", "cifar100", "images", "lesion"), "classification")
 
 
 def load_data(config: Config) -> Data:
     """Load the data set of a configuration."""
     settings = config.data
-    sharing = {"data", "labels", "clients", "split", "alpha", "column"}  # the other keys are options of the data set
+    sharing = {
+        "data",
+        "labels",
+        "clients",
+        "split",
+        "alpha",
+        "column",
+        "scaling",
+    }  # the other keys are options of the data set
     options = settings.model_dump(exclude=sharing, exclude_defaults=True)
     if ":" in settings.name:
         if options:
@@ -58,10 +73,27 @@ def load_data(config: Config) -> Data:
     else:
         if settings.name == "digits" and not config.model.name.startswith("mlp"):
             options["flat"] = False
+        scaling = choose_scaling(config)
+        if scaling == "public":
+            options["scaling"] = scaling
         found = datasets.load(settings.name, **options)
+        if has_privacy(config) and settings.name in SCALED.split():
+            found = replace(found, notes=(*found.notes, NOTES[scaling]))
     if settings.labels is None:
         return found
     return datasets.keep_labels(found, datasets.parse_labels(settings.labels, len(found.classes)))
+
+
+def choose_scaling(config: Config) -> Scaling:
+    """Return how inputs are standardised; refuse a CSV file under privacy, unless the user accepts its statistics."""
+    name, scaling = config.data.name, config.data.scaling
+    if name == "csv" and scaling == "public":
+        raise BadArgument("--scaling public", "there are no public constants for a CSV file", FIX)
+    if name == "csv" and scaling is None and has_privacy(config):
+        what = "its columns are standardised by statistics of the training records, which no guarantee covers"
+        raise BadArgument("--data csv with privacy", what, FIX)
+    private = has_privacy(config) and name in SCALED.split()
+    return scaling or ("public" if private else "records")
 
 
 def client_parts(settings: DataSettings, seed: int, data: Data) -> list[DataPart]:

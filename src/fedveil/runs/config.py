@@ -26,6 +26,7 @@ Aggregator = Literal[
 ]
 IMAGES = "cifar10 cifar100 images lesion"
 SIZED = f"digits {IMAGES}"
+SCALED = "bank csv diabetes images"
 SCHEMA = 1  # version of the files in a run's folder
 
 
@@ -80,6 +81,9 @@ class DataSettings(NamedSettings):
     categorical: tuple[str, ...] = _key((), "numeric columns to treat as categories", "csv")
     test_share: Between | None = _key(
         None, "fraction of the records to test on, unless they are already divided; by default 0.2", "csv images"
+    )
+    scaling: Literal["records", "public"] | None = _key(
+        None, "standardise by the training records, or by constants; by default public with --epsilon", SCALED
     )
     size: Positive | None = _key(None, "side of the images in pixels; by default 32, or 64 for lesion", IMAGES)
     labels: str | None = _key(None, "classes to train on, such as 0-4 or first-half; by default all", rare=True)
