@@ -83,7 +83,7 @@ class DataSettings(NamedSettings):
         None, "fraction of the records to test on, unless they are already divided; by default 0.2", "csv images"
     )
     scaling: Literal["records", "public"] | None = _key(
-        None, "standardise by the training records, or by constants; by default public with --epsilon", SCALED
+        None, "standardise by the training records, or by constants; by default public under privacy", SCALED
     )
     size: Positive | None = _key(None, "side of the images in pixels; by default 32, or 64 for lesion", IMAGES)
     labels: str | None = _key(None, "classes to train on, such as 0-4 or first-half; by default all", rare=True)
@@ -103,7 +103,7 @@ class ModelSettings(NamedSettings):
     width: Positive = _key(16, "number of channels in the first layer", "cnn resnet")
     activation: Literal["relu", "sigmoid"] = _key("relu", "activation function", "lenet")
     norm: Literal["batch", "group", "none"] = _key(
-        "batch", "normalise over the batch or over groups of channels; by default group with --epsilon", "resnet"
+        "batch", "normalise over the batch or over groups of channels; by default group under privacy", "resnet"
     )
     shortcut: Literal["A", "B"] = _key("A", "shortcuts: zero padding (A) or convolutions (B)", "resnet", rare=True)
 
