@@ -87,8 +87,6 @@ def load_data(config: Config) -> Data:
 def choose_scaling(config: Config) -> Scaling:
     """Return how inputs are standardised; refuse a CSV file under privacy, unless the user accepts its statistics."""
     name, scaling = config.data.name, config.data.scaling
-    if name == "csv" and scaling == "public":
-        raise BadArgument("--scaling public", "there are no public constants for a CSV file", FIX)
     if name == "csv" and scaling is None and has_privacy(config):
         what = "its columns are standardised by statistics of the training records, which no guarantee covers"
         raise BadArgument("--data csv with privacy", what, FIX)
