@@ -70,7 +70,7 @@ def test_samples_fit_into_the_public_number_of_records(records, rate):
     ("options", "text"),
     [
         ({}, "needs epsilon or noise"),
-        ({"epsilon": 3.0}, "depends on the number of rounds"),
+        ({"epsilon": 3.0, "unit": "client"}, "depends on the number of rounds"),
         ({"noise": -1.0}, "noise must be a number"),
         ({"noise": 1.0, "delta": 0.0}, "delta must be"),
         ({"noise": 1.0, "rate": 0.0}, "rate must be"),

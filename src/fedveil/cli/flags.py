@@ -158,7 +158,7 @@ def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
     base = configure(below, where)
     if own:
         given["settings"] = (*base.defence.settings, *found.config.defence.settings)
-    config = configure(base.flat() | given, where)
+    config = configure(base.given() | given, where)
     found = replace(found, config=config, used_flags=tuple(flags))
     choices = Choices(config.data.name, config.model.name, found.defences)
     choices.refuse_others(flags, prog)

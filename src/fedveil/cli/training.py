@@ -16,8 +16,8 @@ from fedveil.cli.flags import FederationCommand, Json, Switch, parse_command
 from fedveil.cli.show import print_progress, round_callback
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
-from fedveil.runs.choices import check_names
-from fedveil.runs.config import Config
+from fedveil.runs.choices import applicable_values, check_names
+from fedveil.runs.config import Config, format_flags
 from fedveil.signals import INTERRUPTED, TERMINATED, Termination, catch_sigterm, end_at_once
 
 SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # kinds of values in the coverage of a veil
@@ -63,7 +63,7 @@ class TrainCommand(FederationCommand):
             raise SystemExit(TERMINATED if isinstance(end, Termination) else INTERRUPTED) from end
 
     def _train(self, folder: Path) -> None:
-        from fedveil.runs.build import load_data
+        from fedveil.runs.build import choose_settings, load_data
         from fedveil.runs.folder import contains_run, train
 
         if self.resume and not contains_run(folder):
@@ -71,9 +71,13 @@ class TrainCommand(FederationCommand):
         data = load_data(self.config)
         for note in data.notes:
             print(f"{data.name}: {note}", file=sys.stderr)
+        config = choose_settings(self.config, len(data.train.targets))
+        if chosen := applicable_values(config).items() - applicable_values(self.config).items():
+            flags = format_flags({key: value for key, value in config.flat().items() if key in dict(chosen)})
+            print(f"chosen for privacy, from the number of records: {flags}", file=sys.stderr)
         with print_progress() as show:
-            on_round = round_callback(show, self.config.training.epochs)
-            summary = train(self.config, folder, resume=self.resume, on_round=on_round, data=data)
+            on_round = round_callback(show, config.training.epochs)
+            summary = train(config, folder, resume=self.resume, on_round=on_round, data=data)
         if self.as_json:
             print(to_json(summary.to_dict()))
             return

@@ -25,6 +25,7 @@ Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
 Between = Annotated[float, Field(gt=0, lt=1)]
 Task = Literal["classification", "regression"]
+Scaling = Literal["records", "public"]  # by statistics of the training records, or by fixed constants
 MOST_BYTES = 2**28  # maximum size of a file that is read at once, such as an image, a CIFAR batch or a download
 OWN = "yours"  # source and licence of users' own files
 METADATA = "HAM10000_metadata.csv"

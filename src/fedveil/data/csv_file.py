@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from fedveil.checks import check_choice
-from fedveil.data.catalogue import Between, Seed, Task, shorten
+from fedveil.data.catalogue import Between, Scaling, Seed, Task, shorten
 from fedveil.data.dataset import FEW, Data, part_from_arrays
 from fedveil.data.splits import divide
 from fedveil.data.tables import Column, CsvTable, Floats, Indices, flag, number, read_table
@@ -34,6 +34,7 @@ def csv(
     seed: Seed = 0,
     ignore: str | Sequence[str] = (),
     categorical: str | Sequence[str] = (),
+    scaling: Scaling = "records",
 ) -> Data:
     """Load any CSV file with a header: numeric columns are standardised on the training part, others one-hot encoded.
 
@@ -58,7 +59,11 @@ def csv(
         ignore: columns that are not inputs; `split(..., how="column")` can still use them. A column without a name,
             usually a row number, is never an input.
         categorical: columns to treat as categories although they contain numbers.
+        scaling: only "records": there are no public constants for a user's file.
     """
+    if scaling == "public":
+        fix = "scale by public values, and pass the records to fedveil.data.from_records"
+        raise BadArgument(WHERE, "there are no public constants for a CSV file", fix)
     notes: list[str] = []
     words, left_out = _list_names(categorical), _list_names(ignore)
     table = _open_table(path, delimiter, decimal, notes)

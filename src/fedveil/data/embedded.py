@@ -2,10 +2,13 @@
 
 import numpy as np
 
-from fedveil.data.catalogue import Positive
+from fedveil.data.catalogue import Positive, Scaling
 from fedveil.data.dataset import Data, part_from_arrays
 from fedveil.data.splits import divide
 from fedveil.errors import BadArgument
+
+DIABETES = ((50, 1.5, 26, 95, 190, 115, 50, 4, 4.6, 90), (13, 0.5, 4, 14, 35, 30, 13, 1.3, 0.5, 11))
+"""Round means and deviations of the ten measurements in the published data set."""
 
 
 def digits(*, flat: bool = True, train_size: Positive | None = None, test_size: Positive | None = None) -> Data:
@@ -37,15 +40,23 @@ def _check_size(option: str, size: int, most: int) -> int:
     return size
 
 
-def diabetes() -> Data:
-    """Load diabetes progression: 442 patients, 10 measurements, standardised on the training part, divided 80:20."""
+def diabetes(*, scaling: Scaling = "records") -> Data:
+    """Load diabetes progression: 442 patients, 10 measurements, standardised, divided 80:20.
+
+    Args:
+        scaling: standardise by the training "records", or by "public" constants, as differential privacy needs.
+    """
     from sklearn.datasets import load_diabetes
 
     from fedveil.data.tables import standardise
 
     inputs, targets = load_diabetes(return_X_y=True, scaled=False)
     train, test = divide(len(targets), (0.8, 0.2))
-    inputs, _, _ = standardise(inputs, train)
-    targets, mean, deviation = standardise(targets[:, None], train)
+    if scaling == "public":
+        mean, deviation = np.array([150.0]), np.array([75.0])
+        inputs, targets = (inputs - DIABETES[0]) / DIABETES[1], (targets[:, None] - mean) / deviation
+    else:
+        inputs, _, _ = standardise(inputs, train)
+        targets, mean, deviation = standardise(targets[:, None], train)
     records, scale = part_from_arrays(inputs, targets), (float(mean[0]), float(deviation[0]))
     return Data("diabetes", records.take(train), records.take(test), target_scale=scale)

@@ -25,6 +25,8 @@ CATEGORY = "missing"  # category that replaces missing words
 LARGEST = 1e150  # the largest number that can be standardised; the squares of larger ones overflow
 _AS_UTF8 = "save it as UTF-8, or convert it: iconv -f latin1 -t utf-8 old.csv > new.csv"
 
+Moments = Mapping[str, tuple[float, float]]
+"""Mean and deviation by column."""
 Masks = dict[str, NDArray[np.bool_]]
 """For each column, whether each cell is missing."""
 
@@ -84,11 +86,20 @@ class CsvTable:
         cells = np.array([values.get(cell, cell) for cell in self.columns[column]], dtype=object)
         return replace(self, columns=self.columns | {column: cells})
 
-    def standardise(self, columns: Sequence[str], train: Indices) -> tuple[Floats, Floats, Floats]:
-        """Standardise numeric columns with the function `standardise`; refuse a cell that is too large for float32."""
+    def standardise(
+        self, columns: Sequence[str], train: Indices, public: Moments | None = None
+    ) -> tuple[Floats, Floats, Floats]:
+        """Standardise numeric columns with the function `standardise`, or with public means and deviations by column.
+
+        Refuse a cell that is too large for float32.
+        """
         values = np.stack([self.numbers(column) for column in columns], 1)
         self._refuse_first(np.abs(values) > LARGEST, columns)
-        found, mean, deviation = standardise(values, train)
+        if public is None:
+            found, mean, deviation = standardise(values, train)
+        else:
+            mean, deviation = np.array([public[column] for column in columns], dtype=np.float64).T
+            found = (values - mean) / deviation
         self._refuse_first(np.abs(found) > np.finfo(np.float32).max, columns)
         return found, mean, deviation
 

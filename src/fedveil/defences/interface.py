@@ -202,6 +202,7 @@ class Defence(ABC, Generic[B, U]):
     dp_clip: float | None = None  # maximum norm of a client's gradient, of a differentially private defence
     has_record_gradients: bool = False  # clients can compute the gradient of a single record
     sampling_rate: float | None = None  # at which clients draw their own samples of records
+    planned_rounds: int | None = None  # for which the noise was chosen
     clippable: bool = False  # clients compute the gradient itself, and can clip it
     largest_factor: float = 1.0  # maximum factor on an update's values
     remote_settings: ClassVar[tuple[str, ...]] = ()  # attributes, also arguments, that a server may set on clients

@@ -63,7 +63,7 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
         assert privacy.noise is not None
         assert privacy.rate is not None
         super().__init__(inner, Accountant(privacy.noise, privacy.delta, privacy.rate, privacy.epsilon), entropy)
-        self.privacy, self.sampling_rate = privacy, privacy.rate
+        self.privacy, self.sampling_rate, self.planned_rounds = privacy, privacy.rate, privacy.rounds
 
     @property
     def asked(self) -> AnyDefence:

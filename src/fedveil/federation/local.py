@@ -227,8 +227,9 @@ class Federation(Server):
         policy = RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0)
         size = choose_batch_size(clients, batch_size, BATCH_SIZE)
         if privacy is not None:
-            largest = max(len(source) for source in sources)
-            defence = add_privacy(defence, privacy, 1.0 if whole_shard else min(1.0, size / largest))
+            chosen = choose_batch_size(clients, batch_size, 0)
+            rate = 1.0 if whole_shard else _sampling_rate([len(source) for source in sources], chosen)
+            defence = add_privacy(defence, privacy, rate)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         self.shards = make_shards(model, self.loss, sources, size, seed, self.dtype)
         warn_of_activation(model, self.loss, output)
@@ -327,6 +328,13 @@ def _couples_samples(model: nn.Module, loss: Loss) -> bool:
     """Return whether the loss, or a normalisation in training mode, couples the samples of a batch."""
     norms = (module for module in model.modules() if isinstance(module, _NormBase))
     return couples_samples(loss) or any(norm.training or norm.running_mean is None for norm in norms)
+
+
+def _sampling_rate(sizes: Sequence[int], batch_size: int) -> float:
+    """Return the rate at which clients sample records, from a batch size; 0 stands for none."""
+    from fedveil.privacy.defaults import default_rate
+
+    return min(1.0, batch_size / max(sizes)) if batch_size else default_rate(sum(sizes))
 
 
 def _private_file(folder: Path, client: int, number: int) -> Path:

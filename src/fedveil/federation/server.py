@@ -264,7 +264,7 @@ class Server(StoredServer):
 
     def fit(
         self,
-        epochs: int = 1,
+        epochs: int | None = None,
         *,
         test: UserRecords | None = None,
         rounds: int | None = None,
@@ -280,7 +280,8 @@ class Server(StoredServer):
         There are no local epochs: clients compute gradients of a perturbed model, which only the server can update.
 
         Args:
-            epochs: how often the largest client goes through its records.
+            epochs: how often the largest client goes through its records; by default once or, with a guarantee for
+                records, for the rounds that its noise was chosen for.
             test: held-out records, in any form that clients' records may have; evaluated after each epoch.
             rounds: number of rounds, instead of epochs.
             evaluate_every: number of rounds between evaluations, instead of an epoch.
@@ -298,8 +299,10 @@ class Server(StoredServer):
             One record per round, with metrics where the model was evaluated.
         """
         home, callbacks = None if folder is None else Path(folder), list_callbacks(on_round)
-        for name, count in {"epochs": epochs, "rounds": 0 if rounds is None else rounds}.items():
-            check_count("fit", name, count, 0)
+        for name, count in (("epochs", epochs), ("rounds", rounds)):
+            check_count("fit", name, 0 if count is None else count, 0)
+        if epochs is None and rounds is None:
+            rounds = self.defence.planned_rounds
         for name, interval, least in (("evaluate_every", evaluate_every, 1), ("checkpoint_every", checkpoint_every, 0)):
             if interval is not None:
                 check_count("fit", name, interval, least, f"set {name} to a number of rounds")
@@ -307,7 +310,7 @@ class Server(StoredServer):
         check_monitor(self.schedule, held_out, patience)
         if resume and home is None:
             raise BadArgument("fit", "resume=True needs the folder of the run", "pass folder=, too")
-        last = rounds if rounds is not None else epochs * self.rounds_per_epoch
+        last = rounds if rounds is not None else (1 if epochs is None else epochs) * self.rounds_per_epoch
         self._warn_if_done(last, rounds is None)
         every = evaluate_every or self.rounds_per_epoch
         plan = FitPlan(last, every, held_out, patience, callbacks, home, checkpoint_every or 0, self.defence.durable)

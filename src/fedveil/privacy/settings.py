@@ -7,6 +7,7 @@ from typing import Literal
 from fedveil.checks import check_choice, check_count, check_fraction, check_range
 from fedveil.errors import BadArgument
 from fedveil.privacy.accounting import check_delta, import_library, solve_noise
+from fedveil.privacy.defaults import default_rounds
 from fedveil.privacy.gradients import MEMORY
 from fedveil.privacy.mechanism import MOST_RECORDS, Grid, count_shares, make_grid
 from fedveil.wire import Values
@@ -21,7 +22,8 @@ LOWEST, HIGHEST = 1e-6, 1e6  # of clip: squares and products stay far inside flo
 class Privacy:
     """Differential privacy of a run.
 
-    Give a target `epsilon` and the number of `rounds`, and the noise follows; or give `noise`, and epsilon is reported.
+    Give a target `epsilon`, and the noise follows from it and the number of `rounds`; or give `noise`, and epsilon is
+    reported.
 
     Attributes:
         epsilon: the budget. Training stops before it is exceeded.
@@ -29,9 +31,11 @@ class Privacy:
         delta: the probability with which epsilon may not hold; far below 1 / records.
         clip: maximum norm of a record's gradient, or of a client's.
         unit: what is protected: one "record", or all records of a "client".
-        rate: the probability that a record is in a round's sample; by default batch_size / the largest client's
-            records. Only for records: the clients of a round are not secret.
-        rounds: the number of rounds for which the noise is chosen.
+        rate: the probability that a record is in a round's sample. By default, if a batch size is given, batch_size /
+            the largest client's records; else 1,024 / all records, at most 0.5. Only for records: the clients of a
+            round are not secret.
+        rounds: the number of rounds for which the noise is chosen, and that `fit()` trains for. For records, by default
+            30 / rate, at least 150 and at most 600.
         noise_by: "server", which the clients must trust, or "clients", each of which adds a share of the noise under
             secure aggregation.
         colluding: the number of clients that may reveal their shares of the noise; at least 1, because each client
@@ -75,8 +79,8 @@ class Privacy:
         if self.unit == "client" and self.noise_by == "clients":
             raise BadArgument(where, "clients add noise for records only", 'use noise_by="server" or unit="record"')
         if self.epsilon is None and self.noise is None:
-            raise BadArgument(where, "it needs epsilon or noise", "use epsilon=3 and rounds=, or noise=1.0")
-        if self.epsilon is not None and self.noise is None and self.rounds is None:
+            raise BadArgument(where, "it needs epsilon or noise", "use epsilon=3, or noise=1.0")
+        if self.unit == "client" and self.epsilon is not None and self.noise is None and self.rounds is None:
             what = "the noise for an epsilon depends on the number of rounds"
             raise BadArgument(where, what, "pass rounds=, too, or noise=")
 
@@ -96,20 +100,21 @@ class Privacy:
         return members - self.vanishing if self.noise_by == "clients" else 0
 
     def resolve(self, default_rate: float) -> "Privacy":
-        """Return the settings with a rate and a noise multiplier.
+        """Return the settings with a rate and a noise multiplier and, for an epsilon, the number of rounds.
 
         Args:
             default_rate: used unless a rate is given.
         """
+        rounds = self.rounds
         rate = 1.0 if self.unit == "client" else self.rate if self.rate is not None else default_rate
         noise = self.noise
         if noise is None:
             assert self.epsilon is not None
-            assert self.rounds is not None
-            noise = solve_noise(self.epsilon, self.rounds, self.delta, rate)
+            rounds = rounds or default_rounds(rate)
+            noise = solve_noise(self.epsilon, rounds, self.delta, rate)
         elif noise:
             import_library()  # refuse to start if it is missing
-        return replace(self, rate=rate, noise=noise)
+        return replace(self, rate=rate, noise=noise, rounds=rounds)
 
     def grid(self, numbers: int, candidates: int, members: int | None) -> Grid:
         """Return the grid of a sum of gradients, from public numbers alone.

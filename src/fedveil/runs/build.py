@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnP
 from fedveil import data as datasets
 from fedveil import models
 from fedveil.data import Data, DataPart, split
-from fedveil.data.catalogue import Task
+from fedveil.data.catalogue import Scaling, Task
 from fedveil.defences import registry
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
@@ -25,7 +26,17 @@ from fedveil.files import require_memory
 from fedveil.lookup import import_object
 from fedveil.records.shards import count_batches
 from fedveil.runs.choices import check_network, parse_settings
-from fedveil.runs.config import Config, DataSettings, LimitSettings, LossName, ModelSettings, TrainingSettings
+from fedveil.runs.config import (
+    SCALED,
+    Config,
+    DataSettings,
+    LimitSettings,
+    LossName,
+    ModelSettings,
+    TrainingSettings,
+    Value,
+    has_privacy,
+)
 from fedveil.scheme import CrossEntropy, Loss, find_loss
 
 if TYPE_CHECKING:
@@ -33,13 +44,26 @@ if TYPE_CHECKING:
 
 LOSSES: dict[Task, LossName] = {"classification": "cross_entropy", "regression": "squared_error"}  # default losses
 TASKS: dict[str, Task] = {"bank": "regression", "diabetes": "regression"}  # default tasks
+FIX = "scale by public values in --data package.module:factory, or use --scaling records to accept this"
+NOTES: dict[Scaling, str] = {
+    "public": "standardised by constants that do not depend on the records",
+    "records": "standardised by statistics of the training records, which epsilon does not cover",
+}
 TASKS |= dict.fromkeys(("digits", "cifar10", "cifar100", "images", "lesion"), "classification")
 
 
 def load_data(config: Config) -> Data:
     """Load the data set of a configuration."""
     settings = config.data
-    sharing = {"data", "labels", "clients", "split", "alpha", "column"}  # the other keys are options of the data set
+    sharing = {
+        "data",
+        "labels",
+        "clients",
+        "split",
+        "alpha",
+        "column",
+        "scaling",
+    }  # the other keys are options of the data set
     options = settings.model_dump(exclude=sharing, exclude_defaults=True)
     if ":" in settings.name:
         if options:
@@ -49,10 +73,25 @@ def load_data(config: Config) -> Data:
     else:
         if settings.name == "digits" and not config.model.name.startswith("mlp"):
             options["flat"] = False
+        scaling = choose_scaling(config)
+        if scaling == "public":
+            options["scaling"] = scaling
         found = datasets.load(settings.name, **options)
+        if has_privacy(config) and settings.name in SCALED.split():
+            found = replace(found, notes=(*found.notes, NOTES[scaling]))
     if settings.labels is None:
         return found
     return datasets.keep_labels(found, datasets.parse_labels(settings.labels, len(found.classes)))
+
+
+def choose_scaling(config: Config) -> Scaling:
+    """Return how inputs are standardised; refuse a CSV file under privacy, unless the user accepts its statistics."""
+    name, scaling = config.data.name, config.data.scaling
+    if name == "csv" and scaling is None and has_privacy(config):
+        what = "its columns are standardised by statistics of the training records, which no guarantee covers"
+        raise BadArgument("--data csv with privacy", what, FIX)
+    private = has_privacy(config) and name in SCALED.split()
+    return scaling or ("public" if private else "records")
 
 
 def client_parts(settings: DataSettings, seed: int, data: Data) -> list[DataPart]:
@@ -94,8 +133,11 @@ def named_model(settings: ModelSettings, shape: torch.Size, outputs: int) -> nn.
         return models.cnn(channels, outputs, width=width, size=shape[-1])
     if name == "lenet":
         return models.lenet(channels, outputs, size=shape[-1], activation=settings.activation)
-    depth = int(name.removeprefix("resnet"))
-    return models.resnet(depth, channels, outputs, width=width, norm=settings.norm, shortcut=settings.shortcut)
+    depth, norm = int(name.removeprefix("resnet")), settings.norm
+    plain = models.resnet(
+        depth, channels, outputs, width=width, norm="batch" if norm == "group" else norm, shortcut=settings.shortcut
+    )
+    return models.with_group_norm(plain) if norm == "group" else plain
 
 
 def load_factory(spec: str) -> nn.Module:
@@ -143,24 +185,55 @@ def build_defence(config: Config) -> AnyDefence:
     return defence.for_records() if has_privacy(config) and config.privacy.unit == "record" else defence
 
 
-def has_privacy(config: Config) -> bool:
-    """Return whether a configuration uses differential privacy."""
-    return config.privacy.epsilon is not None or config.privacy.noise is not None
-
-
 def build_privacy(config: Config, largest: int) -> "Privacy | None":
     """Return the settings of differential privacy; the largest client has `largest` records."""
     if not has_privacy(config):
         return None
     from fedveil.privacy import Privacy
 
+    values = config.privacy.model_dump(exclude={"secure_aggregation"}) | {"rate": sampling_rate(config, largest)}
+    return Privacy(rounds=config.training.epochs * rounds_per_epoch(config, largest), **values)
+
+
+def sampling_rate(config: Config, largest: int) -> float | None:
+    """Return the rate at which clients sample their records under privacy for records; else None."""
     own, training = config.privacy, config.training
-    per_epoch = 1 if training.whole_shard else count_batches(largest, training.batch_size)
-    values = own.model_dump(exclude={"secure_aggregation"})
-    if own.unit == "record":
-        rate = own.rate or (1.0 if training.whole_shard else min(1.0, training.batch_size / largest))
-        per_epoch, values["rate"] = math.ceil(1 / rate), rate
-    return Privacy(rounds=training.epochs * per_epoch, **values)
+    if not has_privacy(config) or own.unit == "client":
+        return None
+    return own.rate or (1.0 if training.whole_shard else min(1.0, training.batch_size / largest))
+
+
+def rounds_per_epoch(config: Config, largest: int) -> int:
+    """Return the number of rounds in which the largest client sees each of its records once."""
+    rate, training = sampling_rate(config, largest), config.training
+    if rate is not None:
+        return math.ceil(1 / rate)
+    return 1 if training.whole_shard else count_batches(largest, training.batch_size)
+
+
+def choose_settings(config: Config, records: int) -> Config:
+    """Return the configuration with settings that suit differential privacy, wherever none were given.
+
+    They depend on the number of training records, which is public, and on nothing else in the data. A configuration
+    that has them stays as it is.
+    """
+    if not has_privacy(config):
+        return config
+    given, training = config.given(), config.training
+    found: dict[str, Value] = {"norm": "group"}
+    if config.privacy.unit == "record":
+        from fedveil.privacy.defaults import CLIP, default_lr, default_rate, default_rounds
+
+        largest = math.ceil(records / config.data.clients)
+        by_size = training.whole_shard or "batch_size" in given
+        rate = (sampling_rate(config, largest) if by_size else config.privacy.rate) or default_rate(records)
+        per_epoch = math.ceil(1 / rate)
+        epochs = training.epochs if "epochs" in given else max(1, round(default_rounds(rate) / per_epoch))
+        found |= {"rate": rate, "epochs": epochs, "clip": CLIP, "schedule": "cosine", "schedule_every": "round"}
+        found |= {"layers": 1}
+        if training.optimizer != "sgd":
+            found["lr"] = default_lr(epochs * per_epoch)
+    return config.changed(**{key: value for key, value in found.items() if given.get(key) is None})
 
 
 def build_limits(settings: LimitSettings) -> Limits | None:
@@ -214,16 +287,17 @@ def build_federation(config: Config, data: Data, defence: AnyDefence | None = No
         data: its loaded data set.
         defence: defence to use instead of the configured one.
     """
-    config = choose_loss(config, data)
+    config = choose_settings(choose_loss(config, data), len(data.train.targets))
     model, training = move_to_device(build_model(config, data), config.training.device), config.training
     parts = client_parts(config.data, training.seed, data)
     largest = max(len(part.targets) for part in parts)
+    per_epoch = rounds_per_epoch(config, largest)
     return Federation(
         model,
         parts,
         defence or build_defence(config),
         build_optimizer(training),
-        schedule=build_schedule(training, 1 if training.whole_shard else count_batches(largest, training.batch_size)),
+        schedule=build_schedule(training, per_epoch),
         schedule_every=training.schedule_every,
         clip_norm=training.clip_norm,
         batch_size=training.batch_size,

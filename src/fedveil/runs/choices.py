@@ -11,7 +11,7 @@ from fedveil.defences import registry
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
 from fedveil.plain_json import parse_json
-from fedveil.runs.config import SECTION_OF, SECTIONS, Config, Value, format_flags
+from fedveil.runs.config import CHOSEN, SECTION_OF, SECTIONS, Config, Value, format_flags, has_privacy
 
 Scalar = bool | int | float | str
 FAMILIES = ("mlp", "cnn", "lenet", "resnet")
@@ -113,6 +113,8 @@ def applicable_values(config: Config) -> dict[str, Value]:
 def format_command(config: Config) -> str:
     """Return a configuration as flags for `fedveil train`."""
     changes = config.changes()
+    if has_privacy(config) and config.privacy.unit == "record":
+        changes |= {key: value for key, value in config.flat().items() if key in CHOSEN}
     return format_flags({key: changes[key] for key in applicable_values(config) if key in changes})
 
 

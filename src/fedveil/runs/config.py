@@ -26,6 +26,7 @@ Aggregator = Literal[
 ]
 IMAGES = "cifar10 cifar100 images lesion"
 SIZED = f"digits {IMAGES}"
+SCALED = "bank csv diabetes images"
 SCHEMA = 1  # version of the files in a run's folder
 
 
@@ -81,6 +82,9 @@ class DataSettings(NamedSettings):
     test_share: Between | None = _key(
         None, "fraction of the records to test on, unless they are already divided; by default 0.2", "csv images"
     )
+    scaling: Literal["records", "public"] | None = _key(
+        None, "standardise by the training records, or by constants; by default public under privacy", SCALED
+    )
     size: Positive | None = _key(None, "side of the images in pixels; by default 32, or 64 for lesion", IMAGES)
     labels: str | None = _key(None, "classes to train on, such as 0-4 or first-half; by default all", rare=True)
     clients: Positive = _key(5, "number of clients to divide the training records among")
@@ -98,7 +102,9 @@ class ModelSettings(NamedSettings):
     bias: bool = _key(True, "add a bias to each layer", "mlp")
     width: Positive = _key(16, "number of channels in the first layer", "cnn resnet")
     activation: Literal["relu", "sigmoid"] = _key("relu", "activation function", "lenet")
-    norm: Literal["batch", "none"] = _key("batch", "normalisation layers: batch normalisation, or none", "resnet")
+    norm: Literal["batch", "group", "none"] = _key(
+        "batch", "normalise over the batch or over groups of channels; by default group under privacy", "resnet"
+    )
     shortcut: Literal["A", "B"] = _key("A", "shortcuts: zero padding (A) or convolutions (B)", "resnet", rare=True)
 
 
@@ -154,6 +160,8 @@ class TrainingSettings(Settings):
 
 
 NEEDS_NOISE = ("clip", "rate", "noise_by", "unit")
+CHOSEN = ("rate", "epochs", "clip", "lr", "schedule", "schedule_every", "layers", "norm")
+"""Keys whose defaults are different under differential privacy (`fedveil.runs.build.choose_settings`)."""
 
 
 class PrivacySettings(Settings):
@@ -164,7 +172,9 @@ class PrivacySettings(Settings):
     clip: AboveZero = _key(1.0, "clip the gradient of each record or client to this norm")
     delta: Between = _key(1e-5, "delta of the privacy guarantee", rare=True)
     unit: Literal["record", "client"] = _key("record", "what is protected: each record, or each client", rare=True)
-    rate: Fraction | None = _key(None, "sampling rate of records; by default computed from batch_size", rare=True)
+    rate: Fraction | None = _key(
+        None, "probability that a record is sampled; by default from batch_size, or 1,024 / all records", rare=True
+    )
     noise_by: Literal["server", "clients"] = _key("server", "who adds the noise", rare=True)
     colluding: Positive = _key(1, "number of clients that may collude and reveal their noise", rare=True)
     vanishing: Annotated[int, Field(ge=0)] = _key(0, "number of clients that may drop out of a sum", rare=True)
@@ -199,9 +209,14 @@ class Config(BaseModel):
         """Return the values by key."""
         return {key: value for section in self.model_dump().values() for key, value in section.items()}
 
+    def given(self) -> dict[str, Value]:
+        """Return the values that were given; all others are defaults."""
+        sections = self.model_dump(exclude_unset=True).values()
+        return {key: value for section in sections for key, value in section.items()}
+
     def changed(self, **values: Value) -> "Config":
         """Return a validated copy with the given values replaced."""
-        return configure(self.flat() | values)
+        return configure(self.given() | values)
 
     def changes(self) -> dict[str, Value]:
         """Return the values that differ from the defaults."""
@@ -282,13 +297,18 @@ def explain(error: ValidationError) -> tuple[str, str | None]:
 def _check_together(config: Config, where: str) -> None:
     """Refuse values that contradict one another."""
     privacy, training = config.privacy, config.training
-    if privacy.epsilon is None and privacy.noise is None:
+    if not has_privacy(config):
         changed = [name for name in NEEDS_NOISE if getattr(privacy, name) != PrivacySettings.model_fields[name].default]
         if changed:
             fix = "add --epsilon 3"
             raise BadArgument(where, f"{changed[0]} has no effect without epsilon or noise", fix)
     if training.label_smoothing and training.loss not in (None, "cross_entropy"):
         raise BadArgument(where, f"label_smoothing does not apply to {training.loss}", "leave it out")
+
+
+def has_privacy(config: Config) -> bool:
+    """Return whether a configuration uses differential privacy."""
+    return config.privacy.epsilon is not None or config.privacy.noise is not None
 
 
 def refuse_code(values: Mapping[str, object], where: str, named_keys: Collection[str] = ()) -> None:

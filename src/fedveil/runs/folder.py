@@ -20,9 +20,20 @@ from fedveil.federation.state import RECORDS, Folder
 from fedveil.files import write_atomically
 from fedveil.locks import lock_folder
 from fedveil.plain_json import read_json, to_json
-from fedveil.runs.build import build_federation, choose_loss, load_data, load_factory, named_model
+from fedveil.runs.build import build_federation, choose_loss, choose_settings, load_data, load_factory, named_model
 from fedveil.runs.choices import applicable_values, format_command
-from fedveil.runs.config import SCHEMA, SECTION_OF, Config, Value, check_schema, configure, read_file, refuse_code
+from fedveil.runs.config import (
+    CHOSEN,
+    SCHEMA,
+    SECTION_OF,
+    Config,
+    Value,
+    check_schema,
+    configure,
+    has_privacy,
+    read_file,
+    refuse_code,
+)
 from fedveil.runs.results import MetricsFile, RunSummary, read_rounds, summarise
 
 SHAPES = "model.json"
@@ -83,8 +94,11 @@ def is_finished(config: Config, folder: Path) -> bool:
     if state["round"] != read_rounds(folder):
         return False
     found = read_config(folder, trust_code=True)
+    values, given = found.flat(), config.given()
     wanted = config if config.training.loss else config.changed(loss=found.training.loss)
-    return applicable_values(wanted).items() <= found.flat().items()
+    if has_privacy(config):
+        wanted = wanted.changed(**{key: values[key] for key in CHOSEN if key not in given})
+    return applicable_values(wanted).items() <= values.items()
 
 
 def open_run(folder: Folder, data: Data | None = None, *, trust_code: bool = False) -> tuple[Config, Federation]:
@@ -179,7 +193,7 @@ def train(
     """Train the federation of a configuration and write its folder, which is created only if all settings are valid."""
     home = Path(folder)
     data = data or load_data(config)
-    config = choose_loss(config, data)
+    config = choose_settings(choose_loss(config, data), len(data.train.targets))
     federation = build_federation(config, data)
     with lock_folder(home):
         check_folder(home, config, resume)

@@ -1,0 +1,34 @@
+"""Default settings for a guarantee for records; they depend only on the number of records, which is public."""
+
+SAMPLE = 1024  # expected number of records in a round
+LARGEST_RATE = 0.5
+PASSES = 30  # over the records
+FEWEST_ROUNDS, MOST_ROUNDS = 150, 600
+CLIP = 2.0
+
+
+def default_rate(records: int) -> float:
+    """Return a sampling rate: 1,024 records per round, but at most half of all records.
+
+    >>> default_rate(1438), default_rate(32950)
+    (0.5, 0.031)
+    """
+    return float(f"{min(LARGEST_RATE, SAMPLE / records):.2g}")
+
+
+def default_rounds(rate: float) -> int:
+    """Return a number of rounds: 30 passes over the records, but at least 150 and at most 600 rounds.
+
+    >>> default_rounds(0.5), default_rounds(0.1), default_rounds(0.031)
+    (150, 300, 600)
+    """
+    return min(MOST_ROUNDS, max(FEWEST_ROUNDS, round(PASSES / rate)))
+
+
+def default_lr(rounds: int) -> float:
+    """Return a learning rate for Adam with a cosine schedule: 3 / rounds.
+
+    >>> default_lr(150), default_lr(594)
+    (0.02, 0.0051)
+    """
+    return float(f"{3 / rounds:.2g}")
