@@ -59,6 +59,8 @@ class CanaryModel(nn.Module):
         direction: a change of the outputs for which the loss of a canary grows at the rate `norm`.
     """
 
+    direction: Tensor
+
     def __init__(self, inner: nn.Module, count: int, constant: float, direction: Tensor) -> None:
         super().__init__()
         self.inner, self.constant = inner, constant

@@ -84,9 +84,13 @@ class MeasuredEpsilon:
         """Whether the claim is refuted with 95 % confidence."""
         return self.bound > self.claimed
 
+    def format_bound(self) -> str:
+        """Return the bound, rounded down."""
+        return f"{math.floor(100 * self.bound) / 100:.2f}"
+
     def __repr__(self) -> str:
         refuted = ": the claim is REFUTED" if self.contradicts else ""
-        return f"claimed {self.claimed:.2f}, measured at least {math.floor(100 * self.bound) / 100:.2f} (95 %){refuted}"
+        return f"claimed {self.claimed:.2f}, measured at least {self.format_bound()} (95 %){refuted}"
 
 
 def measure(scores: Reals, included: Booleans, claimed: float, delta: float, guesses: int) -> MeasuredEpsilon:

@@ -7,7 +7,7 @@ from fedveil.attacks.canaries import measure_epsilon
 from fedveil.errors import BadArgument
 from fedveil.privacy.measure import MeasuredEpsilon
 from fedveil.progress import Progress
-from fedveil.report import Facts, Text
+from fedveil.report import Facts, Section, Text
 from fedveil.runs.build import (
     build_defence,
     build_loss,
@@ -90,12 +90,12 @@ class EpsilonStudy(Study[Config, EpsilonResult | Failure]):
     def present(self, request: Config, results: EpsilonResult | Failure) -> Presentation:
         """Return the result in one sentence, and how to read it."""
         values = {name: str(value) for name, value in request.flat().items()}
-        sections = [Text("How to read it", TEXTS.reading), Facts("Configuration", values)]
+        sections: list[Section] = [Text("How to read it", TEXTS.reading), Facts("Configuration", values)]
         title = f"Measured epsilon: {request.data.name}, {request.model.name}"
         if isinstance(results, Failure):
             return Presentation(title, f"Failed: {results.failed}", HEADER, [], TEXTS.note, sections)
         own = results.measured
-        row = [f"{own.claimed:.2f}", f"{own.bound:.2f}", f"{own.estimate:.2f}"]
+        row = [f"{own.claimed:.2f}", own.format_bound(), f"{own.estimate:.2f}"]
         row += [str(own.right), str(own.guesses), str(own.canaries)]
         return Presentation(title, f"Epsilon: {own!r}.", HEADER, [row], TEXTS.note, sections)
 
