@@ -18,6 +18,8 @@ from fedveil.privacy import gradients
 from fedveil.privacy.measure import epsilon_lower_bound, gaussian_estimate, measure, p_value
 from fedveil.records.shards import generator
 
+# Settings in which the audit is strong enough, found by trial: 60 rounds missed a quarter of the noise and shuffling at
+# epsilon 3, and at rate 0.1 shuffling was missed at epsilon 1 with 60, 150 and 300 rounds.
 ROUNDS, CLIENTS, OWN = 300, 3, 20
 RATE, LOW_RATE = 0.1, 0.04  # the lower the rate, the more of the claim rests on secret samples
 ERRORS = ("a quarter of the noise", "no clipping", "shuffling")
