@@ -3,6 +3,7 @@
 TYPE_CHECKING = False  # do not import typing before __main__ has removed the working directory from sys.path
 
 if TYPE_CHECKING:
+    from fedveil.attacks.canaries import measure_epsilon
     from fedveil.defences import Veil
     from fedveil.errors import FedveilError
     from fedveil.federation import Federation, History, Limits
@@ -45,11 +46,13 @@ __all__ = [
     "client_step",
     "client_view",
     "load_model",
+    "measure_epsilon",
 ]
 
 # the module that defines each public name; names that are not listed are in fedveil.scheme
 _HOMES = {"FedveilError": "errors", "Privacy": "privacy", "Veil": "defences", "load_model": "runs.folder"}
 _HOMES |= dict.fromkeys(("Federation", "History", "Limits"), "federation")
+_HOMES["measure_epsilon"] = "attacks.canaries"
 _HOMES |= dict.fromkeys(("Plan", "Symmetry", "analyse"), "graph")
 
 

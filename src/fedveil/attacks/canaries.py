@@ -1,113 +1,217 @@
-"""Measure the epsilon of a private run with canaries: records whose gradient has a single non-zero coordinate.
+"""Measure the epsilon of private training with canaries: records whose gradient is a direction of their own.
 
-Clients treat a canary like any other record: it is sampled at the run's rate, its gradient is clipped by the same
-function, and the same noise is added. The auditor knows everything else. The score of a canary is its coordinate of the
-noisy sums, minus the contribution of the real records. The measurement therefore detects errors in sampling, clipping
-and noise. It does not test the gradients of real records; tests/privacy/test_gradients.py does.
+A canary is a record like any other to the defence under test, which samples it, computes its gradient, clips it and
+adds noise. A wrapper around the model makes this gradient a multiple of one coordinate that no other record changes:
+
+    canary j:         outputs = constant + (w_j - detach(w_j)) direction,   so d loss / d w_j = norm, and all else is 0
+    null record:      outputs = constant,                                   so the gradient is 0
+    any other record: outputs = model(inputs)
+
+The outputs do not depend on the values w, so the gradients of canaries are the same in every round. Each canary is
+replaced by a null record with probability 1/2, as in the accountant's definition of neighbours. The auditor guesses
+which ones were, from coordinate w_j of the rounds' noisy gradients.
 """
 
-from collections.abc import Callable
+import copy
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedveil.checks import check_count
-from fedveil.defences.interface import AnyClient, Samples
+from fedveil.defences.interface import AnyDefence
+from fedveil.defences.registry import add_privacy
 from fedveil.errors import BadArgument
-from fedveil.federation.local import Federation
-from fedveil.privacy.gradients import clip_factors
+from fedveil.federation.local import BATCH_SIZE, Federation
+from fedveil.federation.optimise import Optimizer
+from fedveil.federation.targets import one_output, target_maker, usual_loss
 from fedveil.privacy.measure import MeasuredEpsilon, measure
-from fedveil.privacy.samplers import poisson_sample
-from fedveil.scheme import Entropy
-from fedveil.wire import Tensors
+from fedveil.records.inputs import Inputs, map_tensors
+from fedveil.records.sources import Source, UserRecords, as_source, check_sources, choose_batch_size, list_clients
+from fedveil.scheme.losses import Function, Loss, find_loss
+from fedveil.scheme.outputs import head_axis, output_gradient
 
-LENGTH = 10.0  # norm of a canary's gradient before clipping, relative to the clipping norm
+if TYPE_CHECKING:
+    from fedveil.privacy import Privacy
+
+WHERE = "measure_epsilon"
+CONSTANTS = (0.5, 0.25)  # outputs for canaries; for one of them the loss has a derivative, whatever the target
+NORM = 1e4  # of a canary's gradient, if the clipping norm is unknown
+LENGTH = 10.0  # norm of a canary's gradient / clipping norm
 GUESSES = 0.5  # fraction of the canaries that the auditor guesses
-MOST = 3000  # maximum default number of canaries; more would loosen the bound at delta = 1e-5
+CANARIES = 3000  # with more, the bound is less sharp at delta = 1e-5
+CANARY = "canary_mark"  # input that says what a record is: RECORD, NULL, or canary number mark - FIRST
+RECORD, NULL, FIRST = 0, 1, 2
+Order = Callable[[int, int], Tensor]
 
 
-class CanaryClient:
-    """A wrapper that adds canaries to the records of a federation's first client.
+class CanaryModel(nn.Module):
+    """A model with a parameter per canary; these do not change its outputs.
 
     Args:
-        inner: the object that computes the clients' updates.
-        coordinates: coordinates of the canaries that are included.
-        clip: the clipping norm.
-        rate: the sampling rate.
+        inner: the model.
+        count: number of canaries.
+        constant: outputs for canaries and null records.
+        direction: a change of the outputs for which the loss of a canary grows at the rate `norm`.
     """
 
-    def __init__(self, inner: AnyClient, coordinates: NDArray[np.int64], clip: float, rate: float) -> None:
-        self._inner, self._coordinates, self._clip, self._rate = inner, coordinates, clip, rate
-        self._entropy = Entropy()
-        self.contributed: Tensor | float = 0.0  # contribution of real records to each coordinate in the current round
+    direction: Tensor
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
+    def __init__(self, inner: nn.Module, count: int, constant: float, direction: Tensor) -> None:
+        super().__init__()
+        self.inner, self.constant = inner, constant
+        self.canaries = nn.Parameter(direction.new_zeros(count))
+        self.register_buffer("direction", direction)
 
-    def step(self, broadcast: object, samples: Samples, client: int = 0) -> object:
-        """Compute the clipped sum of a client's gradients; for the first client, add the canaries of this round."""
-        update = self._inner.step(broadcast, samples, client)
-        flat = _flatten(update.sums)
-        self.contributed = self.contributed + flat
-        if client == 0:
-            chosen = self._coordinates[poisson_sample(self._entropy, len(self._coordinates), self._rate)]
-            length = LENGTH * self._clip
-            squares = torch.tensor([length**2], dtype=torch.float64)
-            flat[torch.from_numpy(chosen)] += length * float(clip_factors(squares, torch.tensor([True]), self._clip, 1))
-            update = type(update)(_split(flat, update.sums))
-        return update
+    def forward(self, canary_mark: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """Return the model's outputs, and the constant for canaries and null records."""
+        outputs: Tensor = self.inner(*args, **kwargs)
+        own = self.canaries[(canary_mark - FIRST).clamp(min=0)] * (canary_mark >= FIRST)
+        shape = (-1, *[1] * (outputs.dim() - 1))
+        planted = self.constant + (own - own.detach()).view(shape) * self.direction
+        return torch.where(canary_mark.view(shape) == RECORD, outputs, planted)
+
+
+def plant(source: Source, marks: Tensor, target: Tensor) -> tuple[Inputs, Tensor]:
+    """Return a client's records, followed by one for each mark, with the same inputs and target."""
+    inputs, targets = source.take(range(len(source)))
+
+    def extend(own: Tensor, value: Tensor) -> Tensor:
+        return torch.cat([own, value.expand(len(marks), *own.shape[1:])])
+
+    inputs = map_tensors(lambda own: extend(own, own[:1]), inputs)
+    targets, kinds = extend(targets, target), torch.cat([torch.full((len(source),), RECORD), marks])
+    if isinstance(inputs, Mapping):
+        return {CANARY: kinds, **inputs}, targets
+    return (kinds, inputs) if isinstance(inputs, Tensor) else (kinds, *inputs), targets
+
+
+def wrap_model(model: nn.Module, loss: Loss, source: Source, count: int, norm: float) -> CanaryModel:
+    """Return a copy of the model with canaries, whose target is that of the first record."""
+    first = next(model.parameters())
+    inputs, targets = source.take([0])
+    wanted = target_maker(model, loss, (inputs, targets))(targets)
+    wanted = wanted.to(first.dtype) if wanted.is_floating_point() else wanted
+    outputs = one_output(model, inputs).detach().to(first.dtype)
+    slopes = {
+        value: output_gradient(loss, torch.full_like(outputs, value), wanted, head_axis(model)) for value in CONSTANTS
+    }
+    constant = max(slopes, key=lambda value: float(slopes[value].norm().nan_to_num(0.0, 0.0)))
+    size = slopes[constant].norm()
+    if not size > 0 or not size.isfinite():
+        raise BadArgument(WHERE, f"{loss.name} has no derivative at constant outputs, so canaries have no gradient")
+    direction = norm * slopes[constant][0] / size**2
+    return CanaryModel(copy.deepcopy(model), count, constant, direction.to(first.device))
 
 
 def measure_epsilon(
-    federation: Federation,
-    rounds: int,
+    model: nn.Module,
+    clients: Sequence[UserRecords],
+    defence: str | AnyDefence = "plain",
+    optimizer: Optimizer = torch.optim.Adam,
     *,
-    canaries: int | None = None,
+    privacy: "Privacy | None" = None,
+    rounds: int | None = None,
+    claimed: float | None = None,
+    delta: float = 1e-5,
+    loss: str | Loss | Function | None = None,
+    batch_size: int | None = None,
+    whole_shard: bool = False,
+    participation: float = 1.0,
+    secure_aggregation: bool = False,
+    order: Order | None = None,
+    canaries: int = CANARIES,
     seed: int = 0,
     progress: Callable[[int, int], object] | None = None,
 ) -> MeasuredEpsilon:
-    """Train a private federation with canaries, and return a lower bound on its epsilon.
+    """Train once with canaries among the records, and return a lower bound on the true epsilon for records.
+
+    The number of canaries, the number of guesses (half of it) and the rule by which the auditor guesses are fixed
+    before training (Steinke, Nasr and Jagielski, arXiv 2305.08846). The bound detects wrong sampling, clipping, noise
+    and accounting. It does not test whether the gradients of ordinary records are correct. If it is below the claim,
+    the claim is not proven.
 
     Args:
-        federation: a new federation in one process, with record-level `privacy=` and without a defence. A veil would
-            not affect the result, since the same sum is recovered.
-        rounds: number of rounds to train; the claimed epsilon is for these rounds.
-        canaries: number of canaries; by default one per parameter, up to 3,000.
-        seed: seed for the random coordinates and for the choice of the canaries to include.
-        progress: called with the number of completed rounds and the total number of rounds.
+        model: the model; a copy of it is trained.
+        clients: the clients' records, as for `fedveil.Federation`. They are read into memory.
+        defence: the defence under test, or the one that `privacy` protects. A defence from another package needs
+            `claimed`, or a server with an `accountant` that has a method `epsilon()` and an attribute `delta`.
+        optimizer: as for `fedveil.Federation`.
+        privacy: differential privacy for records.
+        rounds: number of rounds, for which epsilon is claimed; by default those of `privacy`.
+        claimed: the claimed epsilon; by default that of the accountant.
+        delta: delta of `claimed`; otherwise that of the accountant is used.
+        loss: as for `fedveil.Federation`.
+        batch_size: as for `fedveil.Federation`. It is scaled up, so that a record is as likely to be in a batch as
+            without canaries.
+        whole_shard: as for `fedveil.Federation`.
+        participation: as for `fedveil.Federation`.
+        secure_aggregation: as for `fedveil.Federation`.
+        order: a function (client, round) -> indices of the client's records in this round, if an adversary knows
+            them; canaries come after the client's own records. By default the order is known if the defence leaves the
+            choice of records to the federation, which shuffles them with a seed.
+        canaries: number of canaries.
+        seed: as for `fedveil.Federation`; canaries are always chosen at random.
+        progress: called with the number of completed rounds and the number of all rounds.
     """
-    privacy = getattr(federation.defence, "privacy", None)
-    if privacy is None or federation.defence.base.name != "plain+dp":
-        what = "epsilon can only be measured for a federation with record-level privacy and no other defence"
-        raise BadArgument("measure_epsilon", what, 'use Federation(..., "plain", privacy=fedveil.Privacy(...))')
-    numbers = sum(p.numel() for p in federation.model.parameters() if p.requires_grad)
-    count = check_count("measure_epsilon", "canaries", min(MOST, numbers) if canaries is None else canaries, 10)
-    if count > numbers:
-        raise BadArgument("measure_epsilon", f"the model has {numbers} parameters, fewer than {count} canaries")
-    draw = np.random.default_rng(seed)
-    coordinates, included = draw.permutation(numbers)[:count], draw.random(count) < 0.5
-    client = CanaryClient(federation.clients.client, coordinates[included], privacy.clip, privacy.rate)
-    federation.clients.client = client  # type: ignore[assignment]
-    total = sum(federation.shards.sizes)
-    scores = np.zeros(count)
+    count = check_count(WHERE, "canaries", canaries, 10)
+    rounds = rounds if rounds is not None or privacy is None else privacy.rounds
+    if rounds is None:
+        raise BadArgument(WHERE, "the number of rounds is missing", "pass rounds=")
+    check_count(WHERE, "rounds", rounds)
+    sources = check_sources([as_source(f"client {k}", own) for k, own in enumerate(list_clients(clients))])
+    size, largest = choose_batch_size(clients, batch_size, BATCH_SIZE), max(map(len, sources))
+    if privacy is not None:
+        defence = add_privacy(defence, privacy, 1.0 if whole_shard else min(1.0, size / largest))
+    chosen = find_loss(usual_loss(one_output(model, sources[0].take([0])[0]), sources) if loss is None else loss)
+    norm = NORM if privacy is None else LENGTH * privacy.clip
+    included = np.random.default_rng(secrets.randbits(128)).random(count) < 0.5
+    marks = torch.where(torch.from_numpy(included), torch.arange(count) + FIRST, NULL)
+    target, owners = sources[0].take([0])[1], torch.arange(count) % len(sources)
+    planted = [plant(source, marks[owners == k], target) for k, source in enumerate(sources)]
+    federation = Federation(
+        wrap_model(model, chosen, sources[0], count, norm),
+        planted,
+        defence,
+        optimizer,
+        loss=chosen,
+        batch_size=round(size * max(len(targets) for _, targets in planted) / largest),
+        whole_shard=whole_shard,
+        participation=participation,
+        secure_aggregation=secure_aggregation,
+        seed=seed,
+    )
+    accountant = federation.defence_server.accountant
+    if federation.defence.dp_clip is not None or (accountant is None and claimed is None):
+        what = "epsilon is measured for records, but this defence does not protect single records"
+        raise BadArgument(WHERE, what, "pass privacy=fedveil.Privacy(epsilon=3.0, rounds=150), or claimed=3.0")
+    scores = _collect_scores(federation, rounds, count, order, progress)
+    if accountant is not None and claimed is None:
+        claimed, delta = accountant.epsilon(), accountant.delta
+    assert claimed is not None
+    return measure(scores, included, claimed, delta, int(GUESSES * count))
+
+
+def _collect_scores(
+    federation: Federation, rounds: int, count: int, order: Order | None, progress: Callable[[int, int], object] | None
+) -> NDArray[np.float64]:
+    """Train, and return the sum of each canary's noisy coordinate over the rounds in which it may have been used."""
+    shards, scores = federation.shards, torch.zeros(count, dtype=torch.float64)
+    numbers = range(len(shards.sizes))
+    if order is None and not federation.whole_shard and federation.clients.client.sample(1) is None:
+        order = lambda client, number: shards.rows(client, number) - shards.starts[client]  # noqa: E731
     for number in range(rounds):
-        client.contributed = 0.0
-        result = federation.step()
-        noisy = _flatten({name: g.unsqueeze(0) for name, g in result.gradients.items()}) * privacy.rate * total
-        scores += (noisy - client.contributed)[torch.from_numpy(coordinates)].numpy()
+        own = federation.step().gradients["canaries"].cpu().double()
+        if order is not None:
+            for client in numbers:
+                mine = torch.arange(client, count, len(numbers))  # the client's last records
+                rows = shards.sizes[client] - len(mine) + torch.arange(len(mine))
+                own[mine] *= torch.isin(rows, order(client, number))
+        scores += own
         if progress:
             progress(number + 1, rounds)
-    accountant = federation.defence_server.accountant
-    assert accountant is not None
-    return measure(scores, included, accountant.epsilon(), accountant.delta, int(GUESSES * count))
-
-
-def _flatten(sums: Tensors) -> Tensor:
-    return torch.cat([tensor.detach().double().reshape(-1) for tensor in sums.values()])
-
-
-def _split(flat: Tensor, template: Tensors) -> Tensors:
-    pieces = torch.split(flat, [tensor.numel() for tensor in template.values()])
-    return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(template.items(), pieces, strict=True)}
+    return scores.numpy()

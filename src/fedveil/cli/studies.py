@@ -5,6 +5,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -31,6 +32,7 @@ COMPARED = "comma-separated list of defences; baseline is plain training with on
 EXHIBITS = "all, or some of table1, table2, fig3, table3, table4, fig4, fig5"
 SCALES = "quick: minutes, on built-in data; cpu: up to two hours per table on two cores; paper: as published, on a GPU"
 RUN = "attack the run in this folder"
+MEASURE = "train a private run again with canaries, and bound its true epsilon; --epsilon without a number is the same"
 OUT = "folder for the results, from which an interrupted command resumes; by default a folder in runs"
 Out = Annotated[Path | None, arg(help=OUT, help_behavior_hint="")]
 WORKERS = "number of parallel processes; by default one per core"
@@ -158,6 +160,7 @@ class AuditCommand(AttackCommand):
     prefix: ClassVar[str] = ""
     harden: Annotated[Switch, arg(help="instead of auditing, measure which settings harden the veil")] = False
     seeds: Annotated[int, arg(help="for --harden: number of runs per setting")] = 5
+    measure_epsilon: Annotated[Switch, arg(help=MEASURE)] = False
 
     @classmethod
     def variants(cls) -> dict[str, FederationCommand]:
@@ -166,8 +169,12 @@ class AuditCommand(AttackCommand):
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
-        """Return the command with its flags parsed."""
-        return parse_command(cls.for_attack(AUDIT, prog), prog, words, about)
+        """Return the command with its flags parsed; --epsilon without a number means --measure-epsilon."""
+        found = [
+            "--measure-epsilon" if word == "--epsilon" and not after[:1].isdigit() else word
+            for word, after in pairwise([*words, ""])
+        ]
+        return parse_command(cls.for_attack(AUDIT, prog), prog, found, about)
 
     @property
     def is_suite(self) -> bool:
@@ -175,13 +182,26 @@ class AuditCommand(AttackCommand):
         return not (self.file or self.run_folder or set(self.used_flags) & (SECTION_OF.keys() - {"defence"}))
 
     def run(self) -> None:
-        """Audit a run, a configuration or the standard suite, or measure which settings harden the veil."""
-        if self.harden:
+        """Audit a run, a configuration or the standard suite, or measure epsilon or settings that harden the veil."""
+        if self.measure_epsilon:
+            self.measure_privacy()
+        elif self.harden:
             self.measure_hardening()
         elif self.is_suite:
             self.audit_suite(self.out or Path("runs/audit"))
         else:
             super().run()
+
+    def measure_privacy(self) -> None:
+        """Measure the epsilon of a private run or configuration."""
+        from fedveil.runs.build import choose_loss
+        from fedveil.studies.measured_epsilon import EPSILON
+
+        run = self.run_folder or (self.file if self.file and self.file.is_dir() else None)
+        config = choose_loss(self.read_run(run) if run else self.config.changed(defence=self.defences[0]))
+        values = {"run": str(run)} if run else config.changes()
+        folder = self.out or (run or Path("runs")) / "epsilon"
+        run_study(EPSILON, config, folder, f"{self.where} --epsilon {format_flags(values)}", 1, self.as_json)
 
     def measure_hardening(self) -> None:
         """Measure which settings harden the veil, in the federation that the flags describe."""

@@ -47,6 +47,8 @@ def gaussian_estimate(inside: Reals, outside: Reals, delta: float, confidence: f
 
     Sharper than the bound, and not proven: it assumes normal scores. The lower end of an interval of their distance.
     """
+    if not outside.std():  # there is no noise
+        return math.inf if inside.mean() > outside.mean() else 0.0
     distance = (inside.mean() - outside.mean()) / outside.std(ddof=1)
     error = math.sqrt(
         inside.var(ddof=1) / outside.var(ddof=1) / len(inside) + 1 / len(outside) + distance**2 / (2 * len(outside))
@@ -55,16 +57,18 @@ def gaussian_estimate(inside: Reals, outside: Reals, delta: float, confidence: f
     return epsilon(1, 1 / mu, delta) if mu > 0 else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MeasuredEpsilon:
     """The result of one run with canaries.
 
     Attributes:
-        claimed: by the accountant.
-        bound: the true epsilon exceeds it with 95 % confidence.
-        estimate: of the true epsilon, not proven.
-        delta: for all three.
-        right, guesses, canaries: on which they rest.
+        claimed: the epsilon that the accountant claims.
+        bound: a lower bound on the true epsilon, with 95 % confidence.
+        estimate: an estimate of the true epsilon, sharper than the bound but not a proof: it assumes Gaussian scores.
+        delta: the delta for which these three hold.
+        right: number of right guesses.
+        guesses: number of guesses.
+        canaries: number of canaries.
     """
 
     claimed: float
@@ -80,12 +84,13 @@ class MeasuredEpsilon:
         """Whether the claim is refuted with 95 % confidence."""
         return self.bound > self.claimed
 
-    def __str__(self) -> str:
-        verdict = "REFUTED" if self.contradicts else "not refuted"
-        return (
-            f"claimed {self.claimed:.3g}, measured at least {self.bound:.3g} (95 %): {verdict}; "
-            f"estimate {self.estimate:.3g} (assumes Gaussian scores, not a proof)"
-        )
+    def format_bound(self) -> str:
+        """Return the bound, rounded down."""
+        return f"{math.floor(100 * self.bound) / 100:.2f}"
+
+    def __repr__(self) -> str:
+        refuted = ": the claim is REFUTED" if self.contradicts else ""
+        return f"claimed {self.claimed:.2f}, measured at least {self.format_bound()} (95 %){refuted}"
 
 
 def measure(scores: Reals, included: Booleans, claimed: float, delta: float, guesses: int) -> MeasuredEpsilon:

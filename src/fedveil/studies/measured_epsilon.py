@@ -1,0 +1,102 @@
+"""`fedveil audit --epsilon`: train a private configuration with canaries, and bound its true epsilon from below."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedveil.attacks.canaries import measure_epsilon
+from fedveil.errors import BadArgument
+from fedveil.privacy.measure import MeasuredEpsilon
+from fedveil.progress import Progress
+from fedveil.report import Facts, Section, Text
+from fedveil.runs.build import (
+    build_defence,
+    build_loss,
+    build_model,
+    build_optimizer,
+    build_privacy,
+    client_parts,
+    load_data,
+    move_to_device,
+)
+from fedveil.runs.config import Config, has_privacy
+from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
+from fedveil.studies.presentation import Presentation, read_texts
+from fedveil.studies.study import JobGraph, Study
+
+TEXTS = read_texts()["epsilon"]
+WHERE = "fedveil audit --epsilon"
+HEADER = (
+    "claimed epsilon",
+    "measured at least (95 %)",
+    "estimate, not a proof",
+    "right guesses",
+    "guesses",
+    "canaries",
+)
+
+
+@dataclass(frozen=True)
+class EpsilonResult(Result):
+    """The measured epsilon of a configuration."""
+
+    measured: MeasuredEpsilon
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
+    """Train a configuration with canaries, in one process."""
+
+    config: Config
+
+    def __call__(self, progress: Progress, done: JobResults) -> EpsilonResult:
+        """Measure epsilon; a veil is left out, because the sum that the server recovers is that of plain training."""
+        config, training = self.config, self.config.training
+        data = load_data(config)
+        parts = client_parts(config.data, training.seed, data)
+        found = measure_epsilon(
+            move_to_device(build_model(config, data), training.device),
+            parts,
+            "plain" if config.defence.name == "veil" else build_defence(config),
+            build_optimizer(training),
+            privacy=build_privacy(config, max(len(part.targets) for part in parts)),
+            loss=build_loss(training),
+            batch_size=training.batch_size,
+            whole_shard=training.whole_shard,
+            participation=training.participation,
+            secure_aggregation=config.privacy.secure_aggregation,
+            seed=training.seed,
+            progress=lambda number, rounds: progress(
+                number / rounds, f"training with canaries, round {number}/{rounds}"
+            ),
+        )
+        return EpsilonResult(found)
+
+
+class EpsilonStudy(Study[Config, EpsilonResult | Failure]):
+    """The true epsilon of a configuration with differential privacy for records."""
+
+    def graph(self, request: Config, folder: Path) -> JobGraph[EpsilonResult | Failure]:
+        """Return one job; refuse a configuration that does not protect records."""
+        if not has_privacy(request):
+            what, fix = "this configuration has no differential privacy", "train with --epsilon 3, or add [privacy]"
+            raise BadArgument(WHERE, what, fix)
+        if request.privacy.unit != "record":
+            what = "epsilon is measured for records, but this configuration protects clients"
+            raise BadArgument(WHERE, what, "train with --unit record")
+        job = StudyJob("epsilon", MeasureConfig(request), EpsilonResult)
+        return JobGraph([job], lambda done: done[job])
+
+    def present(self, request: Config, results: EpsilonResult | Failure) -> Presentation:
+        """Return the result in one sentence, and how to read it."""
+        values = {name: str(value) for name, value in request.flat().items()}
+        sections: list[Section] = [Text("How to read it", TEXTS.reading), Facts("Configuration", values)]
+        title = f"Measured epsilon: {request.data.name}, {request.model.name}"
+        if isinstance(results, Failure):
+            return Presentation(title, f"Failed: {results.failed}", HEADER, [], TEXTS.note, sections)
+        own = results.measured
+        row = [f"{own.claimed:.2f}", own.format_bound(), f"{own.estimate:.2f}"]
+        row += [str(own.right), str(own.guesses), str(own.canaries)]
+        return Presentation(title, f"Epsilon: {own!r}.", HEADER, [row], TEXTS.note, sections)
+
+
+EPSILON = EpsilonStudy()
