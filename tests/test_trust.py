@@ -113,7 +113,7 @@ def test_naming_the_code_on_the_command_line_is_asking_for_it(sprung, run, tmp_p
     flags = ["--workers", "1", "--trials", "1", "--shadows", "0", "--no-network", "--no-server"]
     assert main(["audit", str(folder), *flags]) == 2
     assert main(["audit", str(folder), *flags, "--model", "os:abort"]) == 2
-    assert "the run here has model = 'trap:model', not 'os:abort'" in capsys.readouterr().err
+    assert "the existing run has model = 'trap:model', not 'os:abort'" in capsys.readouterr().err
     assert main(["audit", str(folder), *flags, "--model", KEYS["model"]]) == 0, capsys.readouterr().err
     assert f"--model {KEYS['model']}" in capsys.readouterr().out  # the command that repeats it
     assert open_run(folder, trust_code=True)[1].round == 1

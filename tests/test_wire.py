@@ -55,7 +55,7 @@ def test_bytes_that_are_no_message_are_refused(data):
 
 
 def test_a_message_of_another_kind_or_format_is_refused():
-    with pytest.raises(BadArgument, match="ask: it is 'test' in format 2, not 'ask' in 2"):
+    with pytest.raises(BadArgument, match="ask: it is 'test' in format 2, not 'ask' in format 2"):
         from_bytes(GOOD, "ask")
     with pytest.raises(BadArgument, match=r"(?s)test: it is 'test' in format 9, .*Fix: install the same version"):
         from_bytes(GOOD.replace(b'format\\": 2', b'format\\": 9'), "test")

@@ -1,6 +1,6 @@
-"""Train one model across organisations on a perturbed copy, and measure what that hides."""
+"""Train one model across organisations on a perturbed copy, and measure how much the perturbation hides."""
 
-TYPE_CHECKING = False  # without importing typing: only __main__ removes the working directory from the path
+TYPE_CHECKING = False  # do not import typing before __main__ has removed the working directory from sys.path
 
 if TYPE_CHECKING:
     from fedveil.defences import Veil
@@ -47,14 +47,14 @@ __all__ = [
     "load_model",
 ]
 
-# the module of each name; by default scheme
+# the module that defines each public name; names that are not listed are in fedveil.scheme
 _HOMES = {"FedveilError": "errors", "Privacy": "privacy", "Veil": "defences", "load_model": "runs.folder"}
 _HOMES |= dict.fromkeys(("Federation", "History", "Limits"), "federation")
 _HOMES |= dict.fromkeys(("Plan", "Symmetry", "analyse"), "graph")
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name or a package when it is first used: `fedveil --help` needs no torch."""
+    """Import a public name or package on first use, so that `fedveil --help` does not import torch."""
     from importlib import import_module, metadata
 
     if name == "__version__":
@@ -71,8 +71,8 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List public names and packages without importing any of them."""
+    """List public names and packages without importing them."""
     from pkgutil import iter_modules
 
-    packages = (found.name for found in iter_modules(__path__) if found.ispkg)
+    packages = (module.name for module in iter_modules(__path__) if module.ispkg)
     return sorted({*globals(), *__all__, "__version__", *packages})

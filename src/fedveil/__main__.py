@@ -1,4 +1,4 @@
-"""Run `fedveil` as `python -m fedveil`, without the working directory that Python puts first on the import path."""
+"""Entry point of `python -m fedveil`. Removes the working directory, which Python puts first on the import path."""
 
 import os
 import sys

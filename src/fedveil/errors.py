@@ -1,30 +1,30 @@
-"""All errors that Fedveil raises on purpose.
+"""The exceptions that Fedveil raises.
 
 FedveilError
-├── BadArgument          a value that no call of this kind accepts (also a ValueError)
+├── BadArgument          an argument is invalid (also a ValueError)
 ├── AnalysisError        the model cannot be veiled
-│   ├── NotTraceable     torch.export cannot follow its forward
+│   ├── NotTraceable     torch.export cannot trace its forward
 │   ├── HeadNotLinear    none of its Linear layers or convolutions can take additive noise
-│   ├── NothingToVeil    every axis is pinned: a veil would change nothing
-│   └── TooLittleCovered less of it can be perturbed than required
-├── ModelMismatch        a model is not the one that was analysed or broadcast
-├── Diverged             training became NaN or infinite
-├── TooFewAnswers        too few clients sent a valid reply in a round, in all attempts
-├── Aborted              secure aggregation stopped rather than reveal an update; has a reason
-└── UpdateRefused        an update that must not be aggregated; says which client and which tensor
-    ├── StaleUpdate      made for another round
-    ├── ForeignUpdate    made for another model
+│   ├── NothingToVeil    every axis is pinned, so a veil would change nothing
+│   └── TooLittleCovered less of it can be perturbed than min_coverage requires
+├── ModelMismatch        the model differs from the one that was analysed or broadcast
+├── Diverged             training diverged to NaN or infinity
+├── TooFewAnswers        too few clients sent a valid reply in a round, even after all attempts
+├── Aborted              secure aggregation stopped rather than reveal an update; `reason` says why
+└── UpdateRefused        an update cannot be aggregated; the message names the client and the tensor
+    ├── StaleUpdate      it was computed for another round
+    ├── ForeignUpdate    it was computed for another model
     ├── IncompleteUpdate a tensor is missing
     ├── MisshapenUpdate  a tensor has the wrong shape or dtype
-    ├── NonFiniteUpdate  a tensor holds NaN or infinity
-    └── ExcessiveUpdate  exceeds a bound of the round
+    ├── NonFiniteUpdate  a tensor contains NaN or infinity
+    └── ExcessiveUpdate  it exceeds one of the round's limits
 
-Messages read *where: what: why. Fix: how.* No message ever holds a secret value.
+Messages have the form *where: what is wrong. Fix: how to fix it.* They never contain a secret value.
 """
 
 
 class FedveilError(Exception):
-    """The base class of all errors that Fedveil raises on purpose."""
+    """Base class of the exceptions that Fedveil raises."""
 
     def __init__(self, where: str, what: str, fix: str | None = None) -> None:
         self.where = where
@@ -35,7 +35,7 @@ class FedveilError(Exception):
 
 
 class BadArgument(FedveilError, ValueError):
-    """A value that no call of this kind accepts."""
+    """An argument is invalid."""
 
 
 class AnalysisError(FedveilError):
@@ -43,7 +43,7 @@ class AnalysisError(FedveilError):
 
 
 class NotTraceable(AnalysisError):
-    """torch.export cannot follow the model's forward."""
+    """torch.export cannot trace the model's forward."""
 
 
 class HeadNotLinear(AnalysisError):
@@ -51,30 +51,30 @@ class HeadNotLinear(AnalysisError):
 
 
 class NothingToVeil(AnalysisError):
-    """Every axis of the model is pinned."""
+    """Every axis of the model is pinned, so a veil would change nothing."""
 
 
 class TooLittleCovered(AnalysisError):
-    """Less of the model can be perturbed than required."""
+    """Less of the model can be perturbed than `min_coverage` requires."""
 
 
 class ModelMismatch(FedveilError):
-    """A model is not the one that was analysed or broadcast."""
+    """The model differs from the one that was analysed or broadcast."""
 
 
 class Diverged(FedveilError):
-    """Training became NaN or infinite."""
+    """Training diverged to NaN or infinity."""
 
 
 class TooFewAnswers(FedveilError):
-    """Too few clients sent a valid reply in a round."""
+    """Too few clients sent a valid reply in a round, even after all attempts."""
 
 
 class Aborted(FedveilError):
     """Secure aggregation stopped rather than reveal an update.
 
     Attributes:
-        reason: a key of `fedveil.secagg.REASONS`, for programs; the message explains it.
+        reason: the cause, as a key of `fedveil.secagg.REASONS`.
     """
 
     def __init__(self, reason: str, where: str, what: str, fix: str | None = None) -> None:
@@ -83,28 +83,28 @@ class Aborted(FedveilError):
 
 
 class UpdateRefused(FedveilError):
-    """An update that must not be aggregated."""
+    """An update cannot be aggregated."""
 
 
 class StaleUpdate(UpdateRefused):
-    """An update that was made for another round."""
+    """An update was computed for another round."""
 
 
 class ForeignUpdate(UpdateRefused):
-    """An update that was made for another model."""
+    """An update was computed for another model."""
 
 
 class IncompleteUpdate(UpdateRefused):
-    """An update without one of its tensors."""
+    """An update lacks a tensor."""
 
 
 class MisshapenUpdate(UpdateRefused):
-    """An update with a tensor of the wrong shape or dtype."""
+    """A tensor of an update has the wrong shape or dtype."""
 
 
 class NonFiniteUpdate(UpdateRefused):
-    """An update with a tensor that holds NaN or infinity."""
+    """A tensor of an update contains NaN or infinity."""
 
 
 class ExcessiveUpdate(UpdateRefused):
-    """An update that exceeds a bound of the round."""
+    """An update exceeds one of the round's limits."""

@@ -1,4 +1,4 @@
-"""One writer per folder: an operating-system lock, which is released if the process is killed, and its holder."""
+"""Lock folders, so that each has one writer. The operating system releases the lock if its process is killed."""
 
 import contextlib
 import json
@@ -12,62 +12,62 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from fedveil.errors import BadArgument
-from fedveil.files import make_folder, refusals, sweep
+from fedveil.files import convert_os_errors, make_folder, remove_partial_files
 from fedveil.plain_json import read_json
 
 LOCK, HOLDER = ".lock", ".holder"
-HELD: ContextVar[frozenset[tuple[int, Path]]] = ContextVar("held", default=frozenset())  # process and folder
+HELD: ContextVar[frozenset[tuple[int, Path]]] = ContextVar("held", default=frozenset())  # process id and folder
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Reserve a folder for this thread while it writes there; may be nested.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock a folder while this thread writes to it; calls may be nested.
 
-    A folder that was created for this purpose and is empty at the end is removed again.
+    If the call creates the folder and nothing is written to it, the folder is removed again.
     """
     key = os.getpid(), folder.resolve()
     if key in HELD.get():
         yield
         return
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    with refusals(make_folder(folder)):
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    with convert_os_errors(make_folder(folder)):
         _refuse_links(folder)
         lock = FileLock(folder / LOCK, timeout=0)
         try:
             lock.acquire()
         except Timeout:
-            fix = "wait until it is done, or choose another folder"
-            raise BadArgument(str(folder), f"{_holder(folder)} is working in this folder", fix) from None
+            fix = "wait until it has finished, or choose another folder"
+            raise BadArgument(str(folder), f"{_describe_holder(folder)} is working in this folder", fix) from None
     token = HELD.set(HELD.get() | {key})
     try:
-        with refusals(folder):
-            _sign(folder / HOLDER)
-            sweep(folder)
+        with convert_os_errors(folder):
+            _write_holder(folder / HOLDER)
+            remove_partial_files(folder)
         yield
     finally:
         HELD.reset(token)
-        _leave(folder, made)
+        _clean_up(folder, created)
         lock.release()
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse links instead of our files: they may point to any of the user's files."""
+    """Refuse symbolic links in place of the lock's files, because they may point to any of the user's files."""
     for path in (folder / LOCK, folder / HOLDER):
         if path.is_symlink():
             fix = "remove it, or choose another folder"
-            raise BadArgument(str(path), "it is a link, not a file in this folder", fix)
+            raise BadArgument(str(path), "it is a link, not a regular file", fix)
 
 
-def _sign(path: Path) -> None:
-    """Write the lock's holder to a new file; an existing file with this name is not written to."""
+def _write_holder(path: Path) -> None:
+    """Record the lock's holder in a new file; an existing file is replaced, not written to."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:
         since = datetime.now().astimezone().isoformat(" ", "seconds")
         json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since}, file)
 
 
-def _holder(folder: Path) -> str:
-    """Describe who holds the lock, if known."""
+def _describe_holder(folder: Path) -> str:
+    """Describe the process that holds the lock, if known."""
     try:
         found = read_json(folder / HOLDER)
         return f"another process (process {found['pid']} on {found['host']}, since {found['since']})"
@@ -75,11 +75,11 @@ def _holder(folder: Path) -> str:
         return "another process"
 
 
-def _leave(folder: Path, made: Sequence[Path]) -> None:
-    """Remove the holder's file, and folders that were created but not used."""
+def _clean_up(folder: Path, created: Sequence[Path]) -> None:
+    """Remove the holder file, and folders that were created but not used."""
     with contextlib.suppress(OSError):
         (folder / HOLDER).unlink(missing_ok=True)
-        if folder in made and [path.name for path in folder.iterdir()] == [LOCK]:
+        if folder in created and [path.name for path in folder.iterdir()] == [LOCK]:
             (folder / LOCK).unlink()
-            for path in made:
+            for path in created:
                 path.rmdir()

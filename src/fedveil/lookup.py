@@ -1,4 +1,4 @@
-"""Find objects by name: in users' packages, among entry points, and as names that are imported on first use."""
+"""Find objects by name: in users' packages, in entry points, and in modules that are imported on first use."""
 
 import difflib
 import importlib
@@ -13,36 +13,36 @@ from fedveil.errors import BadArgument
 
 
 def import_object(spec: str, kind: str, example: str) -> object:
-    """Return the object that `package.module:name` names.
+    """Import and return the object specified as `package.module:name`.
 
     Args:
         spec: the specification, as the user wrote it.
-        kind: the kind of object for messages, such as "a model".
-        example: a valid spec.
+        kind: the kind of object, such as "a model", for error messages.
+        example: a valid specification, for error messages.
     """
     path, _, name = spec.partition(":")
     if not path or not name:
-        raise BadArgument(spec, f"{kind} is named as package.module:name", f"use {example}")
+        raise BadArgument(spec, f"{kind} must be given as package.module:name", f"use {example}")
     if "/" in path or path.endswith(".py"):
         dotted = ".".join(Path(path).with_suffix("").parts).lstrip(".")
-        what = f"{path} is a file, but {kind} is named as package.module:name"
-        raise BadArgument(spec, what, f"use {dotted}:{name}, and run where `import {dotted}` works")
+        what = f"{path} is a file, but {kind} must be given as package.module:name"
+        raise BadArgument(spec, what, f"use {dotted}:{name}, and run it where `import {dotted}` works")
     if path.partition(".")[0] != "fedveil":
         _search_working_directory()
     try:
         module: object = importlib.import_module(path)
     except ImportError as error:
-        raise BadArgument(spec, f"cannot import {path}: {error}", f"run where `import {path}` works") from error
+        raise BadArgument(spec, f"cannot import {path}: {error}", f"run it where `import {path}` works") from error
     try:
         return attrgetter(name)(module)
     except AttributeError as error:
-        near = difflib.get_close_matches(name, [own for own in vars(module) if not own.startswith("_")], 1, 0.5)
-        fix = f"use {path}:{near[0]}" if near else f"name something that {path} defines"
+        near = difflib.get_close_matches(name, [known for known in vars(module) if not known.startswith("_")], 1, 0.5)
+        fix = f"use {path}:{near[0]}" if near else f"use a name that {path} defines"
         raise BadArgument(spec, f"module {path} has no {name!r}", fix) from error
 
 
 def _search_working_directory() -> None:
-    """Find packages in the working directory too, after all others, so that no file in it hides an installed module."""
+    """Append the working directory to `sys.path`, where its files cannot hide installed modules."""
     here = str(Path.cwd())
     if not {here, ""} & set(sys.path):
         sys.path.append(here)
@@ -50,24 +50,24 @@ def _search_working_directory() -> None:
 
 @lru_cache(maxsize=8)
 def list_installed(group: str) -> dict[str, str]:
-    """Return the entry points of a group by name, each as `package.module:name`."""
+    """Map the names of a group's entry points to their values, `package.module:name`."""
     return {point.name: point.value for point in entry_points(group=group)}
 
 
-def lazily(package: str, homes: Mapping[str, str], needs: str | None = None) -> Callable[[str], object]:
-    """Return a package's `__getattr__`, which imports a public name from its module when it is first used.
+def lazy_getattr(package: str, modules: Mapping[str, str], needs: str | None = None) -> Callable[[str], object]:
+    """Return a `__getattr__` for a package that imports each public name from its module on first use.
 
     Args:
-        package: the package.
-        homes: the module of each name.
-        needs: a package that the modules import, and that the extra with the package's name installs.
+        package: the package's full name.
+        modules: the module that defines each name.
+        needs: a dependency of the modules; the extra named after the package installs it.
     """
 
     def find(name: str) -> object:
-        if name not in homes:
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+            return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
         except ModuleNotFoundError as error:
             if needs is None or error.name != needs:
                 raise

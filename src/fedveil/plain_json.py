@@ -1,4 +1,4 @@
-"""Write JSON without NaN and infinity, which every program reads; read JSON and TOML files, even damaged ones."""
+"""Write JSON without NaN or infinity, so that any program can read it; read JSON and TOML files, even damaged ones."""
 
 import json
 import math
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedveil.errors import BadArgument
-from fedveil.files import refusals
+from fedveil.files import convert_os_errors
 
-DEEPEST = 100  # levels of nesting: more than any of our files has, and far below Python's limit
+MAX_DEPTH = 100  # levels of nesting: more than any of Fedveil's files needs, and far below Python's recursion limit
 Value = TypeVar("Value")
 
 
@@ -20,7 +20,7 @@ def to_json(value: Any, indent: int | None = None, *, exact: bool = False) -> st
     Args:
         value: any value that `json.dumps` accepts.
         indent: number of spaces per level; by default, everything is on one line.
-        exact: write infinity and NaN as text such as "inf", which pydantic reads back as a number; by default as null.
+        exact: write infinity and NaN as strings such as "inf", which pydantic reads as numbers; by default, as null.
 
     >>> to_json({"loss": math.inf, "rounds": 3}), to_json([math.nan, -math.inf], exact=True)
     ('{"loss": null, "rounds": 3}', '["nan", "-inf"]')
@@ -63,9 +63,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _parse(where: str, form: str, parse: Callable[[], Value]) -> Value:
-    deep = BadArgument(where, f"its values are nested more than {DEEPEST} levels deep", "flatten them")
+    deep = BadArgument(where, f"its values are nested more than {MAX_DEPTH} levels deep", "flatten them")
     try:
-        with refusals(where, "read", f"name a {form} file that exists and can be read"):
+        with convert_os_errors(where, "read", f"pass the path of a readable {form} file"):
             value = parse()
     except RecursionError:
         raise deep from None
@@ -74,12 +74,12 @@ def _parse(where: str, form: str, parse: Callable[[], Value]) -> Value:
             raise
         raise BadArgument(where, f"is not {form}: {error}") from error
     level: list[Any] = [value]
-    for _ in range(DEEPEST):
-        level = [inner for outer in level for inner in _list_inner(outer)]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _list_items(outer)]
     if level:
         raise deep
     return value
 
 
-def _list_inner(value: Any) -> Iterable[Any]:
+def _list_items(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

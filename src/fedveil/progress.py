@@ -1,10 +1,10 @@
-"""The type of all progress callbacks, and one that does nothing."""
+"""The type of progress callbacks, and a callback that does nothing."""
 
 from collections.abc import Callable
 
 Progress = Callable[[float, str], None]
-"""Called with the fraction completed, from 0 to 1, and the current step."""
+"""A function that is called with the completed fraction, from 0 to 1, and the name of the current step."""
 
 
-def silent(fraction: float, what: str) -> None:
+def ignore_progress(fraction: float, step: str) -> None:
     """Ignore progress."""

@@ -1,4 +1,4 @@
-"""Signals: temporary handlers, and the SIGTERM of `kill`, Slurm and Docker as an exception."""
+"""Install signal handlers temporarily, and raise an exception on SIGTERM, which `kill`, Slurm and Docker send."""
 
 import contextlib
 import signal
@@ -12,12 +12,12 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit code
 
 
 class Termination(KeyboardInterrupt):
-    """SIGTERM, which ends a command as Ctrl-C does."""
+    """Raised on SIGTERM; ends a command in the same way as Ctrl-C."""
 
 
 @contextlib.contextmanager
 def handle(number: signal.Signals, handler: Handler) -> Iterator[None]:
-    """Replace the handler of a signal temporarily; only in the main thread, since others get no signals."""
+    """Replace a signal's handler temporarily. Does nothing outside the main thread, which alone handles signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -25,16 +25,16 @@ def handle(number: signal.Signals, handler: Handler) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(number, signal.SIG_DFL if before is None else before)  # None: not set by Python
+        signal.signal(number, signal.SIG_DFL if before is None else before)  # None: the handler was not set from Python
 
 
 def end_at_once() -> AbstractContextManager[None]:
-    """Let Ctrl-C end the process while libraries are imported: torch turns an interrupt into other exceptions."""
+    """Let Ctrl-C kill the process during imports, because torch turns KeyboardInterrupt into other exceptions."""
     return handle(signal.SIGINT, signal.SIG_DFL)
 
 
 def catch_sigterm() -> AbstractContextManager[None]:
-    """Raise `Termination` at the first SIGTERM; later ones are ignored, so that the save completes."""
+    """Raise `Termination` on the first SIGTERM; ignore later ones, so that the final save can complete."""
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The encoding of all messages: safetensors, with plain values as JSON in its head. Nothing is pickled."""
+"""Encode and decode messages as safetensors, with plain values as JSON in the header. Nothing is pickled."""
 
 import json
 import re
@@ -12,10 +12,10 @@ from torch import Tensor
 from fedveil.errors import BadArgument
 
 FORMAT = 2
-MAX_HEAD, MAX_ENTRY = 2**16, 2**10  # bytes for a message's values, and for a tensor's name, shape and offset
-MAX_TEXT = 2**10  # characters in a text value
-MAX_NESTED = 2**14  # lists and dicts among the values: enough for a roster of 10,000 members
-MAX_DIGITS = 20  # in an integer value: 64 bits
+MAX_HEADER, MAX_ENTRY = 2**16, 2**10  # bytes for a message's values, and for a tensor's name, shape and offset
+MAX_TEXT = 2**10  # characters in a string
+MAX_NESTED = 2**14  # lists and dicts in the values: enough for a roster of 10,000 members
+MAX_DIGITS = 20  # digits of an integer, enough for 64 bits
 HEAD_PATTERN = re.compile(rb'\{"__metadata__":\{"fedveil":"\{\\"format\\": \d+, \\"kind\\": \\"(\w+)\\"')
 Values = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -23,49 +23,51 @@ Packed = tuple[Values, Tensors]
 
 
 def to_bytes(kind: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """Encode a message: JSON values, and named tensors with their dtypes."""
+    """Encode a message that consists of JSON values and named tensors."""
     head = json.dumps({"format": FORMAT, "kind": kind, "values": dict(values)})
-    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}  # no shared memory
-    return save(own, {"fedveil": head})
+    # safetensors refuses tensors that share memory
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return save(copies, {"fedveil": head})
 
 
-def from_bytes(data: bytes, kind: str, most: int | None = None, head: int = MAX_HEAD) -> Packed:
-    """Decode a message of the given kind; refuse anything else. No code in it is executed.
+def from_bytes(data: bytes, kind: str, max_tensors: int | None = None, max_header: int = MAX_HEADER) -> Packed:
+    """Decode a message of the given kind and refuse anything else. Decoding never executes code.
 
     Args:
         data: the message.
-        kind: expected kind.
-        most: maximum number of tensors. Messages with more are refused before they are read, as are those with a larger
-            head or integers of more than 64 bits. None for a trusted message.
-        head: maximum number of bytes for the values, if `most` is given.
+        kind: the expected kind.
+        max_tensors: maximum number of tensors, or None for a trusted message. Larger messages are refused before they
+            are decoded, as are messages with a larger header or with integers of more than 64 bits.
+        max_header: maximum number of bytes for the values, if `max_tensors` is given.
     """
     size = int.from_bytes(data[:8], "little")
-    if most is not None and len(data) > size > head + MAX_ENTRY * most:
-        raise BadArgument(kind, f"its head has {size} bytes, too many for {most} tensors")
+    if max_tensors is not None and len(data) > size > max_header + MAX_ENTRY * max_tensors:
+        raise BadArgument(kind, f"its header has {size} bytes, too many for {max_tensors} tensors")
     try:
         if size > len(data) - 8:
             raise ValueError
         raw = data[8 : 8 + size]
-        if most is not None and raw.count(b"[") + raw.count(b"{") > MAX_NESTED + 3 * most:  # an entry has 3
-            raise BadArgument(kind, f"its head has too many lists and dicts for {most} tensors")
+        # the entry of a tensor has 3 lists and dicts
+        if max_tensors is not None and raw.count(b"[") + raw.count(b"{") > MAX_NESTED + 3 * max_tensors:
+            raise BadArgument(kind, f"its header has too many lists and dicts for {max_tensors} tensors")
         names = json.loads(raw)
-        if most is not None and len(names) > most + 1:  # and the values
-            raise BadArgument(kind, f"it has {len(names) - 1} tensors, more than {most}")
+        if max_tensors is not None and len(names) > max_tensors + 1:  # one more entry for the values
+            raise BadArgument(kind, f"it has {len(names) - 1} tensors, more than {max_tensors}")
         text = names["__metadata__"]["fedveil"]
-        top = json.loads(text) if most is None else _BOUNDED.decode(text)
-        loaded = load(data)  # checks all sizes; the order is arbitrary
+        top = json.loads(text) if max_tensors is None else _BOUNDED.decode(text)
+        loaded = load(data)  # checks all sizes, but returns tensors in arbitrary order
         tensors = {name: loaded[name] for name in names if name in loaded}
         found = top["kind"], top["format"]
         values = dict(top["values"])
     except BadArgument:
         raise
-    except Exception as error:  # safetensors and json raise many types on garbage
+    except Exception as error:  # safetensors and json raise many types for invalid data
         what = f"it cannot be read: {type(error).__name__}"
-        raise BadArgument(kind, what, "send bytes that fedveil encoded") from error
+        raise BadArgument(kind, what, "send a message that Fedveil encoded") from error
     if found != (kind, FORMAT):
-        own = [str(part)[:20] for part in found]
-        what = f"it is {own[0]!a} in format {own[1]}, not {kind!r} in {FORMAT}"
-        raise BadArgument(kind, what, "install the same version of fedveil everywhere")
+        found_kind, found_format = (str(part)[:20] for part in found)
+        what = f"it is {found_kind!a} in format {found_format}, not {kind!r} in format {FORMAT}"
+        raise BadArgument(kind, what, "install the same version of Fedveil everywhere")
     return values, tensors
 
 
@@ -79,7 +81,7 @@ _BOUNDED = json.JSONDecoder(parse_int=_parse_integer)
 
 
 def read_kind(data: bytes) -> str:
-    """Return the kind of a message, from its first bytes; "" if it is not a message."""
+    """Return the kind of a message, which its first bytes contain; "" if the data are not a message."""
     found = HEAD_PATTERN.match(data, 8, 8 + MAX_ENTRY)
     return found[1].decode() if found else ""
 
@@ -91,25 +93,25 @@ def read_layout(data: bytes) -> dict[str, Any]:
 
 
 def as_tensor(data: bytes) -> Tensor:
-    """Return bytes as a tensor, for a message."""
+    """Return bytes as a tensor that can be sent in a message."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def as_bytes(where: str, tensors: Mapping[str, Tensor], name: str) -> bytes:
-    """Invert `as_tensor`."""
+    """Return the bytes in the tensor called `name`; the inverse of `as_tensor`."""
     tensor = tensors.get(name)
     if tensor is None or tensor.dtype != torch.uint8 or tensor.dim() != 1:
         raise BadArgument(where, f"{name} must be bytes")
     return tensor.numpy().tobytes()
 
 
-def check_fields(where: str, values: Mapping[str, Any], wanted: Mapping[str, Any]) -> Values:
-    """Return the wanted values by name; refuse values of the wrong type, and text longer than `MAX_TEXT` characters.
+def check_fields(where: str, values: Mapping[str, Any], expected: Mapping[str, Any]) -> Values:
+    """Return the expected values by name; refuse values of the wrong type and strings that are too long.
 
     >>> check_fields("answer", {"round": 3, "names": ["a"]}, {"round": int, "names": list[str]})
     {'round': 3, 'names': ['a']}
     """
-    for name, kind in wanted.items():
+    for name, kind in expected.items():
         value, origin, inner = values.get(name), get_origin(kind), get_args(kind)
         if origin is list:
             fits = type(value) is list and all(type(item) in inner for item in value)
@@ -121,18 +123,18 @@ def check_fields(where: str, values: Mapping[str, Any], wanted: Mapping[str, Any
         items = value if isinstance(value, list) else [value]
         if any(type(item) is str and len(item) > MAX_TEXT for item in items):
             raise BadArgument(where, f"{name} has more than {MAX_TEXT} characters")
-    return {name: values[name] for name in wanted}
+    return {name: values[name] for name in expected}
 
 
 T = TypeVar("T")
 
 
 def add_prefix(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Put a prefix and a slash before each name."""
+    """Put a prefix and a slash in front of each name."""
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
 
 
 def strip_prefix(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return the tensors whose names have the prefix, under names without it; invert `add_prefix`."""
+    """Return the tensors whose names start with the prefix, without the prefix; the inverse of `add_prefix`."""
     start = prefix + "/"
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

@@ -17,7 +17,7 @@ from fedveil.cli.training import TrainCommand
 from fedveil.data.catalogue import CATALOGUE, find_loader
 from fedveil.runs.build import build_defence
 from fedveil.runs.choices import ONLY, Choices
-from fedveil.runs.config import HOME, SECTIONS, Config
+from fedveil.runs.config import SECTION_OF, SECTIONS, Config
 
 GUESS, OWN = "tests.cli.guessing:GUESS", "tests.cli.guessing:Own"
 
@@ -108,12 +108,15 @@ def test_help_names_every_command_and_attack(capsys):
         (["train", "--lr", "-1"], ["--lr: must be greater than 0, got -1.0"]),
         (["train", "--epochs", "x"], ["--epochs", "INT", "'x'"]),
         (["train", "--data", "csv", "--ignore", "a", "--ignore", "b"], ["--ignore is given twice", "FIRST SECOND"]),
-        (["train", "--sigma", "1"], ["--sigma does not apply to --defence veil", "it is for ppdl"]),
+        (["train", "--sigma", "1"], ["--sigma does not apply to --defence veil", "it applies only to ppdl"]),
         (["train", "--data", "digits", "--ignore", "x"], ["--ignore does not apply to --data digits"]),
-        (["train", "--model", "cnn", "--layers", "2"], ["--layers does not apply to --model cnn", "it is for mlp"]),
+        (
+            ["train", "--model", "cnn", "--layers", "2"],
+            ["--layers does not apply to --model cnn", "it applies only to mlp"],
+        ),
         (["train", "--model", "resnet21"], ["there is no model 'resnet21'", "'resnet20'"]),
         (["attack", GUESS, "--defence", "plain,dbcl", "--sigma", "1"], ["--sigma does not apply to"]),
-        (["train", "--clip", "2"], ["fedveil train", "clip without epsilon or noise", "--epsilon 3"]),
+        (["train", "--clip", "2"], ["fedveil train", "clip has no effect without epsilon or noise", "--epsilon 3"]),
         (["train", "gone.toml"], ["gone.toml: cannot be read", "Fix: name a TOML file that exists"]),
         (["train", "mine.csv", "--target", "y"], ["mine.csv: this is a table", "--data csv --path mine.csv"]),
         (["train", "--data", "mine.csv", "--target", "y"], ["is a file or folder", "--data csv --path mine.csv"]),
@@ -189,21 +192,21 @@ def test_help_fits_on_two_screens_and_shows_what_applies(monkeypatch, capsys):
     assert "--aggregator" not in text
     assert "--sigma" in printed_help(capsys, "train", "--defence", "ppdl")
     everything = " ".join(printed_help(capsys, "train", flag="--help-all").replace("│", " ").split())
-    assert all(f"--{key.replace('_', '-')}" in everything for key in HOME)
+    assert all(f"--{key.replace('_', '-')}" in everything for key in SECTION_OF)
     assert "ppdl: standard deviation of the noise" in everything
 
 
 def test_names_of_flags_are_unique_and_keys_of_data_sets_are_the_options_of_their_loaders():
-    assert sum(len(section.model_fields) for section in SECTIONS.values()) == len(HOME)
-    attacks, audits = commands.AttackCommand.starts(), commands.AuditCommand.starts()
+    assert sum(len(section.model_fields) for section in SECTIONS.values()) == len(SECTION_OF)
+    attacks, audits = commands.AttackCommand.variants(), commands.AuditCommand.variants()
     for start in (TrainCommand(), commands.CompareCommand(), *attacks.values(), *audits.values()):
         own = [field.name for field in fields(start) if field.name not in ("defence", "config")]
         options = [field.name for field in fields(start.attack)] if hasattr(start, "attack") else []
-        assert len({*own, *options, *HOME}) == len(own) + len(options) + len(HOME)
+        assert len({*own, *options, *SECTION_OF}) == len(own) + len(options) + len(SECTION_OF)
     for name in CATALOGUE:
-        options = {*inspect.signature(find_loader(name)).parameters} & HOME.keys() - {"seed"}
+        options = {*inspect.signature(find_loader(name)).parameters} & SECTION_OF.keys() - {"seed"}
         choices = Choices(name, "mlp", ("veil",))
-        own = {key for key, names in ONLY.items() if HOME[key] == "data" and names and choices.accepts(key)}
+        own = {key for key, names in ONLY.items() if SECTION_OF[key] == "data" and names and choices.accepts(key)}
         assert own == options
 
 

@@ -41,12 +41,12 @@ def test_inspect_prints_axes_symmetry_coverage_and_limits_as_text_and_as_json(ca
     assert main(["inspect", MODEL, "--input", "3,8,8"]) == 0
     text = capsys.readouterr().out
     assert "Plan of Sequential: 1,570 parameters: 92.9% scaled or with additive noise, 7.1% changed in sign" in text
-    assert "the final layer, 4 with 10 outputs, takes additive noise" in text
+    assert "the final layer, 4 with 10 outputs, receives additive noise" in text
     assert "  1.weight           4  positive  2 (ReLU): it lets only positive factors through\n" in text
     assert main(["inspect", MODEL, "--input", "3,8,8", "--eval"]) == 0
     assert "  0.weight           4  any" in capsys.readouterr().out
     assert main(["inspect", f"{HERE}:sigmoid", "--input", "3", "--head", "exposed"]) == 0
-    assert "HEAD EXPOSED: no additive noise, clients read the true predictions" in capsys.readouterr().out
+    assert "HEAD EXPOSED: no additive noise, clients see the true predictions" in capsys.readouterr().out
     assert main(["inspect", MODEL, "--input", "3,8,8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["coverage"], plan["known"]["names"], plan["head"]) == (1.0, ["1.weight"], "4")
@@ -73,7 +73,7 @@ def test_sizes_names_and_types_make_what_forward_takes():
 @pytest.mark.parametrize(
     ("model", "inputs", "texts"),
     [
-        (HERE, ["3"], ["a model is named as package.module:name"]),
+        (HERE, ["3"], ["a model must be given as package.module:name"]),
         ("nowhere.at_all:x", ["3"], ["cannot import nowhere.at_all"]),
         (f"{HERE}:MODEL", ["3"], ["cannot be called without arguments"]),
         ("builtins:dict", ["3"], ["returned dict, not a torch.nn.Module"]),

@@ -110,7 +110,10 @@ def test_flags_toml_and_a_pasted_command_mean_the_same(houses):
     ("words", "texts"),
     [
         (["--data", "csv"], ["it needs a path", "--path records.csv"]),
-        (FLAGS[:4], ["it needs the column to predict", "with one of id, size in m2, zip, region, label, stars, price"]),
+        (
+            FLAGS[:4],
+            ["the column to predict is not specified", "with one of id, size in m2, zip, region, label, stars, price"],
+        ),
         (FLAGS, ["houses.csv, line 9, column 'size in m2': 'NA' means missing", "3 in 1 column", "--missing drop"]),
         ([*TABLE, "--loss", "cross_entropy"], ["cross_entropy compares classes, but the model has one output"]),
         ([*TABLE, "--label-smoothing", "0.1"], ["label_smoothing does not apply to squared_error", "leave it out"]),
@@ -186,12 +189,12 @@ def test_data_of_several_tensors_trains_a_model_that_takes_it_and_is_resumed(spe
 def test_a_class_at_each_pixel_is_trained_and_an_attack_takes_one_tensor_only(tmp_path, capsys):
     words = ["--data", f"{HERE}:pictures", "--model", f"{HERE}:masks", *LONGER, "--out", str(tmp_path / "run")]
     assert train(capsys, *words)["accuracy"] > 0.8
-    assert "Answers on the test data" in (tmp_path / "run" / "report.html").read_text()
+    assert "Predictions on the test data" in (tmp_path / "run" / "report.html").read_text()
     with pytest.raises(TypeError, match="inside the factory"):  # an error of the user's own code
         main(["train", "--data", f"{HERE}:broken", "--out", str(tmp_path / "run")])
     words = ["attack", "membership", "--data", f"{HERE}:pairs", "--model", f"{HERE}:Both", "--clients", "2"]
     assert main([*words, "--defence", "plain", "--epochs", "1", "--out", str(tmp_path / "a")]) == 2
-    assert "this takes only records of one tensor" in capsys.readouterr().err
+    assert "here a record must be a single tensor" in capsys.readouterr().err
 
 
 STOPPED = shlex.split(format_flags({**SMALL, "data": "digits", "epochs": 4, "layers": 2}))
@@ -237,7 +240,7 @@ def test_a_signal_saves_the_round_and_prints_the_command_that_resumes(
     assert signal.getsignal(signal.SIGTERM) == before
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fedveil: ")]
     command = shlex.join(["fedveil", "train", "--resume", "--out", str(folder)])
-    assert line == f"fedveil: stopped; round 5 is saved; resume after it with: {command}"
+    assert line == f"fedveil: stopped; round 5 is saved; to resume, run: {command}"
     assert checkpoint.load(folder / "checkpoint.pt")["round"] == 5
     assert main(shlex.split(command)[1:]) == 0
     assert rounds_in(folder) == list(range(1, 4 * PER_EPOCH + 1))
@@ -246,7 +249,7 @@ def test_a_signal_saves_the_round_and_prints_the_command_that_resumes(
 def test_the_command_that_resumes_trusts_code_that_the_user_has_named(tmp_path, monkeypatch, capsys, harmless):
     words = ["--data", f"{HERE}:pairs", "--model", f"{HERE}:Both", *LONGER, "--out", str(tmp_path)]
     assert stop(monkeypatch, words, 2, signal.SIGTERM) == 143
-    command = capsys.readouterr().err.rpartition("resume after it with: ")[2]
+    command = capsys.readouterr().err.rpartition("to resume, run: ")[2]
     assert main(shlex.split(command)[1:]) == 0
     assert command.strip().endswith("--trust-code")
 
@@ -276,8 +279,8 @@ def test_resume_takes_the_configuration_of_the_folder_and_compares_the_flags_tha
     assert rounds_in(tmp_path) == list(range(1, 3 * PER_EPOCH + 1))
     capsys.readouterr()
     for words, texts in {
-        ("--hidden", "5"): ("the run here has hidden = 4, not 5", "leave out --hidden"),
-        ("--epochs", "2"): ("the run here has 3 epochs, more than 2", "--epochs 3 or more"),
+        ("--hidden", "5"): ("the existing run has hidden = 4, not 5", "leave out --hidden"),
+        ("--epochs", "2"): ("the existing run has 3 epochs, more than 2", "--epochs 3 or more"),
         ("--out", str(tmp_path / "nothing")): ("there is no run to resume",),
     }.items():
         assert main(["train", *out, *words]) == 2

@@ -53,9 +53,12 @@ GOOD = [bank_row(number) for number in range(5)]
         (bank_text([*GOOD, bank_row(0, job="pirate")]).encode(), ["line 7, column 'job': 'pirate' is not a known"]),
         (bank_text([GOOD[0], bank_row(0, age="nan")]).encode(), ["line 3, column 'age': 'nan' is not a number"]),
         (bank_text([bank_row(0, y="maybe")]).encode(), ["line 2, column 'y': 'maybe'", "use one of no, yes"]),
-        (bank_text(GOOD).encode()[:-3], ["line 6: not CSV", "unclosed quote"]),
-        (bank_text(GOOD).replace(";", ",").encode(), ["line 1: not CSV", "a delimiter that is not ';'"]),
-        (bank_text(GOOD).replace('"job"', '"work"').encode(), ["line 1: no column job; found age", "delimiter"]),
+        (bank_text(GOOD).encode()[:-3], ["line 6: it is not valid CSV", "unclosed quote"]),
+        (bank_text(GOOD).replace(";", ",").encode(), ["line 1: it is not valid CSV", "a delimiter that is not ';'"]),
+        (
+            bank_text(GOOD).replace('"job"', '"work"').encode(),
+            ["line 1: there is no column job; the columns are age", "delimiter"],
+        ),
         (bank_text(GOOD).replace("housemaid", "h\0").encode(), ["line 5: it contains a NUL byte"]),
     ],
 )

@@ -32,7 +32,7 @@ def test_every_data_set_has_a_source_a_licence_and_a_loader_with_typed_options()
         ("cifar10", {"size": 20}, ["size must be 32, 16 or 8, got 20"]),
         ("lesion", {"size": 65}, ["size must be less than or equal to 64, got 65"]),
         ("csv", {"ignore": [3]}, ["ignore must be a valid string, got [3]"]),
-        ("digits", {"path": "x"}, ["it comes with the library and takes no path"]),
+        ("digits", {"path": "x"}, ["it comes with the library and does not accept a path"]),
         ("images", {}, ["load('images'): it needs a path", "load('images', path="]),
         ("csv", {"path": "~nobody-of-this-name/mine.csv"}, ["~nobody-of-this-name/mine.csv: there is no such file"]),
     ],
@@ -48,7 +48,7 @@ def test_missing_files_are_named_with_their_folder(name, tmp_path, monkeypatch):
     with refused(tmp_path / name, "no such folder", "put ", f"into {tmp_path / name}", f"`fedveil data get {name}`"):
         load(name)
     (tmp_path / name).mkdir()
-    with refused(tmp_path / name, f"no files of '{name}' here", f"`fedveil data get {name}`"):
+    with refused(tmp_path / name, f"there are no files of '{name}' here", f"`fedveil data get {name}`"):
         load(name)
     with refused(tmp_path / "gone.zip", "there is no such file", "put "):
         load(name, path=tmp_path / "gone.zip")
@@ -66,7 +66,7 @@ def test_the_catalogue_says_what_is_there(tmp_path, monkeypatch):
     assert found["cifar10"] == ("found", archive)
     assert found["cifar100"] == ("found", tmp_path / "cifar100")
     assert found["bank"] == ("missing", tmp_path / "bank")
-    with refused(tmp_path, "several archives could be 'cifar100': a.zip, b.zip", "with path="):
+    with refused(tmp_path, "several archives could contain 'cifar100': a.zip, b.zip", "as path="):
         load("cifar100")
 
 

@@ -79,9 +79,12 @@ def dump(value, protocol=2):
     [
         (None, ["it is missing or empty"]),
         (cifar_batch([1, 2])[:-500], ["not a CIFAR file"]),
-        (dump({"data": np.zeros((2, 3072)), "labels": [1, 2]}), ["it contains an array that is not of bytes"]),
-        (dump({"data": np.zeros((2, 3072), "u1", "F"), "labels": [1, 2]}), ["an array that is not of bytes"]),
-        (dump({"data": np.zeros((2, 9), np.uint8), "labels": [0, 1]}), ["it has no images of 3072 bytes"]),
+        (dump({"data": np.zeros((2, 3072)), "labels": [1, 2]}), ["it contains an array of a type other than bytes"]),
+        (dump({"data": np.zeros((2, 3072), "u1", "F"), "labels": [1, 2]}), ["an array of a type other than bytes"]),
+        (
+            dump({"data": np.zeros((2, 9), np.uint8), "labels": [0, 1]}),
+            ["its pixels are not images of 3072 bytes each"],
+        ),
         (cifar_batch([1, 2], "fine_labels"), ["0 labels for 2 images"]),
         (cifar_batch([1, 10, 2]), ["row 1: label 10 is not one of 10 classes"]),
     ],
@@ -137,7 +140,7 @@ def test_a_pickle_is_never_run(protocol, code, tmp_path):
     hostile = Hostile(os.mkdir, str(path)) if code == "mkdir" else Hostile(eval, f"__import__('os').mkdir({path!r})")
     for name, content in {"data_batch_1": {"data": hostile}, "data_batch_2": [hostile]}.items():
         home = write_folder(tmp_path / name, cifar10_batches() | {name: dump(content, protocol)})
-        with refused(home, f"member {name}: it has no images of 3072 bytes"):
+        with refused(home, f"member {name}: its pixels are not images of 3072 bytes each"):
             load("cifar10", path=home)
     assert not path.exists()
 

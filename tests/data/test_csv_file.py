@@ -122,7 +122,7 @@ def test_decimal_commas_are_read_where_they_are_asked_for(tmp_path):
     text = "line 2, column 'size': '0,5' is not a number with '.' as the decimal mark, but would be one with ','"
     with refused(text, '--decimal , (in Python decimal=",")', "--task classification (in Python task="):
         load("csv", path=path, target="size")
-    with refused(text, 'else use --categorical size (in Python categorical=["size"])'):
+    with refused(text, 'or use --categorical size (in Python categorical=["size"])'):
         load("csv", path=path, target="kind")
 
 
@@ -144,7 +144,7 @@ def test_missing_cells_are_refused_with_their_number_and_the_choices(tmp_path):
 
 def test_a_word_for_missing_may_be_a_value(tmp_path):
     path = write_rows(tmp_path, "region,y", *(f"{('NA', 'EU', '?')[n % 3]},{n}" for n in range(12)))
-    with refused("line 2, column 'region': 'NA' means missing", "--categorical region", "if 'NA' is a value like any"):
+    with refused("line 2, column 'region': 'NA' means missing", "--categorical region", "if 'NA' is an ordinary value"):
         load("csv", path=path, target="y")
     found = load("csv", path=path, target="y", categorical="region")
     assert set(found.columns["region"]) == {"NA", "EU", "?"}
@@ -155,8 +155,8 @@ def test_records_with_missing_cells_are_dropped_or_imputed_on_request_and_target
     found = load("csv", path=write_rows(tmp_path, *GAPS), target="y", missing="drop")
     assert len(found.train.targets) + len(found.test.targets) == 10
     assert found.notes[1:3] == (
-        "left out without a target: 1 of 15 records",
-        "left out for missing cells (age: 2, colour: 2): 4 of 15 records",
+        "left out 1 of 15 records because the target is missing",
+        "left out 4 of 15 records because of missing cells (age: 2, colour: 2)",
     )
     targets = torch.cat([found.original_units(part.targets) for part in (found.train, found.test)]).flatten()
     torch.testing.assert_close(targets.sort().values, torch.tensor([0.5, 0.5, 1.5, 2.5, 3.5, 4.5, 4.5, 5.5, 6.5, 7.5]))
@@ -167,7 +167,7 @@ def test_records_with_missing_cells_are_dropped_or_imputed_on_request_and_target
         cells = found.columns["age"].tolist()
         median = np.median([float(cell) for cell in cells if cell.isdecimal()])  # others were filled in
         assert all(float(cell) == median for cell in cells if not cell.isdecimal())
-        assert found.notes[1] == "left out without a target: 1 of 15 records"
+        assert found.notes[1] == "left out 1 of 15 records because the target is missing"
         assert f"age: 2 with the median {median:.4g}, colour: 2 with the category 'missing'" in found.notes[3]
         assert found.notes[4] == "treated as categories: colour (4 values)"  # red, None, unknown and missing
         assert found.train.inputs.shape[1] == 1 + 4
@@ -177,16 +177,22 @@ def test_records_with_missing_cells_are_dropped_or_imputed_on_request_and_target
 @pytest.mark.parametrize(
     ("options", "texts"),
     [
-        ({"target": None}, ["load('csv'): it needs the column to predict", "target=) with one of size, colour, kind"]),
+        (
+            {"target": None},
+            ["load('csv'): the column to predict is not specified", "target=) with one of size, colour, kind"],
+        ),
         ({"target": "kin"}, ["mine.csv: there is no column 'kin'", "use 'kind'"]),
         ({"ignore": ["size", "colour"]}, ["no columns are left as inputs"]),
-        ({"ignore": ["kind"]}, ["'kind' is both the target and in ignore"]),
+        ({"ignore": ["kind"]}, ["'kind' is both the target and an ignored column"]),
         ({"test_share": 0.001}, ["20 records are too few to divide"]),
         ({"delimiter": ";;"}, ["delimiter is ';;'", 'or "tab"']),
         ({"delimiter": ";"}, ["line 1: with the delimiter ';' there is only one column, 'size,colour,kind'", "--del"]),
         ({"decimal": ",", "delimiter": ","}, ["',' is both the decimal mark and the delimiter", "--delimiter ';'"]),
         ({"task": "regression"}, ["line 2, column 'kind': 'b' is not a number", "--task classification"]),
-        ({"task": "regression", "categorical": "kind"}, ["needs numbers, but the target 'kind' is in categorical"]),
+        (
+            {"task": "regression", "categorical": "kind"},
+            ["needs numbers, but the target 'kind' is listed in categorical"],
+        ),
     ],
 )
 def test_options_that_do_not_fit_the_file_are_refused(options, texts, tmp_path):
@@ -239,7 +245,7 @@ def test_what_is_loaded_is_finite_or_refused_wherever_a_large_number_is(tmp_path
         ("größe,y\n1,2\n".encode("latin1"), ["line 1: it is not UTF-8 text", "iconv -f latin1"]),
         (b"5.1,3.5,setosa\n4.9,3.0,setosa\n", ["line 1: the header should contain the names", "(5.1, 3.5)"]),
         (b"5.1,5.1,setosa\n", ["line 1: several columns have the same name: 5.1", "give each column its own name"]),
-        (b"a,y\n1,2\n3\n", ["line 3: 1 fields, but the header has 2", "if it is not ','"]),
+        (b"a,y\n1,2\n3\n", ["line 3: the number of fields is 1, but the header has 2", "if it is not ','"]),
     ],
 )
 def test_files_that_are_not_tables_are_refused_by_their_kind(content, texts, tmp_path):

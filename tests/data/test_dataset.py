@@ -59,18 +59,18 @@ def test_records_stay_together_when_some_are_taken():
     kept = keep_labels(read(({"ids": IDS, "age": IDS[:, 0].float()}, LABELS)), [1])
     assert (kept.train.inputs["ids"].tolist(), kept.train.inputs["age"].tolist()) == ([[3, 4, 5], [6, 7, 8]], [3, 6])
     assert torch.equal(DataPart(IDS, LABELS).tensor, IDS)
-    with refused("each record is a dict of tensors, but this takes only records of one tensor"):
+    with refused("each record is a dict of tensors, but here a record must be a single tensor"):
         _ = part.tensor
 
 
 @pytest.mark.parametrize(
     ("given", "texts"),
     [
-        ([((IDS[0], torch.tensor([torch.nan])), 0)], [", record 0: inputs[1] hold NaN"]),
+        ([((IDS[0], torch.tensor([torch.nan])), 0)], [", record 0: inputs[1] contain NaN"]),
         ([], [": there are no records"]),
         ([(torch.zeros(2), -1)], [": targets range from -1"]),
-        ((IDS, HUGE), [", record 0: targets hold a number that is infinite in torch.float32"]),
-        ((HUGE, LABELS), [", record 0: inputs hold a number that is infinite in torch.float32"]),
+        ((IDS, HUGE), [", record 0: targets contain a number that is infinite in torch.float32"]),
+        ((HUGE, LABELS), [", record 0: inputs contain a number that is infinite in torch.float32"]),
         (PAIRS, [": inputs is integer of shape (3,), that of mine.train is float"]),
     ],
 )
@@ -84,7 +84,7 @@ def test_records_that_cannot_be_read_are_refused(given, texts):
 def test_floating_targets_that_look_like_classes_are_a_regression_with_a_note():
     found = read((IDS, LABELS.double().numpy()))
     assert (found.classes, found.outputs) == ((), 1)
-    assert "2 distinct integer values, treated as a regression" in found.notes[0]
+    assert "2 distinct integer values and are treated as a regression" in found.notes[0]
     for targets in (LABELS, torch.tensor([0.5, 1, 2, 3]), torch.arange(8.0).reshape(4, 2)):
         assert read((IDS, targets)).notes == ()
 
@@ -107,8 +107,8 @@ INPUTS, TARGETS = torch.zeros(3, 2), torch.zeros(3, 1)
     ("inputs", "targets", "more", "text"),
     [
         (INPUTS[:0], TARGETS[:0], {}, "x.train: there are 0 records in inputs"),
-        (INPUTS.to(torch.complex64), TARGETS, {}, "x.train: inputs are torch.complex64"),
-        ({"age": INPUTS.double()}, TARGETS, {}, "x.train: inputs['age'] are torch.float64"),
+        (INPUTS.to(torch.complex64), TARGETS, {}, "x.train: the dtype of inputs is torch.complex64"),
+        ({"age": INPUTS.double()}, TARGETS, {}, "x.train: the dtype of inputs['age'] is torch.float64"),
         (INPUTS, TARGETS[:2], {}, "x.train: there are 3 records in inputs and 2 targets"),
         (INPUTS, TARGETS, {"classes": ("a",)}, "use torch.int64 targets of shape (records,)"),
         (INPUTS, torch.tensor([0, 1, 5]), {"classes": ("a", "b")}, "targets range from 0 to 5, but there are 2"),

@@ -85,10 +85,10 @@ def test_a_download_lands_in_its_folder_once_and_replaces_no_other_file(server, 
 
 def test_a_download_that_fails_is_not_kept_and_the_error_says_which_file_to_put_where(server, tmp_path, monkeypatch):
     server.limit = 700_000
-    with refused(server.url, "stopped at 700000 of 1024000 bytes", "run again"):
+    with refused(server.url, "closed after 700000 of 1024000 bytes", "run again"):
         get("cifar10", tmp_path)
     server.content, server.limit = CONTENT[:-1] + b"?", None
-    with refused(server.url, "its checksum is not sha256:", "was not kept", f"put {TAR} into"):
+    with refused(server.url, "its checksum is not sha256:", "was discarded", f"put {TAR} into"):
         get("cifar10", tmp_path)
     assert files_in(tmp_path) == []
     server.content = None
@@ -106,7 +106,7 @@ def test_a_server_that_sends_too_much_is_cut_off(server, tmp_path, monkeypatch, 
     offer(monkeypatch, server.url, most=10**5)
     if not stated:
         monkeypatch.setattr(server.RequestHandlerClass, "send_header", lambda *_: None)
-    with refused(server.url, "it sends more than the expected maximum of 100000 bytes", "put cifar-10"):
+    with refused(server.url, "the server sends more than the maximum of 100000 bytes", "put cifar-10"):
         get("cifar10", tmp_path)
     assert files_in(tmp_path) == []
 

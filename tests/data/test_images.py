@@ -67,7 +67,7 @@ def test_subsets_keep_the_shares_of_classes_and_grow(tmp_path):
     assert sorted(large.train.targets.bincount().tolist()) == [10, 11]
     assert small.test.targets.bincount().tolist() == [1, 1]
     assert load("images", path=home, size=8, train_size=1).train.targets.tolist() == [0]
-    with refused("load of 'pets': train_size is 41 of 40 records"):
+    with refused("data set 'pets': train_size is 41, but there are only 40 records"):
         load("images", path=home, size=8, train_size=41)
 
 
@@ -189,10 +189,10 @@ ANY_FORM = "use <class>/<image> with at least two classes, or train/<class>/<ima
         ({f"test/{name}": own for name, own in pets().items()}, {}, ["there are no images in train/", "train/<cl"]),
         ({"README.md": b"", "cat/a.txt": b""}, {}, ["there are no images in it (.jpg, .jpeg, .png", ANY_FORM]),
         ({"a.png": picture((1, 1, 1))}, {}, ["member a.png: an image must be in the folder of its class", ANY_FORM]),
-        (pets(dogs=0), {}, ["all images are in one folder, cat, and so belong to one class", ANY_FORM]),
+        (pets(dogs=0), {}, ["all images are in one folder, cat, so there is only one class", ANY_FORM]),
         (pets() | pets(top="more/"), {}, ["member more/cat/0.png", "all class folders must have the same parent"]),
         (pets() | {"train/0.png": picture((1, 1, 1))}, {}, ["member train/0.png", "if train or test is a class here"]),
-        (pets(1, 1), {}, ["2 classes with one image each leave none to test on"]),
+        (pets(1, 1), {}, ["each of the 2 classes has only one image, so there are none to test on"]),
         (class_folders(), {"test_share": 0.2}, ["it is already divided into train/ and test/"]),
     ],
 )

@@ -73,7 +73,7 @@ def test_records_of_a_client_are_mixed(how):
     ("options", "texts"),
     [
         ({"clients": 0}, ["split: clients must be", "at least 1, got 0"]),
-        ({"clients": 7}, ["7 clients for 6 records", "at most 6 clients"]),
+        ({"clients": 7}, ["7 clients cannot share 6 records", "at most 6 clients"]),
         ({"seed": -1}, ["seed must be", "at least 0, got -1"]),
         ({"how": "idd"}, ["there is no split 'idd'", "use 'iid'"]),
         (
@@ -124,6 +124,11 @@ def test_labels_are_read_or_refused():
     texts = {"0-2,7": (0, 1, 2, 7), "5, 1": (1, 5), "first-half": (0, 1, 2, 3), "second-half": (4, 5, 6, 7, 8)}
     assert {text: parse_labels(text, 9) for text in texts} == texts
     assert other_labels(texts["0-2,7"], 9) == (3, 4, 5, 6, 8)
-    for text, why in {"": "names no classes", "a-b": "names no classes", "4-2": "not a class", "0-9": "are 9"}.items():
+    for text, why in {
+        "": "not a class index",
+        "a-b": "not a class index",
+        "4-2": "not a class",
+        "0-9": "are 9",
+    }.items():
         with refused(why):
             parse_labels(text, 9)

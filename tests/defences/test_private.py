@@ -252,7 +252,7 @@ def test_a_gradient_that_is_not_finite_is_refused_with_the_position_of_its_clien
     sent = run.broadcast()
     steps = [run.upload(run.step(sent, Samples(x, y.softmax(1)), k), k) for k in range(3)]
     bad = run.upload(run.step(sent, Samples(x * math.inf, y.softmax(1)), 1), 1)
-    with pytest.raises(errors.NonFiniteUpdate, match=r"client 1: .* holds NaN or infinity"):
+    with pytest.raises(errors.NonFiniteUpdate, match=r"client 1: .* contains NaN or infinity"):
         run.recover([steps[0], bad, steps[2]])
     assert run.server.accountant.rounds == 0  # nothing was given away
     with pytest.raises(errors.NonFiniteUpdate, match="client 4: its gradient contains NaN or infinity"):

@@ -12,7 +12,7 @@ import docs_hooks
 
 import fedveil
 from fedveil.cli.commands import COMMANDS
-from fedveil.runs.config import HOME
+from fedveil.runs.config import SECTION_OF
 
 UNDOCUMENTED = {"Inputs", "one_tensor"}  # a type alias, and an internal helper
 REFERENCE = ROOT / "docs" / "reference"
@@ -33,7 +33,7 @@ def test_the_command_line_has_every_command_with_every_flag_of_its_own():
 
 def test_the_configuration_has_every_key_with_its_default():
     rows = re.findall(r"^\| `(\w+)` \|.*$", docs_hooks.configuration(), re.MULTILINE)
-    assert sorted(rows) == sorted(HOME)
+    assert sorted(rows) == sorted(SECTION_OF)
     assert "| `lr` | number, >\u00a00 | `0.001` |" in docs_hooks.configuration()
 
 

@@ -14,15 +14,15 @@ from tests.small import SMALL, federation
 from fedveil.cli import main
 from fedveil.defences.plain import PlainRound
 from fedveil.errors import BadArgument
-from fedveil.files import write_whole
-from fedveil.locks import locked
+from fedveil.files import write_atomically
+from fedveil.locks import lock_folder
 from fedveil.runs.folder import train
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from fedveil.locks import locked
-with locked(Path(sys.argv[2])):
+from fedveil.locks import lock_folder
+with lock_folder(Path(sys.argv[2])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -48,7 +48,7 @@ def test_the_second_writer_is_refused_and_a_killed_one_blocks_nobody(tmp_path):
         other.kill()
         other.wait()
         other.stdout.close()
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         pass
 
 
@@ -79,8 +79,8 @@ def test_every_command_that_writes_a_folder_takes_its_lock(tmp_path, words, caps
 
 def test_a_lock_is_reentrant_and_sweeps_what_a_killed_process_was_writing(tmp_path):
     (tmp_path / ".checkpoint.pt.0123.part").write_bytes(b"half")
-    with locked(tmp_path):
-        with locked(tmp_path / "." / "x" / ".."):
+    with lock_folder(tmp_path):
+        with lock_folder(tmp_path / "." / "x" / ".."):
             assert sorted(path.name for path in tmp_path.iterdir()) == [".holder", ".lock"]
         assert json.loads((tmp_path / ".holder").read_text())["pid"] == os.getpid()
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
@@ -142,11 +142,11 @@ def test_a_command_that_is_refused_leaves_no_folder(tmp_path, words, capsys):
 def test_folders_that_were_there_before_stay(tmp_path):
     (tmp_path / "a").mkdir()
     for folder in ("a", "a/b"):
-        with pytest.raises(RuntimeError), locked(tmp_path / folder):
+        with pytest.raises(RuntimeError), lock_folder(tmp_path / folder):
             raise RuntimeError
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".lock"]
-    with locked(tmp_path / "c"):
-        write_whole(tmp_path / "c" / "kept", "text")
+    with lock_folder(tmp_path / "c"):
+        write_atomically(tmp_path / "c" / "kept", "text")
     assert (tmp_path / "c" / "kept").exists()
 
 
@@ -170,6 +170,6 @@ def test_a_second_name_of_a_file_in_the_place_of_the_holder_is_not_written_to(tm
     notes.write_text("mine")
     folder.mkdir()
     os.link(notes, folder / ".holder")
-    with locked(folder):
+    with lock_folder(folder):
         assert str(os.getpid()) in (folder / ".holder").read_text()
     assert notes.read_text() == "mine"

@@ -107,7 +107,7 @@ def test_hardly_a_sum_wraps_around(build, loss, make, rounds):
 @pytest.mark.parametrize("make", [lambda: one_process("veil", rounds=0, secure_aggregation=True), server_of])
 def test_a_sum_that_wraps_around_is_noticed_and_the_next_round_has_headroom(make):
     run = make()
-    run.rounds.sums.wider = -60  # far too small for the first round
+    run.rounds.sums.headroom = -60  # far too small for the first round
     before = copy.deepcopy(floats(run.model))
     run.fit(rounds=1)
     (record,) = run.history.records
@@ -186,7 +186,7 @@ def test_a_client_without_an_identity_or_with_one_refuses_the_other_kind_of_serv
     server.fit(rounds=1)
     (record,) = server.history.records
     assert record["answers"] == 4
-    assert any("takes no part in secure aggregation" in text for text in record["faults"])
+    assert any("does not take part in secure aggregation" in text for text in record["faults"])
     with pytest.raises(TooFewAnswers, match="requires secure aggregation"):
         server_of("plain", attempts=1, secure_aggregation=False).fit(rounds=1)
 

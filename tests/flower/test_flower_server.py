@@ -99,7 +99,7 @@ def test_a_loss_of_the_users_own_is_given_to_both_sides(defence):
     ours = on_flower(defence, data, loss=own_loss, app=app_of(data, loss=own_loss))
     theirs = in_engine("plain", data, loss=own_loss)
     assert worst(values(ours.model), values(theirs.model)) < 1e-4
-    with pytest.raises(Exception, match="is the server's own function"):
+    with pytest.raises(Exception, match="is a custom function"):
         on_flower(defence, data, loss=own_loss, attempts=1)
 
 

@@ -33,7 +33,7 @@ SPEED = {True: (), False: pytest.mark.slow}
 def test_every_network_is_exact_in_float64_and_its_shares_add_up_to_one(architecture):
     model = settled(architecture)
     inputs, targets = batch(architecture, model, seed=0)
-    warns = pytest.warns(UserWarning, match="of the parameter values are sent as they are")
+    warns = pytest.warns(UserWarning, match="of the parameter values are sent unchanged")
     with warns if architecture.name in UNCOVERED else contextlib.nullcontext():
         plan = fedveil.analyse(model, inputs)
     assert list(plan.shares) == list(STRENGTHS)

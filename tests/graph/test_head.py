@@ -1,4 +1,4 @@
-"""The layer that takes additive noise: the final one, or one that any other operations follow."""
+"""The layer that receives additive noise: the final one, or one that any other operations follow."""
 
 import copy
 import json
@@ -216,7 +216,7 @@ def test_whatever_follows_is_exact(name):
     model = built(NETWORKS[name])
     head, node = find_head(model, export(model, IMAGES), IMAGES)
     assert head.tail == ("stacked" if name in STACKED and name != "branches" else "repeated")
-    assert head.within
+    assert head.is_inner
     assert node is None
     if name == "branches":
         assert head.path == "shared"

@@ -61,7 +61,7 @@ def causal():
 
 
 X = torch.zeros(1, 5)
-WAY_OUT = 'Fix:.*analyse.model, inputs, head="exposed".: then clients read the true predictions'
+WAY_OUT = 'Fix:.*analyse.model, inputs, head="exposed".: clients then see the true predictions'
 EXPOSED = {"head": "exposed"}
 PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
 

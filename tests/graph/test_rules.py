@@ -256,7 +256,7 @@ def test_parameters_read_by_forward_itself_are_veiled_and_exact():
 @pytest.mark.parametrize("embedding", [nn.Embedding(9, 6, max_norm=1.0), nn.Embedding(9, 6, sparse=True)])
 def test_embeddings_with_odd_gradients_are_pinned(embedding):
     model = nn.Sequential(embedding, nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
-    with pytest.warns(UserWarning, match="of the parameter values are sent as they are, because 0 "):
+    with pytest.warns(UserWarning, match="of the parameter values are sent unchanged, because 0 "):
         plan = fedveil.analyse(model, torch.zeros(1, 4).long())
     assert any(where.startswith("0 (Embedding)") for where, _ in plan.pinned)
 

@@ -87,31 +87,34 @@ class Sparse:
 
 
 REFUSED = {
-    "text": (np.array(["red"]), ["it holds 'red', at [0]", "pandas.get_dummies"]),
-    "bytes": (np.array([b"red"]), ["it holds b'red'"]),
-    "dates": (np.array(["2020-01-01"], dtype="M8[D]"), ["it holds 2020-01-01, at [0]", "days since a date"]),
-    "records": (FIELDS, ["it holds (1.0, 2), at [0]"]),
-    "None": (np.array([[1, 2], [3, None]]), ["it holds None, at [1, 1]", "leave these records"]),
-    "objects": (np.array([1, "red"], dtype=object), ["it holds 'red', at [1]"]),
+    "text": (np.array(["red"]), ["it contains 'red', at [0]", "pandas.get_dummies"]),
+    "bytes": (np.array([b"red"]), ["it contains b'red'"]),
+    "dates": (np.array(["2020-01-01"], dtype="M8[D]"), ["it contains 2020-01-01, at [0]", "days since a date"]),
+    "records": (FIELDS, ["it contains (1.0, 2), at [0]"]),
+    "None": (np.array([[1, 2], [3, None]]), ["it contains None, at [1, 1]", "leave these records"]),
+    "objects": (np.array([1, "red"], dtype=object), ["it contains 'red', at [1]"]),
     "numbers as objects": (np.array([1, 2], dtype=object), ["it has type object", ".astype(float)"]),
     "too large": (np.array([2**63], dtype=np.uint64), ["9223372036854775808 is too large for torch's int64"]),
-    "long complex": (np.array([1], dtype=np.clongdouble), ["torch has no complex"]),
+    "long complex": (np.array([1], dtype=np.clongdouble), ["torch does not support complex"]),
     "masked": (np.ma.array([1, 2], mask=[0, 1]), ["1 of its values are masked, the first at [1]", ".filled(value)"]),
     "ragged": ([[1, 2], [3]], ["its rows differ in length"]),
-    "a word": ([[1, 2], [3, "red"]], ["it holds 'red', at [1, 1]"]),
-    "a gap": ([1, None], ["it holds None, at [1]"]),
-    "too large a number": ([1, 2**70], ["it holds 1180591620717411303424, at [1]", "use integers that fit int64"]),
+    "a word": ([[1, 2], [3, "red"]], ["it contains 'red', at [1, 1]"]),
+    "a gap": ([1, None], ["it contains None, at [1]"]),
+    "too large a number": ([1, 2**70], ["it contains 1180591620717411303424, at [1]", "use integers that fit int64"]),
     "tensors": ([torch.zeros(2), torch.ones(2)], ["it is a list of tensors", "torch.stack"]),
     "arrays": ([np.zeros(2), np.zeros(3)], ["its rows differ in length or shape"]),
-    "a frame with text": (pd.DataFrame({"a": [1], "b": ["red"]}), ["column 'b' holds 'red', at [0]"]),
+    "a frame with text": (pd.DataFrame({"a": [1], "b": ["red"]}), ["column 'b' contains 'red', at [0]"]),
     "a frame with gaps": (
         pd.DataFrame({"a": [1.0, 2, 3], "b": [1, None, None]}, index=[7, 8, 9]),
         ["column 'b' has 2 missing values, the first in row 1 (index 8)", "leave these records out"],
     ),
     "Int64 with a gap": (pd.Series(pd.array([1, None], dtype="Int64")), ["it has 1 missing value, the first in row 1"]),
-    "words as categories": (pd.DataFrame({"a": pd.Categorical(["red"])}), ["column 'a' holds 'red'"]),
-    "days": (pd.DataFrame({"day": pd.to_datetime(["2020-05-01"])}), ["column 'day' holds 2020-05-01T00"]),
-    "days of a zone": (pd.Series(pd.to_datetime(["2020-05-01"], utc=True)), ["holds 2020-05-01 00:00", "days since"]),
+    "words as categories": (pd.DataFrame({"a": pd.Categorical(["red"])}), ["column 'a' contains 'red'"]),
+    "days": (pd.DataFrame({"day": pd.to_datetime(["2020-05-01"])}), ["column 'day' contains 2020-05-01T00"]),
+    "days of a zone": (
+        pd.Series(pd.to_datetime(["2020-05-01"], utc=True)),
+        ["contains 2020-05-01 00:00", "days since"],
+    ),
     "a column of objects": (pd.DataFrame({"a": [1, 2]}, dtype=object), ["'a' has type object", ".astype(float)"]),
     "no columns": (pd.DataFrame(index=[0, 1]), ["the DataFrame has no columns"]),
     "a frame of another library": (Foreign(), ["Foreign", ".to_numpy()"]),
@@ -126,5 +129,5 @@ def test_other_values_are_refused_by_place_and_reason(name):
     value, texts = REFUSED[name]
     with pytest.raises(BadArgument) as caught:
         tensor(value)
-    for text in ("clients[0]: inputs cannot become a tensor: ", *texts):
+    for text in ("clients[0]: inputs cannot be converted to a tensor: ", *texts):
         assert text in str(caught.value)

@@ -3,7 +3,7 @@
 import math
 import random
 
-from fedveil.report import Beside, Curves, Facts, Interval, Intervals, Matrix, Picture, Pictures, Table, Text
+from fedveil.report import Curves, Facts, Interval, Intervals, Matrix, Picture, Pictures, SideBySide, Table, Text
 
 TITLE = "Digits, ten clients, veiled"
 VERDICT = "The veiled run reached 97.19% accuracy, the plain run 97.19%: the same in every round to 3e-7."
@@ -21,7 +21,7 @@ def _errors(draw, power):
 
 def _matrices(title, labels, right):
     counts = [[right if truth == answer else (truth * answer) % 4 for answer in range(10)] for truth in range(10)]
-    return Beside(title, [Matrix(name, labels, counts) for name in ("Plain", "Veiled")])
+    return SideBySide(title, [Matrix(name, labels, counts) for name in ("Plain", "Veiled")])
 
 
 def _curves(draw):
@@ -41,7 +41,7 @@ def _losses(draw):
     times = {"plain": [(1, 0.02), (2, 0.03), (5, 0.05), (10, 0.1)], "veil": [(1, 0.021), (2, 0.033), (10, 0.104)]}
     veiled = [(x, y * (1 + 1e-6)) for x, y in loss]
     training = Curves("Training loss", "step", "loss", {"plain": loss, "veil": veiled})
-    return Beside("Loss and time", [training, Curves("Seconds per round", "clients", "seconds", times)])
+    return SideBySide("Loss and time", [training, Curves("Seconds per round", "clients", "seconds", times)])
 
 
 def _audit(draw):

@@ -235,5 +235,5 @@ def test_any_numbers_make_a_plot_that_stays_inside(rows, references, limit):
     ],
 )
 def test_ticks_are_round_numbers_or_powers_of_ten(log, low, high, labels):
-    axis = logarithmic(low, high, wanted=6) if log else linear(low, high, wanted=5, outward=True)
+    axis = logarithmic(low, high, max_intervals=6) if log else linear(low, high, max_intervals=5, extend=True)
     assert [label for _, label in axis.ticks] == labels.split()

@@ -87,7 +87,7 @@ def test_nothing_a_caller_supplies_becomes_markup():
     pictures = report.Pictures(EVIL, [EVIL], [(EVIL, [report.Picture(1, 1, 1, b"x", EVIL)])], note=EVIL)
     rows = [report.Interval(EVIL, 0.5, 0.4, 0.6, EVIL), report.Interval(EVIL, None, group=EVIL, missing=EVIL)]
     intervals = report.Intervals(EVIL, EVIL, rows, {EVIL: 0.5}, note=EVIL)
-    words = [report.Text(EVIL, [EVIL]), report.Facts(EVIL, {EVIL: EVIL}), report.Beside(EVIL, [matrix])]
+    words = [report.Text(EVIL, [EVIL]), report.Facts(EVIL, {EVIL: EVIL}), report.SideBySide(EVIL, [matrix])]
     tree = read(
         report.render(report.Page(EVIL, EVIL, [matrix, curves, table, pictures, intervals, *words], EVIL, EVIL, EVIL))
     )
@@ -98,7 +98,7 @@ def test_nothing_a_caller_supplies_becomes_markup():
 
 
 def test_empty_sections_are_rendered():
-    empty = [report.Matrix("m", [], []), report.Table("t", [], []), report.Facts("f", {}), report.Beside("b", [])]
+    empty = [report.Matrix("m", [], []), report.Table("t", [], []), report.Facts("f", {}), report.SideBySide("b", [])]
     page = report.Page("t", "l", [*empty, report.Text("t", [])], "c")
     assert len(read(report.render(page)).all("section")) == 5
 
@@ -164,7 +164,7 @@ def test_columns_of_numbers_are_aligned_failures_marked_and_intervals_printed_sm
 def test_a_matrix_marks_its_diagonal_and_describes_itself():
     tree = drawn(report.Matrix("m", ["cat", "dog"], [[9, 1], [0, 0]]))
     assert [node.text for node in tree.all("td", "hit")] == ["9", "0"]
-    said = "90.00% right: 9 of 10 answers. Most common mistake: cat answered as dog, 1 time."
+    said = "90.00% correct: 9 of 10 predictions. Most common mistake: cat predicted as dog, 1 time."
     assert tree.all("p", "summary")[0].text == said
 
 

@@ -25,7 +25,7 @@ def test_a_run_prints_its_result_and_where_the_report_is(tmp_path, capsys):
     assert main(["train", *words]) == 0
     captured = capsys.readouterr()
     assert re.fullmatch(r"100% epoch: 1\.0/1, mse \d\.\d{4}\n", captured.err)  # lines for a log, no live one
-    assert "rmse, in units" in captured.out
+    assert "rmse, unscaled" in captured.out
     assert f"report         {tmp_path / 'r' / 'report.html'}" in captured.out
     assert (tmp_path / "r" / "report.html").read_text().startswith("<!doctype html>")
 
@@ -35,7 +35,7 @@ def test_kept_noise_is_drawn_again_when_a_run_is_resumed_and_its_page_says_so(tm
     for epochs in (1, 2):
         summary = train(config_of(epochs=epochs, **given), tmp_path, resume=epochs > 1)
         page = (tmp_path / "report.html").read_text()
-        assert "kept over rounds" in page
+        assert "the same in all rounds" in page
         assert ("drawn at least 2 times, because the run was resumed" in page) == (epochs > 1)
         assert "--keep-noise" in summary.repeat
     assert checkpoint.load(tmp_path / "checkpoint.pt")["defence"] == {"name": "veil", "draws": 2}

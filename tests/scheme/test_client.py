@@ -24,7 +24,7 @@ def broadcast(model):
 def test_a_clients_model_must_match_the_broadcast(model, broadcast):
     inputs, targets = batch((5,), 3)
     other = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-    with pytest.raises(errors.ModelMismatch, match=r"0.weight: the broadcast has \(6, 5\), the model \(7, 5\)"):
+    with pytest.raises(errors.ModelMismatch, match=r"0.weight: the broadcast has \(6, 5\), the model has \(7, 5\)"):
         fedveil.client_step(other, broadcast, inputs, targets)
     model[1].eval()
     with pytest.raises(errors.ModelMismatch, match=r"(?s)^1: .* train mode here.*get_submodule\('1'\).train"):

@@ -12,7 +12,7 @@ import fedveil
 from fedveil.errors import BadArgument
 from fedveil.models import mlp
 from fedveil.scheme.losses import LOSSES, BatchLoss, CrossEntropy, Huber, find_loss
-from fedveil.scheme.messages import known_loss
+from fedveil.scheme.messages import resolve_loss
 
 FLOAT64 = 1e-9  # rounding of float64, amplified by the noise
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2])
@@ -86,7 +86,7 @@ def test_a_loss_travels_with_its_settings_and_a_function_does_not():
         return (outputs - targets).square().sum(1)
 
     metadata, tensors = perturb(model, plan, own).broadcast.pack()
-    with pytest.raises(BadArgument, match="is the server's own function"):
+    with pytest.raises(BadArgument, match="is a custom function"):
         fedveil.Broadcast.unpack(metadata, tensors)
     assert fedveil.Broadcast.unpack(metadata, tensors, loss=own).loss.function is own
     with pytest.raises(BadArgument, match="the server's loss is"):
@@ -107,13 +107,13 @@ def test_a_loss_travels_with_its_settings_and_a_function_does_not():
         ("torch.nn.MSELoss", {"delta": 1.0}, "torch.nn.MSELoss has no setting 'delta'"),
         ("torch.nn.MSELoss", {"reduction": "median"}, "there is no reduction 'median'"),
         ("torch.nn.MultiMarginLoss", {"p": 3}, "torch.nn.MultiMarginLoss cannot be built"),
-        ("torch.nn.Linear", {}, "'torch.nn.Linear' is the server's own function"),
+        ("torch.nn.Linear", {}, "'torch.nn.Linear' is a custom function"),
         ("torch.nn.GaussianNLLLoss", {}, "needs more than outputs and targets"),
     ],
 )
 def test_a_loss_that_a_server_may_not_ask_for_is_refused(name, settings, text):
     with pytest.raises(BadArgument, match=text):
-        known_loss("ask", name, settings, None)
+        resolve_loss("ask", name, settings, None)
 
 
 @pytest.mark.parametrize(

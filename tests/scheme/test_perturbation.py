@@ -220,7 +220,7 @@ def test_another_model_or_mode_than_the_one_analysed_is_refused(model):
     with pytest.raises(errors.ModelMismatch, match=r"0.0.weight: the plan expects \(12, 6\).*the model has \(13, 6\)"):
         perturb(built(lambda: nn.Sequential(mlp(6, 10, hidden=13))), plan)
     model[0][1].eval()
-    with pytest.raises(errors.ModelMismatch, match=r"0.1: its mode \(train or eval\) differs from the one analysed"):
+    with pytest.raises(errors.ModelMismatch, match=r"0.1: its mode \(train or eval\) has changed since the analysis"):
         perturb(model, plan)
 
 

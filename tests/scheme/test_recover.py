@@ -222,9 +222,13 @@ BAD = {
     "no buffer": (field(buffers={}), errors.IncompleteUpdate, f"buffer {MEAN} is missing"),
     "misshapen": (changed(lambda p: p[..., :3]), errors.MisshapenUpdate, rf"{HEAD} is \(3, 4, 3\) .*not \(3, 4, 6\)"),
     "float64": (changed(torch.Tensor.double), errors.MisshapenUpdate, rf"{HEAD} is \(3, 4, 6\) torch.float64"),
-    "nan": (changed(spoil(math.nan)), errors.NonFiniteUpdate, f"pass {HEAD} holds NaN or infinity"),
-    "infinite": (changed(spoil(math.inf)), errors.NonFiniteUpdate, f"pass {HEAD} holds NaN or infinity"),
-    "nan in a buffer": (changed(lambda b: b / 0, MEAN, "buffers"), errors.NonFiniteUpdate, f"buffer {MEAN} holds NaN"),
+    "nan": (changed(spoil(math.nan)), errors.NonFiniteUpdate, f"pass {HEAD} contains NaN or infinity"),
+    "infinite": (changed(spoil(math.inf)), errors.NonFiniteUpdate, f"pass {HEAD} contains NaN or infinity"),
+    "nan in a buffer": (
+        changed(lambda b: b / 0, MEAN, "buffers"),
+        errors.NonFiniteUpdate,
+        f"buffer {MEAN} contains NaN",
+    ),
     **{
         f"counter {bad.dtype} {bad.dim()}": (
             changed(lambda _, bad=bad: bad, COUNTER, "buffers"),
@@ -396,5 +400,5 @@ def test_plain_aggregation_takes_large_numbers_and_refuses_others(rounding):
         (update(1.0, math.nan), "buffer m"),
         (update(1.0, math.inf), ""),
     ):
-        with pytest.raises(errors.NonFiniteUpdate, match=f"client 1: {name}.* holds NaN"):
+        with pytest.raises(errors.NonFiniteUpdate, match=f"client 1: {name}.* contains NaN"):
             own.recover([update(1e20), bad], [1, 1])

@@ -137,7 +137,7 @@ def test_a_weighted_mean_of_a_shard_needs_a_single_batch(defence):
     loss, data = nn.CrossEntropyLoss(weight=WEIGHT), parts(CLASSES, SIZES[2])
     found = round_gradient(net, loss, data, defence, whole_shard=True)
     assert worst(found, torch_gradient(net, loss, data)) < FLOAT64
-    with pytest.raises(BadArgument, match="divides by the weights of all samples, but this batch has only some"):
+    with pytest.raises(BadArgument, match="divides by the weights of all samples, but this batch contains only some"):
         round_gradient(net, loss, data, defence, batch_size=4, whole_shard=True)
 
 
@@ -197,10 +197,10 @@ PADDED = torch.where(CLASSES == 2, -100, CLASSES)
     [
         (nn.GaussianNLLLoss(), NUMBERS, "(?s)GaussianNLLLoss needs more than outputs.*Fix: pass a function"),
         (nn.MSELoss(reduction="median"), NUMBERS, "there is no reduction 'median'"),
-        (nn.MSELoss(), CLASSES, r"shape is \(15,\), the model's outputs have \(15, 3\)"),
+        (nn.MSELoss(), CLASSES, r"shape is \(15,\), but the model's outputs have \(15, 3\)"),
         (nn.CrossEntropyLoss(), PADDED, "(?s)classes range from -100 to 1.*Fix: use fedveil.BatchLoss"),
-        (nn.NLLLoss(), CLASSES.double(), r"targets: torch.nn.NLLLoss does not take torch.float64 of shape \(15,\)"),
-        (nn.MultiMarginLoss(), CLASSES + 1, "targets: torch.nn.MultiMarginLoss does not take torch.int64"),
+        (nn.NLLLoss(), CLASSES.double(), r"targets: torch.nn.NLLLoss does not accept torch.float64 of shape \(15,\)"),
+        (nn.MultiMarginLoss(), CLASSES + 1, "targets: torch.nn.MultiMarginLoss does not accept torch.int64"),
         (nn.BCEWithLogitsLoss(weight=torch.ones(15, 1)), YES, "its weight has one number per sample of a batch"),
     ],
 )

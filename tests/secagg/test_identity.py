@@ -60,7 +60,7 @@ def test_what_holds_secrets_is_neither_pickled_nor_copied_nor_shown():
     for holder, shown in ((identity, "Identity('alice')"), (party, "Party('alice')"), (Memory(), "Memory()")):
         assert repr(holder) == str(holder) == shown
         for leave in (pickle.dumps, copy.copy):
-            with pytest.raises(BadArgument, match="secrets are neither pickled nor copied"):
+            with pytest.raises(BadArgument, match="secrets cannot be pickled or copied"):
                 leave(holder)
 
 

@@ -71,7 +71,7 @@ def test_nothing_leaves_that_could_not_be_written(tmp_path, monkeypatch, step):
         raise BadArgument("disk", "cannot be written: No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedveil.secagg.memory.write_whole", full)
+        patch.setattr("fedveil.secagg.memory.write_atomically", full)
         with pytest.raises(BadArgument, match="No space left"):
             calls[step]()
     assert (tmp_path / "c0.json").read_text() == before

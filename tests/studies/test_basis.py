@@ -190,7 +190,7 @@ def test_an_attacked_run_is_never_written_to_and_its_state_is_reported(here, cap
     assert "The data have changed since this run was trained" in said
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
     assert main(["train", "--resume", "--out", "run"]) == 2
-    assert "the data have changed since the run here was trained" in capsys.readouterr().err
+    assert "the data have changed since this run was trained" in capsys.readouterr().err
     for name in ("checkpoint.pt", "checkpoint.previous.pt"):
         Path("run", name).unlink(missing_ok=True)
     assert main(["audit", "run", "--out", "audit", *TINY]) == 2

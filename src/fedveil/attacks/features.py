@@ -9,7 +9,7 @@ from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import evaluating
 from fedveil.graph.inputs import ModuleCall, record_calls
-from fedveil.scheme.losses import USERS, BinaryCrossEntropy, Loss, one_hot
+from fedveil.scheme.losses import AUTOGRAD_LOSSES, BinaryCrossEntropy, Loss, one_hot
 
 LAYERS = ("last", "second", "third")  # counted from the end
 SIDE = 8  # maps larger than 8 x 8 pixels, and sequences longer than 64 steps, are averaged down to that size
@@ -59,16 +59,16 @@ def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH) 
     found = []
     for outputs, calls in _run(model, inputs, [*weighted, *flat], batch_size):
         maps = [call for call in calls if call.module in flat]
-        taken = [call.entered for call in calls if call.module in weighted]
-        entered = [next((m.entered for m in maps if m.output is value), value) for value in taken]
+        taken = [call.first_input for call in calls if call.module in weighted]
+        entered = [next((m.first_input for m in maps if m.output is value), value) for value in taken]
         last = entered[:0:-1][: len(LAYERS) - 1]  # the first layer's input is excluded: it is the record itself
         found.append([_limit_size(value, len(outputs)).cpu() for value in (outputs, *last)])
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
 def dense_targets(loss: Loss, targets: Tensor, outputs: Tensor) -> Tensor:
-    """Convert targets to the form that the federation's loss expects; class indices become one-hot rows."""
-    if targets.is_floating_point() or isinstance(loss, (*USERS, BinaryCrossEntropy)):
+    """Return targets as the federation's loss takes them: class indices become one-hot rows."""
+    if targets.is_floating_point() or isinstance(loss, (*AUTOGRAD_LOSSES, BinaryCrossEntropy)):
         return loss.dense(targets, outputs)
     return one_hot(targets, outputs)
 
@@ -107,7 +107,7 @@ def record_features(
         found["label"] = dense_targets(loss, targets, last).reshape(len(last), -1)
         found["loss"] = losses(loss, last, targets).to(last.dtype).unsqueeze(1)
     if full and (final := _final_linear(model, inputs)):
-        hidden = torch.cat([call.entered.cpu() for _, calls in _run(model, inputs, [final]) for call in calls])
+        hidden = torch.cat([call.first_input.cpu() for _, calls in _run(model, inputs, [final]) for call in calls])
         delta = loss.gradient(last, dense_targets(loss, targets, last))
         with_bias = torch.cat([hidden, torch.ones_like(hidden[:, :1])], 1)
         found["gradient"] = delta.unsqueeze(2) * with_bias.unsqueeze(1)

@@ -18,7 +18,7 @@ from fedveil.attacks.similarity import total_variation
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.evaluate import evaluating
-from fedveil.progress import Progress, silent
+from fedveil.progress import Progress, ignore_progress
 from fedveil.records.shards import generator as source
 
 CODE = 100  # dimension of a code z
@@ -122,7 +122,7 @@ def train_gan(
     seed: int = 0,
     path: Path | None = None,
     data_key: str = "",
-    progress: Progress = silent,
+    progress: Progress = ignore_progress,
 ) -> tuple[Gan, list[float]]:
     """Train a GAN on public images; return it with the critic's mean distance in each epoch.
 
@@ -177,7 +177,14 @@ class ClassImages:
 
 
 def search(
-    model: Model, gan: Gan, classes: Tensor, *, steps: int, restarts: int, seed: int = 0, progress: Progress = silent
+    model: Model,
+    gan: Gan,
+    classes: Tensor,
+    *,
+    steps: int,
+    restarts: int,
+    seed: int = 0,
+    progress: Progress = ignore_progress,
 ) -> ClassImages:
     """For each requested class, search for a generated image that the model T assigns to that class.
 
@@ -230,7 +237,13 @@ def _class_scores(model: Model, images: Tensor, classes: Tensor) -> Tensor:
 
 
 def search_pixels(
-    model: Model, shape: tuple[int, ...], classes: Tensor, *, steps: int, seed: int = 0, progress: Progress = silent
+    model: Model,
+    shape: tuple[int, ...],
+    classes: Tensor,
+    *,
+    steps: int,
+    seed: int = 0,
+    progress: Progress = ignore_progress,
 ) -> ClassImages:
     """Search for pixels without a generator; a smoothness penalty replaces the public images.
 

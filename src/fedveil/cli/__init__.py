@@ -1,4 +1,4 @@
-"""The command line: results go to stdout, messages to stderr; exit code 0, 2 for misuse, 130 if interrupted."""
+"""The command line. Results go to stdout, messages to stderr; the exit code is 2 for errors and 130 if interrupted."""
 
 import sys
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fedveil.cli.flags import run_command
 
         run_command(name, words)
-    except BrokenPipeError:  # fedveil data list | head -1
+    except BrokenPipeError:  # the reader has stopped, as in `fedveil data list | head -1`
         return 1
     except FedveilError as error:
         print(f"fedveil: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         where, what = error.filename or f"fedveil {name}", f"cannot be used: {error.strerror or error}"
-        fix = "choose another folder, free space or change permissions"
+        fix = "choose another folder, free some disk space or change permissions"
         print(f"fedveil: {FedveilError(str(where), what, fix)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nfedveil: stopped; run the same command again to continue", file=sys.stderr)
         return INTERRUPTED
-    except SystemExit as end:  # raised for help, for flags that tyro refuses and for a run that was stopped
+    except SystemExit as end:  # raised for help, for flags that tyro rejects and for a run that was stopped
         return end.code if isinstance(end.code, int) else 0
     return 0

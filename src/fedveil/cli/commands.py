@@ -1,4 +1,4 @@
-"""The tables of commands and attacks. Importing them does not import the commands' dependencies."""
+"""The tables of commands and attacks. Importing this module does not import the commands' dependencies."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "inspect": ("inspection:inspect", "show which layers of a model can be perturbed", "my_nets:net --input 3,32,32"),
-    "train": ("training:TrainCommand", "train a federation, set up by flags or a TOML file", "--epochs 5 --out runs/a"),
+    "train": ("training:TrainCommand", "train a federation from flags or a TOML file", "--epochs 5 --out runs/a"),
     "compare": ("studies:CompareCommand", "compare defences on one federation", "--defences plain,veil --seeds 3"),
     "attack": ("studies:AttackCommand", "measure what a curious participant learns", "membership --defence plain,veil"),
     "audit": ("studies:AuditCommand", "measure what attackers learn under each defence", "runs/a"),
     "reproduce": ("studies:reproduce", "recompute the paper's tables and figures", "all --scale cpu"),
     "data": ("training:data", "list data sets, or download one", "get bank"),
-    "demo": ("studies:demo", "train on digits with five clients, plain and veiled, and compare", "--out runs/demo"),
+    "demo": ("studies:demo", "train a plain and a veiled model on digits, and compare them", "--out runs/demo"),
     "keys": ("deployment:keys", "manage signing keys and policies for secure aggregation", "new alice --out keys"),
     "flare-kit": ("deployment:flare_kit", "prepare an NVIDIA FLARE startup kit", "runs/kits/bank/prod_00/site-1"),
     "schema": ("training:schema", "print the JSON schema of run.toml, for editors", "> run.schema.json"),
     "completion": ("flags:completion", "print a shell completion script", "bash > ~/.fedveil-completion"),
 }
-"""For each command: its module and its function or class, a summary, and the arguments of an example."""
+"""For each command: its module with the function or class, a summary, and the arguments of an example."""
 
 USAGE = """usage: fedveil COMMAND [FLAGS]
        fedveil --version

@@ -12,8 +12,8 @@ WHAT = (
     "ledger: print how much of its privacy budget a client has spent"
 )
 NAME = "for new, the name of the member; otherwise its key file"
-SERVER = "for policy: public key of the server that the client answers, the 64 digits in the server's roster line"
-PACKAGE = "installed package whose classes a job may use without sending code, such as bank_flare"
+SERVER = "for policy: public key of the server to answer, the 64 hexadecimal digits in its roster line"
+PACKAGE = "installed package, such as bank_flare, whose classes a job may use without sending code"
 
 
 def keys(
@@ -61,13 +61,13 @@ def flare_kit(
     kit: Annotated[Path, Positional, arg(metavar="KIT", help="folder with the startup kit of a server or a site")],
     package: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="NAME", help=PACKAGE)] = (),
 ) -> None:
-    """Keep logs on the site, and list the packages whose classes may run."""
+    """Configure a startup kit: keep logs on the site, and allow the classes of the given packages."""
     try:
         from fedveil.nvflare import configure
     except ImportError as error:
         what, fix = "NVIDIA FLARE is not installed", "pip install 'fedveil[nvflare]'"
         raise BadArgument("fedveil flare-kit", what, fix) from error
     if not (kit / "startup").is_dir():
-        what = "is not a startup kit: it has no startup folder"
+        what = "is not a startup kit: there is no startup folder in it"
         raise BadArgument(str(kit), what, "run nvflare provision -p project.yml")
     print(configure(kit, *package))

@@ -1,4 +1,4 @@
-"""Flags that tyro derives from annotated functions and classes; federation commands, whose flags override a file."""
+"""Parse flags with tyro, which derives them from annotated functions and classes."""
 
 import itertools
 import shlex
@@ -25,10 +25,10 @@ Switch = Annotated[bool, conf.FlagCreatePairsOff, conf.arg(help_behavior_hint=""
 Json = Annotated[Switch, conf.arg(name="json", help="print the result as JSON", help_behavior_hint="")]
 TABLES = (".csv", ".tsv", ".tab", ".xls", ".xlsx", ".parquet")
 HELP = ("-h", "--help", HELP_ALL)
-FILE = "TOML file or config.json of a run, whose values flags override; attack and audit also take a run's folder"
+FILE = "TOML file or config.json of a run; flags override its values (attack and audit also accept a run's folder)"
 TRUST = "import the code that the file or run names as package.module:name; use only if you trust it"
 MORE = f"`{HELP_ALL}` also lists advanced flags and the flags of other data sets, models and defences."
-SIZES = ("train_size", "test_size")  # a default for one data set is meaningless for another
+SIZES = ("train_size", "test_size")  # defaults for one data set do not apply to another
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,27 @@ class FlagSet:
 
     Attributes:
         accepts: returns whether a key is a flag.
-        own: settings class of the defence; its fields are flags that replace --settings.
-        named: whether the help text of a key says which data sets, models or defences it applies to.
+        settings: settings class of the defence; its fields are flags that replace --settings.
+        show_owners: whether the help text of a key lists the data sets, models or defences that it applies to.
     """
 
     accepts: Callable[[str], bool] = lambda key: True
-    own: type | None = None
-    named: bool = False
+    settings: type | None = None
+    show_owners: bool = False
 
     def registry(self) -> ConstructorRegistry:
-        """Return a registry with the rule that turns a section of the configuration into flags."""
+        """Return a registry with the rule that converts a section of the configuration to flags."""
         found = ConstructorRegistry()
         found.struct_rule(self.section_rule)
         return found
 
     def section_rule(self, info: StructTypeInfo) -> StructConstructorSpec | None:
-        """Return the flags of a section; an error about a bad value names its flag."""
+        """Return the flags of a section; the error for an invalid value names its flag."""
         kind = info.type
         if not (isinstance(kind, type) and issubclass(kind, Settings)):
             return None
         base = {name: getattr(info.default, name) for name in kind.model_fields}
-        own = self.own if kind is DefenceSettings else None
+        own = self.settings if kind is DefenceSettings else None
         usual = {one.name: one.default for one in fields(own)} if own else {}
 
         def build(**values: Value) -> Settings:
@@ -74,7 +74,7 @@ class FlagSet:
         build.__doc__, hints, specs = kind.__doc__, get_type_hints(kind), []
         for key, field in kind.model_fields.items():
             if self.accepts(key) and not (own and key == "settings"):
-                names = owners(key) if self.named else []
+                names = owners(key) if self.show_owners else []
                 text = f"{', '.join(names)}: {field.description}" if names else field.description
                 hint: Any = Annotated[hints[key], NO_DEFAULT] if base[key] is None else hints[key]
                 specs.append(StructFieldSpec(key, hint, base[key], text))
@@ -88,21 +88,21 @@ class FlagSet:
 EVERYTHING = FlagSet()
 
 
-def parse(start: C, prog: str, words: Sequence[str], about: str, shown: FlagSet = EVERYTHING) -> C:
+def parse(start: C, prog: str, words: Sequence[str], about: str, flag_set: FlagSet = EVERYTHING) -> C:
     """Return a command with its flags parsed; raise SystemExit for --help and for flags that tyro rejects."""
-    kind, rules = type(start), shown.registry()
+    kind, rules = type(start), flag_set.registry()
     return tyro.cli(kind, prog=prog, args=words, description=about, default=start, config=MARKERS, registry=rules)
 
 
 @dataclass(frozen=True)
 class FederationCommand:
-    """A command on a federation."""
+    """A command that trains, compares or attacks a federation."""
 
-    defence_flag: ClassVar[str] = ""  # for a command on several defences, separated by commas
+    defence_flag: ClassVar[str] = ""  # flag that lists several defences; empty if there is only one defence
     file: Annotated[Path | None, conf.Positional, conf.arg(metavar="[FILE]", help=FILE, help_behavior_hint="")] = None
     config: Annotated[Config, conf.arg(name="")] = Config()  # noqa: RUF009
     trust_code: Annotated[Switch, conf.arg(help=TRUST)] = False
-    given: Annotated[tuple[str, ...], conf.Suppress] = ()  # names of the flags on the command line
+    used_flags: Annotated[tuple[str, ...], conf.Suppress] = ()  # names of the flags on the command line
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
@@ -110,7 +110,7 @@ class FederationCommand:
         return parse_command(cls(), prog, words, about)
 
     @classmethod
-    def starts(cls) -> dict[str, "FederationCommand"]:
+    def variants(cls) -> dict[str, "FederationCommand"]:
         """Return each variant of the command with its defaults, by name."""
         return {"": cls()}
 
@@ -125,7 +125,7 @@ class FederationCommand:
         return (self.config.defence.name,)
 
     def file_values(self) -> dict[str, object]:
-        """Return the values in the file; a command on several defences ignores the file's defence."""
+        """Return the values in the file; a command with several defences ignores the file's defence."""
         if self.file and self.file.suffix.lower() in TABLES:
             fix = f"use --data csv --path {shlex.quote(str(self.file))} --target COLUMN"
             raise BadArgument(str(self.file), "this is a table of records, not the configuration of a run", fix)
@@ -139,8 +139,8 @@ F = TypeVar("F", bound=FederationCommand)
 def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
     """Return a command with its flags parsed; flags override its file, which overrides its defaults.
 
-    Every flag is parsed; one that does not apply to the chosen data, model and defences is refused afterwards, so that
-    the error can say what it applies to.
+    All flags are parsed. Those that do not apply to the chosen data, model and defences are refused afterwards, so that
+    the error can list what they apply to.
     """
     quiet = [word for word in words if word not in HELP]
     flags = flag_names(words)
@@ -159,7 +159,7 @@ def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
     if own:
         given["settings"] = (*base.defence.settings, *found.config.defence.settings)
     config = configure(base.flat() | given, where)
-    found = replace(found, config=config, given=tuple(flags))
+    found = replace(found, config=config, used_flags=tuple(flags))
     choices = Choices(config.data.name, config.model.name, found.defences)
     choices.refuse_others(flags, prog)
     _check_file(found, values, choices)
@@ -170,9 +170,9 @@ def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
 
 
 def _print_help(start: FederationCommand, prog: str, about: str, shown: FlagSet, everything: bool) -> None:
-    """Print the flags that apply, except rare ones, or all flags, and exit."""
+    """Print all flags, or only those that apply and are not rare, and exit."""
     if everything:
-        more = replace(shown, accepts=lambda key: shown.accepts(key) or key != "defence", named=True)
+        more = replace(shown, accepts=lambda key: shown.accepts(key) or key != "defence", show_owners=True)
         parse(start, prog, ["--help"], about, more)
     accepts = lambda key: key not in RARE and shown.accepts(key)  # noqa: E731
     parse(start, prog, ["--help"], f"{about}\n\n{MORE}", replace(shown, accepts=accepts))
@@ -197,11 +197,12 @@ def last_value(words: Sequence[str], flag: str) -> str:
 
 
 def _check_file(command: FederationCommand, values: Mapping[str, object], choices: Choices) -> None:
-    """Refuse keys in a file that apply neither to its own choices nor to those of the flags."""
-    if command.file is None or command.file.suffix == ".json":  # written by fedveil
+    """Refuse keys in a file that apply neither to the choices in the file nor to those on the command line."""
+    if command.file is None or command.file.suffix == ".json":  # config.json was written by fedveil
         return
     defence = str(values.get("defence", ""))
-    defences = choices.defences if ":" in defence else (defence or choices.defences[0],)  # never import what it names
+    # do not import code that the file names
+    defences = choices.defences if ":" in defence else (defence or choices.defences[0],)
     own = Choices(str(values.get("data", choices.data)), str(values.get("model", choices.model)), defences)
     own.refuse_others([key for key in values if not choices.accepts(key)], str(command.file))
 
@@ -217,16 +218,16 @@ def run_command(name: str, words: Sequence[str]) -> None:
         tyro.cli(command, prog=prog, args=words, description=about, config=MARKERS)
 
 
-def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="shell that runs the script")]) -> None:
-    """Print the completion script, with the commands and flags of everything that is installed."""
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="shell for the script")]) -> None:
+    """Print a completion script with all commands and flags, including those of installed packages."""
     kinds: list[Any] = []
     for name, (_, summary, _) in COMMANDS.items():
         command = find_command(name)
         if isinstance(command, type):
-            starts: dict[str, object] = command.starts()  # type: ignore[attr-defined]
+            variants: dict[str, object] = command.variants()  # type: ignore[attr-defined]
             own = [
                 Annotated[type(one), conf.subcommand(label or name, description=summary, default=one)]
-                for label, one in starts.items()
+                for label, one in variants.items()
             ]
             command = own[0] if len(own) == 1 else _choose(name, own)
         else:

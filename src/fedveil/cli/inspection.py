@@ -1,4 +1,4 @@
-"""`fedveil inspect`: print the plan of a model for inputs of given sizes, names and types."""
+"""`fedveil inspect`: print which parts of a model can be perturbed, given the sizes and types of its inputs."""
 
 import math
 import re
@@ -22,15 +22,15 @@ TYPES = {name: name for name in ("float32", "float64", "int64", "bool")} | {"flo
 INPUT = (
     "sizes of one argument of forward, without the batch size, such as 3,32,32; repeat for each argument, in order. "
     "NAME=SIZES names a keyword argument, SIZES:TYPE sets the type (float, int, bool, float32, float64, int64), "
-    "as in ids=128:int. Name all arguments or none. For one number per record, leave the sizes out: length=:int"
+    "as in ids=128:int. Name all arguments or none. For one number per record, leave out the sizes, as in length=:int"
 )
-HEAD = "exposed: no additive noise, so clients see the true predictions"
+HEAD = "linear: add noise to the final layer; exposed: do not, so that clients see the true predictions"
 LEAST = "fail if less than this fraction (0 to 1) of the model's values can be perturbed"
 PUBLIC = "name or prefix of parameters whose values clients know"
 
 
 def inspect(
-    model: Annotated[str, arg(metavar="MODEL", help="package.module:name of a module or of a function that builds it")],
+    model: Annotated[str, arg(metavar="MODEL", help="package.module:name of a model, or of a function that builds it")],
     input: Annotated[Several, arg(metavar="[NAME=]SIZES[:TYPE]", help=INPUT, help_behavior_hint="(required)")] = (),
     dtype: Annotated[Literal["float32", "float64", "int64"], arg(help="type of inputs without :TYPE")] = "float32",
     eval: Annotated[Switch, arg(help="analyse in evaluation mode")] = False,
@@ -51,7 +51,7 @@ def inspect(
 
 
 def example_inputs(texts: Sequence[str], dtype: str = "float32") -> "Inputs":
-    """Return the arguments of forward: keyword arguments if they are named, else positional."""
+    """Return the arguments of forward: a dict if they are named, otherwise a tuple."""
     parsed = [parse_input(text, dtype) for text in texts]
     names = [name for name, _ in parsed if name]
     if not names:
@@ -64,7 +64,7 @@ def example_inputs(texts: Sequence[str], dtype: str = "float32") -> "Inputs":
 
 
 def parse_input(text: str, dtype: str) -> "tuple[str, Tensor]":
-    """Parse [NAME=]SIZES[:TYPE]; return the name of the keyword argument, or "", and two records of zeros."""
+    """Parse [NAME=]SIZES[:TYPE]; return the argument's name, or "" without one, and a batch of two records of zeros."""
     import torch
 
     name, equals, form = text.rpartition("=")

@@ -1,4 +1,4 @@
-"""Progress on stderr, tables on stdout."""
+"""Print progress to stderr and tables to stdout."""
 
 import contextlib
 import json
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 Show = Callable[[str, float, str], None]
 
 
-EVERY = 5.0  # seconds between lines in a log
+EVERY = 5.0  # seconds between progress lines in a log
 
 
 @contextlib.contextmanager
 def print_progress(urgent: str | None = None) -> Iterator[Show]:
-    """Print progress on stderr: a live line on a terminal, otherwise log lines.
+    """Print progress to stderr: a progress bar on a terminal, otherwise log lines.
 
     Args:
         urgent: prefix of messages that are always printed.
@@ -60,14 +60,14 @@ def log_progress(urgent: str | None = None) -> Show:
 
 
 def round_callback(show: Show, epochs: int) -> "Callable[[RoundRecord], None]":
-    """Return a function that shows the epoch and the latest metrics from a round's record."""
+    """Return a function that shows the epoch and the latest metrics after each round."""
     found: dict[str, str] = {}
 
-    def take(record: "RoundRecord") -> None:
+    def show_record(record: "RoundRecord") -> None:
         found.update({name: f", {name} {value:.4f}" for name, value in record.metrics.items()})
         show("epoch", record.epoch / epochs, f"{record.epoch:.1f}/{epochs}{''.join(found.values())}")
 
-    return take
+    return show_record
 
 
 def print_result(shown: "Presentation", *last: str, as_json: bool = False) -> None:
@@ -80,7 +80,7 @@ def print_result(shown: "Presentation", *last: str, as_json: bool = False) -> No
     lines = [shown.header, *shown.rows] if shown.rows else []
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        cells = zip(line, widths, "<<" + ">" * len(line), strict=False)  # two columns of words, then numbers
+        cells = zip(line, widths, "<<" + ">" * len(line), strict=False)  # two columns of text, then numbers
         print("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
     for section in (*shown.first, *shown.sections):
         if isinstance(section, Text):

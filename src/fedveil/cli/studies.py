@@ -1,4 +1,4 @@
-"""`fedveil attack`, `audit`, `compare`, `reproduce` and `demo`: studies, which resume where they were stopped."""
+"""`fedveil attack`, `audit`, `compare`, `reproduce` and `demo`: studies, which can be interrupted and resumed."""
 
 import shutil
 import sys
@@ -16,8 +16,8 @@ from fedveil.cli.flags import HELP, FederationCommand, Json, Switch, parse_comma
 from fedveil.cli.show import print_progress, print_result
 from fedveil.defences import registry
 from fedveil.errors import BadArgument
-from fedveil.locks import locked
-from fedveil.runs.config import CODE, HOME, Config, Value, configure, format_flags
+from fedveil.locks import lock_folder
+from fedveil.runs.config import CODE, SECTION_OF, Config, Value, configure, format_flags
 
 if TYPE_CHECKING:
     from fedveil.studies.attack import AttackStudy
@@ -29,26 +29,26 @@ S = TypeVar("S")
 DEFENCES = "all, or a comma-separated list of plain, veil, ppdl, dbcl, spn, installed defences and package.module:Class"
 COMPARED = "comma-separated list of defences; baseline is plain training with one additional rounding error"
 EXHIBITS = "all, or some of table1, table2, fig3, table3, table4, fig4, fig5"
-SCALES = "quick: minutes, on embedded data; cpu: up to two hours per table on two cores; paper: as published, on a GPU"
+SCALES = "quick: minutes, on built-in data; cpu: up to two hours per table on two cores; paper: as published, on a GPU"
 RUN = "attack the run in this folder"
-OUT = "folder for the results, from which a stopped command resumes; by default a folder in runs"
+OUT = "folder for the results, from which an interrupted command resumes; by default a folder in runs"
 Out = Annotated[Path | None, arg(help=OUT, help_behavior_hint="")]
 WORKERS = "number of parallel processes; by default one per core"
 Workers = Annotated[int | None, arg(help=WORKERS, help_behavior_hint="")]
 
 
-def run_study(study: "Study[S, Any]", asked: S, folder: Path, command: str, workers: Workers, as_json: bool) -> None:
-    """Compute the missing results, write the page and print the table."""
+def run_study(study: "Study[S, Any]", request: S, folder: Path, command: str, workers: Workers, as_json: bool) -> None:
+    """Compute missing results, write the page and print the table."""
     from fedveil.studies.basis import AGAIN
     from fedveil.studies.study import gather, publish
 
     if workers is not None:
         check_count("fedveil", "--workers", workers)
     command = f"{command} {format_flags({'out': str(folder)})}"
-    with locked(folder):
+    with lock_folder(folder):
         with print_progress(AGAIN) as show:
-            results = gather(study, asked, folder, workers=workers, show=show)
-        shown = publish(study, asked, results, folder, command)
+            results = gather(study, request, folder, workers=workers, show=show)
+        shown = publish(study, request, results, folder, command)
     verdict = f"\n{textwrap.fill(shown.verdict, 110)}\n"
     print_result(shown, verdict, f"report: {folder / 'report.html'}", f"repeat: {command}", as_json=as_json)
 
@@ -62,32 +62,32 @@ class AttackCommand(FederationCommand):
     spec: Annotated[str, Suppress] = ""  # name of the attack
     where: Annotated[str, Suppress] = "fedveil attack"
     defence: Annotated[str, arg(help=DEFENCES)] = "all"
-    attack: Annotated[object, arg(name="")] = None  # the options of the study
+    attack: Annotated[object, arg(name="")] = None  # options of the study
     run_folder: Annotated[Path | None, arg(name="run", help=RUN, help_behavior_hint="")] = None
     out: Out = None
     workers: Workers = None
     as_json: Json = False
 
     @classmethod
-    def start(cls, name: str, where: str = "fedveil attack") -> Self:
+    def for_attack(cls, name: str, where: str = "fedveil attack") -> Self:
         """Return the command with the flags and defaults of an attack."""
         study = find_attack(name)
         defence = str(study.defaults.get("defence", "all"))
         return cls(spec=name, where=where, defence=defence, attack=study.options())
 
     @classmethod
-    def starts(cls) -> dict[str, FederationCommand]:
+    def variants(cls) -> dict[str, FederationCommand]:
         """Return one command per attack."""
-        return {name: cls.start(name) for name in attack_names()}
+        return {name: cls.for_attack(name) for name in attack_names()}
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
-        """Return the command for the named attack; for help without a name, list the attacks."""
+        """Return the command for the named attack; if help is requested without a name, list the attacks."""
         if words and words[0] in HELP:
             lines = [f"  {name:<12}{summary}" for name, summary in attack_names().items()]
             print(f"usage: {prog} NAME [FILE] [FLAGS]\n\n{about}\n\nattacks:", *lines, sep="\n")
             raise SystemExit(0)
-        start = cls.start(name := words[0] if words else "", f"{prog} {name}")
+        start = cls.for_attack(name := words[0] if words else "", f"{prog} {name}")
         return parse_command(start, start.where, words[1:], f"{about}\n\n{name}: {start.study.summary}")
 
     @property
@@ -113,17 +113,19 @@ class AttackCommand(FederationCommand):
         self.measure(self.read_run(run) if run else self.config, folder, run)
 
     def read_run(self, run: Path) -> Config:
-        """Return the configuration of a run; code that it names must be trusted, or named on the command line too."""
+        """Read the configuration of a run; refuse code that is neither trusted nor also named on the command line."""
         from fedveil.runs.folder import read_config
 
         values = {**self.config.flat(), "defence": self.defence}
-        named = {key: value for key, value in values.items() if key in CODE and key in self.given}
+        named = {key: value for key, value in values.items() if key in CODE and key in self.used_flags}
         if ":" not in str(named.get("defence", ":")):
             raise BadArgument(self.where, "the defence of a run cannot be changed", f"leave out --defence, or {run}")
-        config = read_config(run, trust_code=self.trust_code, named=named)
+        config = read_config(run, trust_code=self.trust_code, named_keys=named)
         for key, value in named.items():
             if value != (own := config.flat()[key]):
-                raise BadArgument(self.where, f"the run here has {key} = {own!r}, not {value!r}", f"leave out --{key}")
+                raise BadArgument(
+                    self.where, f"the existing run has {key} = {own!r}, not {value!r}", f"leave out --{key}"
+                )
         return config
 
     def measure(self, config: Config, folder: Path, run: Path | None = None) -> None:
@@ -138,7 +140,7 @@ class AttackCommand(FederationCommand):
         usual = plain_values(self.study.options())
         if run:
             values: dict[str, Value] = {"run": str(run)} | ({"trust_code": True} if self.trust_code else {})
-            values |= {key: config.flat()[key] for key in CODE if key in self.given}
+            values |= {key: config.flat()[key] for key in CODE if key in self.used_flags}
         else:
             shown = {"data", *config.changes(), *self.defaults} - {"defence"}
             values = {name: value for name, value in config.flat().items() if name in shown}
@@ -154,23 +156,23 @@ class AuditCommand(AttackCommand):
     """`fedveil audit`: audit a configuration, a run's folder or the standard suite."""
 
     prefix: ClassVar[str] = ""
-    harden: Annotated[Switch, arg(help="measure which settings harden the veil, instead of auditing")] = False
-    seeds: Annotated[int, arg(help="number of runs per setting with --harden")] = 5
+    harden: Annotated[Switch, arg(help="instead of auditing, measure which settings harden the veil")] = False
+    seeds: Annotated[int, arg(help="for --harden: number of runs per setting")] = 5
 
     @classmethod
-    def starts(cls) -> dict[str, FederationCommand]:
+    def variants(cls) -> dict[str, FederationCommand]:
         """Return the command with the audit's options."""
-        return {"": cls.start(AUDIT, "fedveil audit")}
+        return {"": cls.for_attack(AUDIT, "fedveil audit")}
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
         """Return the command with its flags parsed."""
-        return parse_command(cls.start(AUDIT, prog), prog, words, about)
+        return parse_command(cls.for_attack(AUDIT, prog), prog, words, about)
 
     @property
     def is_suite(self) -> bool:
         """Whether the command specifies neither a federation nor any of its configuration values."""
-        return not (self.file or self.run_folder or set(self.given) & (HOME.keys() - {"defence"}))
+        return not (self.file or self.run_folder or set(self.used_flags) & (SECTION_OF.keys() - {"defence"}))
 
     def run(self) -> None:
         """Audit a run, a configuration or the standard suite, or measure which settings harden the veil."""
@@ -189,8 +191,8 @@ class AuditCommand(AttackCommand):
         if self.run_folder or self.file:
             raise BadArgument(self.where, "--harden trains its own federations", "pass flags instead of a run")
         values, own = {**self.config.flat(), "defence": self.defence}, plain_values(self.attack)
-        given = {name: values[name] for name in self.given if name in HOME}
-        looks: dict[str, Any] = {name: own[name] for name in self.given if name in own}
+        given = {name: values[name] for name in self.used_flags if name in SECTION_OF}
+        looks: dict[str, Any] = {name: own[name] for name in self.used_flags if name in own}
         base, seeds = base_values(given), check_count(self.where, "--seeds", self.seeds)
         asked = Hardening(base, seeds, replace(default_options(base), **looks))
         folder = self.out or Path("runs/hardening")
@@ -248,9 +250,9 @@ def reproduce(
     out: Out = None,
     workers: Workers = None,
 ) -> None:
-    """Compute the missing results, and print each table and the path of the page."""
+    """Compute missing results, and print each table and the path of the page."""
     if not names:
-        raise BadArgument("fedveil reproduce", "no table or figure is named", f"name {EXHIBITS}")
+        raise BadArgument("fedveil reproduce", "no table or figure is named", f"pass {EXHIBITS}")
     from fedveil.studies.basis import AGAIN
     from fedveil.studies.paper.reproduce import reproduce as run
 
@@ -270,7 +272,7 @@ def demo(out: Annotated[Path, arg(help="folder for the report")] = Path("runs/de
 
     from fedveil.studies.demo import DEMO, Demo
 
-    torch.set_num_threads(1)  # matrices this small gain nothing from more threads, and lose much on a busy machine
-    with locked(out):
+    torch.set_num_threads(1)  # more threads do not help with small matrices, and are slower on a busy machine
+    with lock_folder(out):
         shutil.rmtree(out / "jobs", ignore_errors=True)
         run_study(DEMO, Demo(), out, "fedveil demo", 1, as_json=False)

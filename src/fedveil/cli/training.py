@@ -20,8 +20,8 @@ from fedveil.runs.choices import check_names
 from fedveil.runs.config import Config
 from fedveil.signals import INTERRUPTED, TERMINATED, Termination, catch_sigterm, end_at_once
 
-SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # of the model's values, by how a veil perturbs each
-OUT = "folder for the run; by default runs/DATA-MODEL-DEFENCE-SEED, with a number if that folder already holds a run"
+SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # kinds of values in the coverage of a veil
+OUT = "folder for the run; by default runs/DATA-MODEL-DEFENCE-SEED, with a number added if that folder contains a run"
 GET, TO = "data set to download", "folder for the download; by default FEDVEIL_DATA or the cache"
 RESUME = "continue the run in --out (by default, the latest) with its original flags; only --epochs may be increased"
 
@@ -36,13 +36,13 @@ class TrainCommand(FederationCommand):
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
-        """Return the command; for a run that is resumed, flags override the configuration in its folder."""
+        """Return the command with its flags parsed; to resume a run, flags override the configuration in its folder."""
         found = parse_command(cls(), prog, words, about)
         if found.file and found.file.is_dir():
             name = f"{found.file / 'config.json'}"
             fix = f"use {name} to repeat the run in it, or {name} --out {found.file} --resume to continue it"
             raise BadArgument(str(found.file), "this is a folder, not a file", fix)
-        check_names(found.config)  # mistakes are reported before torch is imported
+        check_names(found.config)  # report mistakes before torch is imported
         with end_at_once():
             import fedveil.runs.folder  # noqa: F401
         if found.resume and not found.file:
@@ -53,20 +53,20 @@ class TrainCommand(FederationCommand):
         return found
 
     def run(self) -> None:
-        """Train with progress on stderr; if training is stopped, print how to continue."""
+        """Train and show progress on stderr; if training is stopped, print the command that resumes it."""
         folder = self.out or default_folder(self.config, self.resume)
         try:
             with catch_sigterm():
                 self._train(folder)
         except KeyboardInterrupt as end:
-            print(f"\nfedveil: stopped; {how_to_continue(folder, self.config)}", file=sys.stderr)
+            print(f"\nfedveil: stopped; {format_resume_hint(folder, self.config)}", file=sys.stderr)
             raise SystemExit(TERMINATED if isinstance(end, Termination) else INTERRUPTED) from end
 
     def _train(self, folder: Path) -> None:
         from fedveil.runs.build import load_data
-        from fedveil.runs.folder import holds_run, train
+        from fedveil.runs.folder import contains_run, train
 
-        if self.resume and not holds_run(folder):
+        if self.resume and not contains_run(folder):
             raise BadArgument(str(folder), "there is no run to resume", "leave out --resume, or choose another --out")
         data = load_data(self.config)
         for note in data.notes:
@@ -82,8 +82,8 @@ class TrainCommand(FederationCommand):
             print(f"{name:<14} {value:.6g}" if isinstance(value, float) else f"{name:<14} {value}")
 
 
-def how_to_continue(folder: Path, config: Config) -> str:
-    """Return a message with the saved round of a stopped run and the command that resumes it."""
+def format_resume_hint(folder: Path, config: Config) -> str:
+    """Return a message with the last saved round of a stopped run and the command that resumes it."""
     from fedveil.federation import checkpoint
 
     found = checkpoint.found_in(folder)
@@ -93,16 +93,16 @@ def how_to_continue(folder: Path, config: Config) -> str:
     words = ["fedveil", "train", "--resume", "--out", str(folder)]
     if any(":" in section.name for section in (config.data, config.model, config.defence)):
         words.append("--trust-code")
-    return f"round {header.round} is saved; resume after it with: {shlex.join(words)}"
+    return f"round {header.round} is saved; to resume, run: {shlex.join(words)}"
 
 
 def label_values(summary: Mapping[str, int | float | str | None]) -> dict[str, int | float | str | None]:
-    """Return a human-readable summary, with a veil's coverage on one line."""
+    """Return the values of a summary by readable labels, with a veil's coverage on one line."""
     parts = ", ".join(f"{name} {100 * float(summary[name] or 0):.1f} %" for name in SHARES if name in summary)
     metric = next((name for name in ("accuracy", "loss", "mse") if name in summary), "")
     labels = {"best": f"best {metric}", "best_model": "best model", "largest_error": "gradient error"}
     if "rmse" in summary:
-        labels |= {"mse": "mse, scaled", "rmse": "rmse, in units", "best": "best, scaled"}
+        labels |= {"mse": "mse, scaled", "rmse": "rmse, unscaled", "best": "best, scaled"}
     found: dict[str, int | float | str | None] = {}
     for name, value in summary.items():
         if name == SHARES[0]:
@@ -113,13 +113,13 @@ def label_values(summary: Mapping[str, int | float | str | None]) -> dict[str, i
 
 
 def default_folder(config: Config, resume: bool) -> Path:
-    """Return the first numbered folder for the configuration without a run; to resume, the last one with a run."""
-    from fedveil.runs.folder import holds_run
+    """Return the first folder for the configuration that contains no run or, to resume, the last that contains one."""
+    from fedveil.runs.folder import contains_run
 
     first = Path("runs") / f"{config.title}-{config.training.seed}"
     folder = last = first
     for number in itertools.count(2):
-        if not holds_run(folder):
+        if not contains_run(folder):
             break
         last, folder = folder, first.with_name(f"{first.name}-{number}")
     return last if resume else folder

@@ -1,11 +1,11 @@
-"""Load data sets by name, and divide them among clients; independent of models and defences.
+"""Load data sets by name and divide them among clients.
 
-Names are imported when they are first used, because the catalogue does not need torch.
+Names are imported on first use, so that reading the catalogue does not import torch.
 """
 
 from typing import TYPE_CHECKING
 
-from fedveil.lookup import lazily
+from fedveil.lookup import lazy_getattr
 
 if TYPE_CHECKING:
     from fedveil.data.catalogue import DatasetInfo, available, data_folder, load
@@ -16,7 +16,7 @@ else:
     _HOMES = dict.fromkeys(("DatasetInfo", "available", "data_folder", "load"), "catalogue")
     _HOMES |= dict.fromkeys(("Data", "DataPart", "from_records", "one_tensor"), "dataset")
     _HOMES |= dict.fromkeys(("keep_labels", "other_labels", "parse_labels", "split"), "splits")
-    __getattr__ = lazily(__name__, _HOMES | {"get": "download"})
+    __getattr__ = lazy_getattr(__name__, _HOMES | {"get": "download"})
 
 __all__ = [
     "Data",

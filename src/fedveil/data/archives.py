@@ -1,4 +1,4 @@
-"""One interface to folders and zip files: named members that can be read. Nothing is ever unpacked to disk."""
+"""A common interface for reading files in folders and zip files. Nothing is unpacked to disk."""
 
 import os
 import zipfile
@@ -12,7 +12,7 @@ from typing import NoReturn
 from fedveil.data.catalogue import MOST_BYTES, require_regular
 from fedveil.errors import BadArgument
 
-DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)  # from damaged archives and files
+DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)  # raised for damaged archives and files
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Archive:
 
     path: Path
     names: tuple[str, ...]  # names of the files, sorted, with `/` between folders; hidden files are left out
-    stamp: str  # changes when the content does
+    stamp: str  # changes when the content changes
 
     @contextmanager
     def reader(self) -> Iterator[Callable[[str], bytes]]:
@@ -41,7 +41,7 @@ class Archive:
             yield read
 
     def where(self, name: str) -> str:
-        """Return the name of a member for messages."""
+        """Return the location of a member, for messages."""
         return f"{self.path}, member {name}"
 
 
@@ -51,15 +51,18 @@ def _read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def read_member(opened: zipfile.ZipFile, name: str, most: int = MOST_BYTES) -> bytes:
-    """Read a member of a zip file unless it is larger than `most`; never unpack more than its declared size."""
-    if opened.getinfo(name).file_size > most:
-        raise zipfile.BadZipFile(f"it is larger than {most} bytes")
+def read_member(opened: zipfile.ZipFile, name: str, max_bytes: int = MOST_BYTES) -> bytes:
+    """Read a member of a zip file, unless its declared size exceeds `max_bytes`; never unpack more than that size."""
+    if opened.getinfo(name).file_size > max_bytes:
+        raise zipfile.BadZipFile(f"it is larger than {max_bytes} bytes")
     return opened.read(name)
 
 
 def open_archive(path: Path) -> Archive:
-    """List a folder or zip file; the stamp covers the size and time of each file in the folder, or of the zip file."""
+    """List the files in a folder or zip file.
+
+    The stamp contains the size and modification time of each file in the folder, or of the zip file.
+    """
     if path.is_dir():
         walk = os.walk(path, onerror=_refuse_folder)
         names = [Path(folder, file).relative_to(path).as_posix() for folder, _, files in walk for file in files]
@@ -71,13 +74,13 @@ def open_archive(path: Path) -> Archive:
 
 
 def stamp(path: Path) -> str:
-    """Return the size and time of a file, or of a broken link."""
+    """Return the size and modification time of a file or a broken link."""
     status = path.stat() if path.exists() else path.lstat()
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def _refuse_folder(error: OSError) -> NoReturn:
-    """Refuse a folder that cannot be listed: its images would be skipped silently."""
+    """Refuse a folder that cannot be listed, because its images would be skipped silently."""
     raise error
 
 
@@ -92,5 +95,5 @@ def _list_zip(path: Path) -> list[str]:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return whether a file belongs to the operating system, not to the user."""
+    """Return whether a file is hidden or was created by the operating system."""
     return any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db") for part in PurePosixPath(name).parts)

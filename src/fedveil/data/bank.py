@@ -15,19 +15,19 @@ ANSWERS = ("no", "yes")
 
 
 def bank(*, path: Path, task: Task = "regression", duration: bool = True) -> Data:
-    """Load Bank Marketing: 41,188 calls, 20 inputs (63 numbers), divided 8:1:1 for training, validation and test.
+    """Load Bank Marketing: 41,188 calls, 20 inputs (63 values), divided 8:1:1 for training, validation and test.
 
-    Differs from the paper, which states 17 inputs, as in the older bank-full.csv; its 41,188 records are those of
-    bank-additional-full.csv, which has 20.
+    Differs from the paper, which states 17 inputs, as in the older file bank-full.csv. The number of records in the
+    paper, 41,188, is that of bank-additional-full.csv, which has 20 inputs.
 
     Args:
         path: path of bank-additional-full.csv.
         task: "regression" (one target, 0 or 1, for the squared error) or "classification" (classes "no" and "yes").
-        duration: use the length of the call as an input. It is known only after the call, and nearly reveals the
-            answer.
+        duration: whether the duration of the call is an input. It is known only after the call, and nearly reveals
+            the answer.
     """
     table = read_table(path, ";")
-    table.need([*NUMBERS, *CATEGORIES, "y"])
+    table.require_columns([*NUMBERS, *CATEGORIES, "y"])
     train, validation, test = divide(len(table), (0.8, 0.1, 0.1))
     numbers, _, _ = table.standardise([name for name in NUMBERS if duration or name != "duration"], train)
     hot = [table.one_hot(column, known) for column, known in CATEGORIES.items()]

@@ -1,4 +1,4 @@
-"""The catalogue of data sets: their sources, their files, and loading by name. Only the loaders need torch."""
+"""The catalogue of data sets, and functions that find and load them. Only the loaders import torch."""
 
 import errno
 import importlib
@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from fedveil.checks import check_choice
 from fedveil.errors import BadArgument
-from fedveil.files import refusals
+from fedveil.files import convert_os_errors
 
 if TYPE_CHECKING:
     from fedveil.data.dataset import Data
@@ -25,8 +25,8 @@ Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
 Between = Annotated[float, Field(gt=0, lt=1)]
 Task = Literal["classification", "regression"]
-MOST_BYTES = 2**28  # maximum size of a file that is read as a whole: an image, a CIFAR batch, a download
-OWN = "yours"  # source and licence of a user's files
+MOST_BYTES = 2**28  # maximum size of a file that is read at once, such as an image, a CIFAR batch or a download
+OWN = "yours"  # source and licence of users' own files
 METADATA = "HAM10000_metadata.csv"
 _READABLE = "use files and folders that can be read"
 
@@ -37,23 +37,26 @@ class Download(NamedTuple):
     url: str
     file: str
     digest: str  # "md5:..." or "sha256:..." of the file
-    inside: tuple[str, ...] = ()  # path of zip members from the download to the file, outermost first
-    most: int = MOST_BYTES  # maximum size of the download and of each member; a download that exceeds it is aborted
+    members: tuple[str, ...] = ()  # names of the nested zip members that lead to the file, outermost first
+    max_bytes: int = MOST_BYTES  # maximum size of the download and of each member
 
 
 class DatasetInfo(NamedTuple):
-    """A data set in the catalogue, loaded by the function of the same name in `module`; its parameters are the options.
+    """An entry in the catalogue of data sets.
+
+    The function called `name` in `module` loads the data set, and its parameters are the options of the data set.
 
     Attributes:
-        name: name for `load`.
+        name: name to pass to `load`.
         module: module of this package that contains the loader.
-        description: description in a few words.
-        source: its authors, and where it is published.
+        description: short description.
+        source: authors of the data set, and where it is published.
         licence: licence under which it may be used.
-        files: patterns that identify a folder with the data set, best first; a match of a pattern that starts with "./"
-            stands for the folder itself. Empty for data that come with the library or belong to the user.
-        wanted: description of the files to put into its folder; for a user's files, an example of a path.
-        download: the public file, if anyone may download it.
+        files: glob patterns for the files of the data set, in order of preference. If a pattern starts with "./", the
+            data set is read from the folder that contains the match, otherwise from the match itself. Empty for data
+            that come with the library or belong to the user.
+        expected_files: description of the files to put into its folder; for users' own files, an example of a path.
+        download: the file to download; None if the data set cannot be downloaded automatically.
     """
 
     name: str
@@ -62,12 +65,12 @@ class DatasetInfo(NamedTuple):
     source: str
     licence: str
     files: tuple[str, ...] = ()
-    wanted: str = ""
+    expected_files: str = ""
     download: Download | None = None
 
     @property
     def state(self) -> str:
-        """One of "embedded" (comes with the library), "found", "missing" and "yours" (any files, given by path)."""
+        """The availability: "embedded" (comes with the library), "found", "missing" or "yours" (passed by the user)."""
         if self.files:
             return "missing" if self._find() is None else "found"
         return OWN if self.source == OWN else "embedded"
@@ -80,14 +83,14 @@ class DatasetInfo(NamedTuple):
     def _find(self) -> Path | None:
         try:
             return _find_inside(self, data_folder() / self.name)
-        except BadArgument:  # there are several archives, and `load` asks for one of them
+        except BadArgument:  # several archives match; `load` asks the user to choose one
             return data_folder() / self.name
-        except OSError:  # the folder cannot be read, and `load` says why
+        except OSError:  # the folder cannot be read; `load` reports the reason
             return None
 
 
 def read_resource(file: str, kind: type[T]) -> T:
-    """Read a TOML file of this package."""
+    """Read and validate a TOML file of this package."""
     text = resources.files("fedveil.data").joinpath(file).read_text(encoding="utf-8")
     return TypeAdapter(kind).validate_python(tomllib.loads(text))
 
@@ -108,11 +111,11 @@ def load(name: str, *, path: str | Path | None = None, **options: object) -> "Da
 
     Args:
         name: one of `fedveil.data.available()`, such as "digits", "bank", "cifar10", "lesion", "images", "csv".
-        path: the file or folder to read instead.
-        **options: options of this data set; the error about an unknown option lists them.
+        path: file or folder to read instead of that folder.
+        **options: options of the data set; the error for an unknown option lists them.
 
     Raises:
-        BadArgument: the name or an option is unknown, or a file is missing, damaged, mislabelled or not readable.
+        BadArgument: the name or an option is unknown, or a file is missing, damaged, mislabelled or unreadable.
 
     Example:
         >>> load("digits")
@@ -128,7 +131,7 @@ def load(name: str, *, path: str | Path | None = None, **options: object) -> "Da
             rule = error.errors()[0]["msg"].removeprefix("Input should be ")
             raise BadArgument(where, f"{option} must be {rule}, got {value!r}") from None
     source = find_source(name, path)
-    with refusals(source or where, "read", _READABLE):
+    with convert_os_errors(source or where, "read", _READABLE):
         return loader(**options) if source is None else loader(path=source, **options)
 
 
@@ -147,7 +150,7 @@ def _find_info(name: str) -> DatasetInfo:
 
 
 def available() -> list[DatasetInfo]:
-    """List every data set that `load` knows, sorted by name; `state` says whether its files are available.
+    """Return all data sets that `load` accepts, sorted by name; `state` shows whether their files are available.
 
     Example:
         >>> [info.state for info in available() if info.name == "digits"]
@@ -157,12 +160,12 @@ def available() -> list[DatasetInfo]:
 
 
 def cache_folder() -> Path:
-    """Return the folder for decoded images: $FEDVEIL_CACHE, else ~/.cache/fedveil."""
+    """Return the folder for decoded images: $FEDVEIL_CACHE, by default ~/.cache/fedveil."""
     return Path(os.path.expanduser(os.environ.get("FEDVEIL_CACHE") or "~/.cache/fedveil"))
 
 
 def data_folder() -> Path:
-    """Return the folder for the files of data sets: $FEDVEIL_DATA, else `data` in the cache folder."""
+    """Return the folder for the files of data sets: $FEDVEIL_DATA, by default `data` in the cache folder."""
     given = os.environ.get("FEDVEIL_DATA")
     return Path(os.path.expanduser(given)) if given else cache_folder() / "data"
 
@@ -177,9 +180,9 @@ def find_source(name: str, path: str | Path | None = None) -> Path | None:
     if not info.files and info.source != OWN:
         if given is not None:
             fix = f"leave the path out, or use --data csv (or images) --path {path} for your own files"
-            raise BadArgument(f"load({name!r})", "it comes with the library and takes no path", fix)
+            raise BadArgument(f"load({name!r})", "it comes with the library and does not accept a path", fix)
         return None
-    with refusals(given or data_folder(), "read", _READABLE):
+    with convert_os_errors(given or data_folder(), "read", _READABLE):
         return _find_files(info, given)
 
 
@@ -187,18 +190,20 @@ def _find_files(info: DatasetInfo, path: Path | None) -> Path:
     if info.files:
         folder = path or data_folder() / info.name
         where = folder if path is None or path.is_dir() else folder.parent
-        fix = f"put {info.wanted} into {where}, set FEDVEIL_DATA, pass path=, or run `fedveil data get {info.name}`"
+        fix = f"put {info.expected_files} into {where}, set FEDVEIL_DATA, pass path=, "
+        fix += f"or run `fedveil data get {info.name}`"
         if path is None or path.is_dir():
             found = _find_inside(info, folder)
             if found is None:
-                what = f"no files of {info.name!r} here" if folder.is_dir() else "there is no such folder"
+                what = f"there are no files of {info.name!r} here" if folder.is_dir() else "there is no such folder"
                 raise BadArgument(str(folder), what, fix)
             return found
     elif path is None:
-        fix = f"use --path {info.wanted} (in Python load({info.name!r}, path={info.wanted!r}))"
+        example = info.expected_files
+        fix = f"use --path {example} (in Python load({info.name!r}, path={example!r}))"
         raise BadArgument(f"load({info.name!r})", "it needs a path", fix)
     else:
-        fix = "give the --path (in Python path=) of an existing file or folder"
+        fix = "pass an existing file or folder as --path (in Python path=)"
     if not path.exists():
         what = "it is a broken link" if path.is_symlink() else "there is no such file"
         raise BadArgument(str(path), what, fix)
@@ -212,22 +217,22 @@ def _find_inside(info: DatasetInfo, folder: Path) -> Path | None:
         if found and pattern.startswith("./"):
             return folder
         if len(found) > 1:
-            what = f"several archives could be {info.name!r}: {shorten(path.name for path in found)}"
-            raise BadArgument(str(folder), what, "name one of them with path=, or unpack them into this folder")
+            what = f"several archives could contain {info.name!r}: {shorten(path.name for path in found)}"
+            raise BadArgument(str(folder), what, "pass one of them as path=, or unpack them into this folder")
         if found:
             return found[0]
     return None
 
 
 def require_regular(path: Path) -> Path:
-    """Return `path` if it is a regular file: reading a pipe would never end, and a link may be broken."""
+    """Return `path` if it is a regular file; refuse anything else, such as a pipe, from which reading could block."""
     if not stat.S_ISREG(path.stat().st_mode):
         kind = errno.EISDIR if path.is_dir() else errno.EINVAL
         raise OSError(kind, os.strerror(kind) if path.is_dir() else "it is not a regular file", str(path))
     return path
 
 
-def shorten(names: Iterable[str], most: int = 5) -> str:
-    """Return the first few names, for a message."""
+def shorten(names: Iterable[str], limit: int = 5) -> str:
+    """Join the first few names for a message, and count the others."""
     listed = list(names)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")

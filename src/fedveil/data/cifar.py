@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009), from the published archive or from image files.
 
-The published archive contains pickles, and a pickle is a program. It is never run here: pixels and labels are read
-from its list of instructions.
+The published archive contains pickles, and unpickling can run any code. Pickles are therefore never loaded here:
+pixels and labels are read from their opcodes.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from fedveil.data.splits import Indices
 from fedveil.errors import BadArgument
 
 SIDE = 32
-MOST_UNPACKED = 2**29  # maximum size of an archive in bytes; the published ones have 186 MB
+MOST_UNPACKED = 2**29  # maximum size of an unpacked archive in bytes; the published ones have 186 MB
 _WIDTH = 3 * SIDE * SIDE
 _AGAIN = "download the archive again"
 
@@ -35,7 +35,7 @@ class _Variant(NamedTuple):
 
     name: str
     classes: tuple[str, ...]
-    batches: tuple[str, ...]  # files of the published archive; the last is for testing
+    batches: tuple[str, ...]  # files in the published archive; the last one is for testing
     labels: str
     mean: Channels
     deviation: Channels
@@ -48,33 +48,33 @@ HUNDRED = _Variant("cifar100", _HUNDRED, _TWO, "fine_labels", (0.5071, 0.4865, 0
 
 
 def _load(
-    form: _Variant,
+    variant: _Variant,
     *,
     path: Path,
     train_size: Positive | None = None,
     test_size: Positive | None = None,
     size: Literal[32, 16, 8] = 32,
 ) -> Data:
-    """Load 50,000 + 10,000 colour images of 32 x 32 pixels in 10 or 100 classes, standardised with the usual constants.
+    """Load 60,000 colour images of 32 x 32 pixels in 10 or 100 classes, standardised with the usual constants.
 
     Args:
-        form: CIFAR-10, or CIFAR-100 with its fine labels.
+        variant: CIFAR-10, or CIFAR-100 with its fine labels.
         path: cifar-10-python.tar.gz or cifar-100-python.tar.gz, its unpacked folder, or a folder or zip of
             train|test/<class>/<image>.
-        train_size: number of training records, the same number of each class; all by default.
-        test_size: number of test records.
+        train_size: number of training records, the same number of each class; all 50,000 by default.
+        test_size: number of test records, likewise; all 10,000 by default.
         size: side of the images: 32, or 16 or 8 by averaging neighbouring pixels.
     """
     batches = path.is_file() and path.name.endswith((".tar.gz", ".tgz", ".tar"))
-    if batches or (path / form.batches[0]).is_file():
-        files = [path] if path.is_file() else [path / name for name in form.batches]
-        key = form.name, str(path.resolve()), *(stamp(file) for file in files if file.exists())
-        arrays = use_cache(key, lambda: _read_batches(form, path))
-        images = ImageSet(arrays["pixels"], arrays["targets"], arrays["train"], arrays["test"], form.classes)
+    if batches or (path / variant.batches[0]).is_file():
+        files = [path] if path.is_file() else [path / name for name in variant.batches]
+        key = variant.name, str(path.resolve()), *(stamp(file) for file in files if file.exists())
+        arrays = use_cache(key, lambda: _read_batches(variant, path))
+        images = ImageSet(arrays["pixels"], arrays["targets"], arrays["train"], arrays["test"], variant.classes)
     else:
         archive = open_archive(path)
-        images = read_files(archive, find_image_files(archive), SIDE, form.classes)
-    found = assemble(form.name, images, (form.mean, form.deviation), (train_size, test_size))
+        images = read_files(archive, find_image_files(archive), SIDE, variant.classes)
+    found = assemble(variant.name, images, (variant.mean, variant.deviation), (train_size, test_size))
     if size == SIDE:
         return found
     small = [DataPart(avg_pool2d(part.tensor, SIDE // size), part.targets) for part in (found.train, found.test)]
@@ -84,10 +84,10 @@ def _load(
 cifar10, cifar100 = functools.partial(_load, TEN), functools.partial(_load, HUNDRED)
 
 
-def _read_batches(form: _Variant, source: Path) -> Arrays:
-    """Read all batches of the published archive or its unpacked folder."""
-    contents = _read_members(source, form.batches)
-    found = [_read_batch(form, f"{source}, member {name}", contents.get(name)) for name in form.batches]
+def _read_batches(variant: _Variant, source: Path) -> Arrays:
+    """Read all batches from the published archive or its unpacked folder."""
+    contents = _read_members(source, variant.batches)
+    found = [_read_batch(variant, f"{source}, member {name}", contents.get(name)) for name in variant.batches]
     pixels, targets = (np.concatenate(parts) for parts in zip(*found, strict=True))
     train, test = np.split(np.arange(len(targets)), [-len(found[-1][1])])
     return {"pixels": pixels, "targets": targets, "train": train, "test": test}
@@ -114,30 +114,30 @@ def _read_members(source: Path, names: tuple[str, ...]) -> dict[str, bytes]:
         raise BadArgument(str(source), what, "it is damaged or truncated: download it again") from error
 
 
-def _read_batch(form: _Variant, where: str, content: bytes | None) -> tuple[Bytes, Indices]:
+def _read_batch(variant: _Variant, where: str, content: bytes | None) -> tuple[Bytes, Indices]:
     if not content:
         raise BadArgument(where, "it is missing or empty", _AGAIN)
     try:
-        pixels, labels = read_pickle(content, form.labels)
-    except Exception as error:  # a damaged pickle may fail in any way
+        pixels, labels = read_pickle(content, variant.labels)
+    except Exception as error:  # damaged pickles raise many kinds of errors
         raise BadArgument(where, f"not a CIFAR file: {error or type(error).__name__}", _AGAIN) from error
     if not pixels or len(pixels) % _WIDTH:
-        raise BadArgument(where, f"it has no images of {_WIDTH} bytes", _AGAIN)
+        raise BadArgument(where, f"its pixels are not images of {_WIDTH} bytes each", _AGAIN)
     if len(labels) * _WIDTH != len(pixels):
-        what = f"{len(labels)} {form.labels} for {len(pixels) // _WIDTH} images"
+        what = f"{len(labels)} {variant.labels} for {len(pixels) // _WIDTH} images"
         raise BadArgument(where, what, _AGAIN)
     for row, label in enumerate(labels):
-        if label >= len(form.classes):
-            what = f"label {label} is not one of {len(form.classes)} classes"
+        if label >= len(variant.classes):
+            what = f"label {label} is not one of {len(variant.classes)} classes"
             raise BadArgument(f"{where}, row {row}", what, _AGAIN)
     images = np.frombuffer(pixels, dtype=np.uint8).reshape(-1, 3, SIDE, SIDE)
     return images, np.frombuffer(labels, dtype=np.uint8).astype(np.int64)
 
 
 def read_pickle(content: bytes, key: str) -> tuple[bytes, bytearray]:
-    """Return the byte array in a pickle and the list of small integers stored under `key`, without running the pickle.
+    """Return the byte array in a pickle and the list of small integers stored under `key`, without unpickling it.
 
-    NumPy writes the type of an array, whether it is in Fortran order, and its values, one after the other.
+    NumPy pickles the dtype of an array first, then whether the array is in Fortran order, then its values.
     """
     pixels, labels, last, of_bytes, fortran = b"", bytearray(), b"", False, True
     for opcode, argument, _ in pickletools.genops(content):
@@ -146,7 +146,7 @@ def read_pickle(content: bytes, key: str) -> tuple[bytes, bytearray]:
             of_bytes |= last == b"u1"
             if len(last) >= _WIDTH:
                 if pixels or fortran or not of_bytes:
-                    raise ValueError("it contains an array that is not of bytes")
+                    raise ValueError("it contains an array of a type other than bytes")
                 pixels = last
         elif opcode.name == "BININT1" and last == key.encode():
             labels.append(int(argument or 0))

@@ -1,4 +1,4 @@
-"""Any CSV file as a data set: numeric and categorical columns, and a task that is inferred from the target."""
+"""Load any CSV file as a data set of numeric and categorical columns; infer the task from the target."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,8 @@ from fedveil.errors import BadArgument
 
 WHERE = "load('csv')"
 MOST_CATEGORIES = 1000
-MANY = 0.2  # with more categories per record, a column helps no model
-_TAB = {"\\t": "\t", "tab": "\t"}  # as typed in a shell
+MANY = 0.2  # a column with more categories per record than this does not help a model
+_TAB = {"\\t": "\t", "tab": "\t"}  # how users type a tab in a shell
 _PANDAS = "pandas.read_parquet (or read_excel, read_json)(path).to_csv('records.csv')"
 _BINARY = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PAR1", b"ARROW1")
 _OTHER_FILES = (*_BINARY, b'{"', b"[{", b"<!DOCTYPE", b"<!doctype", b"\xff\xfe", b"\xfe\xff")
@@ -37,21 +37,22 @@ def csv(
 ) -> Data:
     """Load any CSV file with a header: numeric columns are standardised on the training part, others one-hot encoded.
 
-    A cell is missing if it is empty or contains NA, N/A, #N/A, <NA>, NaN, null or ?, in upper or lower case; in numeric
-    columns also None. Any other word, such as "unknown", is a category. In columns named in `categorical`, only empty
-    cells are missing. The `notes` of the result list what was inferred, left out or filled in.
+    A cell is missing if it is empty or contains NA, N/A, #N/A, <NA>, NaN, null or ?, in upper or lower case; in
+    numeric columns, None also counts as missing. Any other word, such as "unknown", is a category. In columns named in
+    `categorical`, only empty cells are missing. The `notes` of the result report what was inferred, left out
+    or filled in.
 
     Args:
         path: the file.
         target: the column to predict.
         task: "classification" (classes are the sorted values of the target) or "regression" (a numeric target,
-            standardised on the training part). By default, a numeric target is a regression unless it has only two
-            distinct integer values, such as 0 and 1: these are classes, as words are.
-        delimiter: delimiter between fields; by default detected among comma, semicolon, tab and |.
+            standardised on the training part). By default, words are classes, and so are numbers if there are only two
+            distinct integers, such as 0 and 1; any other numeric target is a regression.
+        delimiter: field delimiter; by default, a comma, semicolon, tab or | is detected.
         decimal: the decimal mark in numbers, "." or ",".
-        missing: "refuse" missing cells (the error counts them), "drop" their records, or "impute" them: numbers by the
-            median of the training part, which is robust to extreme values; words by the category "missing", so that
-            no value is invented. A missing target is never filled in: its record is left out.
+        missing: "refuse" missing cells (the error counts them), "drop" their records, or "impute" them: numbers with
+            the median of the training part, which is robust to outliers, and words with the category "missing". A
+            missing target is never imputed: its record is left out.
         test_share: fraction of the records to test on, between 0 and 1.
         seed: seed for the division into training and test records.
         ignore: columns that are not inputs; `split(..., how="column")` can still use them. A column without a name,
@@ -134,18 +135,18 @@ def _check_target(table: CsvTable, target: str | None, ignore: Sequence[str], ca
         raise BadArgument(f"{table.path}, line 1", what, "add a first line with the name of each column")
     if target is None:
         fix = f"use --target (in Python target=) with one of {', '.join(table.columns)}"
-        raise BadArgument(WHERE, "it needs the column to predict", fix)
+        raise BadArgument(WHERE, "the column to predict is not specified", fix)
     for column in (target, *ignore, *categorical):
         check_choice(table.path, "column", column, table.columns)
     if target in ignore:
-        raise BadArgument(table.path, f"{target!r} is both the target and in ignore", "take it out of one of them")
+        raise BadArgument(table.path, f"{target!r} is both the target and an ignored column", "choose one")
     return target
 
 
 def _inspect_inputs(
     table: CsvTable, target: str, ignore: Sequence[str], categorical: Sequence[str], notes: list[str]
 ) -> list[Column]:
-    """Choose and inspect the input columns; refuse words in numeric columns."""
+    """Choose and inspect the input columns; refuse columns of numbers that contain a few words."""
     names = [column for column in table.columns if column != target and column not in ignore]
     unnamed = [column for column in names if column.startswith("Unnamed: ") and column not in categorical]
     if unnamed:
@@ -155,31 +156,31 @@ def _inspect_inputs(
         raise BadArgument(table.path, "no columns are left as inputs", "ignore fewer columns")
     for column in inputs:
         if not column.numeric and column.name not in categorical:
-            _refuse_spoilt_numbers(table, column, flag("categorical", column.name))
+            _refuse_stray_words(table, column, flag("categorical", column.name))
     return inputs
 
 
-def _refuse_spoilt_numbers(table: CsvTable, column: Column, otherwise: str) -> None:
-    """Refuse words in a column that looks numeric."""
+def _refuse_stray_words(table: CsvTable, column: Column, alternative: str) -> None:
+    """Refuse a column that looks numeric but contains a few words."""
     cells = table.columns[column.name]
     row, *others = np.flatnonzero(np.isin(cells, list(column.words))).tolist()
     first, other = cells[row][:40], "," if table.decimal == "." else "."
     if all(number(cell, other) is not None for cell in set(cells) - column.gaps):
         what = f"{first!r} is not a number with {table.decimal!r} as the decimal mark, but would be one with {other!r}"
-        fix = f"use {flag('decimal', other)}; if it separates thousands, remove it from the file; else use {otherwise}"
+        fix = f"use {flag('decimal', other)}, remove it from the file if it separates thousands, or use {alternative}"
         table.refuse(row, column.name, what, fix)
     if 1 + len(others) < sum(cell not in column.gaps for cell in cells) / 2:
         what = f"{first!r} is not a number, but most cells in this column are"
-        fix = f"correct the cell, empty it if the value is missing, or use {otherwise}"
+        fix = f"correct the cell, empty it if the value is missing, or use {alternative}"
         table.refuse(row, column.name, what, fix)
 
 
 def _choose_task(table: CsvTable, target: Column, task: Task | None, categorical: bool, notes: list[str]) -> Task:
-    """Return the task that the user has chosen, or that the target suggests."""
+    """Return the task that the user has chosen or, by default, infer it from the target."""
     classes = flag("task", "classification")
     if task == "regression" and categorical:
-        what = f"a regression needs numbers, but the target {target.name!r} is in categorical"
-        raise BadArgument(table.path, what, f"take it out, or use {classes}")
+        what = f"a regression needs numbers, but the target {target.name!r} is listed in categorical"
+        raise BadArgument(table.path, what, f"remove it from categorical, or use {classes}")
     if task == "regression" and not target.numeric:
         cells = table.columns[target.name]
         row = int(np.isin(cells, list(target.words)).argmax())
@@ -189,7 +190,7 @@ def _choose_task(table: CsvTable, target: Column, task: Task | None, categorical
         return task or "classification"
     values = set(table.columns[target.name]) - target.gaps
     if not target.numeric:
-        _refuse_spoilt_numbers(table, target, classes)
+        _refuse_stray_words(table, target, classes)
         held = f"{len(values):,} distinct words, such as {min(values)[:40]!r}"
         notes.append(f"classification, because the target {target.name!r} has {held}")
         return "classification"
@@ -213,19 +214,19 @@ def _unify_spelling(table: CsvTable, target: str) -> CsvTable:
 
 
 def _encode(table: CsvTable, column: Column, train: Indices) -> Floats:
-    """Return one column as numbers: standardised if it is numeric, else one-hot."""
+    """Return one column as numbers, standardised if it is numeric, otherwise one-hot encoded."""
     if column.numeric:
         return table.standardise([column.name], train)[0]
     categories = _list_categories(table, column.name, "one-hot inputs", flag("ignore", column.name))
     return table.one_hot(column.name, categories)
 
 
-def _list_categories(table: CsvTable, column: str, purpose: str, otherwise: str) -> tuple[str, ...]:
-    """Return the distinct values of a column; refuse too many, which are often amounts with signs, or dates."""
+def _list_categories(table: CsvTable, column: str, purpose: str, alternative: str) -> tuple[str, ...]:
+    """Return the distinct values of a column; refuse too many values, such as dates, or amounts with currency signs."""
     values = table.categories(column)
     if len(values) > MOST_CATEGORIES:
         what = f"{len(values):,} distinct values are too many for {purpose} (at most {MOST_CATEGORIES:,})"
-        fix = f"use {otherwise}; write amounts without signs and separators, and dates as numbers of days"
+        fix = f"use {alternative}; write amounts without currency signs and separators, and dates as numbers of days"
         table.refuse_column(column, what, fix)
     return values
 
@@ -238,9 +239,9 @@ def _note_columns(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -
     numeric = [column.name for column in inputs if column.numeric and len(table) > FEW]
     rising = [name for name in numeric if (np.diff(table.numbers(name)) == 1).all()]  # consecutive integers
     if rising:
-        what = f"{shorten(map(repr, rising))} numbers the rows, which says nothing about new rows"
+        what = f"{shorten(map(repr, rising))} numbers the rows, which does not help to predict new records"
         notes.append(f"{what}; use {flag('ignore', rising[0])} if it is an identifier")
     many = [name for name, size in sizes.items() if size > max(FEW, MANY * len(table))]
     if many:
-        what = f"{shorten(map(repr, many))}: nearly one category per record, which a model memorises"
-        notes.append(f"{what}; use --ignore for dates and identifiers, and remove signs and separators from numbers")
+        what = f"{shorten(map(repr, many))}: nearly one category per record, so a model would memorise the records"
+        notes.append(f"{what}; use --ignore for dates and identifiers, and remove currency signs from numbers")

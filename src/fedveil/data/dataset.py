@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fedveil.errors import BadArgument
 from fedveil.records.inputs import Inputs, check_alike, describe_forms, map_tensors, name_tensors
-from fedveil.records.sources import Given, Stream, as_source, check_finite, check_form, check_range
+from fedveil.records.sources import Stream, UserRecords, as_source, check_finite, check_form, check_range
 
-FEW = 20  # up to this number of distinct integers may be classes
+FEW = 20  # targets with at most this number of distinct integers may be classes
 
 
 class DataPart(NamedTuple):
@@ -21,9 +21,9 @@ class DataPart(NamedTuple):
 
     Attributes:
         inputs: a tensor whose first dimension indexes records, float32 or integers (token ids), or a tuple or dict of
-            such tensors; images are (n, channels, height, width).
-        targets: int64 class indices (n,), or (n, ...) with one for each pixel or token; float32 (n, outputs) or
-            (n, ...) for regression.
+            such tensors; images have shape (n, channels, height, width).
+        targets: int64 class indices of shape (n,), or (n, ...) with a class for each pixel or token; for regression,
+            float32 of shape (n, outputs) or (n, ...).
     """
 
     inputs: Inputs
@@ -35,15 +35,15 @@ class DataPart(NamedTuple):
         return one_tensor("inputs", self.inputs)
 
     def take(self, rows: Tensor | NDArray[np.generic] | Sequence[int]) -> "DataPart":
-        """Return the given records."""
+        """Return the records with the given indices."""
         return DataPart(map_tensors(lambda tensor: tensor[rows], self.inputs), self.targets[rows])
 
 
 def one_tensor(where: str, inputs: Inputs) -> Tensor:
-    """Return the inputs; refuse any that are not a single tensor."""
+    """Return the inputs if they are a single tensor; refuse any others."""
     if not isinstance(inputs, Tensor):
-        what = f"each record is a {type(inputs).__name__} of tensors, but this takes only records of one tensor"
-        raise BadArgument(where, what, "use data whose inputs are one tensor")
+        what = f"each record is a {type(inputs).__name__} of tensors, but here a record must be a single tensor"
+        raise BadArgument(where, what, "use data whose inputs are a single tensor")
     return inputs
 
 
@@ -57,10 +57,10 @@ class Data:
         test: the records that nobody trains on.
         validation: records for choosing settings, if the data set has any.
         classes: class names by index; () for regression.
-        columns: for each training record, values by which `split(..., how="column")` can divide the records.
+        columns: values of each training record, by column, which `split(..., how="column")` can use to divide records.
         scale: for images, the mean and deviation of each channel with which pixels in [0, 1] were standardised.
         target_scale: for a standardised regression target, its mean and deviation in the training part.
-        notes: the loader's decisions (inferred, left out, filled in, divided), one sentence each, for the user to read.
+        notes: what the loader inferred, left out, filled in or divided, for the user to read.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Data:
 
     @property
     def outputs(self) -> int:
-        """The number of outputs that a model for this data needs: one per class, or one per number in a target."""
+        """The number of outputs that a model needs: one per class, or one per value in a regression target."""
         return len(self.classes) or self.train.targets[0].numel()
 
     def pixels(self, inputs: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Data:
         return (inputs * deviation + mean).clamp(0, 1)
 
     def standardise(self, pixels: Tensor) -> Tensor:
-        """Return pixels in [0, 1] as images that a model for this data takes; differentiable."""
+        """Return pixels in [0, 1] as inputs for a model; differentiable."""
         mean, deviation = self._channel_scale(pixels)
         return (pixels - mean) / deviation
 
@@ -123,18 +123,18 @@ class Data:
 
 
 def _check_part(where: str, part: DataPart, classes: tuple[str, ...]) -> None:
-    """Refuse a part whose tensors do not match one another."""
+    """Refuse a part whose tensors do not match one another or the classes."""
     check_form(where, part)
     inputs, targets = part
     for path, tensor in name_tensors(inputs).items():
         real = tensor.dtype == torch.float32 or not (tensor.is_floating_point() or tensor.is_complex())
         if not real or tensor.dim() < (2 if tensor is inputs else 1):
-            what = f"{path} are {tensor.dtype} of shape {tuple(tensor.shape)}"
+            what = f"the dtype of {path} is {tensor.dtype}, and the shape is {tuple(tensor.shape)}"
             raise BadArgument(where, what, "use float32 or integers of shape (records, ...)")
     dtype, least = (torch.int64, 1) if classes else (torch.float32, 2)
     if targets.dtype != dtype or targets.dim() < least:
         form = "(records,), or (records, ...) with a class at each position" if classes else "(records, outputs)"
-        what = f"targets are {targets.dtype} of shape {tuple(targets.shape)}"
+        what = f"the dtype of targets is {targets.dtype}, and the shape is {tuple(targets.shape)}"
         raise BadArgument(where, what, f"use {dtype} targets of shape {form}")
     if classes and not 0 <= int(targets.min()) <= int(targets.max()) < len(classes):
         what = f"targets range from {int(targets.min())} to {int(targets.max())}, but there are {len(classes)} classes"
@@ -142,7 +142,7 @@ def _check_part(where: str, part: DataPart, classes: tuple[str, ...]) -> None:
 
 
 def part_from_arrays(inputs: NDArray[np.generic], targets: NDArray[np.generic]) -> DataPart:
-    """Return a part made from arrays; targets become int64 if they are integers, else float32."""
+    """Convert arrays to a `DataPart`; targets become int64 if they are integers, otherwise float32."""
     kind = np.int64 if targets.dtype.kind in "iu" else np.float32
     return DataPart(
         torch.from_numpy(np.ascontiguousarray(inputs, dtype=np.float32)),
@@ -150,27 +150,27 @@ def part_from_arrays(inputs: NDArray[np.generic], targets: NDArray[np.generic]) 
     )
 
 
-def from_records(name: str, train: Given, test: Given, *, classes: Sequence[str] = ()) -> Data:
+def from_records(name: str, train: UserRecords, test: UserRecords, *, classes: Sequence[str] = ()) -> Data:
     """Read a user's training and test records into memory.
 
-    If they do not fit, pass Datasets as clients to `Federation`, which reads them batch by batch.
+    If they do not fit into memory, pass Datasets to `Federation` instead, which reads them batch by batch.
 
     Args:
-        name: name of the result.
+        name: name of the data set.
         train: (inputs, targets), each a tensor, a NumPy array, or a pandas DataFrame or Series (targets may also be a
             list of numbers); or a Dataset of (input, target) or (input, input, ..., target); or a DataLoader, whose
-            collate_fn makes one batch of all records. Inputs may be a tuple or dict: the arguments or keyword arguments
-            of a model's forward. The columns of a DataFrame of inputs are features and become float32, even integers;
-            for token ids, pass ``frame.to_numpy()``.
+            collate_fn combines all records into one batch. Inputs may be a tuple or dict: the arguments or keyword
+            arguments of a model's forward. The columns of a DataFrame of inputs are features and become float32, even
+            if they are integers; for token ids, pass ``frame.to_numpy()``.
         test: test records, in any of these forms.
-        classes: names of the classes; by default "0", "1", ... if targets are integers, else () (a regression).
+        classes: class names; by default "0", "1", ... if targets are integers, or () for a regression.
 
     Returns:
         The data set. Integers (token ids) become int64; bytes (pixels) and other numbers become float32, unscaled.
         Targets may have a class for each pixel or token.
 
     Raises:
-        BadArgument: records do not have one of these forms, or differ from one another; the message says which.
+        BadArgument: a record does not have one of these forms, or differs from the others; the message names it.
 
     Example:
         >>> train = np.zeros((3, 2)), np.array([0, 1, 1])
@@ -188,7 +188,7 @@ def from_records(name: str, train: Given, test: Given, *, classes: Sequence[str]
     return Data(name, first, second, classes=tuple(classes or map(str, range(count))))
 
 
-def _read_part(where: str, given: Given) -> DataPart:
+def _read_part(where: str, given: UserRecords) -> DataPart:
     """Read records in any of the accepted forms as a part."""
     source = as_source(where, given)
     if not len(source):
@@ -223,4 +223,4 @@ def _note_classes(targets: Tensor) -> tuple[str, ...]:
     if len(values) > FEW or (values != np.rint(values)).any():
         return ()
     found = f"targets are floating-point numbers with {len(values)} distinct integer values"
-    return (f"{found}, treated as a regression; pass them as int64 if they are classes",)
+    return (f"{found} and are treated as a regression target; pass them as int64 if they are classes",)

@@ -1,4 +1,4 @@
-"""Downloads that are verified before they are kept, with only the standard library."""
+"""Download data sets and verify their checksums, with only the standard library."""
 
 import hashlib
 import http.client
@@ -12,7 +12,7 @@ from fedveil.checks import check_choice
 from fedveil.data.archives import DAMAGE, read_member
 from fedveil.data.catalogue import CATALOGUE, Download, data_folder
 from fedveil.errors import BadArgument
-from fedveil.files import write_whole
+from fedveil.files import write_atomically
 from fedveil.progress import Progress
 
 _BLOCK = 1 << 18
@@ -20,23 +20,23 @@ _TIMEOUT = 30.0
 
 
 def get(name: str, folder: str | Path | None = None, progress: Progress | None = None) -> Path:
-    """Download a data set to where `load` finds it. A file with a wrong checksum is not kept.
+    """Download a data set to the folder where `load` looks for it. A file with a wrong checksum is discarded.
 
     Args:
         name: name of the data set.
         folder: folder that contains one folder per data set; $FEDVEIL_DATA by default.
-        progress: called with the fraction that has arrived, and with its size as text.
+        progress: called with the fraction downloaded so far, and its size as text.
 
     Raises:
-        BadArgument: it needs no download, it cannot be downloaded, or the download failed; the message says which file
-            to put where.
+        BadArgument: the data set needs no download, cannot be downloaded automatically, or the download failed; the
+            message states which file to put where.
     """
     entry = CATALOGUE[check_choice("get", "data set", name, CATALOGUE)]
     if not entry.files:
         raise BadArgument("get", f"{name!r} needs no download", f"use fedveil.data.load({name!r})")
     home = (data_folder() if folder is None else Path(os.path.expanduser(folder))) / name
     if entry.download is None:
-        fix = f"get it from {entry.source} (its terms must be accepted there) and put {entry.wanted} into {home}"
+        fix = f"get it from {entry.source} (you must accept its terms there) and put {entry.expected_files} into {home}"
         raise BadArgument("get", f"{name!r} cannot be downloaded automatically", fix)
     source, target = entry.download, home / entry.download.file
     fix = f"run again, or put {target.name} into {home} yourself"
@@ -50,37 +50,37 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
     except (http.client.HTTPException, KeyError, *DAMAGE) as error:
         raise BadArgument(source.url, f"the download failed: {error}", fix) from error
     if compute_digest(content, source.digest) != source.digest:
-        what = f"the download is not the expected file (its checksum is not {source.digest}), and was not kept"
+        what = f"the download is not the expected file (its checksum is not {source.digest}) and was discarded"
         raise BadArgument(source.url, what, fix)
-    return write_whole(target, content)
+    return write_atomically(target, content)
 
 
 def _receive(source: Download, progress: Progress | None) -> bytes:
-    """Return the data that the server sends; stop if there are more than expected."""
+    """Return the bytes that the server sends; abort if there are more than expected."""
     content = bytearray()
     with urllib.request.urlopen(source.url, timeout=_TIMEOUT) as answer:
         total = answer.length or 0
         while block := answer.read(_BLOCK):
             content += block
-            if max(total, len(content)) > source.most:
-                raise OSError(f"it sends more than the expected maximum of {source.most} bytes")
+            if max(total, len(content)) > source.max_bytes:
+                raise OSError(f"the server sends more than the maximum of {source.max_bytes} bytes")
             if progress:
                 progress(len(content) / total if total else 0.0, f"{len(content) / 1e6:.1f} MB")
     if len(content) < total:
-        raise ConnectionError(f"it stopped at {len(content)} of {total} bytes")
+        raise ConnectionError(f"the connection was closed after {len(content)} of {total} bytes")
     return bytes(content)
 
 
 def _unpack(content: bytes, source: Download) -> bytes:
-    """Return the file itself: the download, or a member of it if it is a zip file, or of a zip file inside."""
-    for member in source.inside:
+    """Return the file itself, which may be inside nested zip files."""
+    for member in source.members:
         with zipfile.ZipFile(io.BytesIO(content)) as opened:
-            content = read_member(opened, member, source.most)
+            content = read_member(opened, member, source.max_bytes)
     return content
 
 
-def compute_digest(content: Path | bytes, like: str) -> str:
-    """Return the checksum of a file or of bytes, with the same algorithm as `like`, such as "md5:..."."""
-    kind = like.partition(":")[0]
+def compute_digest(content: Path | bytes, expected: str) -> str:
+    """Compute the checksum of a file or of bytes, with the same algorithm as `expected`, such as "md5:..."."""
+    kind = expected.partition(":")[0]
     with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
         return f"{kind}:{hashlib.file_digest(file, kind).hexdigest()}"

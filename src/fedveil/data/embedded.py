@@ -1,4 +1,4 @@
-"""Small data sets that come with scikit-learn: no files, no download."""
+"""Small data sets that come with scikit-learn and need no download."""
 
 import numpy as np
 
@@ -9,11 +9,11 @@ from fedveil.errors import BadArgument
 
 
 def digits(*, flat: bool = True, train_size: Positive | None = None, test_size: Positive | None = None) -> Data:
-    """Load handwritten digits: 1,797 grey images of 8 x 8 pixels in [0, 1], ten classes, divided 80:20.
+    """Load handwritten digits: 1,797 greyscale images of 8 x 8 pixels in [0, 1], ten classes, divided 80:20.
 
     Args:
         flat: whether inputs have shape (64,) instead of (1, 8, 8).
-        train_size: number of training records, instead of 80 %; all others are for testing.
+        train_size: number of training records, instead of 80 %; the others are test records.
         test_size: number of test records to use; all by default.
     """
     from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Any folder or zip file of images, with a folder per class: decoded once to bytes, cached, standardised on loading."""
+"""Load any folder or zip file of images, with one folder per class; decoded images are cached."""
 
 import hashlib
 import io
@@ -19,7 +19,7 @@ from fedveil.data.catalogue import Between, Positive, Seed, cache_folder, requir
 from fedveil.data.dataset import Data, DataPart
 from fedveil.data.splits import Indices, choose_subset, divide_classes
 from fedveil.errors import BadArgument
-from fedveil.files import require_memory, write_whole
+from fedveil.files import require_memory, write_atomically
 
 PURPOSES = ("train", "test")
 FORM = "train/<class>/<image> and test/<class>/<image>"
@@ -33,7 +33,7 @@ _CACHE_VERSION = "2"
 
 
 class ImageFile(NamedTuple):
-    """A member of an archive, its purpose and its class."""
+    """An image in an archive, with its purpose (train or test) and its class."""
 
     name: str
     purpose: str
@@ -41,7 +41,7 @@ class ImageFile(NamedTuple):
 
 
 class ImageSet(NamedTuple):
-    """Images as bytes (n, 3, side, side), the class index of each, and the rows for training and for testing."""
+    """Images as bytes of shape (n, 3, side, side), their class indices, and the rows for training and testing."""
 
     pixels: Bytes
     targets: Indices
@@ -61,16 +61,16 @@ def images(
 ) -> Data:
     """Load a folder or zip file of images, with one folder per class; channels are standardised on the training part.
 
-    Images that are not divided into train/ and test/ are divided here, class by class, and `notes` says so.
+    If there are no folders train/ and test/, each class is divided at random, and `notes` reports this.
 
     Args:
         path: path of the folder or zip file, which contains train/<class>/<image> and test/<class>/<image>, or only the
-            former, or <class>/<image>. No class can be called train or test.
-        size: side in pixels; images of another size are resized without keeping their aspect ratio.
-        train_size: number of training records, each class in proportion; all by default.
-        test_size: number of test records.
-        test_share: fraction of the images to test on if they are divided here, between 0 and 1; 0.2 by default.
-        seed: seed for that division.
+            former, or <class>/<image>. No class may be called train or test.
+        size: side of the images in pixels; images of another size are resized without keeping their aspect ratio.
+        train_size: number of training records, chosen in proportion to the class sizes; all by default.
+        test_size: number of test records, chosen in the same way.
+        test_share: fraction of the images to test on if there is no folder test/, between 0 and 1; 0.2 by default.
+        seed: seed for the division into training and test images.
     """
     archive, notes = open_archive(path), []
     files = find_image_files(archive) or _find_class_folders(archive)
@@ -95,16 +95,16 @@ def assemble(
     sizes: tuple[int | None, int | None],
     columns: Arrays | None = None,
 ) -> Data:
-    """Make a data set from images: choose subsets, shuffle records, standardise channels.
+    """Create a data set from images: choose subsets, shuffle records and standardise channels.
 
     Args:
         name: name of the data set.
         images: images for both training and testing.
         scale: mean and deviation of each channel.
         sizes: sizes of the subsets for training and testing; None for all records.
-        columns: values for each image.
+        columns: values of each image, by column.
     """
-    where, targets = f"load of {name!r}", images.targets
+    where, targets = f"data set {name!r}", images.targets
     train = images.train[choose_subset(where, "train_size", targets[images.train], sizes[0])]
     test = images.test[choose_subset(where, "test_size", targets[images.test], sizes[1])]
     parts = [_standardise(images.pixels[rows], targets[rows], scale) for rows in (train, test)]
@@ -113,7 +113,7 @@ def assemble(
 
 
 def read_files(archive: Archive, files: Sequence[ImageFile], side: int, classes: Sequence[str] = ()) -> ImageSet:
-    """Decode images; if `classes` is given, their folders must have the names of these classes."""
+    """Decode images; if `classes` is given, the folders must have the names of exactly these classes."""
     found = {purpose: {file.label for file in files if file.purpose == purpose} for purpose in PURPOSES}
     known = tuple(classes or sorted(found["train"]))
     _check_classes(archive, found, known, complete=bool(classes))
@@ -124,7 +124,7 @@ def read_files(archive: Archive, files: Sequence[ImageFile], side: int, classes:
 
 
 def find_image_files(archive: Archive) -> list[ImageFile]:
-    """Return the files in train/ and test/, wherever these folders are."""
+    """Return the files in folders called train or test, at any depth."""
     found = []
     for name in archive.names:
         parts = PurePosixPath(name).parts
@@ -149,7 +149,7 @@ def _find_class_folders(archive: Archive) -> list[ImageFile]:
             what = "an image must be in the folder of its class, and all class folders must have the same parent"
             raise BadArgument(archive.where(name), what, ANY_FORM)
     if len({image.parent for image in images.values()}) < 2:
-        what = f"all images are in one folder, {first.parent}, and so belong to one class"
+        what = f"all images are in one folder, {first.parent}, so there is only one class"
         raise BadArgument(str(archive.path), what, ANY_FORM)
     return [ImageFile(name, "train", image.parent.name) for name, image in images.items()]
 
@@ -159,24 +159,24 @@ def _divide(archive: Archive, files: Sequence[ImageFile], share: float, seed: in
     labels, targets = np.unique([file.label for file in files], return_inverse=True)
     _, test = divide_classes(targets, share, seed)
     if not len(test):
-        what = f"{len(labels)} classes with one image each leave none to test on"
+        what = f"each of the {len(labels)} classes has only one image, so there are none to test on"
         raise BadArgument(str(archive.path), what, "use more images")
     chosen = set(test.tolist())
     return [file._replace(purpose="test") if row in chosen else file for row, file in enumerate(files)]
 
 
 def _note_left_out(archive: Archive, files: Sequence[ImageFile]) -> list[str]:
-    """Return a note on images outside train/ and test/, and on other files that are not named as images."""
+    """Return a note about unused files: images outside train/ and test/, and files without the suffix of an image."""
     names = {file.name for file in files}
     folders = {PurePosixPath(name).parent for name in names}
     left = [PurePosixPath(name) for name in archive.names if name not in names]
     left = [path for path in left if path.suffix.lower() in SUFFIXES or path.parent in folders]
     many = f"{len(left):,} file{'s' * (len(left) > 1)}"
-    return [f"left out {many}, such as {left[0]}: not in train/ or test/, or not named as an image"] if left else []
+    return [f"left out {many}, such as {left[0]}: not in train/ or test/, or no image suffix"] if left else []
 
 
 def _check_classes(archive: Archive, found: dict[str, set[str]], known: tuple[str, ...], *, complete: bool) -> None:
-    """Refuse parts without images, folders that are not classes and, if all are needed, missing classes."""
+    """Refuse parts without images, folders that are not known classes and, if `complete`, missing classes."""
     for purpose, labels in found.items():
         strange, missing = sorted(labels - set(known)), sorted(set(known) - labels)
         if not labels:
@@ -191,7 +191,7 @@ def _check_classes(archive: Archive, found: dict[str, set[str]], known: tuple[st
 
 
 def decode_images(archive: Archive, names: Sequence[str], side: int) -> Bytes:
-    """Return members of an archive as (n, 3, side, side) bytes, in the order of `names`; cached."""
+    """Return images from an archive or the cache as bytes of shape (n, 3, side, side), in the order of `names`."""
     key = (str(archive.path.resolve()), archive.stamp, str(side), *names)
     return use_cache(key, lambda: {"images": _decode_all(archive, names, side)})["images"]
 
@@ -210,7 +210,7 @@ def _decode_all(archive: Archive, names: Sequence[str], side: int) -> Bytes:
             try:
                 with PIL.Image.open(io.BytesIO(content)) as opened:
                     image = opened.convert("RGB")
-            except Exception as error:  # a damaged image may fail in any way; Pillow refuses those with too many pixels
+            except Exception as error:  # images that are damaged or have too many pixels raise many kinds of errors
                 what = f"not a readable image: {error}"
                 raise BadArgument(archive.where(name), what, "replace it or leave it out") from error
             if image.size != (side, side):
@@ -227,7 +227,7 @@ def _reserve(shape: Sequence[int], width: int) -> AbstractContextManager[None]:
 
 
 def _statistics(pixels: Bytes) -> tuple[Channels, Channels]:
-    """Return the mean and deviation of each channel in [0, 1], from counts of the 256 values; deviation 0 becomes 1."""
+    """Return the mean and deviation of each channel, for pixels in [0, 1]; a deviation of 0 is replaced by 1."""
     values = np.arange(256) / 255
     counts = np.stack([np.bincount(pixels[:, channel].reshape(-1), minlength=256) for channel in range(3)])
     shares = counts / counts.sum(1, keepdims=True)
@@ -237,25 +237,25 @@ def _statistics(pixels: Bytes) -> tuple[Channels, Channels]:
 
 
 def _standardise(pixels: Bytes, targets: Indices, scale: tuple[Channels, Channels]) -> DataPart:
-    """Return bytes as float32, standardised with the mean and deviation of each channel in [0, 1]."""
-    mean, deviation = (torch.tensor([255 * channel for channel in own]).view(3, 1, 1) for own in scale)
+    """Convert bytes to float32, standardised with the mean and deviation of each channel, for pixels in [0, 1]."""
+    mean, deviation = (torch.tensor([255 * channel for channel in moments]).view(3, 1, 1) for moments in scale)
     with _reserve(pixels.shape, 4):
         inputs = torch.from_numpy(np.ascontiguousarray(pixels)).to(torch.float32)
     return DataPart(inputs.sub_(mean).div_(deviation), torch.from_numpy(targets))
 
 
 def use_cache(key: tuple[str, ...], build: Callable[[], Arrays]) -> Arrays:
-    """Return the arrays that `build` creates, from the cache if it was called before with the same `key`.
+    """Return the arrays that `build` creates, or read them from the cache if it contains this `key`.
 
-    A damaged or unwritable cache costs time, never correctness.
+    A damaged cache file is replaced; if the cache cannot be written, the arrays are not cached.
     """
     digest = hashlib.sha256(os.fsencode("\n".join((_CACHE_VERSION, *key)))).hexdigest()[:32]
     path = cache_folder() / f"{digest}.npz"
-    # absent, or damaged in any way, which zip checksums detect
+    # if the file is missing or damaged (zip checksums detect this), build the arrays
     with suppress(Exception), require_regular(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
         if stored.files:
             return {name: stored[name] for name in stored.files}
     arrays = build()
     with suppress(BadArgument):
-        write_whole(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
+        write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
     return arrays

@@ -30,13 +30,13 @@ def lesion(
     Images that are listed in the metadata but missing from the archive are left out.
 
     Args:
-        path: a folder or zip file with the images; HAM10000_metadata.csv must be in it or beside it.
-        train_size: number of training records, each class in proportion; all by default.
-        test_size: number of test records.
-        size: side of the images in pixels: 64, as in the paper, or less.
+        path: a folder or zip file with the images; HAM10000_metadata.csv must be in it or next to it.
+        train_size: number of training records, chosen in proportion to the class sizes; all by default.
+        test_size: number of test records, chosen in the same way.
+        size: side of the images in pixels, at most 64, as in the paper.
     """
     archive = open_archive(path)
-    table = _metadata(archive)
+    table = _read_metadata(archive)
     names, rows = _match_images(archive, table)
     targets = table.codes("dx", CLASSES)[rows]
     _, lesions = np.unique(table.columns["lesion_id"][rows], return_inverse=True)
@@ -49,8 +49,8 @@ def lesion(
     return assemble("lesion", images, (MEAN, DEVIATION), (train_size, test_size), columns)
 
 
-def _metadata(archive: Archive) -> CsvTable:
-    """Read the table of images, inside the archive or beside it."""
+def _read_metadata(archive: Archive) -> CsvTable:
+    """Read the metadata from the archive or from the file next to it."""
     inside = [name for name in archive.names if PurePosixPath(name).name == METADATA]
     beside = archive.path.parent / METADATA
     if inside:
@@ -59,8 +59,9 @@ def _metadata(archive: Archive) -> CsvTable:
     elif beside.is_file():
         table = read_table(beside)
     else:
-        raise BadArgument(str(archive.path), f"there is no {METADATA} in it or beside it", f"put {METADATA} beside it")
-    table.need(["lesion_id", "image_id", "dx", *COLUMNS])
+        what, fix = f"there is no {METADATA} in it or next to it", f"put {METADATA} next to it"
+        raise BadArgument(str(archive.path), what, fix)
+    table.require_columns(["lesion_id", "image_id", "dx", *COLUMNS])
     return table
 
 
@@ -79,6 +80,6 @@ def _match_images(archive: Archive, table: CsvTable) -> tuple[list[str], list[in
         image = PurePosixPath(name).stem
         if image not in row_of:
             fix = "remove it, or correct the table"
-            raise BadArgument(archive.where(name), f"{METADATA} has no image {image!r}", fix)
+            raise BadArgument(archive.where(name), f"{METADATA} does not list {image!r}", fix)
         rows.append(row_of[image])
     return names, rows

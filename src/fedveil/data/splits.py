@@ -1,4 +1,4 @@
-"""Divisions of records: among clients, into training and test records, into stratified subsets, and by class."""
+"""Divide records among clients, or into training and test records; choose stratified subsets and classes."""
 
 import dataclasses
 import math
@@ -18,8 +18,8 @@ Indices = NDArray[np.int64]
 HALVES = ("first-half", "second-half")
 LABELS = "use class indices such as 0-4 or 1,3,5, or first-half, or second-half"
 WAYS = ("iid", "dirichlet", "column")
-DRAWS = 100  # draws of a Dirichlet division before a client without records is an error
-SEED = 20220  # seed for every division that belongs to a data set
+DRAWS = 100  # number of Dirichlet draws, after which a client without records is an error
+SEED = 20220  # seed for divisions that are part of a data set's definition
 
 
 def split(
@@ -30,9 +30,9 @@ def split(
     Args:
         data: the data set.
         clients: number of clients.
-        how: "iid" (equal shares at random), "dirichlet" (each class is divided in proportions drawn from a symmetric
-            Dirichlet distribution) or "column" (records with the same value stay together).
-        seed: the same seed gives the same division.
+        how: "iid" (equal shares, chosen at random), "dirichlet" (each class is divided in proportions drawn from a
+            symmetric Dirichlet distribution) or "column" (records with the same value stay together).
+        seed: seed for the division.
         alpha: parameter of the Dirichlet distribution; smaller values make clients differ more.
         column: one of `data.columns`, for how="column".
 
@@ -40,7 +40,7 @@ def split(
         For each client, an int64 tensor of indices into `data.train`, in random order.
 
     Raises:
-        BadArgument: the records cannot be divided like this.
+        BadArgument: the records cannot be divided in this way.
 
     Guarantees: every record belongs to one client, and no client is empty
       (test_every_record_belongs_to_one_client_and_no_client_is_empty).
@@ -54,7 +54,8 @@ def split(
     records = len(data.train.targets)
     check_count("split", "seed", seed, 0)
     if check_count("split", "clients", clients, 1) > records:
-        raise BadArgument("split", f"{clients} clients for {records} records", f"use at most {records} clients")
+        what = f"{clients} clients cannot share {records} records"
+        raise BadArgument("split", what, f"use at most {records} clients")
     if column is not None and how != "column":
         raise BadArgument("split", f'column={column!r} does not apply to how="{how}"', 'use how="column"')
     rng = np.random.default_rng(seed)
@@ -64,7 +65,7 @@ def split(
         shares = _split_classes(data, clients, alpha, rng)
     else:
         shares = _split_values(data, clients, column)
-    # in random order, so that batches taken from a share are mixed
+    # shuffle each share, so that its batches are mixed
     return [torch.from_numpy(rng.permutation(share).astype(np.int64)) for share in shares]
 
 
@@ -86,7 +87,7 @@ def _split_classes(data: Data, clients: int, alpha: float, rng: Generator) -> li
 
 
 def _draw_dirichlet(groups: list[Indices], clients: int, alpha: float, rng: Generator) -> list[Indices]:
-    """Divide each class in proportions drawn for it; return [] if alpha is too extreme for NumPy."""
+    """Divide each class in random proportions; return [] if alpha is too extreme for NumPy."""
     shares: list[list[Indices]] = [[] for _ in range(clients)]
     for records in groups:
         proportions = rng.dirichlet(np.full(clients, alpha))
@@ -99,7 +100,7 @@ def _draw_dirichlet(groups: list[Indices], clients: int, alpha: float, rng: Gene
 
 
 def _split_values(data: Data, clients: int, column: str | None) -> list[Indices]:
-    """Keep records with the same value at one client; the largest group goes to the smallest client so far."""
+    """Assign all records with the same value to one client: the largest groups first, each to the smallest client."""
     if column is None:
         named = ", ".join(repr(name) for name in sorted(data.columns))
         fix = f"set column= to one of {named}" if named else f"use 'iid' or 'dirichlet': {data.name!r} has no columns"
@@ -124,7 +125,7 @@ def divide(records: int, shares: tuple[float, ...], seed: int = SEED) -> list[In
 
 
 def divide_classes(targets: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
-    """Return two parts with about 1 - `share` and `share` of each class; a class of two or more records is in both."""
+    """Divide each class into parts of about 1 - `share` and `share`; a class with two or more records is in both."""
     rng = np.random.default_rng(seed)
     train, test = [], []
     for label in np.unique(targets):
@@ -136,7 +137,7 @@ def divide_classes(targets: Indices, share: float, seed: int) -> tuple[Indices, 
 
 
 def divide_groups(groups: Indices, share: float, seed: int = SEED) -> tuple[Indices, Indices]:
-    """Return two parts with about `share` and 1 - `share` of all records, in random order; no group is in both."""
+    """Divide records into parts of about `share` and 1 - `share`, in random order; no group is in both."""
     rng = np.random.default_rng(seed)
     names, sizes = np.unique(groups, return_counts=True)
     order = rng.permutation(len(names))
@@ -147,26 +148,27 @@ def divide_groups(groups: Indices, share: float, seed: int = SEED) -> tuple[Indi
 
 
 def choose_subset(where: str, option: str, targets: Indices, size: int | None) -> Indices:
-    """Choose a seeded stratified subset, in random order; all records if `size` is None.
+    """Choose a stratified subset with a fixed seed, in random order; all records if `size` is None.
 
-    Larger subsets contain the smaller ones, up to one record per class.
+    A larger subset contains a smaller one, except for at most one record per class.
     """
     rng = np.random.default_rng(SEED)
     order = rng.permutation(len(targets))
     if size is None:
         return order
     if size > len(targets):
-        raise BadArgument(where, f"{option} is {size} of {len(targets)} records", f"use at most {len(targets)}")
+        what = f"{option} is {size}, but there are only {len(targets)} records"
+        raise BadArgument(where, what, f"use at most {len(targets)}")
     counts = np.bincount(targets)
     exact = counts * (size / len(targets))
     quota = np.floor(exact).astype(np.int64)
-    quota[np.argsort(quota - exact, kind="stable")[: size - int(quota.sum())]] += 1  # the largest remainders
+    quota[np.argsort(quota - exact, kind="stable")[: size - int(quota.sum())]] += 1  # round up the largest remainders
     chosen = [order[targets[order] == label][:count] for label, count in enumerate(quota)]
     return rng.permutation(np.concatenate(chosen))
 
 
 def parse_labels(text: str, classes: int) -> tuple[int, ...]:
-    """Parse class indices; return them in increasing order.
+    """Parse class indices and return them in increasing order.
 
     If the number of classes is odd, the first half is the smaller one.
 
@@ -180,7 +182,7 @@ def parse_labels(text: str, classes: int) -> tuple[int, ...]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise BadArgument("labels", f"{part.strip()!r} in {text!r} names no classes", LABELS)
+            raise BadArgument("labels", f"{part.strip()!r} in {text!r} is not a class index or a range", LABELS)
         low, high = int(first), int(last or first)
         if not low <= high < classes:
             what = f"{part.strip()!r} is not a class or a range of classes: there are {classes} classes, from 0"
@@ -190,7 +192,7 @@ def parse_labels(text: str, classes: int) -> tuple[int, ...]:
 
 
 def other_labels(labels: Sequence[int], classes: int) -> tuple[int, ...]:
-    """Return the classes that are not among `labels`."""
+    """Return the classes that are not in `labels`."""
     return tuple(label for label in range(classes) if label not in labels)
 
 

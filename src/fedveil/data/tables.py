@@ -1,4 +1,4 @@
-"""CSV files as tables of cells, with line numbers for errors; missing cells are refused, dropped or filled in."""
+"""Read CSV files as tables of cells, with line numbers for error messages, and handle missing cells."""
 
 import csv
 import io
@@ -19,10 +19,10 @@ from fedveil.errors import BadArgument
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 DELIMITERS = (",", ";", "\t", "|")  # detected automatically
-WORDS = ("", "na", "n/a", "#n/a", "<na>", "nan", "null", "?")  # in upper or lower case, these cells are missing
-AMONG_NUMBERS = (*WORDS, "none")  # among words, "None" may be a value like any other
-CATEGORY = "missing"  # replaces missing words
-LARGEST = 1e150  # the largest number that can be standardised: squares of larger ones overflow
+MISSING = ("", "na", "n/a", "#n/a", "<na>", "nan", "null", "?")  # values of missing cells, in upper or lower case
+MISSING_NUMBERS = (*MISSING, "none")  # in a column of words, "None" may be an ordinary value
+CATEGORY = "missing"  # category that replaces missing words
+LARGEST = 1e150  # the largest number that can be standardised; the squares of larger ones overflow
 _AS_UTF8 = "save it as UTF-8, or convert it: iconv -f latin1 -t utf-8 old.csv > new.csv"
 
 Masks = dict[str, NDArray[np.bool_]]
@@ -30,7 +30,7 @@ Masks = dict[str, NDArray[np.bool_]]
 
 
 class Column(NamedTuple):
-    """A numeric or categorical column, with the values that count as missing, and its other words."""
+    """A numeric or categorical column; `gaps` are the values that count as missing, `words` all other words."""
 
     name: str
     numeric: bool
@@ -59,11 +59,11 @@ class CsvTable:
         """Raise an error about a column."""
         raise BadArgument(f"{self.path}, column {column!r}", what, fix)
 
-    def need(self, wanted: Sequence[str]) -> None:
+    def require_columns(self, names: Sequence[str]) -> None:
         """Refuse a table that lacks a column."""
-        missing = [column for column in wanted if column not in self.columns]
+        missing = [column for column in names if column not in self.columns]
         if missing:
-            what = f"no column {shorten(missing)}; found {shorten(self.columns, 8)}"
+            what = f"there is no column {shorten(missing)}; the columns are {shorten(self.columns, 8)}"
             raise BadArgument(f"{self.path}, line 1", what, "correct the header or the delimiter")
 
     def numbers(self, column: str) -> Floats:
@@ -85,7 +85,7 @@ class CsvTable:
         return replace(self, columns=self.columns | {column: cells})
 
     def standardise(self, columns: Sequence[str], train: Indices) -> tuple[Floats, Floats, Floats]:
-        """Standardise numeric columns as `standardise` does; refuse a cell that is too large for float32."""
+        """Standardise numeric columns with the function `standardise`; refuse a cell that is too large for float32."""
         values = np.stack([self.numbers(column) for column in columns], 1)
         self._refuse_first(np.abs(values) > LARGEST, columns)
         found, mean, deviation = standardise(values, train)
@@ -98,7 +98,7 @@ class CsvTable:
             self.refuse(row, columns[index], f"{cell[:40]!r} is too large to be standardised", "correct the cell")
 
     def codes(self, column: str, categories: Sequence[str]) -> Indices:
-        """Return the index in `categories` of each cell in a column; refuse cells with other values."""
+        """Return the index of each cell's value in `categories`; refuse cells with other values."""
         codes = {category: index for index, category in enumerate(categories)}
         for row, cell in enumerate(self.columns[column]):
             if cell not in codes:
@@ -121,8 +121,8 @@ class CsvTable:
         """Determine whether a column is numeric; with `as_words`, only empty cells count as missing."""
         values = set(self.columns[name])
         words = {value: value.strip().lower() for value in values if as_words or number(value, self.decimal) is None}
-        numeric = not as_words and all(word in AMONG_NUMBERS for word in words.values())
-        missing = ("",) if as_words else AMONG_NUMBERS if numeric else WORDS
+        numeric = not as_words and all(word in MISSING_NUMBERS for word in words.values())
+        missing = ("",) if as_words else MISSING_NUMBERS if numeric else MISSING
         gaps = frozenset(value for value, word in words.items() if word in missing)
         if values == gaps:
             fix = f"use {flag('ignore', name)}, or another target if it is the target"
@@ -130,18 +130,18 @@ class CsvTable:
         return Column(name, numeric, gaps, frozenset(words) - gaps)
 
     def drop_missing(self, inputs: Sequence[Column], target: Column, missing: str, notes: list[str]) -> "CsvTable":
-        """Return the rows to keep: those with a target and, unless cells are imputed later, with all inputs."""
+        """Return the rows that have a target and, unless missing cells are to be imputed, all inputs."""
         columns = {column.name: column for column in (*inputs, target) if column.gaps}
         masks = {name: np.isin(self.columns[name], list(column.gaps)) for name, column in columns.items()}
         if masks and missing == "refuse":
             self._refuse_missing(masks, columns)
         lost, records = masks.pop(target.name, np.zeros(len(self), dtype=np.bool_)), f"{len(self):,} records"
         if lost.any():
-            notes.append(f"left out without a target: {int(lost.sum()):,} of {records}")
+            notes.append(f"left out {int(lost.sum()):,} of {records} because the target is missing")
         masks = {name: mask & ~lost for name, mask in masks.items() if (mask & ~lost).any()}
         if missing == "drop" and masks:
             incomplete = np.any(list(masks.values()), 0)
-            notes.append(f"left out for missing cells ({_counts(masks)}): {int(incomplete.sum()):,} of {records}")
+            notes.append(f"left out {int(incomplete.sum()):,} of {records} because of missing cells ({_counts(masks)})")
             lost = lost | incomplete
             if lost.all():
                 fix = f"use {flag('missing', 'impute')}, or ignore the columns with the most missing cells"
@@ -149,7 +149,7 @@ class CsvTable:
         return self.take(np.flatnonzero(~lost))
 
     def _refuse_missing(self, masks: Masks, columns: Mapping[str, Column]) -> NoReturn:
-        """Name the first missing cell, count them all, and list the options."""
+        """Raise an error that names the first missing cell, counts all of them and lists the options."""
         name = min(masks, key=lambda column: int(masks[column].argmax()))
         row, every = int(masks[name].argmax()), np.stack(list(masks.values()))
         cell = self.columns[name][row]
@@ -159,11 +159,11 @@ class CsvTable:
         fix = "use --missing drop to leave these records out, or --missing impute to fill in the cells"
         fix += ' (in Python missing="drop" or missing="impute")'
         if cell.strip() and not columns[name].numeric:
-            fix += f"; use {flag('categorical', name)} if {cell!r} is a value like any other"
+            fix += f"; use {flag('categorical', name)} if {cell!r} is an ordinary value"
         self.refuse(row, name, what, fix)
 
     def impute(self, inputs: Sequence[Column], train: Indices, notes: list[str]) -> "CsvTable":
-        """Return the table with missing cells filled in: by the median of the training rows, or by a category."""
+        """Replace missing numbers by the median of the training rows, and missing words by a category."""
         table, counts, changes = self, 0, []
         for column in inputs:
             cells, value, shown = self.columns[column.name], CATEGORY, f"the category {CATEGORY!r}"
@@ -185,13 +185,13 @@ class CsvTable:
 
 
 def _counts(masks: Masks) -> str:
-    """Return the columns with their numbers of missing cells, largest first."""
+    """Format the number of missing cells in each column, largest first."""
     most = sorted(masks.items(), key=lambda item: -int(item[1].sum()))
     return shorten(f"{name}: {int(mask.sum()):,}" for name, mask in most)
 
 
 def flag(option: str, value: str) -> str:
-    """Format an option with a value, for users of the command line and of Python."""
+    """Format an option and its value for users of both the command line and Python."""
     python = f'["{value}"]' if option in ("ignore", "categorical") else f'"{value}"'
     return f"--{option} {shlex.quote(value)} (in Python {option}={python})"
 
@@ -217,7 +217,7 @@ def parse_table(path: str, content: bytes, delimiter: str | None = ",", decimal:
         rows = [(row, reader.line_num) for row in reader if row]
     except csv.Error as error:
         fix = f"look for an unclosed quote or a delimiter that is not {delimiter!r}, or download the file again"
-        raise BadArgument(f"{path}, line {reader.line_num}", f"not CSV: {error}", fix) from error
+        raise BadArgument(f"{path}, line {reader.line_num}", f"it is not valid CSV: {error}", fix) from error
     columns = _read_columns(path, rows, delimiter)
     return CsvTable(path, columns, np.array([line for _, line in rows[1:]]), delimiter, decimal)
 
@@ -240,7 +240,7 @@ def find_delimiter(text: str) -> str:
 
 
 def _read_columns(path: str, rows: list[tuple[list[str], int]], delimiter: str) -> dict[str, NDArray[np.object_]]:
-    """Return the columns, given rows with their lines; unnamed columns are named as in pandas."""
+    """Convert rows, each with its line number, to columns; columns without a name are named as in pandas."""
     if not rows:
         raise BadArgument(path, "the file is empty", "use a CSV file with a header")
     header = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(rows[0][0])]
@@ -252,7 +252,7 @@ def _read_columns(path: str, rows: list[tuple[list[str], int]], delimiter: str) 
         raise BadArgument(path, "there is a header but no rows", "use a CSV file with records")
     for row, line in rows[1:]:
         if len(row) != len(header):
-            what = f"{len(row)} fields, but the header has {len(header)}"
+            what = f"the number of fields is {len(row)}, but the header has {len(header)}"
             fix = f"correct the line, or set the delimiter if it is not {delimiter!r}"
             raise BadArgument(f"{path}, line {line}", what, fix)
     return dict(zip(header, np.array([row for row, _ in rows[1:]], dtype=object).T, strict=True))
@@ -274,9 +274,9 @@ def number(cell: str, decimal: str = ".") -> float | None:
 
 
 def standardise(values: Floats, train: Indices) -> tuple[Floats, Floats, Floats]:
-    """Return columns with mean 0 and deviation 1 over the training rows, and the original means and deviations there.
+    """Scale columns to mean 0 and deviation 1 over the training rows; return also the original means and deviations.
 
-    A column that is constant in the training rows is only shifted: its deviation is taken as 1.
+    A column that is constant in the training rows is only shifted, and its deviation is returned as 1.
     """
     mean, deviation = values[train].mean(0), values[train].std(0)
     deviation = np.where(deviation <= 1e-12 * np.maximum(1.0, np.abs(mean)), 1.0, deviation)

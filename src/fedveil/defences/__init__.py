@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fedveil.lookup import lazily
+from fedveil.lookup import lazy_getattr
 
 __all__ = ["DBCL", "PPDL", "SPN", "Plain", "Private", "Veil"]  # each in the module of its name
 _HOMES = {name: name.lower() for name in __all__}
@@ -17,4 +17,4 @@ if TYPE_CHECKING:
     from fedveil.defences.spn import SPN
     from fedveil.defences.veil import Veil
 else:
-    __getattr__ = lazily(__name__, {name: _HOMES.get(name, "interface") for name in __all__})
+    __getattr__ = lazy_getattr(__name__, {name: _HOMES.get(name, "interface") for name in __all__})

@@ -14,7 +14,7 @@ from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRou
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.losses import sample_weights
-from fedveil.scheme.outputs import compute_outputs, head_axis, slope
+from fedveil.scheme.outputs import compute_outputs, head_axis, output_gradient
 from fedveil.scheme.recover import are_moderate, bound_magnitudes, check_finite, smooth
 from fedveil.wire import Packed, Tensors, Values, strip_prefix
 
@@ -175,7 +175,7 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
         outputs = compute_outputs(broadcast, samples.inputs, buffers)
         with torch.no_grad():
             share = sample_weights(outputs, samples.weights, self.loss)
-            delta = slope(self.loss, outputs, samples.targets, self.axis) * share
+            delta = output_gradient(self.loss, outputs, samples.targets, self.axis) * share
         return PlainUpdate(compute_gradients(broadcast, [outputs], [delta]), buffers)
 
     def record_gradients(self, broadcast: nn.Module) -> "RecordGradients":

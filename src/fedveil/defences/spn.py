@@ -121,7 +121,7 @@ class SPNClient(PlainClient):
         buffers = copy_buffers(broadcast)
         with record_calls([broadcast.get_submodule(self.split.path)]) as calls:
             outputs = compute_outputs(broadcast, samples.inputs, buffers)
-        hidden = calls[0].entered
+        hidden = calls[0].first_input
         with torch.no_grad():
             wanted = self.loss.dense(samples.targets, outputs)
             delta = self.loss.gradient(outputs, wanted) * sample_weights(outputs, samples.weights, self.loss)
@@ -179,7 +179,7 @@ def find_split(model: nn.Module, example: Inputs) -> Split:
     except AnalysisError as error:
         raise BadArgument(error.where, what, fix) from error
     last = model.get_submodule(head.path)
-    if head.within or not isinstance(last, nn.Linear) or head.weight != f"{head.path}.weight".lstrip("."):
+    if head.is_inner or not isinstance(last, nn.Linear) or head.weight != f"{head.path}.weight".lstrip("."):
         raise BadArgument(head.path or type(model).__name__, what, fix)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained - {head.weight, head.bias}:

@@ -18,7 +18,7 @@ from fedveil.scheme.client import client_step, client_view
 from fedveil.scheme.losses import Function
 from fedveil.scheme.messages import check_broadcast
 from fedveil.scheme.noise import DEFAULT_DECOYS
-from fedveil.scheme.perturbation import bound_passes, bound_rounding, expect_passes
+from fedveil.scheme.perturbation import bound_passes, bound_rounding, predict_passes
 from fedveil.scheme.recover import bound_magnitudes
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 
@@ -168,7 +168,7 @@ class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
 
     def expect(self, update: Update, last: Mapping[str, Tensor] | None = None) -> Tensors:
         """Predict each pass of the next round before its factors are applied."""
-        return expect_passes(self.perturbation.recovery, update, last)
+        return predict_passes(self.perturbation.recovery, update, last)
 
     def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
         """Bound passes by the last ones with the new noise, and buffers by their perturbed values."""

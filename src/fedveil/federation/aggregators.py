@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 WEISZFELD, CLIPPINGS = 32, 5  # maximum number of steps
-SMOOTHING = 1e-6  # of the median distance: rows nearer than this get no additional weight
+SMOOTHING = 1e-6  # relative to the median distance; rows nearer than this get no additional weight
 
 
 def distances(rows: Tensor, centre: Tensor) -> Tensor:
@@ -55,10 +55,10 @@ def geometric_median(rows: Tensor, hostile: int) -> Tensor:
 
 
 def centred_clipping(rows: Tensor, hostile: int) -> Tensor:
-    """Move a centre by the mean of the rows' differences from it, each clipped to their median norm; repeat.
+    """Repeatedly move a centre by the mean of the rows' differences from it, each clipped to their median norm.
 
-    Unlike the paper's, it starts at the round's median, not at the last round's result, so that a resumed run needs no
-    further state; and the radius is the median distance, not a setting.
+    Unlike in the paper, the centre starts at the round's median, not at the last round's result, so that a resumed run
+    needs no further state, and the radius is the median distance, not a setting.
     """
     centre = median(rows, hostile)
     for _ in range(CLIPPINGS):

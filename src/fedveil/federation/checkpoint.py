@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedveil.defences.state import State
 from fedveil.errors import BadArgument
-from fedveil.files import OWNER, make_folder, refusals, temporary_name, write_whole
+from fedveil.files import OWNER, convert_os_errors, make_folder, temporary_name, write_atomically
 
 LOG = logging.getLogger("fedveil")
 CPU = torch.device("cpu")
@@ -30,10 +30,10 @@ MAGIC = b"FEDVEIL3"
 DIGEST = hashlib.sha256().digest_size
 TAG = struct.Struct("<16sQ")
 START = len(MAGIC) + DIGEST
-INTERVAL_SECONDS = 60.0  # maximum between two checkpoints, plus the duration of a round
+INTERVAL_SECONDS = 60.0  # maximum time between two checkpoints, not counting the round in progress
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 MODEL, BEST = "model.safetensors", "best.safetensors"  # values of the last and of the best model
-ROUND = "round"  # key in their metadata
+ROUND = "round"  # key of the round in the metadata of these files
 RESTORE = "restore it from a copy, or start the run again"
 Content = dict[str, Any]  # type: ignore[explicit-any]  # what torch.load returns: plain values and tensors
 
@@ -59,13 +59,13 @@ def save(path: Path, state: Mapping[str, object], tag: StateTag = NO_RUN) -> Non
     torch.save({"format": FORMAT, **state}, memory)
     content = memory.getbuffer()
     content[:START] = MAGIC + hashlib.sha256(content[START:]).digest()
-    write_whole(path, lambda file: file.write(content), OWNER)
+    write_atomically(path, lambda file: file.write(content), OWNER)
 
 
 def save_values(path: Path, state: Mapping[str, Tensor], number: int) -> None:
-    """Write a model's values and the run's round as safetensors; shared tensors are written separately."""
+    """Write a model's values and the run's round as safetensors; a shared tensor is written once per name."""
     values = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-    write_whole(path, save_tensors(values, {ROUND: str(number)}))
+    write_atomically(path, save_tensors(values, {ROUND: str(number)}))
 
 
 def round_of_values(path: Path) -> int:
@@ -157,12 +157,12 @@ def save_last(
         folder: the run's folder.
         state: the state to write.
         tag: the state's tag.
-        bad: the last checkpoint on disk is bad, although its checksum may be correct.
-        durable: every state counts: the older checkpoint may be from the same round.
+        bad: whether the last checkpoint on disk is bad, although its checksum may be correct.
+        durable: whether every state counts; the older checkpoint may then be from the same round.
     """
     last, previous = folder / LAST, folder / PREVIOUS
     older = None if bad else verified_tag(last)
-    with refusals(folder):
+    with convert_os_errors(folder):
         if older and older.run == tag.run and (durable or older.round != tag.round):
             _keep_as(last, previous)
         else:
@@ -180,7 +180,7 @@ def _keep_as(last: Path, previous: Path) -> None:
     try:
         os.link(last, half)
     except OSError:  # a file system without links
-        write_whole(previous, last.read_bytes(), OWNER)
+        write_atomically(previous, last.read_bytes(), OWNER)
         return
     os.replace(half, previous)
     with contextlib.suppress(FileNotFoundError):  # if both names referred to one file, nothing was replaced

@@ -1,8 +1,8 @@
-"""A client: it checks a message, computes its update and answers, whatever engine carries the messages.
+"""The client: it checks a message, computes its update and answers, independently of the engine that carries messages.
 
-Under secure aggregation, an ask is admitted first; after that, only the masked words depend on the client's records. A
-server may send any model, exponents and members. So if anything goes wrong after records have been read, the reply
-keeps its form: the update does not count (`no_words`), and the reason is written to the client's own stderr.
+Under secure aggregation, an ask is admitted first; from then on, only the masked words depend on the client's records.
+A server may send any model, exponents and members. An error after records have been read must therefore not change the
+form of the reply: the update contributes nothing (`no_words`), and the reason is written to the client's stderr.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from fedveil.federation import protocol
 from fedveil.federation.prepare import make_shards
 from fedveil.federation.protocol import Answer, Ask, LastAsk, MaskedAnswer, SecureTerms, Step, read, write
 from fedveil.records.shards import Shards
-from fedveil.records.sources import Given, Source, as_source, check_sources
+from fedveil.records.sources import Source, UserRecords, as_source, check_sources
 from fedveil.scheme.losses import Function, Loss, find_loss
-from fedveil.scheme.messages import MOST_PASSES, known_loss
+from fedveil.scheme.messages import MOST_PASSES, resolve_loss
 from fedveil.wire import Packed, as_tensor, read_kind, read_layout
 
 if TYPE_CHECKING:  # a client without secure aggregation does not import it
@@ -41,13 +41,13 @@ if TYPE_CHECKING:  # a client without secure aggregation does not import it
     from fedveil.secagg.identity import Digest
     from fedveil.secagg.party import Ticket
 
-MAX_WORDS = MOST_PASSES + 2  # per value of the model: its passes or candidates, buffers, check words
-UNUSABLE = "this client's records cannot be used, or are too few for its policy; its own log says which"
-Data = Given | Callable[[], Given]
+MAX_WORDS = MOST_PASSES + 2  # maximum words per value of the model: passes or candidates, buffers, check words
+UNUSABLE = "this client's records cannot be used, or are too few for its policy; its log has the reason"
+Data = UserRecords | Callable[[], UserRecords]
 
 
 def compute_update(
-    own: DefenceClient[B, U],
+    defence_client: DefenceClient[B, U],
     broadcast: B,
     shards: Shards,
     dtype: torch.dtype,
@@ -60,26 +60,28 @@ def compute_update(
 
     `members` is the number of clients in the sum, under secure aggregation.
     """
-    sample = own.sample(shards.sizes[client])
+    sample = defence_client.sample(shards.sizes[client])
     if sample is not None:
         rows, included = sample
         inputs, targets = shards.take(rows + shards.starts[client])
-        update = own.step(broadcast, Samples(inputs, targets, included.to(dtype)), client)
+        update = defence_client.step(broadcast, Samples(inputs, targets, included.to(dtype)), client)
     elif not whole:
-        update = own.step(broadcast, Samples(*shards.take(shards.rows(client, number))), client)
+        update = defence_client.step(broadcast, Samples(*shards.take(shards.rows(client, number))), client)
     else:
-        update = _accumulate_shard(own, broadcast, shards, dtype, client)
-    return own.prepare_sum(own.upload(update, client), members)
+        update = _accumulate_shard(defence_client, broadcast, shards, dtype, client)
+    return defence_client.prepare_sum(defence_client.upload(update, client), members)
 
 
-def _accumulate_shard(own: DefenceClient[B, U], broadcast: B, shards: Shards, dtype: torch.dtype, client: int) -> U:
+def _accumulate_shard(
+    defence_client: DefenceClient[B, U], broadcast: B, shards: Shards, dtype: torch.dtype, client: int
+) -> U:
     """Compute the update for all records of a client, batch by batch."""
     total: U | None = None
     for rows in shards.shard(client):
         inputs, targets = shards.take(rows)
         weights = torch.full((len(rows),), 1 / shards.sizes[client], dtype=dtype, device=targets.device)
-        update = own.step(broadcast, Samples(inputs, targets, weights), client)
-        broadcast, total = own.accumulate(broadcast, total, update)
+        update = defence_client.step(broadcast, Samples(inputs, targets, weights), client)
+        broadcast, total = defence_client.accumulate(broadcast, total, update)
     assert total is not None
     return total
 
@@ -89,7 +91,7 @@ class ClientState:
     """The state that a client keeps from one ask to the next; nobody else sees it."""
 
     last: LastAsk | None = None
-    private: State = field(default_factory=dict)  # the defence's state: SPN's head, PPDL's source of noise
+    private: State = field(default_factory=dict)  # the defence's state, such as SPN's head or PPDL's source of noise
 
 
 @contextlib.contextmanager
@@ -117,7 +119,7 @@ class ClientTask:
     defence: AnyDefence
     loss: Loss
     broadcast: object
-    dtype: torch.dtype  # of the broadcast, and of the client's computation
+    dtype: torch.dtype  # dtype of the broadcast and of the client's computation
 
 
 class ClientSession:
@@ -131,10 +133,10 @@ class ClientSession:
         data: the client's records in any form that `fedveil.Federation` accepts, or a function that loads them, called
             once a message has been checked.
         client: index of this client, which determines the order of its batches.
-        defence: a defence whose settings are used, whatever settings the server asks for.
+        defence: a defence whose settings override those that the server asks for.
         loss: the server's custom loss function, if its loss has no name.
         party: the client's side of secure aggregation, the same object for a whole run. With a party, an ask without
-            secure aggregation is refused: a server cannot switch it off.
+            secure aggregation is refused, so that a server cannot switch it off.
         policy: determines which server a client without a `party` answers; a party has its own policy.
         state: the client's state after its last answer.
     """
@@ -159,18 +161,18 @@ class ClientSession:
         self._limits = None if own is None else own.privacy
         self._prepared: tuple[object, Shards] | None = None  # settings, and the records prepared for them
 
-    def reply(self, message: bytes, own: bytes = b"") -> bytes:
+    def reply(self, message: bytes, extra: bytes = b"") -> bytes:
         """Answer a message.
 
         Args:
             message: the bytes that all clients get.
-            own: the bytes for this client alone.
+            extra: the bytes for this client alone.
         """
         if read_kind(message) == "step":
-            return self._take_step(message, own)
+            return self._take_step(message, extra)
         digest = None
         if self.party is not None or self._policy is not None:
-            digest, _ = self._authenticate(message, own)
+            digest, _ = self._authenticate(message, extra)
         ask = read(message, Ask, protocol.max_tensors(self._model))
         protocol.refuse_old(ask, self.state.last)
         last = LastAsk(ask.session, ask.round, ask.token)
@@ -179,12 +181,12 @@ class ClientSession:
         else:
             task, began = self._decode(ask), time.perf_counter()
             (values, tensors), records, private = self._update(task, self._model, self.state.private)
-            seconds = 0.0 if ask.privacy else time.perf_counter() - began  # it would depend on the sample
+            seconds = 0.0 if ask.privacy else time.perf_counter() - began  # the time would depend on the sample
             answer = write(Answer(ask.round, ask.token, ask.defence, records, seconds, values, tensors))
         self.state = ClientState(last, private)
         return answer
 
-    def _authenticate(self, message: bytes, own: bytes) -> "tuple[Digest, bytes]":
+    def _authenticate(self, message: bytes, extra: bytes) -> "tuple[Digest, bytes]":
         """Check the server's signature or tag on a message; return its digest, and the bytes for this client alone.
 
         A party requires a server that its policy names; the policy of a client without a party may name one.
@@ -193,16 +195,16 @@ class ClientSession:
 
         digest = Digest.compute(message)
         if self.party is not None:
-            own = self.party.authenticate(digest.combine(), own)
+            extra = self.party.authenticate(digest.combine(), extra)
         elif self._policy is not None and self._policy.server is not None:
-            own = admit_message(self._policy.server, (), digest.combine(), own)
-        return digest, own
+            extra = admit_message(self._policy.server, (), digest.combine(), extra)
+        return digest, extra
 
-    def _take_step(self, message: bytes, own: bytes) -> bytes:
+    def _take_step(self, message: bytes, extra: bytes) -> bytes:
         """Reply to a step of secure aggregation."""
-        _, own = self._authenticate(message, own)
+        _, extra = self._authenticate(message, extra)
         step = read(message, Step)
-        body = take_step(step, own, self.party, self._count_records)
+        body = take_step(step, extra, self.party, self._count_records)
         return write(Step.make(step.session, step.step, body))
 
     def _count_records(self) -> int:
@@ -210,7 +212,7 @@ class ClientSession:
         return len(_read_source(self._data)) if self._limits is None else self._limits.records
 
     def _answer_masked(self, ask: Ask, message: bytes, digest: "Digest | None") -> bytes:
-        """Answer an ask under secure aggregation. Once records have been read, only masked words show what happens."""
+        """Answer an ask under secure aggregation. Only the masked words depend on the client's records."""
         from fedveil.federation.sums import encode_words, no_words
 
         party = self.party
@@ -231,7 +233,7 @@ class ClientSession:
             private.enter(task, self._model, self._count_records())
 
         def work() -> "Words":
-            model = copy.deepcopy(self._model)  # traces of this forward pass must not show in a later answer
+            model = copy.deepcopy(self._model)  # this forward pass must not affect later answers
             if private is not None:
                 source, declared = _read_source(self._data), self._count_records()
                 return private.sum(task, model, source, lambda: self._prepare(task, model, 1), declared, opening)
@@ -254,7 +256,7 @@ class ClientSession:
         defence = self._find_defence(ask)
         if ask.privacy:
             defence = protect_records(defence, ask.privacy)
-        codec, loss = find_codec(defence), known_loss("answer", ask.loss, ask.loss_settings, self._loss)
+        codec, loss = find_codec(defence), resolve_loss("answer", ask.loss, ask.loss_settings, self._loss)
         with hide_failures():
             broadcast = codec.decode_broadcast(self._model, ask.values, ask.tensors, loss)
         parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]
@@ -263,7 +265,7 @@ class ClientSession:
         return ClientTask(ask, codec, defence, loss, broadcast, parameters[0].dtype)
 
     def _find_defence(self, ask: Ask) -> AnyDefence:
-        """Return the client's defence; refuse one of another kind than the server's, or with test entropy."""
+        """Return the defence to use; refuse the client's defence if it is not the server's, or uses test entropy."""
         own = self._defence
         if own is None:
             return build_for_client(ask.defence, ask.settings)
@@ -274,23 +276,23 @@ class ClientSession:
         return own
 
     def _update(self, task: ClientTask, model: nn.Module, private: State, least: int = 2) -> tuple[Packed, int, State]:
-        """Compute an update from batches of at least `least` records; return it with its records and private state."""
+        """Compute an update; return it with its number of records and the client's new private state."""
         ask, shards = task.ask, self._prepare(task, model, max(2, least))
-        own = task.defence.client(model, shards.example, task.loss)
+        client = task.defence.client(model, shards.example, task.loss)
         if private:
-            own.restore(0, private)
+            client.restore(0, private)
         with hide_failures():
-            update = compute_update(own, task.broadcast, shards, task.dtype, 0, ask.round, ask.whole_shard)
-        return task.codec.encode_update(update), shards.sizes[0], own.state(0)
+            update = compute_update(client, task.broadcast, shards, task.dtype, 0, ask.round, ask.whole_shard)
+        return task.codec.encode_update(update), shards.sizes[0], client.state(0)
 
     def _prepare(self, task: ClientTask, model: nn.Module, least: int) -> Shards:
-        """Return the records in the form that the loss and the ask need; they are kept until another form is needed."""
+        """Return the records in the form that the ask requires; they are cached until another form is required."""
         ask = task.ask
         form = (ask.loss, repr(ask.loss_settings), ask.batch_size, ask.seed, task.dtype, least)
         if self._prepared is None or self._prepared[0] != form:
             source = _read_source(self._data)
             shards = make_shards(model, task.loss, [source], ask.batch_size, ask.seed, task.dtype)
-            self._prepared = form, dataclasses.replace(shards, names=(self._client,), least=least)
+            self._prepared = form, dataclasses.replace(shards, names=(self._client,), min_records=least)
         return self._prepared[1]
 
 
@@ -299,28 +301,28 @@ def _read_source(data: Data) -> Source:
     given = data if isinstance(data, Dataset) or not callable(data) else data()
     try:
         return check_sources([as_source("this client", given)])[0]
-    except FedveilError as error:  # its text may contain values of records, and refusals travel to the server
+    except FedveilError as error:  # its text may contain values of records, and refusals are sent to the server
         print(f"fedveil: {error}", file=sys.stderr)
-        raise BadArgument("this client", "its records cannot be used; its own log says why") from None
+        raise BadArgument("this client", "its records cannot be used; its log has the reason") from None
 
 
-def take_step(step: Step, own: bytes, party: "Party | None", count_records: Callable[[], int]) -> bytes:
+def take_step(step: Step, extra: bytes, party: "Party | None", count_records: Callable[[], int]) -> bytes:
     """Return the body of the reply to a step of secure aggregation other than the upload."""
     from fedveil.secagg.identity import KEY
 
     if party is None:
-        what = "this client takes no part in secure aggregation"
+        what = "this client does not take part in secure aggregation"
         raise BadArgument("step", what, "read docs/secure-aggregation.md")
     body = step.body
     if step.step == "hello":
-        _check_records(count_records, party.policy)  # before any model arrives
+        _check_records(count_records, party.policy)  # checked before any model arrives
         challenge, server = body[: protocol.CHALLENGE], body[protocol.CHALLENGE :]
         if len(challenge) != protocol.CHALLENGE or len(server) != KEY:
             raise BadArgument("step", "a greeting consists of a challenge and the server's key")
         hello = party.hello(step.session, server)
         return json.dumps(hello.values() | {"proof": party.prove(hello, challenge).hex()}).encode()
     if step.step == "settle":
-        return party.settle(body, own)
+        return party.settle(body, extra)
     if step.step == "reveal":
         return party.reveal(body)
     if step.step == "end":
@@ -332,9 +334,9 @@ def take_step(step: Step, own: bytes, party: "Party | None", count_records: Call
 def admit(
     ask: Ask, message: bytes, digest: "Digest", party: "Party", model: nn.Module, private: "RecordRound | None"
 ) -> "tuple[Ticket, float | None]":
-    """Check an ask under secure aggregation, and store its admission, before anything is computed.
+    """Check an ask under secure aggregation and store its admission; nothing may be computed for it before that.
 
-    Returns the ticket and, with differential privacy, the maximum norm of a client's gradient.
+    Returns the ticket and, with differential privacy for clients, the maximum norm of a client's gradient.
     """
     terms = SecureTerms.from_values(ask.secure)
     opening = terms.opening
@@ -343,7 +345,7 @@ def admit(
     if private is not None:
         private.check_format(opening, terms.clip)
     elif opening.checks == (terms.clip is not None):
-        raise BadArgument("ask", "a sum must have check words exactly if updates are not clipped")
+        raise BadArgument("ask", "a sum must have check words if and only if updates are not clipped")
     tensors = [*model.parameters(), *model.buffers()]
     if opening.size > MAX_WORDS * (sum(tensor.numel() for tensor in tensors) + len(tensors) + 1):
         raise BadArgument("ask", f"it asks for {opening.size:,} words, too many for this model")
@@ -354,19 +356,19 @@ def admit(
     return party.admit(opening, digest.combine(), digest_subject(ask, message, digest.body), least), terms.clip
 
 
-def contribute(work: "Callable[[], Words]", nothing: "Callable[[], Words]") -> "Words":
-    """Return the words of a client's update; if anything goes wrong, those of a client that contributes nothing."""
+def contribute(work: "Callable[[], Words]", fallback: "Callable[[], Words]") -> "Words":
+    """Return the result of `work`; if it fails, print the error and return the result of `fallback`."""
     try:
         return work()
     except KeyboardInterrupt:
         raise
-    except BaseException:  # SystemExit too
+    except BaseException:  # including SystemExit
         _print_failure("this client contributes nothing to the sum, because of this error:")
-        return nothing()
+        return fallback()
 
 
 def _check_records(count: Callable[[], int], policy: "Policy") -> None:
-    """Refuse to take part with records that cannot be used or are too few; the server sees one text for all reasons."""
+    """Refuse to take part if the records are unusable or too few; the server gets the same text in both cases."""
     try:
         records = count()
         if records < policy.min_records:
@@ -374,12 +376,12 @@ def _check_records(count: Callable[[], int], policy: "Policy") -> None:
     except KeyboardInterrupt:
         raise
     except BaseException:
-        _print_failure("this client takes no part in secure aggregation:")
+        _print_failure("this client does not take part in secure aggregation:")
         raise Aborted("policy", "records", UNUSABLE) from None
 
 
 def _print_failure(what: str) -> None:
-    """Print the exception being handled to stderr, not to a logger, whose records engines may send to the server.
+    """Print the current exception to stderr. Loggers are not used, because engines may send logs to the server.
 
     Errors while writing to stderr are ignored: otherwise the server would learn that there was something to write.
     """
@@ -389,9 +391,9 @@ def _print_failure(what: str) -> None:
 
 
 def digest_subject(ask: Ask, message: bytes, body: bytes) -> bytes:
-    """Return the digest of a sum's subject, the broadcast: two sums on the same subject can be subtracted.
+    """Return the digest of the broadcast, the subject of a sum: sums on one subject could be subtracted.
 
-    The batch is not included: any batch that is asked for may be all of a client's records.
+    The batch size is not included, since any batch may contain all of a client's records.
     """
     about = [ask.defence, ask.settings, ask.loss, ask.loss_settings, ask.values, read_layout(message)]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode() + body).digest()

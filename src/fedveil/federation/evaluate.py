@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
 from fedveil.records.sources import Rows, Source, check_finite, check_range
-from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss, SquaredError, match_targets
-from fedveil.scheme.outputs import are_classes, class_axis, compute_outputs, values
+from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, BinaryCrossEntropy, Loss, SquaredError, match_targets
+from fedveil.scheme.outputs import are_class_indices, class_axis, compute_outputs, values
 
 METRICS = ("accuracy", "auc", "mse", "loss")
 PRIMARY = ("accuracy", "loss", "mse")  # the first of these that was measured decides which model is best
@@ -54,8 +54,8 @@ def predict_source(model: nn.Module, source: Source, *, batch_size: int = 256) -
     for start in range(0, len(source), batch_size):
         numbers = range(start, min(start + batch_size, len(source)))
         inputs, targets = source.take(numbers)
-        check_finite(source.who, (inputs, targets), numbers)
-        check_range(source.who, (inputs, targets), numbers, first.dtype)
+        check_finite(source.owner, (inputs, targets), numbers)
+        check_range(source.owner, (inputs, targets), numbers, first.dtype)
         found.append((predict(model, move_inputs(inputs, first.device, first.dtype)), targets.to(first.device)))
     return torch.cat([outputs for outputs, _ in found]), torch.cat([targets for _, targets in found])
 
@@ -79,22 +79,22 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
         asked = match_targets(outputs, targets)
         found = {"accuracy": float(((outputs > 0) == (asked > 0.5)).double().mean())}
         found |= area(outputs, asked > 0.5) if outputs[0].numel() == 1 else {}
-    elif are_classes(outputs, targets):
+    elif are_class_indices(outputs, targets):
         found = {"accuracy": float((predict_classes(outputs, targets, axis) == targets).double().mean())}
         found |= area(outputs[:, 1] - outputs[:, 0], targets == 1) if outputs.shape[1:] == (2,) else {}
-    elif isinstance(loss, OF_CLASSES) and targets.shape == outputs.shape:
+    elif isinstance(loss, CLASS_LOSSES) and targets.shape == outputs.shape:
         place = class_axis(outputs, targets, axis)
         found = {"accuracy": float((outputs.argmax(place) == targets.argmax(place)).double().mean())}
     elif targets.numel() == outputs.numel():
         found = {"mse": float((outputs.reshape(targets.shape) - targets).double().pow(2).mean())}
-    elif isinstance(loss, USERS):
+    elif isinstance(loss, AUTOGRAD_LOSSES):
         found = {}
     else:
         what = f"shape is {tuple(targets.shape)}, the model's outputs have {tuple(outputs.shape)}"
         raise BadArgument("targets", what, "use class indices without the class axis, or numbers in the outputs' shape")
     if loss is None or isinstance(loss, SquaredError):
         return found
-    if isinstance(loss, USERS):  # its tensors, such as class weights, have the dtype of training
+    if isinstance(loss, AUTOGRAD_LOSSES):  # its tensors, such as class weights, have the dtype of training
         asked = targets.to(outputs.dtype) if targets.is_floating_point() else targets
         return found | {"loss": float(values(loss, outputs, asked, axis).double().mean())}
     return found | {"loss": float(values(loss, outputs.double(), targets, axis).mean())}
@@ -109,9 +109,9 @@ def area(scores: Tensor, positive: Tensor) -> dict[str, float]:
     return {"auc": float((below + upto).double().mean()) / (2 * len(no))}
 
 
-def deciding_metric(found: Mapping[str, float]) -> str:
+def deciding_metric(values: Mapping[str, float]) -> str:
     """Return the name of the metric that decides which model is best."""
-    return next(name for name in PRIMARY if name in found)
+    return next(name for name in PRIMARY if name in values)
 
 
 def better(name: str, new: float, old: float | None) -> bool:

@@ -15,7 +15,7 @@ Callback = Callable[[RoundRecord], object]
 
 @dataclass
 class FitPlan:
-    """The arguments of `fit`, checked."""
+    """The checked arguments of `fit`."""
 
     last: int  # number of the last round
     every: int  # rounds between evaluations or, without test data, between checkpoints
@@ -38,9 +38,9 @@ class FitPlan:
         return self.durable or requested or late or self.ends_interval(number)
 
 
-def list_callbacks(given: Callback | Sequence[Callback] | None) -> list[Callback]:
+def list_callbacks(on_round: Callback | Sequence[Callback] | None) -> list[Callback]:
     """Return the callbacks as a list; refuse objects that cannot be called."""
-    calls = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    calls = list(on_round) if isinstance(on_round, Sequence) and not isinstance(on_round, str) else [on_round]
     for call in calls:
         if call is not None and not callable(call):
             fix = "pass a function of a round's record, or a list of such functions"

@@ -23,7 +23,7 @@ class RoundRecord(Mapping[str, Value]):
         epoch: how often the largest client has gone through its records.
         error: estimated relative error of the recovered gradient.
         lr: learning rate of the step.
-        seconds: since the start of the run.
+        seconds: time since the start of the run.
         evaluated: whether the metrics are available; None if no evaluation was due.
         metrics: metrics on the test data.
         figures: further numbers, such as counts of replies, bytes and epsilon.
@@ -41,7 +41,7 @@ class RoundRecord(Mapping[str, Value]):
     notes: Mapping[str, Note] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Value]:
-        """Return all values by name in a flat dict: a line of metrics.jsonl."""
+        """Return all values in a flat dict, as in a line of metrics.jsonl."""
         found: dict[str, Value] = {"round": self.round, "epoch": self.epoch, "error": self.error, "lr": self.lr}
         found |= {**self.figures, **self.notes, "seconds": self.seconds, **self.metrics}
         return found if self.evaluated is None else {**found, "evaluated": self.evaluated}
@@ -61,7 +61,7 @@ class RoundRecord(Mapping[str, Value]):
 
 @dataclass(repr=False)
 class History:
-    """One record per round."""
+    """The history of a run: one record per round."""
 
     records: list[RoundRecord] = field(default_factory=list)
 

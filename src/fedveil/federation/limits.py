@@ -20,16 +20,16 @@ from fedveil.scheme.result import Aggregate
 
 MEAN = "mean"
 AGGREGATORS = (MEAN, *RULES)
-FEWEST = 3  # updates: the median of fewer does not bound a single one
-REMEMBERED = 50  # rounds whose norms bound later ones
-NORMS = {"update_norm": "gradient", "buffer_norm": "buffers", "counter_norm": "counters"}  # by key of a record
-"""The norms of an update: of its gradient, and of the changes to its floating-point and its other buffers."""
+FEWEST = 3  # updates; with fewer, a single update could determine the median
+REMEMBERED = 50  # number of past rounds whose norms bound the updates of a round
+NORMS = {"update_norm": "gradient", "buffer_norm": "buffers", "counter_norm": "counters"}
+"""The norms in a round's record: of the gradient, and of the changes to floating-point buffers and to counters."""
 STATISTICS = 10.0  # how much further many batches move running statistics than one batch does, with momentum 0.1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on each client, and how clients' gradients are combined.
+    """Bounds on each client, and the rule that combines the clients' gradients.
 
     The noise is removed from each update separately, not once from their sum. An update that exceeds a bound is
     refused, and the round continues without it.
@@ -39,7 +39,7 @@ class Limits:
       and changes to buffers are bounded in the same way, at ten times the factor. With another rule, up to `hostile`
       clients may send anything. Counters never grow faster than `norm_factor` times their median.
     Not guaranteed: anything, if at least half of the clients are hostile. Updates within the bounds may still be wrong;
-      use a rule other than the mean against those (docs/hostile.md).
+      use a rule other than the mean against them (docs/hostile.md).
 
     Args:
         aggregator: "mean", weighted by records, or a rule that weights all clients equally: "median",
@@ -48,10 +48,10 @@ class Limits:
         max_records: maximum number of records counted for a client, whatever it claims: one number for all clients, or
             one for each (by index in one process, by node id over Flower, by site over FLARE). Clients that are not
             listed are not limited.
-        max_share: maximum weight of a client in a mean over at least three.
+        max_share: maximum weight of a client in a mean over at least three clients.
         max_norm: maximum norm of an update.
-        norm_factor: maximum norm of an update relative to the median, for the mean; rules need no such bound. None for
-            no bound.
+        norm_factor: maximum norm of an update relative to the median norm, or None for no bound. It applies to the mean
+            only; the other rules need no such bound.
     """
 
     aggregator: str = MEAN
@@ -87,32 +87,32 @@ class Limits:
 
 
 def limits_for(defence: AnyDefence, limits: Limits | None) -> Limits | None:
-    """Return the limits as they apply to a defence; refuse limits that it cannot be combined with."""
+    """Return the limits as they apply to a defence; refuse limits that cannot be combined with it."""
     if limits is not None and not isinstance(limits, Limits):
         fix = "pass an instance, such as limits=fedveil.Limits(aggregator='median', hostile=1)"
         raise BadArgument("Limits", f"limits is a {type(limits).__name__}", fix)
     if limits is not None and defence.integer_sums:
-        what = "limits and aggregation rules judge single updates, whose noise is not enough"
+        what = "limits and aggregation rules need individual updates, which do not have enough noise"
         raise BadArgument("Limits", what, "set limits=None: the clipping norm bounds every record")
     if limits is None or defence.dp_clip is None:
         return limits
     neutral = Limits(max_records=limits.max_records, max_share=limits.max_share, norm_factor=limits.norm_factor)
     if limits != neutral:
-        what = "differential privacy clips each update and returns only their noisy sum"
+        what = "differential privacy clips each update and returns only the noisy sum"
         fix = "leave out aggregator, hostile and max_norm; the clipping norm bounds every client"
         raise BadArgument("Limits", what, fix)
     return dataclasses.replace(limits, norm_factor=None)
 
 
-def bounded_shares(records: Sequence[float], most: float) -> list[float]:
-    """Return each client's weight; if one would exceed `most`, cap the number of records that any client counts for.
+def bounded_shares(records: Sequence[float], max_share: float) -> list[float]:
+    """Return each client's weight; cap the numbers of records if a weight would otherwise exceed `max_share`.
 
     >>> bounded_shares([10, 10, 80], 0.5)
     [0.25, 0.25, 0.5]
     """
-    bound = max(most, 1 / len(records))
+    bound = max(max_share, 1 / len(records))
     ordered = sorted(records)
-    for above in range(len(records)):  # clients at the bound
+    for above in range(len(records)):  # number of clients at the bound
         if above * bound >= 1:
             break
         cap = bound * sum(ordered[: len(records) - above]) / (1 - above * bound)
@@ -167,7 +167,7 @@ def aggregate(
 def judge(
     own_round: DefenceRound[B, U], updates: Sequence[U], model: nn.Module, limits: Limits, past: Sequence[RoundRecord]
 ) -> list[Aggregate | UpdateRefused]:
-    """Recover and check each update separately. Norms are taken in float64.
+    """Recover and check each update separately. Norms are computed in float64.
 
     Args:
         own_round: the round whose broadcast the updates answer.
@@ -185,8 +185,8 @@ def judge(
             judged.append(one)
             continue
         why = _refusal(f"client {position}", one, own, bounds, model)
-        seen = own if own_round.base is own_round else {}  # a norm without noise would leak information
-        judged.append(why or dataclasses.replace(one, figures={**one.figures, **seen}))
+        reported = own if own_round.base is own_round else {}  # a norm without noise would leak information
+        judged.append(why or dataclasses.replace(one, figures={**one.figures, **reported}))
     return judged
 
 
@@ -245,38 +245,38 @@ def _refusal(
     for path, module in model.named_modules():
         name = f"{path}.running_var" if path else "running_var"
         if isinstance(module, _NormBase) and name in found.buffers and float(found.buffers[name].min()) < 0:
-            return ExcessiveUpdate(client, f"buffer {name} is a variance, but negative")
+            return ExcessiveUpdate(client, f"buffer {name} is a variance, but has negative values")
     return None
 
 
-def combine(found: Sequence[Aggregate], shares: Sequence[float], limits: Limits, model: nn.Module) -> Aggregate:
+def combine(results: Sequence[Aggregate], shares: Sequence[float], limits: Limits, model: nn.Module) -> Aggregate:
     """Combine the gradients that were not refused.
 
     Args:
-        found: results of `judge`, without refusals.
+        results: results of `judge`, without refusals.
         shares: weight of each client in a mean.
         limits: the aggregation rule.
         model: the server's model, as it was broadcast.
     """
 
-    def one(vectors: Sequence[Tensor]) -> Tensor:
+    def combine_vectors(vectors: Sequence[Tensor]) -> Tensor:
         rows = torch.stack(list(vectors))
         if limits.aggregator == MEAN:
             return torch.tensor(shares, dtype=rows.dtype, device=rows.device) @ rows
         rule = RULES[limits.aggregator]
-        return rule.combine(rows, min(limits.hostile, rule.most(len(rows))))  # refusals may leave fewer to withstand
+        return rule.combine(rows, min(limits.hostile, rule.most(len(rows))))  # after refusals, it may withstand fewer
 
-    gradients = _combine_by_name([one_client.gradients for one_client in found], one)
-    first = found[0].buffers
+    gradients = _combine_by_name([result.gradients for result in results], combine_vectors)
+    first = results[0].buffers
     floating = [name for name, buffer in first.items() if buffer.is_floating_point()]
     before = dict(model.named_buffers())
-    mean = limits.aggregator == MEAN  # other rules may depend on the origin, and get changes
+    mean = limits.aggregator == MEAN  # other rules may depend on the origin, so they combine changes
     origin = {name: torch.zeros_like(before[name]) if mean else before[name] for name in floating}
-    changes = [{name: own.buffers[name] - origin[name] for name in floating} for own in found]
-    buffers = {name: origin[name] + change for name, change in _combine_by_name(changes, one).items()}
+    changes = [{name: result.buffers[name] - origin[name] for name in floating} for result in results]
+    buffers = {name: origin[name] + change for name, change in _combine_by_name(changes, combine_vectors).items()}
     for name in first.keys() - set(floating):
-        buffers[name] = _limit_counters([own.buffers[name] for own in found], before[name], limits.norm_factor)
-    return Aggregate(gradients, buffers, _error(found, shares), _combine_figures(found))
+        buffers[name] = _limit_counters([result.buffers[name] for result in results], before[name], limits.norm_factor)
+    return Aggregate(gradients, buffers, _error(results, shares), _combine_figures(results))
 
 
 def _limit_counters(clients: Sequence[Tensor], before: Tensor, factor: float | None) -> Tensor:
@@ -291,26 +291,26 @@ def _limit_counters(clients: Sequence[Tensor], before: Tensor, factor: float | N
 
 
 def _combine_by_name(
-    clients: Sequence[Mapping[str, Tensor]], one: Callable[[Sequence[Tensor]], Tensor]
+    clients: Sequence[Mapping[str, Tensor]], combine_vectors: Callable[[Sequence[Tensor]], Tensor]
 ) -> dict[str, Tensor]:
     first = clients[0]
     if not first:
         return {}
-    flat = one([torch.cat([own[name].reshape(-1) for name in first]) for own in clients])
+    flat = combine_vectors([torch.cat([own[name].reshape(-1) for name in first]) for own in clients])
     return split_vector(flat, first)
 
 
-def _error(found: Sequence[Aggregate], shares: Sequence[float]) -> float:
+def _error(results: Sequence[Aggregate], shares: Sequence[float]) -> float:
     """Return the mean of the relative errors, weighted by the norms of the contributions."""
-    sizes = [part * float(own.figures["update_norm"]) for own, part in zip(found, shares, strict=True)]
-    wrong = sum(own.error * size for own, size in zip(found, sizes, strict=True))
+    sizes = [part * float(own.figures["update_norm"]) for own, part in zip(results, shares, strict=True)]
+    wrong = sum(own.error * size for own, size in zip(results, sizes, strict=True))
     return wrong / sum(sizes) if sum(sizes) else 0.0
 
 
-def _combine_figures(found: Sequence[Aggregate]) -> dict[str, float]:
-    """Return the mean of each figure over the clients, but the median for norms."""
+def _combine_figures(results: Sequence[Aggregate]) -> dict[str, float]:
+    """Return the mean of each figure over the clients; for norms, the median."""
     combined = {}
-    for key in found[0].figures:
-        own = [each.figures[key] for each in found if key in each.figures]
+    for key in results[0].figures:
+        own = [each.figures[key] for each in results if key in each.figures]
         combined[key] = _median(own) if key in NORMS else sum(own) / len(own)
     return combined

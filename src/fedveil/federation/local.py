@@ -28,10 +28,10 @@ from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.federation.state import RECORDS, CheckpointState, Setting, checksum_records
 from fedveil.federation.targets import one_output, usual_loss, warn_of_activation
-from fedveil.files import make_folder, sweep
+from fedveil.files import make_folder, remove_partial_files
 from fedveil.graph.analyse import refuse_wrapped
 from fedveil.records.shards import Shards
-from fedveil.records.sources import Given, Source, as_source, check_sources, choose_batch_size, list_clients
+from fedveil.records.sources import Source, UserRecords, as_source, check_sources, choose_batch_size, list_clients
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss, couples_samples
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from fedveil.secagg import Party, Roster
 
 BATCH_SIZE = 32  # default number of records
-SECURE_ATTEMPTS = 5  # under secure aggregation, where a sum may fail through no client's fault
+SECURE_ATTEMPTS = 5  # attempts at a round under secure aggregation, where a sum may fail
 
 
 @lru_cache(maxsize=16)
 def _weights(sizes: tuple[int, ...], counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return |D_k| / (|D| x the size of its batch) for each sample of the clients' batches."""
+    """Return the weight of each sample in the clients' batches: |D_k| / (|D| x the size of client k's batch)."""
     shares = [size / (sum(sizes) * count) for size, count in zip(sizes, counts, strict=True)]
     return torch.tensor(shares, dtype=torch.float64).repeat_interleave(torch.tensor(counts)).to(device, dtype)
 
@@ -69,7 +69,7 @@ class LocalEngine(Generic[B, U]):
         self.client, self.shards, self.whole_shard, self.fused = client, shards, whole_shard, fused
         self.dtype = dtype
         ours = type(client).__module__.startswith("fedveil.")
-        self.keeps_nothing = ours and type(self) is LocalEngine  # other classes may keep a broadcast
+        self.keeps_nothing = ours and type(self) is LocalEngine  # subclasses may keep a broadcast
         self._parties: dict[Member, Party] = {}  # under secure aggregation
 
     def start_round(self) -> None:
@@ -133,7 +133,7 @@ class LocalEngine(Generic[B, U]):
                 _, tensors = self._codec.encode_update(update)
                 records, party = self.claim_records(client), self._parties[client]
                 words = encode_words(tensors, records, terms.opening, terms.clip, integers=self._integers)
-                if not words[1]:  # a remote client contributes nothing then; here nothing is hidden
+                if not words[1]:  # a remote client would contribute nothing instead of raising
                     what = "its update holds NaN or infinity, although the records are finite"
                     raise NonFiniteUpdate(f"client {client}", what)
                 yield client, party.upload(party.admit(terms.opening, digest), words)
@@ -161,8 +161,8 @@ class Federation(Server):
         model: the server's model; trained in place.
         clients: the records of each client: (inputs, targets) as tensors, NumPy arrays or pandas frames, a Dataset of
             (input, target) or (input, input, ..., target), or a DataLoader, whose dataset and collate_fn are used.
-            Datasets are read batch by batch and need not fit into memory. Inputs are what forward accepts: a tensor, a
-            tuple of arguments or a dict of keyword arguments (docs/inputs.md). Floats are cast to the model's dtype.
+            Datasets are read batch by batch and need not fit into memory. Inputs are a tensor, a tuple of forward's
+            arguments or a dict of its keyword arguments (docs/inputs.md). Floats are cast to the model's dtype.
         defence: a name ("plain", "veil", "ppdl", "dbcl", "spn", one from another package, or `package.module:Name`), or
             a `fedveil.defences.Defence`.
         optimizer: a function that creates the server's optimizer from the parameters, such as `torch.optim.Adam`, or an
@@ -172,27 +172,27 @@ class Federation(Server):
         schedule_every: "epoch" or "round": how often other schedules step.
         clip_norm: clip the gradient to this norm.
         batch_size: number of records that a client uses in a round; by default that of the clients' DataLoaders, or 32.
-        loss: a name (see `fedveil.scheme.LOSSES`), a loss of fedveil or torch, a function (outputs, targets) -> one
+        loss: a name (see `fedveil.scheme.LOSSES`), a Fedveil or torch loss, a function (outputs, targets) -> one
             value per sample, or a `BatchLoss` for the whole batch. By default cross-entropy for integer targets
             (classes), squared error for floats; for floats that are all 0 or 1 the loss must be named. A loss that
             cannot be trained on the targets is refused (docs/losses.md). Targets may have positions (pixels, tokens):
             losses are summed over positions and averaged over samples.
         whole_shard: each client goes through all its records in a round, under the same noise, in batches.
         participation: fraction of the clients that take part in a round.
-        limits: bounds on each client, and how clients' gradients are combined: `fedveil.Limits`. By default clients are
-            trusted, and their weighted mean is used.
+        limits: bounds on each client, and the rule that combines their gradients: `fedveil.Limits`. By default, clients
+            are trusted, and the weighted mean is used.
         privacy: differential privacy: `fedveil.Privacy` (docs/defences/privacy.md).
         secure_aggregation: clients mask their updates, and the server sees only sums (docs/secure-aggregation.md). In
             one process this serves to test it and to measure its cost.
-        fuse: run the batches of all clients through one pass where no module and no loss couples samples; a model whose
-            own code couples them needs fuse=False.
+        fuse: run the batches of all clients through one pass if neither a module nor the loss couples samples. Set
+            fuse=False for a model that couples samples in its own code.
         seed: seed for the order of records and the choice of clients.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        clients: Sequence[Given],
+        clients: Sequence[UserRecords],
         defence: str | AnyDefence = "veil",
         optimizer: Optimizer = torch.optim.Adam,
         *,
@@ -250,7 +250,7 @@ class Federation(Server):
 
             roster = self.clients.create_parties(find_codec(self.defence), self.defence.integer_sums)
             self._start_secure(client, self._example, roster, Entropy().token(), sum(self.shards.sizes))
-            threshold(taking_part)  # refuses too few
+            threshold(taking_part)  # raises if there are too few clients
 
     def use_engine(self, engine: LocalEngine[B, U]) -> None:
         """Replace the clients, for example with hostile ones; not under secure aggregation."""
@@ -264,7 +264,7 @@ class Federation(Server):
             return math.ceil(1 / self.defence.sampling_rate)
         return 1 if self.whole_shard else self.shards.rounds_per_epoch
 
-    def _read_test(self, test: Given) -> Source:
+    def _read_test(self, test: UserRecords) -> Source:
         """Return test data, checked against the model, the loss and the clients' records."""
         return read_held_out(test, self.model, self.loss, self.dtype, lambda: self.shards.example)
 
@@ -298,14 +298,14 @@ class Federation(Server):
         return {client: state for client, state in states.items() if state}
 
     def _save(self, folder: Path) -> set[int]:
-        """Write the clients' private states, one file per client that has any, and then the checkpoint."""
+        """Write the clients' private states, one file per client that has one, and then the checkpoint."""
         for client, state in self._private().items():
             path = _private_file(folder, client, self.round)
             make_folder(make_folder(folder / "clients", 0o700) / str(client), 0o700)
             checkpoint.save(path, state, self._tag)
         rounds = super()._save(folder)
         for home in (folder / "clients").glob("*"):
-            sweep(home)
+            remove_partial_files(home)
             for old in home.glob("*.pt"):
                 if old.stem not in map(str, rounds):
                     old.unlink()

@@ -1,4 +1,4 @@
-"""The server's optimizer and learning-rate schedule, from the arguments that users pass."""
+"""Create the server's optimizer and learning-rate schedule from users' arguments."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
@@ -19,7 +19,7 @@ A = TypeVar("A")
 
 
 def _create(name: str, given: T | Callable[[A], T], kind: type[T], argument: A, fix: str) -> T:
-    """Return the given object, or the one that a factory creates; refuse settings that torch rejects."""
+    """Return the given object, or the object that a factory creates; refuse settings that torch rejects."""
     if isinstance(given, kind):
         return given
     if not callable(given):
@@ -34,7 +34,7 @@ def _create(name: str, given: T | Callable[[A], T], kind: type[T], argument: A, 
 
 
 def make_optimizer(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer that a factory creates for these parameters, or the given one if it is for them."""
+    """Return the optimizer that a factory creates for these parameters, or an optimizer that already has them."""
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     found = _create("optimizer", given, torch.optim.Optimizer, trained, FACTORY)
     ours = {id(parameter) for parameter in parameters.values()}
@@ -45,7 +45,7 @@ def make_optimizer(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.
 
 
 def make_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """Return the schedule that a factory creates for the optimizer, or the given one if it is for this optimizer."""
+    """Return the schedule that a factory creates for this optimizer, or a schedule that already has it."""
     if given is None:
         return None
     found = _create("schedule", given, LRScheduler, optimizer, COSINE)
@@ -54,12 +54,12 @@ def make_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> L
     return found
 
 
-def plateau_value(schedule: ReduceLROnPlateau, found: Mapping[str, float]) -> float:
+def plateau_value(schedule: ReduceLROnPlateau, metrics: Mapping[str, float]) -> float:
     """Return the metric that a plateau schedule monitors: one that should fall in mode "min", rise in mode "max"."""
     if schedule.mode == "max":
-        if "accuracy" not in found:
+        if "accuracy" not in metrics:
             what = 'mode="max" monitors accuracy, but this task has none'
             raise BadArgument("ReduceLROnPlateau", what, 'use mode="min"')
-        return float(found["accuracy"])
-    falling = next((name for name in ("loss", "mse") if name in found), None)
-    return float(found[falling]) if falling else 1 - float(found["accuracy"])
+        return float(metrics["accuracy"])
+    falling = next((name for name in ("loss", "mse") if name in metrics), None)
+    return float(metrics[falling]) if falling else 1 - float(metrics["accuracy"])

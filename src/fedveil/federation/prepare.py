@@ -12,8 +12,8 @@ from fedveil.federation.evaluate import metrics, move_inputs, predict_source
 from fedveil.federation.targets import attribute_targets, describe, refuse_failure, target_maker, try_model
 from fedveil.records.inputs import Batch, Inputs, join_batches
 from fedveil.records.shards import MemoryShards, Shards, StreamShards
-from fedveil.records.sources import Given, Rows, Source, as_source, check_range, check_sources
-from fedveil.scheme.losses import USERS, Loss, couples_samples
+from fedveil.records.sources import Rows, Source, UserRecords, as_source, check_range, check_sources
+from fedveil.scheme.losses import AUTOGRAD_LOSSES, Loss, couples_samples
 from fedveil.scheme.outputs import compute_outputs, head_axis
 
 WHERE = "Federation"
@@ -48,38 +48,42 @@ def make_shards(
     stored = [client for client in clients if isinstance(client, Rows)]
     if len(stored) < len(clients):
         return StreamShards(*common, tuple(clients), prepare)
-    parts = [prepare(own.who, (own.inputs, own.targets), range(len(own))) for own in stored]
+    parts = [prepare(own.owner, (own.inputs, own.targets), range(len(own))) for own in stored]
     return MemoryShards(*common, *join_batches(parts))
 
 
 def read_held_out(
-    given: Given, model: nn.Module, loss: Loss, dtype: torch.dtype, like: Callable[[], Inputs] | None = None
+    test: UserRecords,
+    model: nn.Module,
+    loss: Loss,
+    dtype: torch.dtype,
+    client_inputs: Callable[[], Inputs] | None = None,
 ) -> Source:
     """Return test data as a source; refuse records that the model does not accept, and targets that the loss does not.
 
-    A custom loss is evaluated on all records in memory, as after a round. From a stream, two records are read, or all
-    if the loss couples samples.
+    A custom loss is evaluated on all records if they are in memory. From a stream, two records are read, or all if the
+    loss couples samples.
 
     Args:
-        given: the records, in any form that clients' records may have.
+        test: the records, in any form that clients' records may have.
         model: the server's model.
         loss: the clients' objective.
         dtype: dtype of floating-point numbers.
-        like: returns clients' inputs, if they are known.
+        client_inputs: returns clients' inputs, if they are known.
     """
-    source = check_sources([as_source(TEST, given)])[0]
+    source = check_sources([as_source(TEST, test)])[0]
     if isinstance(source, Rows):
         check_range(TEST, (source.inputs, source.targets), range(len(source)), dtype)
     inputs, targets = source.take(range(min(2, len(source))))
     fix = "use test data in the form of the clients' records"
-    outputs = try_model(model, inputs, TEST, fix, None if like is None else like())
+    outputs = try_model(model, inputs, TEST, fix, None if client_inputs is None else client_inputs())
     with attribute_targets(TEST):
         target_maker(model, loss, (inputs, targets))(source.targets if isinstance(source, Rows) else targets)
-        if couples_samples(loss) or (isinstance(loss, USERS) and isinstance(source, Rows)):
+        if couples_samples(loss) or (isinstance(loss, AUTOGRAD_LOSSES) and isinstance(source, Rows)):
             outputs, targets = predict_source(model, source)
         what = f"{loss.name} does not accept them ({describe(targets)}) for outputs ({describe(outputs)})"
         with refuse_failure("targets", what, "use targets in the form of the clients' targets, or correct the loss"):
-            metrics(outputs, targets.to(outputs.device), loss, axis=head_axis(model))  # as after a round
+            metrics(outputs, targets.to(outputs.device), loss, axis=head_axis(model))  # as in an evaluation
     return source
 
 

@@ -28,14 +28,14 @@ def describe_round(record: RoundRecord, rounds: int) -> str:
 
 
 def print_progress(rounds: int) -> Callable[[RoundRecord], None]:
-    """Return a callback for a run of `rounds` rounds that prints a line every second, after faults, and at the end."""
+    """Return a callback that prints at most one line per second, but always after faults and after the last round."""
     last = -INTERVAL
 
-    def take(record: RoundRecord) -> None:
+    def show(record: RoundRecord) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last >= INTERVAL or record.notes.get("faults") or record.round == rounds:
             last = now
             print(describe_round(record, rounds), flush=True)
 
-    return take
+    return show

@@ -1,7 +1,7 @@
 """The messages between a server and its clients, and the interface of the engines that carry them.
 
-Messages are frozen dataclasses with a single encoding and bounds. An engine asks the clients and yields their valid
-replies, and a fault for every other one.
+Every message is a frozen dataclass; `write` encodes it, and `read` decodes and checks it. An engine sends messages to
+clients and yields their valid replies, and a fault for each client without one.
 """
 
 import logging
@@ -15,21 +15,21 @@ from torch import nn
 from fedveil.checks import check_count, check_positive
 from fedveil.defences.interface import AnyRound, U
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate
-from fedveil.wire import MAX_HEAD, Tensors, Values, as_bytes, as_tensor, check_fields, from_bytes, to_bytes
+from fedveil.wire import MAX_HEADER, Tensors, Values, as_bytes, as_tensor, check_fields, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from fedveil.secagg import Opening
 
-MAX_COUNT = 2**53  # rounds or records: exact in float64 and in every JSON parser
+MAX_COUNT = 2**53  # bound on rounds and records: smaller integers are exact in float64 and in every JSON parser
 MAX_SEED = 2**64
 MAX_SECONDS = 1e9
-MAX_PER_TENSOR = 4  # tensors in an ask or an answer per tensor of the model
-MAX_ASK_HEAD = 2**22  # bytes of an ask's values: a roster of 10,000 members takes most of it
-CHALLENGE = 16  # bytes in a greeting under secure aggregation; the reply signs them
-MAX_RECORDED = 20  # faults in the record of a round
-MAX_TEXT = 200  # characters of a client's text
+MAX_PER_TENSOR = 4  # maximum number of tensors in a message, per tensor of the model
+MAX_ASK_HEAD = 2**22  # maximum size of an ask's values in bytes: enough for a roster of 10,000 members
+CHALLENGE = 16  # size in bytes of the challenge in a greeting, which the reply must sign
+MAX_RECORDED = 20  # maximum number of faults in a round's record
+MAX_TEXT = 200  # maximum length of a text from a client, in characters
 SERVER = "server"  # used as the member in faults that concern a whole attempt
-Member = int | str  # a client, by its index in this process, its Flower node id or the name of its FLARE site
+Member = int | str  # identifies a client: its index in this process, its Flower node id or the name of its FLARE site
 LOG = logging.getLogger("fedveil.rounds")
 
 
@@ -46,7 +46,7 @@ class SecureTerms:
 
     @classmethod
     def from_values(cls, values: Values) -> "SecureTerms":
-        """Invert `values`; refuse anything else."""
+        """Parse the result of `values`; refuse anything else."""
         from fedveil.secagg import Opening  # only clients that take part in secure aggregation need it
 
         clip = values.get("clip")
@@ -62,11 +62,11 @@ class Ask:
     token: str  # identifies the exchange; the answer repeats it
     defence: str  # name in the registry
     settings: Values  # settings of the defence that clients need
-    loss: str  # its name
+    loss: str  # name of the loss
     loss_settings: Values  # see `Loss.settings`
     whole_shard: bool  # use all records of the client, not only its next batch
     batch_size: int
-    seed: int  # for the order of records
+    seed: int  # seed for the order of records
     privacy: Values  # `Privacy.terms` if records are protected; otherwise empty
     secure: Values  # `SecureTerms.values`; empty without secure aggregation
     values: Values
@@ -81,14 +81,14 @@ class Answer:
     token: str
     defence: str
     records: int  # |D_k|, the client's weight
-    seconds: float  # computing time, as the client reports it
+    seconds: float  # computing time, as reported by the client
     values: Values
     tensors: Tensors
 
 
 @dataclass(frozen=True, eq=False)
 class MaskedAnswer:
-    """A client's update under secure aggregation: masked words, without the number of records and the time."""
+    """A client's update under secure aggregation: masked words, without the number of records or the computing time."""
 
     round: int
     token: str
@@ -98,7 +98,7 @@ class MaskedAnswer:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A further message of secure aggregation ("hello", "settle", "reveal" or "end"), and the reply to it."""
+    """Any other message of secure aggregation ("hello", "settle", "reveal" or "end"), or the reply to it."""
 
     session: str
     step: str
@@ -106,17 +106,17 @@ class Step:
 
     @classmethod
     def make(cls, session: str, step: str, body: bytes) -> "Step":
-        """Return a step with this body."""
+        """Create a step with the given body."""
         return cls(session, step, {"body": as_tensor(body)})
 
     @property
     def body(self) -> bytes:
-        """The bytes that the step carries."""
+        """The content of the step."""
         return as_bytes("step", self.tensors, "body")
 
 
 Message = TypeVar("Message", Ask, Answer, MaskedAnswer, Step)
-HINTS: Mapping[type, dict[str, object]] = {  # the types of a message's values
+HINTS: Mapping[type, dict[str, object]] = {  # the types of each message's fields, except its tensors
     kind: {name: hint for name, hint in get_type_hints(kind).items() if name != "tensors"}
     for kind in (Ask, Answer, MaskedAnswer, Step)
 }
@@ -131,7 +131,7 @@ def write(message: Ask | Answer | MaskedAnswer | Step) -> bytes:
 def read(data: bytes, kind: type[Message], max_tensors: int | None = None) -> Message:
     """Decode a message of the given kind; refuse anything else, and messages with more than `max_tensors` tensors."""
     where = kind.__name__.lower()
-    head = MAX_ASK_HEAD if kind is Ask else MAX_HEAD
+    head = MAX_ASK_HEAD if kind is Ask else MAX_HEADER
     values, tensors = from_bytes(data, where, 1 if kind is Step else max_tensors, head)
     found: Message = kind(**check_fields(where, values, HINTS[kind]), tensors=tensors)
     if isinstance(found, Answer):
@@ -185,7 +185,7 @@ def refuse_old(ask: Ask, last: LastAsk | None) -> None:
 
 
 class FaultKind(StrEnum):
-    """Why a reply does not count; docs/flower.md and docs/nvflare.md explain each."""
+    """The reason why a reply does not count. docs/flower.md and docs/nvflare.md explain each kind."""
 
     SILENT = "silent"
     UNREACHABLE = "unreachable"
@@ -228,7 +228,7 @@ def clean(text: object) -> str:
 
 
 def describe_refusal(member: Member, error: Exception) -> Fault:
-    """Return the fault of a client whose reply raised this error."""
+    """Return the fault for a reply that raised this error."""
     if isinstance(error, BadArgument):
         return Fault(member, FaultKind.MALFORMED, f"{error.where}: {error.what}")
     if isinstance(error, FedveilError):
@@ -245,7 +245,7 @@ class FaultLog:
     faults: list[Fault] = field(default_factory=list)
 
     def add(self, fault: Fault) -> None:
-        """Record a fault, and log it."""
+        """Record and log a fault."""
         LOG.warning("round %d: %s", self.round, fault)
         self.faults.append(fault)
 
@@ -263,14 +263,14 @@ class FaultLog:
 class Traffic:
     """The bytes sent and received in a round."""
 
-    asked: int = 0  # clients
+    asked: int = 0  # number of clients that were asked
     exchanges: int = 0
-    down: int = 0
-    up: int = 0
-    seconds_work: float = 0.0  # computing time of the slowest client, as it reports it
+    down: int = 0  # bytes sent to clients
+    up: int = 0  # bytes received from clients
+    seconds_work: float = 0.0  # the longest computing time that a client reported
 
     def count_down(self, sizes: Sequence[int]) -> None:
-        """Count one exchange, from the sizes of its messages to clients."""
+        """Count one exchange; `sizes` are the sizes of the messages to clients."""
         self.exchanges += 1
         self.asked = max(self.asked, len(sizes))
         self.down += sum(sizes)
@@ -285,7 +285,7 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Reply(Generic[U]):
-    """A valid reply to a broadcast. A fused pass replies for several clients at once."""
+    """A valid reply to a broadcast. If clients are fused, one reply stands for several clients."""
 
     members: tuple[Member, ...]
     update: U
@@ -293,7 +293,7 @@ class Reply(Generic[U]):
 
 
 AnyReply = Reply[Any]  # type: ignore[explicit-any]
-Channels = Mapping[Member, bytes]  # the keys for tags, by client (`fedveil.secagg.identity`)
+Channels = Mapping[Member, bytes]  # the key for the tags of each client (`fedveil.secagg.identity`)
 
 
 class Engine(Protocol):
@@ -301,8 +301,8 @@ class Engine(Protocol):
 
     Attributes:
         stream: name of the random stream that chooses clients.
-        stable: whether a member is the same client in every round; if not, each round counts for all clients' privacy.
-        keeps_nothing: whether no client holds a broadcast after its round, so that its memory can be reused.
+        stable: whether a member is the same client in every round; if not, each round counts for every client.
+        keeps_nothing: whether no client keeps a broadcast after its round, so that its memory can be reused.
     """
 
     stream: str
@@ -320,23 +320,23 @@ class Engine(Protocol):
         """Return the clients that can be asked now, in a fixed order."""
 
     def ask(self, number: int, own_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
-        """Send the broadcast of round `number`; yield a reply or a fault for each client, or one reply for several."""
+        """Send the broadcast of round `number`; yield replies, each for one or more clients, and faults."""
 
     def ask_masked(
         self, number: int, own_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
     ) -> tuple[bytes, Iterator[tuple[Member, bytes] | Fault]]:
-        """Send the broadcast of an attempt under secure aggregation; return its digest, and the masked uploads."""
+        """Send the broadcast of an attempt under secure aggregation; return its digest and the masked uploads."""
 
     def take_step(
-        self, step: Step, own: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
+        self, step: Step, extras: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
         """Send a step of secure aggregation, with additional bytes for each client; yield the bodies of the replies.
 
         Args:
             step: the message for all clients.
-            own: additional bytes for each client.
-            channels: keys for the tags that authenticate it; None for a signature.
-            timeout: in seconds; by default the server's.
+            extras: additional bytes for each client.
+            channels: keys for the tags that authenticate the messages; None to sign them instead.
+            timeout: timeout in seconds; by default, the server's timeout.
         """
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
 """A client's part in rounds that protect each of its records under secure aggregation.
 
-The server chooses the model, the loss and the settings of a round. So the client first checks them against its own
-limits, and enters the round in its ledger. From then on every record changes the sum by a bounded amount, whatever
-happens: a record on which the computation fails contributes nothing, the others contribute as usual, and the client's
-share of the noise is always in the sum.
+Since the server chooses the model, the loss and the settings of a round, the client first checks them against its own
+limits and enters the round in its ledger. From then on, the effect of every record on the sum is bounded: a record on
+which the computation fails contributes nothing, the others contribute as usual, and the client's share of the noise is
+always in the sum.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from fedveil.wire import Values
 if TYPE_CHECKING:
     from fedveil.federation.client import ClientTask
 
-DTYPES = (torch.float32, torch.float64)  # in others, records of ordinary size overflow
+DTYPES = (torch.float32, torch.float64)  # in smaller dtypes, ordinary values overflow
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class RecordRound:
     def from_terms(cls, terms: Values, policy: Policy) -> "RecordRound":
         """Return a round with the terms of an ask; abort if the client's limits do not allow them."""
         if not terms:
-            what = "this client requires differential privacy for each record, but the server asks without it"
+            what = "this client requires differential privacy for each record, but the server does not offer it"
             raise Aborted("policy", "ask", what, 'set privacy=fedveil.Privacy(noise_by="clients", ...) on the server')
         privacy, limits = Privacy.from_terms(terms), policy.privacy
         if limits is None:
@@ -69,7 +69,7 @@ class RecordRound:
     def check_format(self, opening: Opening, clip: float | None) -> None:
         """Refuse a format in which the client would round or check its sum again, or clip it as a whole."""
         if clip is not None or opening.checks or any(row_bits(opening)):
-            what = "sums over records are integers, without fractional bits, check words or a norm for clients"
+            what = "sums over records are integers, without fractional bits, check words or a clipping norm"
             raise BadArgument("ask", what)
 
     def enter(self, task: "ClientTask", model: nn.Module, records: int) -> None:
@@ -82,7 +82,7 @@ class RecordRound:
         task.defence.check_records(model, task.loss)
         if self.ledger is not None:
             self.ledger.charge(noise, rate)
-        elif rate * records < least:  # without limits of the client, the noise may be too small to hide a single record
+        elif rate * records < least:  # without limits, the noise may be too small to hide a single record
             what = f"samples of about {rate * records:.3g} records are too small: this client's policy requires {least}"
             raise Aborted("policy", "ask", what)
 
@@ -134,7 +134,7 @@ def _sum_each(task: "ClientTask", model: nn.Module, source: Source) -> tuple[Any
     rate, found, total = task.defence.sampling_rate, None, None
     assert rate is not None
     for index in poisson_sample(Entropy(), len(source), rate):
-        with contextlib.suppress(Exception):  # without a word: it would be about the record
+        with contextlib.suppress(Exception):  # silently: a message would be about the record
             single = as_source("this client", source.take([int(index)]))
             shards = make_shards(model, task.loss, [single], 1, task.ask.seed, task.dtype)
             own = task.defence.client(model, shards.example, task.loss)

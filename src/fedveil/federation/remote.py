@@ -32,7 +32,7 @@ from fedveil.wire import as_bytes
 
 LOG = logging.getLogger("fedveil.rounds")
 R = TypeVar("R")
-C = TypeVar("C")  # the connection that another package gives its server: Flower's grid, FLARE's sites
+C = TypeVar("C")  # the type of the connection: Flower's grid or FLARE's sites
 
 
 class Transport(Protocol):
@@ -42,18 +42,18 @@ class Transport(Protocol):
         """Return the clients that can be asked now, in a fixed order."""
 
     def ask(
-        self, common: bytes, own: Mapping[Member, bytes], *, label: str, timeout: float
+        self, common: bytes, extras: Mapping[Member, bytes], *, label: str, timeout: float
     ) -> Iterator[tuple[Member, bytes | Fault]]:
-        """Send `common` to the clients in `own`, with additional bytes for each; yield replies and faults on arrival.
+        """Send messages to the clients in `extras`; yield replies and faults as they arrive.
 
-        Every client that was asked is named at least once; those that are missing after `timeout` seconds are silent.
-        Closing the iterator abandons the rest.
+        At least one reply or fault is yielded for every client: a client that has not replied after `timeout` seconds
+        gets the fault "silent". Closing the iterator abandons outstanding replies.
 
         Args:
             common: bytes for all clients.
-            own: additional bytes for each client; may be empty.
+            extras: additional bytes for each client; may be empty.
             label: name of the exchange in logs.
-            timeout: in seconds.
+            timeout: timeout in seconds.
         """
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class RemoteEngine:
 
     Args:
         transport: carries the bytes.
-        server: the server whose rounds it carries.
+        server: the server that runs the rounds.
         identity: signs every message without a tag; None if clients accept any server.
         whole_shard: clients go through all their records in a round.
         batch_size: number of records that a client uses at a time.
@@ -120,11 +120,11 @@ class RemoteEngine:
             protocol.check_exchange(answer, ask)
             return member, as_bytes("answer", answer.tensors, "upload")
 
-        own = dict.fromkeys(members, b"")
-        return digest, self._send(message, own, channels, f"{number} upload", decode, digest=digest)
+        extras = dict.fromkeys(members, b"")
+        return digest, self._send(message, extras, channels, f"{number} upload", decode, digest=digest)
 
     def take_step(
-        self, step: Step, own: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
+        self, step: Step, extras: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
         """Send a step of secure aggregation; yield the bodies of the replies."""
 
@@ -135,7 +135,7 @@ class RemoteEngine:
             return member, found.body
 
         label = f"{self._server.round} {step.step}"
-        return self._send(protocol.write(step), own, channels, label, decode, timeout=timeout)
+        return self._send(protocol.write(step), extras, channels, label, decode, timeout=timeout)
 
     def close(self) -> None:
         """Release the connection."""
@@ -144,7 +144,7 @@ class RemoteEngine:
     def _send(
         self,
         common: bytes,
-        own: Mapping[Member, bytes],
+        extras: Mapping[Member, bytes],
         channels: Channels | None,
         label: str,
         decode: Callable[[Member, bytes], R],
@@ -152,16 +152,16 @@ class RemoteEngine:
         timeout: float | None = None,
         digest: bytes | None = None,
     ) -> Iterator[R | Fault]:
-        """Exchange messages once: with tags if there are channels, otherwise signed if this server has a key."""
+        """Exchange messages once: with tags if there are channels, otherwise signed if there is an identity."""
         if channels is not None:
             digest = digest or Digest.compute(common).combine()
-            own = {member: tag_message(channels[member], digest, extra) for member, extra in own.items()}
+            extras = {member: tag_message(channels[member], digest, extra) for member, extra in extras.items()}
         elif self._identity is not None:
-            marks = {extra: sign_message(self._identity, common, extra) for extra in dict.fromkeys(own.values())}
-            own = {member: marks[extra] for member, extra in own.items()}
-        self.traffic.count_down([len(common) + len(extra) for extra in own.values()])
+            marks = {extra: sign_message(self._identity, common, extra) for extra in dict.fromkeys(extras.values())}
+            extras = {member: marks[extra] for member, extra in extras.items()}
+        self.traffic.count_down([len(common) + len(extra) for extra in extras.values()])
         seconds = self._server.policy.timeout if timeout is None else timeout
-        for member, reply in self.transport.ask(common, own, label=label, timeout=seconds):
+        for member, reply in self.transport.ask(common, extras, label=label, timeout=seconds):
             if isinstance(reply, Fault):
                 yield reply
                 continue
@@ -200,12 +200,12 @@ class RemoteServer(Server, Generic[C]):
         model: the server's model; trained in place.
         example: the inputs of at least two records, for the analysis of the model; values do not matter. They have the
             form of the clients' inputs: a tensor, a tuple of forward's arguments or a dict of its keyword arguments.
-        defence: as for `fedveil.Federation`. One with test entropy or a seed is refused.
+        defence: as for `fedveil.Federation`. A defence with test entropy or a seed is refused.
         optimizer: as for `fedveil.Federation`.
         schedule: as for `fedveil.Federation`; an epoch is `rounds_per_epoch` rounds.
         schedule_every: as for `fedveil.Federation`.
         clip_norm: as for `fedveil.Federation`.
-        loss: as for `fedveil.Federation`, but it must be named: the server does not see the clients' targets. A custom
+        loss: as for `fedveil.Federation`, but required, since the server does not see the clients' targets. A custom
             function must be passed to the clients, too.
         whole_shard: clients go through all their records in a round, so that few rounds are needed.
         batch_size: number of records that a client uses at a time or, without `whole_shard`, in a round.

@@ -23,7 +23,7 @@ FUSED = "the pass that all clients share"
 
 @dataclass(frozen=True)
 class RoundPolicy:
-    """How many clients a round asks, how long it waits, and how often it is attempted.
+    """The settings of a round: the number of clients to ask, timeouts, and the number of attempts.
 
     Attributes:
         participation: fraction of the clients that are asked in a round.
@@ -54,7 +54,7 @@ class RoundPolicy:
 
 
 class RoundKind(Protocol):
-    """How a round is carried out.
+    """The interface of a kind of round: with or without secure aggregation.
 
     Attributes:
         least: the minimum number of clients.
@@ -74,7 +74,7 @@ class RoundKind(Protocol):
         """Ask clients once; return the result of their replies, or None if there are too few."""
 
     def close(self) -> None:
-        """End the run; by default there is nothing to do."""
+        """End the run; by default, do nothing."""
         return
 
 
@@ -82,7 +82,7 @@ class ClearRound(RoundKind):
     """A round in which the server sees each update.
 
     Args:
-        engine: reaches the clients.
+        engine: sends messages to the clients.
         model: the server's model.
         history: the rounds so far.
         limits: bounds on each client.
@@ -111,7 +111,7 @@ class ClearRound(RoundKind):
         if sum([len(reply.members) for reply in replies]) < self.min_answers:
             return None
         if len(replies) < len(members) or self.engine.traffic:
-            replies.sort(key=lambda reply: members.index(reply.members[0]))  # sums must not depend on arrival
+            replies.sort(key=lambda reply: members.index(reply.members[0]))  # sums must not depend on arrival order
         if observer:
             observer(own_round.broadcast, [reply.update for reply in replies])
         limits, past = self._limits, self._history.records
@@ -129,7 +129,7 @@ class ClearRound(RoundKind):
 
 
 def _recover(own_round: AnyRound, replies: Sequence[AnyReply]) -> Aggregate:
-    """Recover the weighted mean; an error names the client, of which the defence knows only the position."""
+    """Recover the weighted mean; errors name the client, where the defence knows only its position."""
     try:
         return own_round.recover([reply.update for reply in replies], [float(reply.records) for reply in replies])
     except NonFiniteUpdate as error:

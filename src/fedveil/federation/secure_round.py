@@ -1,4 +1,4 @@
-"""A round under secure aggregation: greet, upload, settle, reveal. The server sees nothing but the sum."""
+"""A round under secure aggregation: greet, upload, settle, reveal. The server sees only the sum."""
 
 import hmac
 import json
@@ -24,10 +24,10 @@ from fedveil.secagg.identity import SIGNATURE, channel_key, tag_message
 from fedveil.secagg.masks import proper_key
 from fedveil.secagg.policy import Policy
 
-RENEWAL = Policy.key_rounds  # attempts after which clients replace their keys, unless their policies say otherwise
+RENEWAL = Policy.key_rounds  # number of attempts after which clients replace their keys by default
 FAREWELL = 5.0  # seconds that clients have to confirm the end of the run
 Found = TypeVar("Found")
-Messages = tuple[bytes, Mapping[str, bytes]]  # for all clients, and in addition for each by name
+Messages = tuple[bytes, Mapping[str, bytes]]  # bytes for all clients, and additional bytes for each client by name
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Greeting:
     uses: int = 0
 
     def __repr__(self) -> str:
-        return f"Greeting({self.hello.name!r})"  # not the key
+        return f"Greeting({self.hello.name!r})"  # the channel key is secret
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _Attempt:
 
 
 class SecureRound:
-    """The rounds of a run under secure aggregation: the clients' keys and conduct, the attempts, the format of sums.
+    """The rounds of a run under secure aggregation. Stores the clients' keys and conduct, and the format of sums.
 
     A round takes three exchanges, and one more whenever a client drops out between them. If it fails before the reveal,
     it is repeated with new noise and new masks. Once clients have been asked to reveal, it is never repeated: its sum
@@ -61,9 +61,9 @@ class SecureRound:
     named in the record.
 
     Args:
-        engine: reaches the clients.
+        engine: sends messages to the clients.
         sums: encodes and decodes sums.
-        roster: who may take part.
+        roster: the members that may take part.
         session: name of the run.
         min_answers: the minimum number of updates in a sum.
     """
@@ -75,30 +75,30 @@ class SecureRound:
         self.conduct = Conduct()
         self._greetings: dict[Member, Greeting] = {}  # including clients that are absent now
         self._doubtful: set[Member] = set()  # clients that may have lost their key
-        self._quarrelling: set[Member] = set()  # in failed attempts of this round; left out if there are enough others
+        self._conflicting: set[Member] = set()  # clients in disputes in this round; left out if there are enough others
         self._round = -1
-        self._impostors: dict[Member, str] = {}  # clients without a valid hello, and why
+        self._impostors: dict[Member, str] = {}  # clients without a valid hello, with the reason
         self._noted: set[str] = set()  # excluded clients that a record already names
         self._attempt = 0
         self._key = X25519PrivateKey.generate()
 
     @property
     def excluded(self) -> dict[str, str]:
-        """The clients that take no further part in the run, and why."""
+        """The clients that are excluded from the run, with the reason for each."""
         return {str(member): why for member, why in self._impostors.items()} | dict(self.conduct.excluded)
 
     def select(self, number: int, members: list[Member]) -> list[Member]:
-        """Leave out excluded clients and, if there are enough others, those that quarrelled in this round."""
+        """Leave out excluded clients and, if there are enough others, clients in disputes in this round."""
         if number != self._round:
-            self._round, self._quarrelling = number, set()
+            self._round, self._conflicting = number, set()
         members = [member for member in members if not self._is_excluded(member)]
-        calm = [member for member in members if member not in self._quarrelling]
+        calm = [member for member in members if member not in self._conflicting]
         return calm if len(calm) >= secagg.LEAST else members
 
     def collect(
         self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog, observer: Observer | None
     ) -> Aggregate | None:
-        """Try once to open a sum; return None if the round may be repeated. Individual updates cannot be observed."""
+        """Try once to open a sum; return None if the round may be repeated. `observer` is not called."""
         attempt = self._start(number, own_round, members, faults)
         if attempt is None:
             return None
@@ -107,7 +107,7 @@ class SecureRound:
             total = self._open(attempt, faults)
         except Aborted as error:
             faults.add(Fault(SERVER, FaultKind.ABORTED, f"{error.where}: {error.what}"))
-            self._quarrelling |= {attempt.names[name] for name in attempt.tally.quarrelling}
+            self._conflicting |= {attempt.names[name] for name in attempt.tally.conflicting_members}
             if not attempt.revealing:
                 return None
             why = error.what
@@ -164,13 +164,13 @@ class SecureRound:
         """Abort if so many clients have dropped out that the others would refuse to open the sum."""
         asked, left = len(attempt.opening.roster), len(attempt.tally.survivors)
         if left < (least := self.sums.least_members(asked)):
-            what = f"{left} of {asked} clients are left: for enough noise {least} are needed"
-            raise Aborted("few", "settle", what, "allow more clients to vanish: fedveil.Privacy(vanishing=...)")
+            what = f"{left} of {asked} clients are left: at least {least} are needed for enough noise"
+            raise Aborted("few", "settle", what, "allow more clients to drop out: fedveil.Privacy(vanishing=...)")
 
     def _take_step(
         self, attempt: _Attempt, step: str, messages: Messages, take: Callable[[str, bytes], None], faults: FaultLog
     ) -> None:
-        """Send a step to the clients that get a message of their own; those without a valid reply have dropped out."""
+        """Send a step to the clients named in `messages`; clients without a valid reply have dropped out."""
         common, own = messages
         wanted = {attempt.names[name]: extra for name, extra in own.items()}
         message = Step.make(self._session, step, common)
@@ -178,7 +178,7 @@ class SecureRound:
             self._take(member, partial(take, self._name(member), body), faults)
 
     def _decode(self, own_round: AnyRound, total: Words | None, opening: Opening, why: str) -> Aggregate:
-        """Return the result of a sum; an empty one if there is no sum, or if a client has spoilt it."""
+        """Return the result of a sum, or an empty result if there is no sum or it cannot be used."""
         if total is not None:
             try:
                 return self.sums.aggregate(own_round, total, opening)
@@ -203,7 +203,7 @@ class SecureRound:
         return [m for m in fresh if self._greetings[m].uses < RENEWAL and not self._is_excluded(m)]
 
     def _check_hello(self, member: Member, body: bytes, challenge: bytes) -> Hello:
-        """Return a client's hello; refuse one that is not its own. A client may return as another member."""
+        """Return a client's hello; refuse one that it did not sign. A client may reconnect as another member."""
         try:
             values = json.loads(body)
             hello, shown = Hello.from_values(values), bytes.fromhex(str(values.get("proof")))
@@ -224,8 +224,8 @@ class SecureRound:
             raise BadArgument("hello", f"the key of {hello.name} is of small order")
         tag = tag_message(channel_key(self._key, hello.key, self._session), proof)
         if not hmac.compare_digest(shown[SIGNATURE:], tag):
-            self.conduct.exclude(hello.name, "it does not own the key that it shows")
-            raise BadArgument("hello", f"{hello.name} does not own the key that it shows")
+            self.conduct.exclude(hello.name, "it does not own the key that it presents")
+            raise BadArgument("hello", f"{hello.name} does not own the key that it presents")
         for other in [other for other in self._greetings if self._name(other) == hello.name and other != member]:
             del self._greetings[other]
         return hello
@@ -243,7 +243,7 @@ class SecureRound:
     def _receive(
         self, replies: Iterable[tuple[Member, bytes] | Fault], faults: FaultLog
     ) -> Iterator[tuple[Member, bytes]]:
-        """Record the engine's faults; the clients concerned are greeted again, since they may have lost their keys."""
+        """Yield replies and record faults; clients with faults are greeted again: they may have lost their keys."""
         for found in replies:
             if isinstance(found, Fault):
                 faults.add(found)

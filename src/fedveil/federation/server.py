@@ -32,9 +32,9 @@ from fedveil.federation.stopping import check_monitor, has_stalled
 from fedveil.federation.targets import attribute_targets
 from fedveil.graph.analyse import refuse_wrapped
 from fedveil.graph.inputs import Inputs
-from fedveil.locks import locked
+from fedveil.locks import lock_folder
 from fedveil.records.shards import generator
-from fedveil.records.sources import Given, Source
+from fedveil.records.sources import Source, UserRecords
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.scheme.outputs import head_axis
 from fedveil.scheme.recover import find_non_finite, select_floats
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 SCALE = "scale inputs and targets, or change the loss or the model: the learning rate has had no effect yet"
 NOT_RESTORED = "the model in memory has the values after the step"
 RESTORED = "the model in memory has the values before the step, the last finite ones"
-MAX_SHOWN = 5  # faults in an error
+MAX_SHOWN = 5  # maximum number of faults in an error message
 POLL = 0.5  # seconds between two checks for missing clients
 
 
 class OneThread:
-    """A lock that refuses a second thread. The first may re-enter it, as callbacks do; a copy of the lock is free."""
+    """A lock that raises in a second thread. The first may re-enter it, as callbacks do. A copy is not locked."""
 
     def __init__(self, where: str) -> None:
         self._where, self._lock = where, threading.RLock()
@@ -197,7 +197,7 @@ class Server(StoredServer):
         return dataclasses.replace(result, figures=figures, notes=notes)
 
     def _choose_members(self, faults: FaultLog, deadline: float) -> list[Member]:
-        """Wait for enough clients; return those to ask, without senders of wrong replies if the others suffice."""
+        """Wait for enough clients; return those to ask, leaving out senders of wrong replies if others suffice."""
         policy = self.policy
         needed = policy.min_answers
         if not self._started:
@@ -266,7 +266,7 @@ class Server(StoredServer):
         self,
         epochs: int = 1,
         *,
-        test: Given | None = None,
+        test: UserRecords | None = None,
         rounds: int | None = None,
         evaluate_every: int | None = None,
         folder: Folder | None = None,
@@ -292,7 +292,7 @@ class Server(StoredServer):
             checkpoint_every: rounds between additional checkpoints. A durable defence saves after every round, for
                 privacy accounting.
             patience: stop after this number of evaluations without improvement.
-            on_round: a function that is called with each round's record, or several of them.
+            on_round: a function that is called with each round's record, or a list of such functions.
 
         Returns:
             One record per round, with metrics where the model was evaluated.
@@ -311,7 +311,7 @@ class Server(StoredServer):
         self._warn_if_done(last, rounds is None)
         every = evaluate_every or self.rounds_per_epoch
         plan = FitPlan(last, every, held_out, patience, callbacks, home, checkpoint_every or 0, self.defence.durable)
-        with self._alone, locked(home) if home else contextlib.nullcontext():
+        with self._alone, lock_folder(home) if home else contextlib.nullcontext():
             self._undo()
             if home is None:
                 self._train(plan)
@@ -329,9 +329,9 @@ class Server(StoredServer):
         return self.history
 
     def _train(self, plan: FitPlan) -> None:
-        """Train up to the plan's last round, after completing an evaluation that was interrupted."""
+        """Complete an evaluation that was interrupted, then train up to the plan's last round."""
         records = self.history.records
-        started = time.perf_counter() - (records[-1].seconds if records else 0.0)  # of a resumed run
+        started = time.perf_counter() - (records[-1].seconds if records else 0.0)  # a resumed run continues its clock
         if plan.test is not None and records and records[-1].evaluated is False:
             self._complete(plan, started)
         while self.round < plan.last and not has_stalled(self.history, plan.patience) and self._has_budget():
@@ -341,7 +341,7 @@ class Server(StoredServer):
                 self._before = Snapshot(self)
             self._advance(result)
             epoch, seconds = self.round / self.rounds_per_epoch, time.perf_counter() - started
-            evaluated = False if plan.test is not None and plan.ends_interval(self.round) else None  # not yet
+            evaluated = False if plan.test is not None and plan.ends_interval(self.round) else None  # False: due
             record = RoundRecord(self.round, epoch, result.error, rate, seconds, evaluated)
             records.append(dataclasses.replace(record, figures=result.figures, notes=result.notes))
             self._complete(plan, started)
@@ -353,12 +353,12 @@ class Server(StoredServer):
             records[-1] = self._evaluate(plan.test, records[-1], started)
         self._before = None
         if plan.folder is not None and (plan.saves(self.round) or has_stalled(self.history, plan.patience)):
-            self.save(plan.folder)  # before anyone learns of the round: it counts, whatever follows
+            self.save(plan.folder)  # before the callbacks: the round counts, whatever they do
             plan.saved = time.monotonic()
         for call in plan.callbacks:
             call(records[-1])
 
-    def _read_test(self, test: Given) -> Source:
+    def _read_test(self, test: UserRecords) -> Source:
         """Return test data, checked against the model and the loss."""
         return read_held_out(test, self.model, self.loss, self.dtype)
 
@@ -372,7 +372,7 @@ class Server(StoredServer):
     def _evaluate(self, test: Source, record: RoundRecord, started: float) -> RoundRecord:
         """Return the record with the metrics on the test data; update the best model and a plateau schedule."""
         outputs, targets = predict_source(self.model, test)
-        with attribute_targets(test.who):
+        with attribute_targets(test.owner):
             found = metrics(outputs, targets, self.loss, axis=head_axis(self.model))
         value = found[name := deciding_metric(found)]
         if math.isnan(value):

@@ -24,7 +24,7 @@ from fedveil.errors import BadArgument, Diverged
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import StateTag
 from fedveil.federation.history import History, RoundRecord
-from fedveil.locks import locked
+from fedveil.locks import lock_folder
 from fedveil.plain_json import parse_json
 from fedveil.records.shards import MemoryShards, Shards
 from fedveil.scheme.losses import Loss
@@ -33,11 +33,11 @@ from fedveil.signals import handle
 
 LOG = logging.getLogger("fedveil")
 Folder = str | os.PathLike[str]
-Setting = Mapping[str, object]  # values by their name in messages
+Setting = Mapping[str, object]  # values, keyed by their names in messages
 OPTIMIZER, RECORDS = "optimizer", "records"
-SPENT = "one more round would exceed the budget of epsilon"
+SPENT = "one more round would exceed the epsilon budget"
 LOWER = "lower the learning rate; earlier checkpoints are still there"
-CHUNK = 2**20  # values that are hashed at once
+CHUNK = 2**20  # number of values hashed at a time
 CHECKSUM = 8  # bytes: enough to notice a change
 T = TypeVar("T")
 
@@ -57,12 +57,12 @@ class CheckpointState(TypedDict):
 
 
 def find_non_finite_state(optimizer: StateDict) -> str | None:
-    """Return the first tensor of an optimizer's state_dict that holds NaN or infinity; None if all are finite."""
+    """Return the first tensor of an optimizer's state_dict that contains NaN or infinity; None if all are finite."""
     named: dict[str, object] = {}
     for index, state in optimizer["state"].items():
         named |= {f"the optimizer's {key} of parameter {index}": value for key, value in state.items()}
     floats, found = select_floats(named), None
-    for device in {tensor.device for tensor in floats.values()}:  # counters of steps may be on the CPU
+    for device in {tensor.device for tensor in floats.values()}:  # step counters may be on the CPU
         there = {name: tensor for name, tensor in floats.items() if tensor.device == device}
         found = found or find_non_finite(there)
     return found
@@ -116,7 +116,7 @@ def checksum_records(shards: Shards, key: bytes) -> str | None:
 
 
 class StoredServer(ABC):
-    """The part of a server that is saved: model, optimizer, schedule, defence, round, records, best model."""
+    """The part of a server in checkpoints: model, optimizer, schedule, defence, round, records and best model."""
 
     model: nn.Module
     device: torch.device
@@ -133,12 +133,12 @@ class StoredServer(ABC):
     changed: list[str]  # settings that differ from those of the resumed run
     _alone: AbstractContextManager[None]  # refuses a second thread
     _run: bytes  # identifies this run's checkpoints
-    _behind: bool  # the last checkpoint on disk is bad, and the previous one was used
+    _behind: bool  # whether the last checkpoint on disk was bad, so that the previous one is used
     _before: Snapshot | None  # taken before a round or an evaluation that is not complete yet
     _saved: tuple[object, ...] | None  # identifies the state that was saved last
 
     def _has_budget(self) -> bool:
-        """Return whether the budget of epsilon allows one more round; if not, record and log why training stops."""
+        """Return whether the epsilon budget allows one more round; if not, record and log why training stops."""
         if not self.defence_server.has_budget:
             self.stopped = f"after round {self.round}: {SPENT}"
             LOG.warning("fedveil: training stops %s", self.stopped)
@@ -167,7 +167,7 @@ class StoredServer(ABC):
         with self._alone:
             self._undo()
             self._check_state()
-            with locked(home := Path(folder)):
+            with lock_folder(home := Path(folder)):
                 self._save(home)
             self._behind, self._saved = False, self._mark(home)
 
@@ -186,9 +186,10 @@ class StoredServer(ABC):
         return StateTag(self._run, self.round)
 
     def resume(self, folder: Folder) -> None:
-        """Continue from a folder's checkpoint: same data order and optimizer state, new secrets.
+        """Continue from the checkpoint in a folder, with the same data order and optimizer state but new secrets.
 
-        If it is damaged, or its model is not finite, the previous one is used; a warning and its last record report it.
+        If it is damaged, or its model is not finite, the previous checkpoint is used; a warning and the last record
+        report this.
         """
         damaged: list[checkpoint.Damaged] = []
         folder = Path(folder)
@@ -331,5 +332,5 @@ class StoredServer(ABC):
 
 
 def _find_divergence(model: Mapping[str, Tensor], optimizer: StateDict) -> str | None:
-    """Return the first tensor of a model or its optimizer that holds NaN or infinity; None if all are finite."""
+    """Return the first tensor of a model or its optimizer that contains NaN or infinity; None if all are finite."""
     return find_non_finite(select_floats(model)) or find_non_finite_state(optimizer)

@@ -26,23 +26,23 @@ from fedveil.secagg.fixed import HIGHEST, LARGEST, LOWEST, decode_rows, encode_r
 from fedveil.secagg.messages import HEAD
 from fedveil.wire import Tensors, add_prefix, strip_prefix
 
-FIRST_EXPONENT = 24  # for rows about which nothing is known yet
-FIRST_RECORDS = 2**17  # total over all clients, assumed until the first sum shows it
-WIDER = 16  # bits of headroom added after a sum has wrapped around
-SMALLEST = 2.0**-8  # of the largest number of a kind: smaller rows, perhaps small by chance, get this much headroom
-MAX_FACTOR = 100.0  # of a veil: larger factors would cost more digits than float32 has
+FIRST_EXPONENT = 24  # exponent of rows about which nothing is known yet
+FIRST_RECORDS = 2**17  # total number of records that is assumed until the first sum reveals it
+EXTRA_HEADROOM = 16  # bits of headroom added after a sum has wrapped around
+SMALLEST = 2.0**-8  # minimum size of a row relative to the largest row of its kind: a row may be small by chance
+MAX_FACTOR = 100.0  # maximum factor of a veil: larger factors would cost more digits than float32 has
 PASSES = "passes/"
 Words = NDArray[np.uint64]
 RowFormat = tuple[tuple[int, ...], tuple[int, ...], bool]  # exponents, rows and checks of an `Opening`
 
 
 class PackedTensor(NamedTuple):
-    """One tensor of an update, as it is packed into words."""
+    """The layout of one tensor of an update in words."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: int  # each with its own exponent: one per pass, otherwise a single row
+    rows: int  # one row per pass, otherwise a single row; each row has an exponent
 
     @property
     def size(self) -> int:
@@ -57,7 +57,7 @@ class PackedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """How an update is packed into words: 1 for the client, its records, then its tensors sorted by name."""
+    """The order of an update's words: 1, the client's number of records, then its tensors sorted by name."""
 
     parts: tuple[PackedTensor, ...]
 
@@ -74,7 +74,7 @@ class Packing:
         return tuple([size for part in self.parts for size in [part.size // max(part.rows, 1)] * part.rows])
 
     def pack(self, tensors: Mapping[str, Tensor], records: int, opening: Opening, *, weigh: bool = True) -> Words:
-        """Return a client's update, times its records unless it is a sum, in fixed point.
+        """Return a client's update in fixed point, multiplied by its number of records if `weigh` is True.
 
         An update that is not finite, or too large to be scaled, contributes nothing: zero records and all zeros.
         """
@@ -83,19 +83,19 @@ class Packing:
             raise ModelMismatch("opening", what, "build the client's model with the same code as the server's")
         flat = [tensors[part.name].detach().cpu().double().reshape(-1) for part in self.parts]
         values = torch.cat(flat).numpy() if flat else np.zeros(0)
-        if not np.abs(values).max(initial=0.0) < LARGEST:  # NaN too
+        if not np.abs(values).max(initial=0.0) < LARGEST:  # also if there is a NaN
             return no_words(opening)
         weighted = values * records if weigh else values
         found = encode_rows(weighted, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
         return np.concatenate([np.array([1, records], np.uint64), found])
 
     def unpack(self, total: Words, opening: Opening, *, weigh: bool = True) -> tuple[int, Tensors]:
-        """Return the records behind a sum of words, and the weighted mean of the updates, with counters rounded.
+        """Return the number of records in a sum and the weighted mean of its updates, with counters rounded.
 
-        Clipped updates are divided by the number of clients: a word that a client chooses must not scale the others.
-        Without weights the sum itself is returned.
+        Clipped updates are divided by the number of clients: the number of records that a client claims must not scale
+        the updates of others. If `weigh` is False, the sum itself is returned.
         """
-        records = int(total[1] if opening.checks or not weigh else total[0])  # clipped clients count once
+        records = int(total[1] if opening.checks or not weigh else total[0])  # each clipped client counts once
         if not records:
             what = "no client contributed to it: training has diverged, or all of them failed"
             raise Aborted("sum", "the sum", what, "look at the clients' logs")
@@ -110,19 +110,19 @@ class Packing:
         return records, found
 
     def bound_rounding(self, exponents: Sequence[int], clients: int, records: int) -> dict[str, list[float]]:
-        """Bound the rounding error of each number in the mean, by row: half a unit per client."""
+        """Bound the rounding error of the mean's values in each row: half a unit per client."""
         rest, found = list(exponents), {}
-        unit = clients * 2.0 ** -(secagg.bits(clients, 0) + 1) / records  # of a row with exponent 0
+        unit = clients * 2.0 ** -(secagg.bits(clients, 0) + 1) / records  # the bound for exponent 0
         for part in self.parts:
             own, rest = rest[: part.rows], rest[part.rows :]
             found[part.name] = [unit * 2.0**e for e in own]
         return found
 
-    def choose_exponents(self, sizes: Mapping[str, Sequence[float]], records: int, wider: int) -> tuple[int, ...]:
-        """Return an exponent for each row, for a sum over `records` records whose mean has numbers of these sizes.
+    def choose_exponents(self, sizes: Mapping[str, Sequence[float]], records: int, headroom: int) -> tuple[int, ...]:
+        """Return an exponent for each row, given the largest magnitudes in the mean over `records` records.
 
-        A row may be zero, or much smaller than it will be in the next round. So it gets headroom for the numbers in
-        other rows of its kind: the same pass of other tensors, or other buffers.
+        A row may be zero, or much smaller than it will be in the next round, so it gets headroom for the values in
+        other rows of its kind: the same pass of other tensors, or other buffers. `headroom` is added in bits.
         """
         rows = [(part.kind, row, size * records) for part in self.parts for row, size in enumerate(sizes[part.name])]
         largest: dict[tuple[str, int], float] = {}
@@ -130,7 +130,7 @@ class Packing:
             largest[kind, row] = max(largest.get((kind, row), 0.0), size)
         least = [max(size, SMALLEST * largest[kind, row]) for kind, row, size in rows]
         found = [secagg.exponent(size) if 0 < size < math.inf else FIRST_EXPONENT for size in least]
-        return tuple([min(max(own + wider, LOWEST), HIGHEST) for own in found])
+        return tuple([min(max(own + headroom, LOWEST), HIGHEST) for own in found])
 
 
 def row_bits(opening: Opening) -> list[int]:
@@ -170,14 +170,14 @@ def check_combination(defence: AnyDefence, model: nn.Module, limits: Limits | No
 def encode_words(
     tensors: Mapping[str, Tensor], records: int, opening: Opening, clip: float | None = None, *, integers: bool = False
 ) -> Words:
-    """Client: return its update as words.
+    """Client: encode an update as words.
 
     Args:
         tensors: the encoded update.
-        records: its weight.
-        opening: of the attempt.
-        clip: with differential privacy for clients, clip the gradient to this norm, and count it once.
-        integers: the update is a sum of integers, which is not weighted.
+        records: the client's number of records, which is the weight of its update.
+        opening: the opening of the attempt.
+        clip: with differential privacy for clients, clip the gradient to this norm, and count the client once.
+        integers: whether the update is a sum of integers, which is not weighted.
     """
     if clip is not None:
         if not all(bool(own.isfinite().all()) for own in tensors.values()):
@@ -189,11 +189,11 @@ def encode_words(
 
 
 class Sums:
-    """Server: choose the format of each sum from earlier sums, and decode it. Knows nothing about any single client.
+    """Server: chooses the format of each sum from earlier sums, and decodes the sum. It never uses a single update.
 
     Args:
         defence: the run's defence.
-        client: computes an update, to estimate the size of its numbers before the first round.
+        client: computes an update, to estimate the magnitudes in the first round.
         model: the server's model.
         example: inputs for that estimate.
         records: total number of records of all clients, if known.
@@ -208,10 +208,10 @@ class Sums:
         self._example, self._client = example, client
         self._expected: Mapping[str, Tensor] | None = None
         self._records = records or FIRST_RECORDS
-        self.wider = 0  # additional bits of headroom in the next attempt
+        self.headroom = 0  # additional bits in the next attempt
 
     def layout(self, own_round: AnyRound, clients: int) -> RowFormat:
-        """Return the format of the words of an attempt with this many clients."""
+        """Return the format of the words in an attempt with `clients` clients."""
         _, template = self.codec.template(own_round.base, self.model)
         if self.clip is not None and not self.integers:
             template = {name: own for name, own in template.items() if name.startswith("gradient/")}
@@ -223,16 +223,16 @@ class Sums:
             return (exponent,) * len(packing.rows), packing.rows, False
         if self._expected is None:
             self._expect_first(own_round)
-        exponents = (min(FIRST_EXPONENT + self.wider, HIGHEST),) * len(packing.rows)
+        exponents = (min(FIRST_EXPONENT + self.headroom, HIGHEST),) * len(packing.rows)
         if self._expected is not None:
             sizes = _find_ranges(own_round).bound(self._expected)
-            exponents = packing.choose_exponents(sizes, self._records, self.wider)
+            exponents = packing.choose_exponents(sizes, self._records, self.headroom)
         return exponents, packing.rows, True
 
     def _expect_first(self, own_round: AnyRound) -> None:
-        """Estimate the size of the first round's numbers from a client's step on random records."""
+        """Estimate the magnitudes in the first round from a client's step on random inputs."""
         draw, device = torch.Generator().manual_seed(0), next(self.model.parameters()).device
-        inputs = each(lambda like: _draw_like(like, draw), self._example)
+        inputs = each(lambda tensor: _draw_like(tensor, draw), self._example)
         dense = torch.zeros_like(one_output(self.model, inputs))
         dense.view(-1)[:1] = 1.0
         for targets in (dense, torch.zeros(1, dtype=torch.int64)):
@@ -252,9 +252,9 @@ class Sums:
         clients = len(opening.roster)
         wrapped = wrapped_rows(total[HEAD:], opening.rows) if opening.checks else []
         if wrapped:
-            self.wider += WIDER
+            self.headroom += EXTRA_HEADROOM
             what = f"{len(wrapped)} of its {len(opening.rows)} rows wrapped around"
-            raise Aborted("sum", "the sum", f"{what}; the next round has {WIDER} more bits of headroom")
+            raise Aborted("sum", "the sum", f"{what}; the next round has {EXTRA_HEADROOM} more bits of headroom")
         records, tensors = self.packing.unpack(total, opening, weigh=not self.integers)
         if self.integers:
             return own_round.recover_total(strip_prefix("sum", tensors), records, clients, int(total[0]))
@@ -267,7 +267,7 @@ class Sums:
         expected, rounding = ranges.expect(update, self._expected), ranges.bound_rounding(rows)
         result = own_round.base.recover([update], [1.0])
         size = math.hypot(*[float(torch.linalg.vector_norm(g.double())) for g in result.gradients.values()])
-        self._expected, self._records, self.wider = expected, records, 0
+        self._expected, self._records, self.headroom = expected, records, 0
         error = result.error + (rounding / size if size else 0.0)
         figures = {**result.figures, "records": records, "fixed_point_error": rounding / size if size else 0.0}
         result = dataclasses.replace(result, error=error, figures=figures)
@@ -280,9 +280,9 @@ def _find_ranges(own_round: AnyRound) -> AnyRanges:
     return own_round.base
 
 
-def _draw_like(like: Tensor, draw: torch.Generator) -> Tensor:
-    """Draw normal numbers of the example's size, since its values need not be typical; integers stay unchanged."""
-    if not like.is_floating_point() or not like.numel():
-        return like
-    size = float(like.double().square().mean().sqrt())
-    return ((size if 0 < size < math.inf else 1.0) * torch.randn(like.shape, generator=draw)).to(like)
+def _draw_like(example: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw normal values with the example's root mean square, since the example may be untypical; keep integers."""
+    if not example.is_floating_point() or not example.numel():
+        return example
+    size = float(example.double().square().mean().sqrt())
+    return ((size if 0 < size < math.inf else 1.0) * torch.randn(example.shape, generator=generator)).to(example)

@@ -1,4 +1,4 @@
-"""Targets in the form that losses expect, and the default loss. Messages describe targets without their values."""
+"""Targets in the form that losses expect, and the default loss. Errors never quote the values of targets."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +12,10 @@ from fedveil.federation.evaluate import move_inputs, predict, slice_inputs
 from fedveil.records.inputs import Batch, Inputs, name_tensors
 from fedveil.records.sources import Rows, Source
 from fedveil.scheme import losses
-from fedveil.scheme.losses import OF_CLASSES, USERS, BinaryCrossEntropy, Loss, match_targets
-from fedveil.scheme.outputs import are_classes, class_axis, head_axis, spread, without
+from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, BinaryCrossEntropy, Loss, match_targets
+from fedveil.scheme.outputs import are_class_indices, class_axis, expand_classes, head_axis, remove_axis
 
-MAX_ROUNDING = 2.0**-8  # in a sum of bfloat16 probabilities
+MAX_ROUNDING = 2.0**-8  # maximum rounding error of a sum of bfloat16 probabilities
 QUANTITIES = "loss='squared_error' for quantities"
 YES_NO = "loss='binary_cross_entropy' for 0 and 1"
 PER_CLASS = "a model with one output per class"
@@ -75,15 +75,15 @@ def target_maker(model: nn.Module, loss: Loss, example: Batch) -> Callable[[Tens
     The function refuses targets that the loss cannot be trained on. A custom loss gets targets unchanged. Cross-entropy
     at several positions of a record (pixels, tokens) keeps indices: one-hot targets would need as much memory as the
     outputs, and indices show which axis of the outputs is the class axis. If shapes do not determine that axis, it is
-    the axis that the model's last layer writes.
+    the axis of the last layer's outputs.
     """
-    if isinstance(loss, USERS):
+    if isinstance(loss, AUTOGRAD_LOSSES):
         return lambda targets: targets
     one, axis = one_output(model, example[0]), head_axis(model)
 
     def make(targets: Tensor) -> Tensor:
         template = one.expand(len(targets), *one.shape[1:])
-        if isinstance(loss, OF_CLASSES):
+        if isinstance(loss, CLASS_LOSSES):
             _check_classes(loss, targets, template, axis)
         elif isinstance(loss, BinaryCrossEntropy):
             _check_probabilities(targets, template)
@@ -102,7 +102,7 @@ def one_output(model: nn.Module, inputs: Inputs) -> Tensor:
     return try_model(model, inputs, "the clients' records", fix)[:1].cpu()
 
 
-def try_model(model: nn.Module, inputs: Inputs, who: str, fix: str, like: Inputs | None = None) -> Tensor:
+def try_model(model: nn.Module, inputs: Inputs, who: str, fix: str, client_inputs: Inputs | None = None) -> Tensor:
     """Return the model's outputs for the first two records, in evaluation mode; refuse records for which it fails.
 
     Args:
@@ -110,11 +110,11 @@ def try_model(model: nn.Module, inputs: Inputs, who: str, fix: str, like: Inputs
         inputs: the records' inputs.
         who: name of the records in the error.
         fix: the fix that the error suggests.
-        like: clients' inputs, which the error also describes.
+        client_inputs: clients' inputs, which the error also describes.
     """
     first = next(model.parameters())
     what = f"{type(model).__name__} does not accept them ({_describe_inputs(inputs)})"
-    what += "" if like is None else f"; the clients' are {_describe_inputs(like)}"
+    what += "" if client_inputs is None else f"; the clients' are {_describe_inputs(client_inputs)}"
     with refuse_failure(who, what, fix):
         return predict(model, move_inputs(slice_inputs(inputs, 0, 2), first.device, first.dtype))
 
@@ -129,16 +129,16 @@ def _describe_inputs(inputs: Inputs) -> str:
 
 
 def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> Tensor:
-    """Return integer targets in the form that fits outputs like the template."""
+    """Convert integer targets to the form that fits the model's outputs, of which `template` is an example."""
     if isinstance(loss, BinaryCrossEntropy):
         return loss.dense(targets, template)
     targets = targets.long()
-    if not are_classes(template, targets):
-        wanted = " or ".join(sorted({str(tuple(without(template.shape, dim))) for dim in (-1, 1)}))
+    if not are_class_indices(template, targets):
+        wanted = " or ".join(sorted({str(tuple(remove_axis(template.shape, dim))) for dim in (-1, 1)}))
         fix = "use targets[:, 0] for a column, or the argmax of one-hot rows"
         raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but class indices need shape {wanted}", fix)
-    if not isinstance(loss, OF_CLASSES) or template.dim() < 3:
-        return spread(targets, template, axis).contiguous()
+    if not isinstance(loss, CLASS_LOSSES) or template.dim() < 3:
+        return expand_classes(targets, template, axis).contiguous()
     losses.check_classes(targets, template.shape[class_axis(template, targets, axis)])
     return targets
 
@@ -159,7 +159,7 @@ def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | Non
     if targets.shape != outputs.shape and not _has_positions(targets, outputs):
         wanted = f"class indices, or probabilities of shape {tuple(outputs.shape)}"
         what = f"they are {targets.dtype} of shape {tuple(targets.shape)}, but {loss.name} expects {wanted}"
-        fix = f"use targets.long() of shape {tuple(without(outputs.shape, place))} for classes, or {QUANTITIES}"
+        fix = f"use targets.long() of shape {tuple(remove_axis(outputs.shape, place))} for classes, or {QUANTITIES}"
         raise BadArgument("targets", what, f"{fix} with one output per quantity")
     if isinstance(loss, losses.Hinge) and not is_binary(targets):
         what = "hinge expects one-hot rows, but some values are not 0 or 1"
@@ -171,7 +171,7 @@ def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | Non
 
 
 def _has_positions(targets: Tensor, outputs: Tensor) -> bool:
-    """Return whether both have positions; sequences may then be longer than the template's."""
+    """Return whether targets and outputs have positions; sequences may then be longer than in the template."""
     return targets.dim() == outputs.dim() > 2
 
 

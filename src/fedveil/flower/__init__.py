@@ -5,7 +5,7 @@ Names are imported when they are first used: a Flower deployment starts a new pr
 
 from typing import TYPE_CHECKING
 
-from fedveil.lookup import lazily
+from fedveil.lookup import lazy_getattr
 
 if TYPE_CHECKING:
     from fedveil.flower.client import answer, client_app
@@ -13,6 +13,6 @@ if TYPE_CHECKING:
     from fedveil.flower.server import Server
 else:
     _HOMES = {"answer": "client", "client_app": "client", "cache_records": "records", "Server": "server"}
-    __getattr__ = lazily(__name__, _HOMES, needs="flwr")
+    __getattr__ = lazy_getattr(__name__, _HOMES, needs="flwr")
 
 __all__ = ["Server", "answer", "cache_records", "client_app"]

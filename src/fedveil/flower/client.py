@@ -14,7 +14,7 @@ from fedveil.federation.checkpoint import load_private, save_private
 from fedveil.federation.client import ClientSession, ClientState, Data, hide_failures
 from fedveil.federation.protocol import LastAsk
 from fedveil.flower.wrapping import unwrap, wrap
-from fedveil.records.sources import Given
+from fedveil.records.sources import UserRecords
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
 from fedveil.secagg.environment import own_party, own_policy
@@ -48,7 +48,7 @@ def answer(
         model: determines the architecture; its values are neither used nor changed.
         data: this client's (inputs, targets), or a function that loads them, called once the message has been checked.
             Inputs have the form of the server's `example` (docs/inputs.md).
-        defence: a defence whose settings (for example PPDL's noise) are used, whatever settings the server asks for.
+        defence: a defence whose settings (for example PPDL's noise) override those that the server asks for.
         loss: the server's custom loss function, if its loss has no name.
         client: the index of this client, which determines the order of its batches; by default the node's
             `partition-id`.
@@ -84,7 +84,7 @@ def answer(
 
 def client_app(
     make_model: Callable[[Context], nn.Module],
-    load_data: Callable[[Context], Given],
+    load_data: Callable[[Context], UserRecords],
     *,
     defence: Callable[[], AnyDefence] | None = None,
     loss: Function | None = None,

@@ -12,7 +12,7 @@ from fedveil.federation.protocol import Fault, FaultKind, Member
 from fedveil.flower.wrapping import unwrap, wrap
 
 MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between two polls for replies
-POLL_FRACTION = 0.05  # of the time waited so far: the most that polling adds to a round
+POLL_FRACTION = 0.05  # maximum delay caused by polling, relative to the time waited so far
 
 
 class FlowerTransport:
@@ -26,12 +26,12 @@ class FlowerTransport:
         return [*sorted(self.grid.get_node_ids())]
 
     def ask(
-        self, common: bytes, own: Mapping[Member, bytes], *, label: str, timeout: float
+        self, common: bytes, extras: Mapping[Member, bytes], *, label: str, timeout: float
     ) -> Iterator[tuple[Member, bytes | Fault]]:
         """See `Transport.ask`; messages expire with the exchange."""
         sent: dict[str, int] = {}
-        for extra in dict.fromkeys(own.values()):
-            content, nodes = wrap(common, extra), [int(node) for node, bytes_ in own.items() if bytes_ == extra]
+        for extra in dict.fromkeys(extras.values()):
+            content, nodes = wrap(common, extra), [int(node) for node, bytes_ in extras.items() if bytes_ == extra]
             messages = [Message(content, n, "train", ttl=timeout, group_id=label) for n in nodes]
             self.grid.push_messages(messages)
             sent |= {message.metadata.message_id: message.metadata.dst_node_id for message in messages}

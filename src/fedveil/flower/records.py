@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fedveil.errors import BadArgument
-from fedveil.files import OWNER, make_folder, write_whole
+from fedveil.files import OWNER, make_folder, write_atomically
 from fedveil.graph.inputs import Inputs
 from fedveil.records.inputs import Batch
 from fedveil.records.sources import PLAIN
@@ -33,7 +33,7 @@ def cache_records(path: Path, make: Callable[[], Batch]) -> Batch:
         values, tensors = _flatten(inputs)
         data = to_bytes(KIND, values, {**tensors, "targets": targets})
         make_folder(path.parent, 0o700)
-        write_whole(path, hashlib.sha256(data).digest() + data, OWNER)
+        write_atomically(path, hashlib.sha256(data).digest() + data, OWNER)
         return inputs, targets
     constants, form = values["others"], pytree.treespec_loads(values["form"])
     leaves = [constants[str(k)] if str(k) in constants else tensors[f"inputs.{k}"] for k in range(form.num_leaves)]

@@ -9,7 +9,7 @@ from fedveil.flower.engine import FlowerTransport
 class Server(RemoteServer[Grid]):
     """A federation whose clients are Flower nodes that run `fedveil.flower.answer`.
 
-    Args are those of `RemoteServer`; the first is Flower's grid, which the function under `@app.main()` receives.
+    Args are those of `RemoteServer`; the first is Flower's grid, which the function with `@app.main()` receives.
     """
 
     def _connect(self, connection: Grid) -> FlowerTransport:

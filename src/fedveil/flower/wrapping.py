@@ -7,9 +7,9 @@ from fedveil.errors import BadArgument
 RECORD, COMMON, OWN = "fedveil", "message", "own"
 
 
-def wrap(common: bytes, own: bytes = b"") -> RecordDict:
+def wrap(common: bytes, extra: bytes = b"") -> RecordDict:
     """Return the content of a message: bytes for every node, which Flower uploads once, and bytes for one node."""
-    parts = {COMMON: common} | ({OWN: own} if own else {})
+    parts = {COMMON: common} | ({OWN: extra} if extra else {})
     arrays = {name: Array("uint8", (len(data),), "fedveil", data) for name, data in parts.items()}
     return RecordDict({RECORD: ArrayRecord(arrays)})
 

@@ -1,4 +1,4 @@
-"""Analyse a model, and refuse models that cannot be veiled."""
+"""Analyse a model, or refuse it if it cannot be veiled."""
 
 import warnings
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from fedveil.graph.inputs import Inputs
 from fedveil.graph.plan import Plan
 from fedveil.graph.walk import Walk
 
-MAX_BARE = 0.1  # warn if more than this fraction of the parameter values would be sent as they are
+MAX_BARE = 0.1  # warn if more than this fraction of the parameter values would be sent unchanged
 
 
 def analyse(
@@ -29,32 +29,32 @@ def analyse(
     """Find out which layers of a model can be perturbed, and how.
 
     The model is neither run nor changed: torch.export records the operations of a forward pass for the given shapes,
-    dtypes and modes (train or eval), and the plan holds for these. Operations without a rule let no noise through; the
-    plan lists them.
+    dtypes and modes (train or eval), and the plan is valid only for these. No noise can pass through an operation
+    without a rule; the plan lists such operations.
 
     Args:
-        model: any network that torch.export can record.
+        model: any network that torch.export can trace.
         example_inputs: a tensor, a tuple with one tensor per argument of forward, or a dict of keyword arguments; the
             first dimension of each tensor is the batch.
-        head: "linear" adds noise to the last Linear or convolution that can take it; other operations may follow.
-            "exposed" adds none: **clients then read the true predictions**, and only hidden layers are perturbed.
-        min_coverage: refuse a model if less than this fraction of its parameter values can be perturbed.
+        head: "linear" adds noise to the last Linear or convolution that allows it; other operations may follow.
+            "exposed" adds none: **clients then see the true predictions**, and only hidden layers are perturbed.
+        min_coverage: minimum fraction of the parameter values that can be perturbed; other models are refused.
         public: names, or prefixes of names, of parameters whose values clients know, such as a published backbone;
             `plan.known` then measures how much they reveal.
 
     Returns:
-        The plan. `print(plan)` shows axes, symmetries and pinned operations; `plan.shares` gives the coverage.
+        The plan. `print(plan)` shows axes, symmetries and pinned operations; `plan.coverage` is the coverage.
 
     Raises:
         NotTraceable: torch.export cannot trace forward.
-        HeadNotLinear: no Linear or convolution can take additive noise, and `head` is not "exposed".
+        HeadNotLinear: no Linear or convolution allows additive noise, and `head` is not "exposed".
         NothingToVeil: every axis is pinned.
-        TooLittleCovered: less than `min_coverage` can be perturbed.
-        AnalysisError: forward returns more than one tensor, no parameter requires a gradient, tensors differ in dtype
-            or device, or are not float32 or float64.
+        TooLittleCovered: the coverage is below `min_coverage`.
+        AnalysisError: forward returns more than one tensor, no parameter requires a gradient, or tensors differ in
+            dtype or device or are neither float32 nor float64.
 
     Warns:
-        UserWarning: more than a tenth of the parameter values would be sent as they are.
+        UserWarning: more than a tenth of the parameter values would be sent unchanged.
 
     >>> import torch, fedveil
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -84,18 +84,18 @@ def analyse(
         fix = 'put a ReLU, BatchNorm or pooling between two layers with weights, or use head="linear"'
         raise NothingToVeil(plan.model_name, f"a veil would change nothing, because {reasons}", fix)
     if plan.coverage < min_coverage:
-        found = f"the coverage is {plan.coverage:.1%}, less than min_coverage ({min_coverage:.1%})"
+        what = f"the coverage is {plan.coverage:.1%}, less than min_coverage ({min_coverage:.1%})"
         fix = "lower min_coverage, or change the layers that print(analyse(model, inputs)) lists as pinned"
-        raise TooLittleCovered(plan.model_name, f"{found}: {reasons}", fix)
+        raise TooLittleCovered(plan.model_name, f"{what}: {reasons}", fix)
     if (bare := plan.shares["bare"]) > MAX_BARE:
-        what = f"{plan.model_name}: {bare:.1%} of the parameter values are sent as they are, because {reasons}."
+        what = f"{plan.model_name}: {bare:.1%} of the parameter values are sent unchanged, because {reasons}."
         hint = "print(plan) lists all reasons; pass min_coverage to refuse models like this."
         warnings.warn(f"{what} {hint}", UserWarning, stacklevel=2)
     return plan
 
 
 def refuse_wrapped(where: str, model: nn.Module) -> None:
-    """Refuse a model that is or contains a compiled, scripted or parallel module; the fix says what to pass instead."""
+    """Refuse a model that is or contains a compiled, scripted or parallel module."""
     for path, module in model.named_modules():
         name = f"model.get_submodule({path!r})" if path else "model"
         kinds = [kind for kind in type(module).__mro__ if kind.__name__ == "OptimizedModule"]

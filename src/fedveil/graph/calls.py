@@ -1,4 +1,4 @@
-"""One operation of an exported model, as a rule sees it, and the registry of rules."""
+"""The operations of an exported model, in the form in which rules receive them, and the registry of rules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,23 +10,23 @@ from torch.utils import _pytree as pytree
 from fedveil.graph.ledger import Ledger
 from fedveil.graph.units import Dims, Symmetry, Units, align, distinct_dims, varying_dims
 
-MAX_ELEMENTS = 2**20  # of a parameter that is used element by element
+MAX_ELEMENTS = 2**20  # maximum size of a parameter that is used element by element
 
 
 class NoRule(Exception):
-    """An operation, or this use of it, has no rule; the text says why."""
+    """Raised if there is no rule for an operation, or for this use of it; the message gives the reason."""
 
 
 @dataclass(eq=False)
 class Activation:
-    """A tensor that forward computes: its shape (a fake tensor) and its units."""
+    """A tensor computed by forward: a fake tensor of its shape, and its units."""
 
     value: Tensor
     units: Units = field(default_factory=Units)
 
     @property
     def zero(self) -> bool:
-        """Whether it is all zeros."""
+        """Whether all its elements are 0."""
         return self.units.zero
 
 
@@ -34,8 +34,8 @@ class Activation:
 class StateTensor:
     """A parameter or buffer of the model, or a view of one; `whole` is the full tensor.
 
-    Unless an operation handles it specially, it is treated as an activation: a parameter has one unit per element, and
-    a buffer has none.
+    Operations without special treatment for parameters treat it as an activation: a parameter has one unit per element,
+    and a buffer has none.
     """
 
     value: Tensor
@@ -48,13 +48,13 @@ class StateTensor:
 
     @property
     def units(self) -> Units:
-        """The noise on it when treated as an activation."""
+        """The noise on this tensor if it is treated as an activation."""
         if not self.is_parameter:
             return Units()
         known, shape = self.ledger.element_units, self.whole.shape
         if self.name not in known:
             if shape.numel() > MAX_ELEMENTS:
-                self.leave_bare(self.name, "its elements are used one by one, and it is too large for that")
+                self.leave_bare(self.name, "it is too large for an operation that uses its elements one by one")
                 return Units()
             known[self.name] = Units((self.ledger.fresh_scale(shape, self.name),), (self.ledger.fresh_order(shape),))
             replace(self, value=self.whole).attach(known[self.name])
@@ -64,12 +64,12 @@ class StateTensor:
         return self.ledger.move(known[self.name], lambda factor: factor.contiguous().as_strided(*form))
 
     def attach(self, units: Units, view: Tensor | None = None) -> None:
-        """Record the noise on it, given over its dims or over those of a view of all its elements."""
+        """Record the noise on this tensor; the dims of `units` are its own, or those of a view of all its elements."""
         form = self.value if view is None else view
         self.ledger.attach(self.name, form, int(self.value.storage_offset()), units)
 
     def leave_bare(self, where: str, why: str) -> None:
-        """Record that it gets no noise."""
+        """Record that this tensor gets no noise."""
         if self.is_parameter:
             self.attach(Units())
             self.ledger.limit([torch.zeros(1, dtype=torch.int64)], Symmetry.NOTHING, where, why)
@@ -80,14 +80,14 @@ Outcome = Units | list[Units] | StateTensor
 
 
 def as_tensor(argument: object) -> Traced:
-    """Return an argument that must be a tensor."""
+    """Return the argument if it is a tensor; otherwise there is no rule."""
     if not isinstance(argument, Traced):
         raise NoRule(f"it has an operand of type {type(argument).__name__}")
     return argument
 
 
 def as_state(argument: object) -> StateTensor:
-    """Return an argument that must be a parameter or buffer of the model."""
+    """Return the argument if it is a parameter or buffer of the model; otherwise there is no rule."""
     if not isinstance(argument, StateTensor):
         raise NoRule("its weight is computed, not a parameter")
     return argument
@@ -98,14 +98,14 @@ class Call:
     """An operation with its operands.
 
     Attributes:
-        name: the ATen operation, without overload or in-place underscore.
+        name: the name of the ATen operation, without overload and in-place underscore.
         where: the operation's location in the model, for messages.
-        arguments: its arguments by their names in its schema; tensors are `Activation` or `StateTensor`.
-        output: its result, as fake tensors.
-        run: the operation itself, as a function of its arguments.
-        ledger: where rules record constraints.
-        is_head: whether it takes additive noise, so that no units begin at its output.
-        operands: its tensor arguments.
+        arguments: the arguments by name; tensors are `Activation` or `StateTensor` objects.
+        output: the results, as fake tensors.
+        run: the function that performs the operation.
+        ledger: the ledger in which rules record constraints.
+        is_head: whether the operation receives additive noise, so that no new units begin at its output.
+        operands: the arguments that are tensors.
     """
 
     name: str
@@ -128,11 +128,11 @@ class Call:
         return next((self.arguments[name] for name in names if name in self.arguments), None)
 
     def tensor(self, *names: str) -> Traced:
-        """Return an argument that must be a tensor."""
+        """Return the first of these arguments, which must be a tensor."""
         return as_tensor(self.get(*names))
 
     def state(self, name: str) -> StateTensor | None:
-        """Return an argument that must be a parameter, a buffer or None."""
+        """Return an argument, which must be a parameter, a buffer or None."""
         return None if self.get(name) is None else as_state(self[name])
 
     def sequence(self, *names: str) -> list[object]:
@@ -141,17 +141,17 @@ class Call:
         return list(found) if isinstance(found, list | tuple) else [found]
 
     def integers(self, *names: str) -> list[int]:
-        """Return an argument as a list of integers; empty if it is None."""
+        """Return an argument as a list of integers, which is empty if the argument is None."""
         return [n for n in self.sequence(*names) if isinstance(n, int)]
 
     @property
     def x(self) -> Traced:
-        """The first tensor."""
+        """The first operand."""
         return self.operands[0]
 
     @property
     def value(self) -> Tensor:
-        """The only output."""
+        """The output of an operation with a single output."""
         assert isinstance(self.output, Tensor)
         return self.output
 
@@ -161,20 +161,20 @@ class Call:
         return self.value.dim()
 
     def replay(self, factor: Tensor) -> Tensor:
-        """Run the operation itself on a factor in place of the first tensor."""
+        """Run the operation on a factor instead of the first operand."""
         return self.run(factor, **{name: value for name, value in self.arguments.items() if value is not self.x})
 
     def dim(self, rank: int | None = None) -> int:
-        """Return the argument `dim`, not negative, for a tensor with `rank` dims; by default, the first tensor."""
+        """Return the argument `dim` as a nonnegative index into `rank` dims, by default those of the first operand."""
         (found,) = self.integers("dim")
         return found % max(1, self.x.value.dim() if rank is None else rank)
 
     def pack(self, units: Units) -> Outcome:
-        """Assign the units to the first output; any other outputs carry no noise."""
+        """Assign units to the first output; the other outputs carry no noise."""
         return units if isinstance(self.output, Tensor) else [units]
 
     def broadcast(self, operand: Traced) -> Units:
-        """Return the operand's units, expanded to the number of dims of the output."""
+        """Return the operand's units with as many dims as the output has."""
         return operand.units.each(lambda factor: align(factor, self.rank))
 
     def distinct_dims(self, operand: Traced) -> Dims:
@@ -183,11 +183,11 @@ class Call:
         return frozenset(d + ahead for d in distinct_dims(operand.value))
 
     def limit(self, factors: Sequence[Tensor], symmetry: Symmetry, why: str | None = None) -> None:
-        """Record that this operation commutes only with the factors in `symmetry`."""
+        """Record that this operation commutes only with the factors that `symmetry` allows."""
         self.ledger.limit(factors, symmetry, self.where, why)
 
     def drop_scale(self, units: Units, why: str | None = None) -> Units:
-        """Return the units without scale, because this operation commutes with no factor."""
+        """Return the units without their scale, because this operation commutes with no factor."""
         self.limit(units.scale, Symmetry.NOTHING, why)
         return Units((), units.order)
 
@@ -203,7 +203,7 @@ class Call:
         return merged
 
     def channels(self, units: Units, dim: int, rank: int) -> Units:
-        """Return units along `dim` of a tensor with `rank` dims as 1-d factors, made equal along all other dims."""
+        """Make units equal along all of the `rank` dims except `dim`, and return them as 1-d factors."""
         others = frozenset(range(rank)) - {dim}
         order = self.merge_order([factor for factor in units.order if factor.shape[dim] > 1], others)
         self.ledger.fix(*[factor for factor in units.order if varying_dims(factor) and factor.shape[dim] == 1])
@@ -215,7 +215,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for ATen operations."""
+    """Register a function as the rule for ATen operations."""
 
     def register(function: Rule) -> Rule:
         assert not RULES.keys() & names, f"two rules for {RULES.keys() & names}"

@@ -1,7 +1,7 @@
-"""Measure and describe how much of a model a plan perturbs, and how much of that known values reveal.
+"""Measure and describe how much of a model is perturbed, and how much of the noise follows from known values.
 
-The weight of a new BatchNorm is known to be all ones, so each perturbed value is the product of its factors. Once all
-but one of them are known, so is the last, here and wherever else it is used.
+For example, the weight of a new BatchNorm is all ones, so each perturbed value is the product of its factors. If all
+but one of these factors are known, the last one follows, in this tensor and in all others.
 """
 
 import math
@@ -28,10 +28,10 @@ class KnownValues:
     """Values that clients know, and how much they reveal.
 
     Attributes:
-        names: the parameters with known values: constant ones, and those declared public.
+        names: the parameters whose values are known: constant parameters, and those declared public.
         share: fraction of the parameter values whose factors follow from known values: the magnitudes of all their
-            factors, or the signs where only signs are secret. Positions, and the signs of factors that have a
-            magnitude, stay secret; a public tensor of distinct values reveals positions too.
+            factors, or the signs if only signs are secret. Positions and the signs of other factors stay secret, but
+            a public tensor with distinct values also reveals positions.
     """
 
     names: tuple[str, ...]
@@ -39,7 +39,7 @@ class KnownValues:
 
 
 def _count_free(part: "TensorPart", scale: Mask, order: Mask | None = None) -> int:
-    """Count the elements of a part on which none of the chosen slots act; counts of independent dims multiply."""
+    """Count the elements of a part on which none of the selected slots act, as a product over independent dims."""
     factors = [own.select(torch.from_numpy(~scale)) for own in part.scale]
     factors += [] if order is None else [own.select(torch.from_numpy(~order)) for own in part.order]
     groups: list[tuple[Dims, torch.Tensor]] = []
@@ -54,14 +54,14 @@ def _count_free(part: "TensorPart", scale: Mask, order: Mask | None = None) -> i
 
 
 def _hidden_parts(plan: "Plan") -> list["TensorPart"]:
-    """Return the parts of all parameters except the head, whose noise no known value reveals."""
+    """Return the parts of all parameters except the head's, whose noise cannot follow from known values."""
     head = (plan.head.weight, plan.head.bias) if plan.head else ()
     parameters = plan.layout.trainable + plan.layout.frozen
     return [part for entry in parameters if entry.name not in head for part in plan.pieces[entry.name]]
 
 
 def measure_shares(plan: "Plan") -> MappingProxyType[str, float]:
-    """Return the fraction of parameter values for each kind of perturbation; each value counts under its strongest."""
+    """Return the fraction of parameter values with each kind of perturbation; only a value's strongest kind counts."""
     symmetries = plan.symmetries[plan.slots.unit]
     sized, acts, moves = (symmetries & Symmetry.POSITIVE) > 0, symmetries > 0, plan.slots.order > 0
     counts = np.zeros(len(KINDS), np.int64)
@@ -76,7 +76,7 @@ def measure_shares(plan: "Plan") -> MappingProxyType[str, float]:
 
 
 def measure_known_values(plan: "Plan") -> KnownValues:
-    """Measure how much is revealed by values that clients know beforehand."""
+    """Measure how much of the noise follows from values that clients know in advance."""
     known = [part for name in plan.known_names for part in plan.pieces[name]]
     units = plan.slots.unit
     sized, signed = ((plan.symmetries[units] & kind) > 0 for kind in (Symmetry.POSITIVE, Symmetry.SIGN))
@@ -85,14 +85,14 @@ def measure_known_values(plan: "Plan") -> KnownValues:
         for secret, kind in ((sized, Symmetry.POSITIVE), (signed, Symmetry.SIGN))
     )
     count = 0
-    for part in _hidden_parts(plan) if known else ():  # all magnitudes revealed, or all signs if alone
+    for part in _hidden_parts(plan) if known else ():  # count magnitudes, or signs if only signs are secret
         count += _count_free(part, open_size) - _count_free(part, sized)
         count += _count_free(part, sized | open_sign) - _count_free(part, sized | signed)
     return KnownValues(plan.known_names, count / max(1, plan.layout.parameters))
 
 
 def _find_revealed_classes(plan: "Plan", known: Sequence["TensorPart"], kind: Symmetry) -> list[int]:
-    """Return the scale classes whose magnitude (or sign) follows from known values: the last unknown in a product."""
+    """Return the scale classes whose magnitude (or sign) follows from known values as the last unknown in a product."""
     secret = (plan.symmetries & kind) > 0
     products = [product for part in known for product in _find_products(plan, part, secret)]
     found: set[int] = set()
@@ -102,7 +102,7 @@ def _find_revealed_classes(plan: "Plan", known: Sequence["TensorPart"], kind: Sy
 
 
 def _find_products(plan: "Plan", part: "TensorPart", secret: Mask) -> set[frozenset[int]]:
-    """Return the sets of secret classes that multiply an element of the part, however often a class occurs."""
+    """Return the distinct sets of secret classes that multiply the elements of a part."""
     if not part.scale:
         return set()
     units = torch.from_numpy(plan.slots.unit)
@@ -115,7 +115,7 @@ def _find_products(plan: "Plan", part: "TensorPart", secret: Mask) -> set[frozen
 
 
 def as_dict(plan: "Plan") -> dict[str, object]:
-    """Return the plan as a dict of plain values, as printed by `fedveil inspect --json`."""
+    """Return the plan as a dict of plain values, which `fedveil inspect --json` prints."""
     layout, head = plan.layout, plan.head
     return {
         "model": plan.model_name,
@@ -138,13 +138,13 @@ def as_dict(plan: "Plan") -> dict[str, object]:
 
 
 def shares_in_words(plan: "Plan") -> str:
-    """Describe the shares in one line."""
+    """Describe in one line how much of the model is perturbed in each way."""
     words = ("scaled or with additive noise", "changed in sign", "only moved", "bare")
     return ", ".join(f"{share:.1%} {what}" for share, what in zip(plan.shares.values(), words, strict=True))
 
 
 def known_in_words(plan: "Plan") -> str | None:
-    """Describe in one sentence how much known values reveal; None if nothing."""
+    """Describe in one sentence how much follows from known values; None if nothing does."""
     if not plan.known.share:
         return None
     names = ", ".join(plan.known.names[:3]) + (", ..." if len(plan.known.names) > 3 else "")
@@ -159,19 +159,19 @@ def _abbreviate(names: Sequence[str], more: str = "") -> str:
 
 
 def _describe_head(plan: "Plan") -> str:
-    """Describe which layer takes additive noise, and how clients run the layers after it."""
+    """Describe which layer receives additive noise, and how clients run the layers after it."""
     head = plan.head
     if head is None:
-        return "HEAD EXPOSED: no additive noise, clients read the true predictions"
+        return "HEAD EXPOSED: no additive noise, clients see the true predictions"
     layer = f"{head.path or head.weight} with {head.outputs} outputs"
-    if not head.within:
-        return f"the final layer, {layer}, takes additive noise"
+    if not head.is_inner:
+        return f"the final layer, {layer}, receives additive noise"
     runs = "on all candidates for its noise at once" if head.tail == "stacked" else "once per candidate for its noise"
-    return f"{layer} takes additive noise; clients run the layers after it {runs}"
+    return f"{layer} receives additive noise; clients run the layers after it {runs}"
 
 
 def describe(plan: "Plan") -> str:
-    """Describe the plan: a table of axes with their factors and limits, then the pinned operations with reasons."""
+    """Describe a plan: a table of axes with their factors and limits, then the pinned operations with reasons."""
     first = f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {shares_in_words(plan)}"
     lines = [line for line in (first, _describe_head(plan), known_in_words(plan)) if line] + [""]
     rows = [("channels from", "units", "factors", "limited by")]

@@ -1,4 +1,4 @@
-"""Record a model's operations with torch.export: a few hundred calls to ATen functions, whatever its modules are."""
+"""Record a model's operations with torch.export, as calls to a few hundred ATen functions."""
 
 import copy
 import linecache
@@ -19,17 +19,17 @@ from fedveil.errors import AnalysisError, BadArgument, NotTraceable
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
 from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
 
-SAMPLES = 2  # in the example; one is a special case for torch.export, and too few for BatchNorm
+SAMPLES = 2  # in the example input: torch.export treats one as a special case, and BatchNorm needs at least two
 
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """The graph of a model, and the meaning of its placeholders.
+    """A model's graph and the names of its parameters and buffers.
 
     Attributes:
-        graph: its ATen operations; each node's `meta["val"]` holds its shapes.
-        parameters: placeholder name -> the parameter's first name.
-        buffers: placeholder name -> the buffer's first name.
+        graph: the ATen operations; each node's `meta["val"]` is its output as fake tensors.
+        parameters: maps placeholders to the parameters' names; a tied parameter has its first name.
+        buffers: maps placeholders to the buffers' names in the same way.
         outputs: the nodes that the model returns.
         single: whether the model returns exactly one tensor.
     """
@@ -42,7 +42,7 @@ class ModelGraph:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model; only the values of its tensors are shared, and all tensors of the copy are contiguous."""
+    """Copy a model. All tensors of the copy are contiguous; those that already were share memory with the original."""
     memo: dict[int, object] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         plain = tensor.detach()
@@ -51,18 +51,18 @@ def copy_model(model: nn.Module) -> nn.Module:
         memo[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
-        if getattr(module, "momentum", 0) is None:  # a cumulative average would read the number of batches
+        if getattr(module, "momentum", 0) is None:  # a cumulative average depends on the number of batches
             module.momentum = 0.1  # type: ignore[assignment]
     return twin
 
 
 def check_example(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Return zeros in the structure of the example, with `SAMPLES` samples, on the model's device and in its dtype."""
+    """Return zeros with the example's structure, `SAMPLES` samples, and the model's device and dtype."""
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     found = tensors(inputs)
     if not found or any(tensor.dim() == 0 for tensor in found):
         what = f"example_inputs of type {type(inputs).__name__} contain no tensor, or one without a batch dimension"
-        raise BadArgument("analyse", what, "pass inputs as the model takes them: analyse(model, inputs[:2])")
+        raise BadArgument("analyse", what, "pass a batch of the model's inputs, such as inputs[:2]")
 
     def zeros(tensor: Tensor) -> Tensor:
         dtype = first.dtype if tensor.is_floating_point() else tensor.dtype
@@ -73,7 +73,7 @@ def check_example(model: nn.Module, inputs: Inputs) -> Inputs:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the log messages and warnings of torch.export (failures, recurrent layers, deprecations)."""
+    """Suppress the log messages and warnings of torch.export (failures, recurrent layers, deprecations)."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -84,7 +84,7 @@ def _quiet() -> Iterator[None]:
 
 
 def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
-    """Record the operations of a forward pass; only shapes, dtypes and modes matter."""
+    """Record the operations of a forward pass, which depend only on shapes, dtypes and modes."""
     twin, first = copy_model(model), dict[int, str]()
     state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {name: first.setdefault(id(tensor), name) for name, tensor in state}  # tied tensors have several names
@@ -117,7 +117,7 @@ ROUNDING = "it rounds veiled activations differently from plain ones"
 
 
 def _needs_functions(graph: fx.Graph) -> bool:
-    """Return whether the graph writes into floating-point tensors in a way that rules cannot follow."""
+    """Return whether the graph modifies floating-point tensors in place in a way that rules cannot follow."""
     writes = [node for node in graph.nodes if node.op == "call_function" and is_in_place(node)]
     values = [node.meta.get("val") for node in writes if operation_name(node) not in IN_PLACE]
     return any(not isinstance(value, Tensor) or value.is_floating_point() for value in values)
@@ -131,7 +131,7 @@ LIBRARY = re.compile(r"[/\\]torch[/\\]|[/\\]fedveil[/\\]|[/\\]inspect.py$|<froze
 
 
 def _find_failure(model: nn.Module, twin: nn.Module, error: Exception) -> str:
-    """Return the module and the line of the user's code at which the export failed."""
+    """Return the module and the line of the user's code where the export failed."""
     names = {id(module): name for name, module in twin.named_modules()}
     where, line = type(model).__name__, ""
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -145,13 +145,13 @@ def _find_failure(model: nn.Module, twin: nn.Module, error: Exception) -> str:
 
 
 def _explain(model: nn.Module, twin: nn.Module, error: Exception) -> AnalysisError | BadArgument:
-    """Return an error that names the line at which the export failed and what to do about it."""
+    """Return an error that states where the export failed and how to fix it."""
     where = _find_failure(model, twin, error)
     text = str(error).strip()
     first = text.splitlines()[0][:300] if text else type(error).__name__
     kind = type(error).__name__
-    held = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
-    if any(isinstance(value, PackedSequence) for value in held):
+    local_values = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
+    if any(isinstance(value, PackedSequence) for value in local_values):
         fix = "pass padded batches without packing them, and mask the outputs beyond the end of each sequence"
         return NotTraceable(where, "torch.export cannot record packed sequences", fix)
     if "_detect_is_causal_mask" in "".join(traceback.format_tb(error.__traceback__)):
@@ -165,7 +165,7 @@ def _explain(model: nn.Module, twin: nn.Module, error: Exception) -> AnalysisErr
         fix = "pass positional arguments as a tuple, (first, second), and keyword arguments as a dict, {'name': tensor}"
         return BadArgument("analyse", f"example_inputs do not match the arguments of forward: {first}", fix)
     if "numpy" in text.lower():
-        return NotTraceable(where, "its forward calls NumPy", "use torch functions instead of NumPy's")
+        return NotTraceable(where, "its forward calls NumPy", "use torch functions instead of NumPy functions")
     if "pytree" in text.lower():
         what = "its forward takes or returns an object that is not a tensor, tuple, list or dict"
         return NotTraceable(where, what, LOGITS)

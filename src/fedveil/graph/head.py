@@ -1,4 +1,4 @@
-"""The layer of a model that takes additive noise: the final layer, or the last one that can."""
+"""Find the layer that receives additive noise: the final layer, or the last one that can take it."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -11,29 +11,29 @@ from torch.utils import _pytree as pytree
 from fedveil.errors import AnalysisError, HeadNotLinear
 from fedveil.graph import operations
 from fedveil.graph.export import LOGITS, ModelGraph, check_example, copy_model
-from fedveil.graph.inputs import AtLayer, Inputs, arguments, each
+from fedveil.graph.inputs import Inputs, LayerOutputMode, arguments, each
 from fedveil.graph.operations import describe_location, innermost_module, named_arguments, operation_name
 
 Tail = Literal["alike", "reshaped", "stacked", "repeated"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
-WITHIN = ("stacked", "repeated")
+INNER_TAILS = ("stacked", "repeated")
 
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """The layer that takes additive noise.
+    """The layer that receives additive noise.
 
     Attributes:
         path: the module whose forward calls it.
-        weight: name of its weight.
-        bias: name of its bias, if it has one.
+        weight: the name of its weight.
+        bias: the name of its bias, if it has one.
         outputs: the number of its outputs.
-        dim: the output dim of the weight: 0, or 1 for a transposed convolution.
-        axis: the output dim of the perturbed outputs: -1 for a Linear, 1 for a convolution.
-        tail: the operations after it. "alike": only operations that are linear and the same for every output.
-            "reshaped": only reshapes, which clients need not run. Otherwise clients apply each candidate for the noise
-            to the layer's output: "stacked" along the batch if no later operation couples samples; if one does,
-            forward is "repeated".
+        dim: the dim of the weight that counts outputs: 0, or 1 for a transposed convolution.
+        axis: the dim of the outputs that counts them: -1 for a Linear, 1 for a convolution.
+        tail: the operations after the layer. "alike": all are linear and the same for every output. "reshaped": all are
+            reshapes, which clients need not run. Otherwise, clients subtract each candidate for the noise from the
+            layer's output: "stacked" along the batch, or, if a later operation couples samples, with forward
+            "repeated" for each candidate.
     """
 
     path: str
@@ -45,13 +45,13 @@ class Head:
     tail: Tail
 
     @property
-    def within(self) -> bool:
-        """Whether clients must run the operations after it on each candidate for the noise."""
-        return self.tail in WITHIN
+    def is_inner(self) -> bool:
+        """Whether clients must run the operations after the layer for each candidate for the noise."""
+        return self.tail in INNER_TAILS
 
 
 def find_head(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head, fx.Node | None]:
-    """Find the Linear or convolution at the end, and its node; otherwise the last one that can take noise, and None."""
+    """Return the final Linear or convolution and its node; otherwise, the last one that can take noise, and None."""
     if not graph.single:
         raise AnalysisError(type(model).__name__, "the model returns more than one tensor, or a dict", LOGITS)
     found = _find_head_at_end(model, graph, inputs)
@@ -68,16 +68,16 @@ def find_head(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head
         type(model).__name__,
         f"no layer can take additive noise: {what}",
         "give the model a Linear or a convolution whose weight nothing else uses; or, for multiplicative noise only, "
-        'call analyse(model, inputs, head="exposed"): then clients read the true predictions',
+        'call analyse(model, inputs, head="exposed"): clients then see the true predictions',
     )
 
 
 class _UnsuitableLayer(Exception):
-    """A layer that cannot take additive noise; the text says why."""
+    """Raised for a layer that cannot take additive noise; the message gives the reason."""
 
 
 def _find_head_at_end(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head, fx.Node] | None:
-    """Find the Linear or convolution followed only by operations that are linear and the same for every output."""
+    """Find a Linear or convolution followed only by operations that are linear and the same for every output."""
     node, tail = graph.outputs[0], []
     while node.op == "call_function" and operation_name(node) in operations.EQUAL:
         tail.append(operation_name(node))
@@ -100,7 +100,7 @@ def _find_head_at_end(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tu
 
 
 def _find_layers(graph: ModelGraph) -> list[fx.Node]:
-    """Return Linears and convolutions from last to first; those on every path to the output come first."""
+    """Return Linears and convolutions from last to first, starting with those that are on every path to the output."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function" and operation_name(n) in operations.LAYERS][::-1]
     state = {*graph.parameters, *graph.buffers}
     inputs = {n for n in graph.graph.nodes if n.op == "placeholder" and n.name not in state}
@@ -108,21 +108,21 @@ def _find_layers(graph: ModelGraph) -> list[fx.Node]:
     return unavoidable + [n for n in nodes if n not in unavoidable and _reaches(graph.outputs[0], {n}, None)]
 
 
-def _reaches(node: fx.Node, goals: set[fx.Node], around: fx.Node | None) -> bool:
-    """Return whether a node depends on one of the goals through a path that avoids `around`."""
+def _reaches(node: fx.Node, goals: set[fx.Node], avoid: fx.Node | None) -> bool:
+    """Return whether a path that avoids the node `avoid` leads from one of the goals to a node."""
     seen, waiting = {node}, [node]
     while waiting:
         here = waiting.pop()
         if here in goals:
             return True
-        if here is not around:
+        if here is not avoid:
             waiting += [n for n in here.all_input_nodes if n not in seen]
             seen.update(here.all_input_nodes)
     return False
 
 
 def _describe_layer(graph: ModelGraph, node: fx.Node) -> tuple[Head, int]:
-    """Return a layer as a head, and how often forward calls it."""
+    """Return a layer as a head, and the number of times that forward calls it."""
     name, arguments, names, calls = operation_name(node), named_arguments(node), dict[str, str](), 0
     for key in ("weight", "bias"):
         argument = arguments[key]
@@ -146,7 +146,7 @@ def _describe_layer(graph: ModelGraph, node: fx.Node) -> tuple[Head, int]:
 
 
 def _find_head_within(model: nn.Module, graph: ModelGraph, node: fx.Node, inputs: Inputs) -> Head:
-    """Return a layer as a head that other operations follow."""
+    """Return a layer that is followed by other operations as a head."""
     head, calls = _describe_layer(graph, node)
     alone = _run(model, head, inputs, 1, copies=1)
     if alone is None or alone[1] != calls:
@@ -159,8 +159,8 @@ def _find_head_within(model: nn.Module, graph: ModelGraph, node: fx.Node, inputs
 
 
 def _class_axis(model: nn.Module, head: Head, inputs: Inputs) -> int | None:
-    """Return the axis of the model's output that grows with the head's outputs; None if there is none."""
-    one, three = (_run(model, head, inputs, more) for more in (1, 3))
+    """Return the axis of the model's output whose size grows with the number of head outputs; None if there is none."""
+    one, three = (_run(model, head, inputs, extra) for extra in (1, 3))
     if one is None or three is None or len(one[0]) != len(three[0]):
         return None
     sizes = list(zip(one[0], three[0], strict=True))
@@ -170,11 +170,12 @@ def _class_axis(model: nn.Module, head: Head, inputs: Inputs) -> int | None:
     return -1 if grown[0] == len(sizes) - 1 and head.axis == -1 else grown[0]
 
 
-def _run(model: nn.Module, head: Head, inputs: Inputs, more: int, copies: int = 0) -> tuple[list[int], int] | None:
-    """Run the model on fake tensors, with `more` extra head outputs; return the output's shape and the head's calls.
+def _run(model: nn.Module, head: Head, inputs: Inputs, extra: int, copies: int = 0) -> tuple[list[int], int] | None:
+    """Run the model on fake tensors with `extra` more head outputs.
 
-    With `copies`, the extra outputs are removed again, and the others are repeated that many times along the batch.
-    Return None if the model does not run: code after the head depends on the number of outputs or samples.
+    If `copies` is not 0, the extra outputs are removed again, and the others are repeated `copies` times along the
+    batch. Return the shape of the model's output and the number of calls to the head, or None if the model does not
+    run because code after the head depends on the number of outputs or samples.
     """
     twin = copy_model(model)
     values: dict[str, Tensor] = {}
@@ -182,17 +183,17 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, more: int, copies: int = 
         for name, value in [*twin.named_parameters(), *twin.named_buffers()]:
             shape = list(value.shape)
             if name in (head.weight, head.bias):
-                shape[head.dim if name == head.weight else 0] += more
+                shape[head.dim if name == head.weight else 0] += extra
             values[name] = torch.empty(shape, dtype=value.dtype, device=value.device)
 
         def change(output: Tensor) -> Tensor:
-            own = output.narrow(head.axis, 0, head.outputs)
-            return torch.cat([own] * copies) if copies else output
+            original = output.narrow(head.axis, 0, head.outputs)
+            return torch.cat([original] * copies) if copies else output
 
         example = each(mode.from_tensor, check_example(model, inputs))
         args, kwargs = arguments(example)
         try:
-            with AtLayer(values[head.weight], change) as layer:
+            with LayerOutputMode(values[head.weight], change) as layer:
                 out = torch.func.functional_call(twin, values, args, kwargs)
         except Exception:
             return None
@@ -202,8 +203,8 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, more: int, copies: int = 
 def keeps_samples_apart(graph: ModelGraph, node: fx.Node) -> bool:
     """Return whether no operation after a node couples the samples of a batch (the first dim).
 
-    Unknown operations count as coupling. So does a tensor that depends on the inputs through a path that bypasses
-    the node, because it has the original batch size.
+    Unknown operations are assumed to couple samples. The result is also false if a later operation uses a tensor that
+    depends on the inputs through a path that bypasses the node, because that tensor has the original batch size.
     """
     following = {node}
     for step in graph.graph.nodes:

@@ -1,4 +1,4 @@
-"""Inputs to a model's forward, and calls to its layers.
+"""Pass inputs to a model's forward, and intercept calls to its layers.
 
 Inputs are a tensor, a tuple of arguments, or a dict of keyword arguments. Tuples and dicts may be nested and contain
 integers or floats; the first dimension of every tensor is the batch. A dict is passed as keyword arguments,
@@ -37,7 +37,7 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def tensors(inputs: Inputs) -> list[Tensor]:
-    """Return all tensors, in a fixed order."""
+    """Return all tensors in the inputs, in a fixed order."""
     return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
@@ -47,23 +47,23 @@ def each(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
 
 
 def count(inputs: Inputs) -> int:
-    """Return the number of samples; 0 if there is no tensor."""
+    """Return the number of samples in the inputs; 0 if they contain no tensor."""
     found = tensors(inputs)
     return found[0].shape[0] if found and found[0].dim() else 0
 
 
 @dataclass(eq=False)
 class ModuleCall:
-    """A call to a module in a forward pass: the first tensor passed to it, and its output."""
+    """A call to a module in a forward pass: the first tensor that was passed to it, and its output."""
 
     module: nn.Module
-    entered: Tensor
+    first_input: Tensor
     output: Any = None
 
 
 @contextmanager
 def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Record calls to these modules in forward passes, in the order in which they begin."""
+    """Record the calls to these modules during forward passes, in the order in which they begin."""
     calls: list[ModuleCall] = []
 
     def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -81,11 +81,11 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
         yield calls
 
 
-class AtLayer(TorchFunctionMode):
-    """A mode that changes the output of the Linear or convolution with this weight, wherever forward calls it.
+class LayerOutputMode(TorchFunctionMode):
+    """A mode that changes the output of the Linear or convolution that uses the given weight.
 
     Attributes:
-        calls: how often forward called it.
+        calls: the number of calls to the layer so far.
     """
 
     def __init__(self, weight: Tensor, change: Callable[[Tensor], Tensor]) -> None:
@@ -96,7 +96,7 @@ class AtLayer(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Named | None = None
     ) -> object:
-        """Run the function; if it is the layer, change its result."""
+        """Call the function, and change its result if it is the layer."""
         found = func(*args, **(kwargs or {}))
         weight = args[1] if len(args) > 1 else (kwargs or {}).get("weight")
         if weight is not self._weight or getattr(func, "__name__", "") not in LAYERS:

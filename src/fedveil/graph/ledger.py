@@ -1,11 +1,11 @@
-"""The constraints that rules record: which values share noise, and what limits it.
+"""Record constraints on the noise: which values share it, and which operations limit it.
 
-Rules only add constraints: equal units, factors that an operation does not commute with, fixed positions, blocks of
-units that are permuted together. `solve.py` solves them after the walk over the model.
+Rules only add constraints: units that are equal, factors with which an operation does not commute, fixed positions, and
+blocks of units that are permuted together. `solve.py` solves them once all operations have been visited.
 
 A permutation acts on order units. It moves the k-th element of unit u to the k-th element of unit v in every tensor at
 once, which is a symmetry of the network if every operation treats u and v alike. A `Mark` records how an operation uses
-units; a `Block` records that some of them (the features of a head, the channels of a group) move only as a whole.
+units; a `Block` records that units (the features of an attention head, the channels of a group) only move together.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ FACTORS = {Symmetry.NOTHING: "no factor", Symmetry.SIGN: "only signs", Symmetry.
 
 
 class Limit(NamedTuple):
-    """An operation that does not commute with every factor."""
+    """A limit on factors, because an operation does not commute with all of them."""
 
     members: Tensor
     symmetry: Symmetry
@@ -32,21 +32,21 @@ class Limit(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The use of order units by an operation: units stay exchangeable if their values, by position, are equal."""
+    """How an operation uses order units: units can be swapped only if their values are equal at every position."""
 
     order: Tensor
     values: Callable[[Rank], Tensor]
 
 
 class Block(NamedTuple):
-    """Rows of order units that stay together; each row has a parent unit, which moves with the row."""
+    """Rows of order units that stay together; each row moves with its parent unit."""
 
     children: Tensor
     parents: Tensor
 
 
 class StridedView(NamedTuple):
-    """A strided view of a tensor's flat elements; the arguments of `Tensor.as_strided`."""
+    """A strided view of a tensor, given by the arguments of `Tensor.as_strided`."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -54,7 +54,7 @@ class StridedView(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The index after its last element."""
+        """The index after the view's last element."""
         return self.offset + 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
 
     def overlaps(self, other: "StridedView") -> bool:
@@ -75,15 +75,15 @@ class Region(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Units, the constraints on them, and the tensors of the model that carry them.
+    """All units, the constraints on them, and the tensors of the model to which they belong.
 
     Attributes:
-        scales, orders: the numbers of units so far; unit 0 does nothing.
-        scale_pairs, order_pairs: units that are equal.
-        births: the tensors of the model at which new scale units begin, each with its units.
+        scales, orders: the numbers of scale and order units created so far; unit 0 does nothing.
+        scale_pairs, order_pairs: pairs of units that must be equal.
+        births: the names of the model's tensors at which new scale units begin, each with these units.
         limits, marks, blocks: the other constraints.
         regions: the noise on each tensor of the model.
-        element_units: the units of parameters that are used element by element.
+        element_units: the units of each parameter that is used element by element.
     """
 
     scales: int = 1
@@ -97,10 +97,10 @@ class Ledger:
     regions: dict[str, list[Region]] = field(default_factory=dict)
     element_units: dict[str, Units] = field(default_factory=dict)
 
-    # New units.
+    # Create units.
 
     def fresh_scale(self, shape: Sequence[int], where: str) -> Tensor:
-        """Create scale units, named after the tensor of the model at which they begin."""
+        """Create scale units that begin at the tensor named `where`."""
         count = torch.Size(shape).numel()
         units = torch.arange(self.scales, self.scales + count)
         self.scales += count
@@ -115,10 +115,10 @@ class Ledger:
         self.count(units)
         return units
 
-    # Scale.
+    # Constrain scale units.
 
     def limit(self, factors: Sequence[Tensor], symmetry: Symmetry, where: str, why: str | None = None) -> None:
-        """Allow only the factors in `symmetry`."""
+        """Allow only factors that `symmetry` contains."""
         if symmetry == Symmetry.EVERYTHING:
             return
         for factor in factors:
@@ -127,7 +127,7 @@ class Ledger:
             self.limits.append(Limit(members[members > 0], symmetry, where, reason))
 
     def unite_scale(self, a: Tensor, b: Tensor, where: str, why: str) -> None:
-        """Make factors equal element by element; an element without a factor in one gets none in the other."""
+        """Make two factors equal, element by element; an element without a unit in one may have none in the other."""
         if a is b:
             return
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
@@ -147,8 +147,8 @@ class Ledger:
     def agree_scale(self, a: Sequence[Tensor], b: Sequence[Tensor], where: str, why: str) -> tuple[Tensor, ...]:
         """Make two products of factors equal and return the common product.
 
-        Factors on only one side are paired with each other or limited to 1; for products of many factors, there may be
-        more solutions than this finds.
+        Factors that occur on only one side are paired with each other or limited to 1. For products of many
+        factors, this may be stricter than necessary.
         """
         left = [x for x in a if not any(x is y for y in b)]
         right = [y for y in b if not any(y is x for x in a)]
@@ -166,10 +166,10 @@ class Ledger:
             self.limit(rest, Symmetry.NOTHING, where, why)
         return tuple(same)
 
-    # Order.
+    # Constrain order units.
 
     def count(self, order: Tensor) -> None:
-        """Forbid swaps of units that do not occur here equally often."""
+        """Forbid swaps of units that do not occur equally often in this factor."""
         self.marks.append(Mark(order, lambda _: torch.zeros_like(order)))
 
     def fix(self, *factors: Tensor) -> None:
@@ -191,18 +191,18 @@ class Ledger:
             self.order_pairs.append((a[differ], b[differ]))
 
     def merge_order(self, factor: Tensor, dims: Dims) -> Tensor:
-        """Make an order factor constant along `dims`: its elements move together."""
+        """Make an order factor constant along `dims`, so that elements along them move together."""
         first = first_along(factor, dims)
         self.unite_order(factor, first)
         return first
 
     def move(self, units: Units, operation: Callable[[Tensor], Tensor]) -> Units:
-        """Apply to a tensor's factors an operation that only moves its elements."""
+        """Apply an operation that only moves elements to a tensor's factors."""
         order = tuple(self.move_order(lambda factors: operation(factors[0]), [factor]) for factor in units.order)
         return Units(tuple(map(operation, units.scale)), order, units.zero)
 
     def move_order(self, operation: Callable[[Sequence[Tensor]], Tensor], factors: Sequence[Tensor]) -> Tensor:
-        """Apply to one order factor from each of several tensors an operation that only moves their elements."""
+        """Apply an operation that only moves elements to order factors, one from each operand."""
         after = operation(factors)
         if len(factors) == 1 and torch.equal(after.flatten(), factors[0].flatten()):
             return after
@@ -222,7 +222,7 @@ class Ledger:
     def _fold(self, factor: Tensor, dims: Dims) -> Tensor | None:
         """Return an order factor after a sum over `dims`; None if nothing remains.
 
-        Elements along `dims` form one block per remaining position; the result holds the blocks' parents.
+        The elements along `dims` form one block per remaining position; the result contains the blocks' parents.
         """
         inner = varying_dims(factor) & dims
         if not inner:
@@ -241,8 +241,8 @@ class Ledger:
     ) -> tuple[Tensor, ...]:
         """Give both operands of an element-wise operation the same order and return the order of the result.
 
-        `distinct_a` and `distinct_b` are the dims along which the elements of `a` and `b` may differ. Along every
-        other dim an operand is broadcast, so permuting the other operand leaves it unchanged.
+        `distinct_a` and `distinct_b` are the dims along which the elements of each operand may differ. Along all other
+        dims an operand is broadcast, so that permuting the other operand does not affect it.
         """
         left = [(factor, self._fold(factor, dims - distinct_b)) for factor in a if (dims := varying_dims(factor))]
         right = [(factor, self._fold(factor, dims - distinct_a)) for factor in b if (dims := varying_dims(factor))]
@@ -262,17 +262,17 @@ class Ledger:
             self.unite_order(seen, view)
             if factor is seen and other is view:
                 result.append(min(factor, other, key=Tensor.numel))
-            else:  # keep the one with the inner positions
+            else:  # keep the factor that varies along more dims
                 result.append(other if factor is seen else factor)
         self.fix(*[factor for factor, _ in waiting])
         return tuple(result)
 
-    # The model's tensors.
+    # Assign units to the model's tensors.
 
     def attach(self, name: str, form: Tensor, offset: int, units: Units) -> None:
         """Record the noise on a part of the tensor `name`, with the shape and strides of `form`.
 
-        A part that is used twice has the same noise in both uses, even if one of them is transposed.
+        A part that is used twice has the same noise in both places, even if one of them transposes it.
         """
         dims = sorted(range(form.dim()), key=lambda d: (-form.stride()[d], d))
         view = StridedView(tuple(form.shape[d] for d in dims), tuple(form.stride()[d] for d in dims), offset)
@@ -291,6 +291,6 @@ class Ledger:
         known.append(Region(view, units))
 
     def pin(self, units: Units, where: str, why: str) -> None:
-        """Allow no noise on these units."""
+        """Forbid all noise on these units."""
         self.limit(units.scale, Symmetry.NOTHING, where, why)
         self.fix(*units.order)

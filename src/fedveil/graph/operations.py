@@ -1,6 +1,6 @@
-"""ATen operations in an exported graph: their names by kind, their arguments and their locations.
+"""Names of ATen operations by kind, and functions that read an operation's name, arguments and location.
 
-Names omit the overload and the in-place underscore.
+Names contain neither the overload nor the in-place underscore.
 """
 
 from torch import fx
@@ -19,7 +19,7 @@ UPSAMPLINGS = {
 }  # fmt: skip
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "_unsafe_view"}
 
-# Functions of one number, by the factors that they commute with.
+# Functions of one number, grouped by the factors with which they commute.
 POSITIVE = {"relu", "leaky_relu", "abs", "rrelu"}
 ODD = {
     "tanh", "sin", "asinh", "atan", "erf", "sign", "softshrink", "hardshrink", "sinh", "tan", "asin", "atanh",
@@ -33,13 +33,13 @@ OTHER = {
     "trunc", "nan_to_num", "sinc",
 }  # fmt: skip
 
-# Operations that may follow a head: linear, and the same for every output. The first only rearrange elements.
+# Operations that may follow a head: linear, and the same for every output. SAME_ELEMENTS only reshape.
 SAME_ELEMENTS = RESHAPES | {"squeeze", "unsqueeze", "contiguous", "clone", "alias"}
 EQUAL = SAME_ELEMENTS | UPSAMPLINGS | AVERAGE_POOLS | {
     "permute", "transpose", "movedim", "t", "mean", "sum", "slice", "narrow",
 }  # fmt: skip
 
-# Operations that do not couple the samples of a batch: always, in evaluation mode, or along dims other than the first.
+# Operations that do not couple samples: in general, in evaluation mode, or along dims other than the first.
 ELEMENTWISE = POSITIVE | ODD | EVEN | OTHER | {
     "hardtanh", "neg", "pow", "add", "sub", "mul", "div", "clone", "contiguous", "alias", "_to_copy", "to", "type_as",
 }  # fmt: skip
@@ -54,18 +54,18 @@ ALONG_DIMS = {
     "select", "narrow", "glu", "squeeze", "unsqueeze", "transpose", "flip", "cumsum", "argmax", "max", "std", "var",
 }  # fmt: skip
 
-# In-place operations that change each element separately, so that an alias of the same memory keeps its noise. If the
-# graph has other in-place operations, it is rewritten without them.
+# In-place operations on separate elements, after which a view of the same memory still has the same noise. A graph
+# with other in-place operations is rewritten without them.
 IN_PLACE = {"add", "sub", "neg", "hardtanh", "detach", "dropout", "feature_dropout"} | POSITIVE | ODD | OTHER
 
 
 def count_spatial_dims(name: str) -> int:
-    """Return the number of spatial dims of an operation such as conv2d or upsample_bilinear2d."""
+    """Return the number of spatial dims in the name of an operation, such as 2 for conv2d."""
     return next(n for n in SPATIAL_DIMS if f"{n}d" in name)
 
 
 def operation_name(node: fx.Node) -> str:
-    """Return the name of a call without namespace, overload or in-place underscore, such as "linear"."""
+    """Return the name of an operation without namespace, overload and in-place underscore, such as "linear"."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None:
         return str(getattr(node.target, "__name__", node.target))
@@ -74,20 +74,20 @@ def operation_name(node: fx.Node) -> str:
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Return whether a call writes into one of its arguments."""
+    """Return whether an operation modifies one of its arguments in place."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
 
 
 def named_arguments(node: fx.Node) -> dict[str, Argument]:
-    """Return the arguments of an ATen call by their names in its schema, with defaults."""
+    """Return the arguments of an ATen operation by name, including defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     passed = dict(zip([argument.name for argument in schema], node.args, strict=False)) | node.kwargs
     return {argument.name: passed.get(argument.name, argument.default_value) for argument in schema}
 
 
 def innermost_module(node: fx.Node) -> tuple[str, str]:
-    """Return the path and class name of the innermost module whose forward contains a node."""
+    """Return the path and class name of the innermost module whose forward calls an operation."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return "", ""
@@ -96,7 +96,7 @@ def innermost_module(node: fx.Node) -> tuple[str, str]:
 
 
 def describe_location(node: fx.Node) -> str:
-    """Name an operation in messages: by its module's path and, if the module is one of PyTorch's, its class."""
+    """Describe an operation in messages, by its module's path and by the operation's name or PyTorch's class."""
     path, kind = innermost_module(node)
     what = kind.rpartition(".")[2] if kind.startswith("torch.nn.modules") else operation_name(node).rstrip("_")
     return f"{path} ({what})" if path else what

@@ -1,8 +1,8 @@
-"""The result of an analysis: which values of a model share which noise, in a form that is fast to apply.
+"""The result of an analysis: how noise is shared between the values of a model, in a form that is fast to apply.
 
-Each factor of each tensor becomes a few *slots*, one per position along it. A scale slot holds the class of one secret
-number and its exponent; an order slot, the positions of one class of units in this tensor. A secret is then two short
-vectors, one number per scale slot and one distance per order slot, whatever the size of the model.
+Each factor of each tensor is stored as *slots*, one per element of the factor. A scale slot contains the class of a
+secret number and its exponent; an order slot contains the positions of one class of units in the tensor. A secret then
+consists of two short vectors, a number per scale slot and a distance per order slot.
 
 Small tensors are pooled in one flat vector, which is perturbed by one product and one gather; large tensors are
 multiplied by broadcasting and gathered dim by dim.
@@ -31,7 +31,7 @@ Home = tuple[dict[str, Any], str]
 
 @dataclass(frozen=True)
 class ModelState:
-    """A model's tensors by name, the dicts that hold each, and the training mode of every module."""
+    """A model's tensors by name, the dicts that contain each tensor, and the mode (train or eval) of every module."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -40,7 +40,7 @@ class ModelState:
 
     @classmethod
     def read(cls, model: nn.Module) -> "ModelState":
-        """Read a model in one pass, in the order of named_modules; a tensor is listed under its first name."""
+        """Read a model's state in the order of `named_modules`; a tied tensor is listed under its first name."""
         parameters, buffers, modes = dict[str, Tensor](), dict[str, Tensor](), list[tuple[str, bool]]()
         homes: dict[int, list[Home]] = {}
         named: dict[str, list[Home]] = {}
@@ -61,25 +61,25 @@ class ModelState:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a flat vector; `like` is a meta tensor of its shape."""
+    """A tensor in a flat vector; `meta` is a meta tensor of the same shape."""
 
     name: str
     shape: torch.Size
     start: int
     stop: int
-    like: Tensor
+    meta: Tensor
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The order of tensors in the flat vector.
+    """The tensors of a model in the order in which they are stored in a flat vector.
 
     Attributes:
         trainable: parameters that require gradients.
         frozen: parameters that do not.
         buffers: floating-point buffers.
-        counters: other buffers, which are sent separately.
-        unused: parameters that forward never reads, which are not sent.
+        counters: names of the other buffers, which are sent separately.
+        unused: names of parameters that forward never reads; they are not sent.
     """
 
     trainable: tuple[Entry, ...]
@@ -92,7 +92,7 @@ class Layout:
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """All tensors of the vector in order."""
+        """All tensors, in the order of the vector."""
         return self.trainable + self.frozen + self.buffers
 
     @cached_property
@@ -102,48 +102,48 @@ class Layout:
 
     @cached_property
     def weights(self) -> int:
-        """The length of its trainable part."""
+        """The number of trainable parameter values."""
         return sum(entry.shape.numel() for entry in self.trainable)
 
     @cached_property
     def parameters(self) -> int:
-        """The length of its trainable and frozen parts."""
+        """The number of parameter values, trainable or frozen."""
         return sum(entry.shape.numel() for entry in self.trainable + self.frozen)
 
     @cached_property
     def name(self) -> str:
-        """A short name for the architecture, determined by the names, shapes and dtype of the tensors that are sent."""
+        """A short name of the architecture: a hash of the names, shapes and dtype of the tensors that are sent."""
         text = repr((sorted((entry.name, tuple(entry.shape)) for entry in self.entries), str(self.dtype)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def flatten(tensors: Mapping[str, Tensor], entries: tuple[Entry, ...]) -> Tensor:
-    """Return the entries' tensors as one vector."""
+    """Concatenate the tensors of these entries in one vector."""
     flat: Tensor = _flatten_dense_tensors([tensors[entry.name] for entry in entries])  # type: ignore[no-untyped-call]
     return flat
 
 
 def unflatten(flat: Tensor, entries: tuple[Entry, ...]) -> dict[str, Tensor]:
-    """Invert `flatten`, returning views."""
-    pieces = _unflatten_dense_tensors(flat, [entry.like for entry in entries])  # type: ignore[no-untyped-call]
+    """Return the tensors as views of the vector; the inverse of `flatten`."""
+    pieces = _unflatten_dense_tensors(flat, [entry.meta for entry in entries])  # type: ignore[no-untyped-call]
     return {entry.name: piece for entry, piece in zip(entries, pieces, strict=True)}
 
 
 @dataclass(frozen=True)
 class SlotRange:
-    """Consecutive slots, one per element of a factor of this shape."""
+    """Consecutive slots, one for each element of a factor with this shape."""
 
     first: int
     shape: tuple[int, ...]
 
     def select(self, values: Tensor) -> Tensor:
-        """Select their values from those of all slots, in the factor's shape."""
+        """Select the values of these slots from the values of all slots; return them in the factor's shape."""
         return values[self.first : self.first + torch.Size(self.shape).numel()].reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class TensorPart:
-    """A strided part of a tensor with the slots that act on it."""
+    """A strided part of a tensor, and the slots that act on it."""
 
     offset: int
     shape: tuple[int, ...]
@@ -157,7 +157,7 @@ class TensorPart:
         return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
 
     def part(self, flat: Tensor) -> Tensor:
-        """Return this part of a flattened tensor, which may have leading dims."""
+        """Return this part of a flattened tensor, which may have extra leading dims."""
         ahead = flat.dim() - 1
         return flat.as_strided(
             (*flat.shape[:ahead], *self.shape),
@@ -168,17 +168,17 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class Slots:
-    """All slots of a model. Slot 0 of either kind does nothing.
+    """All slots of a model. Slot 0 of each kind, scale and order, does nothing.
 
     Attributes:
         classes: the number of scale classes.
-        unit: scale class of each scale slot; 0 is pinned.
-        power: its exponent, +1 or -1.
-        order: order class of each order slot; 0 does not move.
-        origin: index in `table` of the same occurrence of the first class of its kind in this tensor.
-        repeat: how often each class of the kind occurs there.
-        place: its index in the flattened tensor, along the slot's dims.
-        table: indices into each tensor, sorted by kind, class and occurrence.
+        unit: the scale class of each scale slot; class 0 is pinned.
+        power: the exponent of each scale slot, +1 or -1.
+        order: the order class of each order slot; class 0 does not move.
+        origin: for each order slot, the index in `table` of the same occurrence of the first class of its kind.
+        repeat: for each order slot, the number of times that each class of its kind occurs in the tensor.
+        place: for each order slot, its index in the flattened tensor, along the slot's dims.
+        table: indices into the flattened tensors, sorted by kind, class and occurrence.
     """
 
     classes: int
@@ -191,24 +191,24 @@ class Slots:
     table: Integers
 
     def factors(self, scale: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the factor of each scale slot, given one number per scale class, for one secret or one per row."""
+        """Return the factor of each scale slot, given one number per scale class; extra leading dims are kept."""
         return np.concatenate([scale, 1 / scale], -1)[..., self.unit + self.classes * (self.power < 0)]
 
     def shifts(self, member: Integers) -> Integers:
-        """Return the distance to the source of each order slot, given each class's new index in its kind."""
+        """Return the distance from each order slot to its source, given the new index of each class within its kind."""
         found: Integers = self.table[self.origin + member[..., self.order] * self.repeat] - self.place
         return found
 
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Tensors concatenated in one flat vector.
+    """Small tensors, concatenated in one flat vector.
 
     Attributes:
         entries: the tensors, with their positions in the pool.
-        scale: the scale slots of each element, one row per factor.
-        order: the order slots of each element, likewise.
-        arange: 0, 1, 2, ... along the vector.
+        scale: the scale slots of each element, one row per scale factor.
+        order: the order slots of each element, one row per order factor.
+        arange: the indices 0, 1, 2, ... of the vector.
     """
 
     entries: tuple[Entry, ...]
@@ -220,7 +220,7 @@ class Pool:
     def build(
         cls, entries: Sequence[Entry], pieces: Mapping[str, Sequence[TensorPart]], device: torch.device
     ) -> "Pool":
-        """Put tensors into one flat vector, with the slots of each element."""
+        """Concatenate tensors in one flat vector, and list the slots of each element."""
         pooled, length = [], 0
         for entry in entries:
             pooled.append(replace(entry, start=length, stop=length + entry.shape.numel()))
@@ -236,16 +236,16 @@ class Pool:
         return cls(tuple(pooled), scale.to(device), order.to(device), torch.arange(length, device=device))
 
     def factors(self, slots: Tensor) -> Tensor:
-        """Return the factor of each element."""
+        """Return the factor of each element, given the factor of each scale slot."""
         return reduce(torch.mul, [slots.index_select(0, row) for row in self.scale])
 
     def sources(self, slots: Tensor) -> Tensor:
-        """Return the index that each element comes from."""
+        """Return the source index of each element, given the shift of each order slot."""
         return reduce(torch.add, [slots.index_select(0, row) for row in self.order], self.arange)
 
 
 class Reason(NamedTuple):
-    """An operation or tensor, and why it limits the noise."""
+    """An operation or tensor that limits the noise, and the reason."""
 
     where: str
     why: str
@@ -253,7 +253,7 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Axis:
-    """A set of channels that share factors, as shown to a user."""
+    """A hidden axis as shown to users: a set of channels that share factors."""
 
     written_by: tuple[str, ...]
     size: int
@@ -263,21 +263,21 @@ class Axis:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """Which layers of a model can be perturbed, and how. `print(plan)` shows it; `shares` gives the coverage.
+    """Which layers of a model can be perturbed, and how. `print(plan)` prints a summary.
 
     Attributes:
-        model_name: class name of the model.
+        model_name: the class name of the model.
         axes: the hidden axes with the factors that each allows.
-        head: the layer that takes additive noise; None if exposed.
+        head: the layer that receives additive noise; None if the head is exposed.
         layout: the tensors that are sent.
-        modes: for each module, whether it was in training mode.
+        modes: the path of each module, and whether it was in training mode.
         symmetries: for each scale class, the factors that it allows.
-        orders: which units may be swapped.
-        slots: see `Slots`.
+        orders: the units that may be swapped.
+        slots: the slots of all tensors.
         pieces: for each tensor, its parts and the slots that act on them.
-        pool: the small tensors.
-        pinned: operations that let no factor through, or tensors that stay bare, and why.
-        known_names: parameters whose values clients know beforehand.
+        pool: the small tensors, in one vector.
+        pinned: operations that commute with no factor, and tensors that stay bare, with reasons.
+        known_names: names of parameters whose values clients know in advance.
     """
 
     model_name: str
@@ -295,16 +295,16 @@ class Plan:
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
-        """Fraction of parameter values for each kind of perturbation; each value counts under its strongest.
+        """The fraction of parameter values with each kind of perturbation; only a value's strongest kind counts.
 
         "scaled": multiplied by secret factors, or with additive noise; "signed": multiplied by secret signs; "moved":
-        only permuted; "bare": sent as they are. The fractions add up to 1.
+        only permuted; "bare": sent unchanged. The fractions add up to 1.
         """
         return coverage.measure_shares(self)
 
     @cached_property
     def known(self) -> coverage.KnownValues:
-        """The values that clients know beforehand, and how much they reveal."""
+        """The values that clients know in advance, and how much they reveal."""
         return coverage.measure_known_values(self)
 
     @property
@@ -314,7 +314,7 @@ class Plan:
 
     @property
     def cells(self) -> Integers:
-        """For each order class, its cell; classes of a cell may be swapped, those of cell 0 do not move."""
+        """The cell of each order class: classes in a cell may be swapped, except in cell 0, where none moves."""
         return self.orders.cells
 
     @cached_property
@@ -325,7 +325,7 @@ class Plan:
 
     @cached_property
     def freedoms(self) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
-        """For each scale class, 1 if it takes positive factors, else 0; and 1 if it takes signs, else 0."""
+        """For each scale class: 1 if it allows positive factors, else 0; and 1 if it allows signs, else 0."""
         scaled = (self.symmetries & Symmetry.POSITIVE) > 0
         return scaled.astype(np.float64), ((self.symmetries & Symmetry.SIGN) > 0).astype(np.uint64)
 
@@ -345,7 +345,7 @@ class Plan:
 
 
 def check_model(plan: Plan, model: nn.Module) -> ModelState:
-    """Read a model, or refuse it if it is not the one that was analysed."""
+    """Return a model's state; refuse a model that differs from the one that was analysed."""
     state, layout = ModelState.read(model), plan.layout
     fix = "analyse the model again after changing it"
     parameters = layout.trainable + layout.frozen
@@ -358,5 +358,5 @@ def check_model(plan: Plan, model: nn.Module) -> ModelState:
                 raise ModelMismatch(entry.name, f"the plan expects {wanted}, the model has {found}", fix)
     if state.modes != plan.modes:
         path = next((a[0] for a, b in zip(plan.modes, state.modes, strict=False) if a != b), plan.model_name)
-        raise ModelMismatch(path or plan.model_name, "its mode (train or eval) differs from the one analysed", fix)
+        raise ModelMismatch(path or plan.model_name, "its mode (train or eval) has changed since the analysis", fix)
     return state

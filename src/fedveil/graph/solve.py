@@ -1,7 +1,7 @@
-"""Solve the rules' constraints: which units share a factor, which may be swapped, which move in blocks.
+"""Solve the recorded constraints: find units that share a factor, may be swapped, or move in blocks.
 
-To handle inverse units (5 = -7), each unit has two nodes, itself and its inverse. A unit in the same component as its
-inverse can only be +1 or -1.
+Units can be each other's inverse (5 = -7). Each unit is therefore represented by two graph nodes, one for the unit and
+one for its inverse. If both are in the same connected component, the factor can only be +1 or -1.
 """
 
 import itertools
@@ -23,14 +23,14 @@ Hashes = NDArray[np.uint64]
 
 
 def lowest(labels: Integers, values: Integers) -> Integers:
-    """For each position, return the smallest value among the positions with the same label."""
+    """Return, for each position, the smallest value at any position with the same label."""
     found: Integers = np.full(int(labels.max()) + 1, np.iinfo(np.int64).max)
     np.minimum.at(found, labels, values)
     return found[labels]
 
 
 def components(count: int, pairs: Sequence[tuple[Integers, Integers]]) -> Integers:
-    """Return the smallest node in each node's connected component."""
+    """Return, for each node, the smallest node in its connected component."""
     if not pairs:
         return np.arange(count)
     left, right = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
@@ -39,18 +39,18 @@ def components(count: int, pairs: Sequence[tuple[Integers, Integers]]) -> Intege
 
 
 def renumber(labels: Integers) -> Integers:
-    """Number the distinct labels 0, 1, 2, ..., keeping 0."""
+    """Renumber labels as 0, 1, 2, ... in ascending order."""
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Scale units, grouped into classes.
+    """Scale units, grouped into classes that share a secret number.
 
     Attributes:
-        classes: the class of each unit; class 0 is unit 0, which does nothing.
-        powers: for each unit, +1 if it equals its class's number, -1 if it is the inverse.
-        symmetries: for each class, the numbers that it may take.
+        classes: the class of each unit; class 0 contains unit 0, which does nothing.
+        powers: for each unit, +1 if it equals the number of its class, -1 if it equals the inverse.
+        symmetries: the symmetry of each class.
     """
 
     classes: Integers
@@ -64,7 +64,7 @@ def solve_scales(ledger: Ledger) -> Scales:
 
     def node(refs: Tensor) -> Integers:
         found = refs.numpy()
-        return np.where(found > 0, found, n - found)  # unit u is node u, its inverse node n + u
+        return np.where(found > 0, found, n - found)  # node u is unit u, and node n + u is its inverse
 
     pairs = []
     for a, b in ledger.scale_pairs:
@@ -85,16 +85,16 @@ def solve_scales(ledger: Ledger) -> Scales:
 class Orders:
     """Order units grouped into classes, classes into cells, and cells into kinds.
 
-    Any permutation within a cell is allowed. Classes that move in blocks (the features of a head) are in cells of one
-    kind, which are permuted together with the rest of their block.
+    Any permutation within a cell is allowed. Cells of the same kind are at the same position in different blocks (such
+    as attention heads), and are swapped only together with the rest of their blocks.
 
     Attributes:
         classes: the class of each unit; class 0 does not move.
         cells: the cell of each class; cell 0 does not move.
-        kinds: the kind of each class; 0 if it does not move. All classes of a kind occur alike in every tensor.
-        members: each class's index in its kind: its block's index times the cell's size, plus its index in the cell.
-        blocks: the block of each class; 0 if it has none.
-        families: the family of each block; blocks of a family may be swapped. 0 for block 0.
+        kinds: the kind of each class; kind 0 does not move. In every tensor, all classes of a kind are used alike.
+        members: the index of each class in its kind: index of the block times size of the cell, plus index in the cell.
+        blocks: the block of each class; 0 if the class is in no block.
+        families: the family of each block; blocks of the same family may be swapped. Block 0 has family 0.
     """
 
     classes: Integers
@@ -106,7 +106,7 @@ class Orders:
 
 
 def mix_hashes(*parts: Hashes | Integers | int) -> Hashes:
-    """Return a 64-bit hash of numbers (splitmix64), element by element."""
+    """Combine integers into 64-bit hashes (splitmix64), element by element."""
     state = np.zeros(1, np.uint64)  # an array: numpy warns when scalars overflow
     for part in parts:
         state = state + np.asarray(part).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
@@ -124,11 +124,11 @@ def ranks(labels: Integers) -> Integers:
     return found
 
 
-_Use = tuple[Integers, Integers]  # in a tensor where order classes occur: the class and a value of each element
+_Use = tuple[Integers, Integers]  # for a tensor: the order class of each element, and a value that describes its use
 
 
 def _hash_uses(found: Hashes, uses: Iterable[_Use], first: int) -> Hashes:
-    """Mix uses, numbered from `first`, into the hash of each class; classes that are used alike have equal hashes."""
+    """Mix uses, numbered from `first`, into the hashes of classes; classes that are used alike get equal hashes."""
     found = found.copy()
     for number, (labels, values) in enumerate(uses, first):
         present, inverse = np.unique(labels, return_inverse=True)
@@ -139,7 +139,7 @@ def _hash_uses(found: Hashes, uses: Iterable[_Use], first: int) -> Hashes:
 
 
 def _find_uses(ledger: Ledger, classes: Integers) -> Iterator[_Use]:
-    """Yield the uses in all marks and regions."""
+    """Yield the uses of order classes in all marks and regions."""
     known: dict[int, Tensor] = {}
 
     def rank(order: Tensor) -> Tensor:
@@ -156,17 +156,17 @@ def _find_uses(ledger: Ledger, classes: Integers) -> Iterator[_Use]:
 
 
 def solve_orders(ledger: Ledger) -> Orders:
-    """Solve the constraints on positions."""
+    """Solve the constraints on permutations."""
     pairs = [(a.numpy().ravel(), b.numpy().ravel()) for a, b in ledger.order_pairs]
     classes = renumber(components(ledger.orders, pairs))
     count = int(classes.max()) + 1
     uses = list(_find_uses(ledger, classes))
     blocks = [(classes[b.children.numpy()], classes[b.parents.numpy()]) for b in ledger.blocks]
     pairs = [(children.ravel(), np.repeat(parents, children.shape[1])) for children, parents in blocks]
-    component = components(count, pairs)  # classes that share blocks, identified by the smallest
+    component = components(count, pairs)  # the smallest class that is connected with each class by blocks
     position = ranks(component)  # index of each class in its component
-    by_row: list[_Use] = []  # uses that tell the rows of a block apart
-    by_kind: list[_Use] = []  # uses that do not
+    by_row: list[_Use] = []  # uses that distinguish the rows of a block
+    by_kind: list[_Use] = []  # uses that do not distinguish them
     for children, parents in blocks:
         kinds = mix_hashes(position[parents], ranks(parents)).astype(np.int64)
         for found, label in ((by_row, np.arange(len(parents))), (by_kind, kinds)):
@@ -179,7 +179,7 @@ def solve_orders(ledger: Ledger) -> Orders:
 
 
 def _find_families(component: Integers, position: Integers, uses: Hashes, cells: Integers) -> tuple[Integers, Integers]:
-    """Return the block of each class and the family of each block: blocks of a family are used alike."""
+    """Return the block of each class, and the family of each block. Blocks of a family are used alike."""
     count = len(component)
     sizes = np.bincount(component, minlength=count)
     whole = np.zeros(count, np.uint64)
@@ -194,8 +194,8 @@ def _find_families(component: Integers, position: Integers, uses: Hashes, cells:
 
 
 def _number_kinds(classes: Integers, cells: Integers, blocks: Integers, families: Integers) -> Orders:
-    """Number kinds and their classes; a class that cannot be swapped with any other does not move."""
-    inner = lowest(cells, ranks(blocks))  # the position in its block of the first class of its cell
+    """Number the kinds, and the classes within each; classes that cannot be swapped with any other do not move."""
+    inner = lowest(cells, ranks(blocks))  # the position, within the block, of the first class of the cell
     kinds = renumber(mix_hashes(families[blocks], np.where(blocks > 0, inner, -1 - cells)).view(np.int64)) + 1
     kinds[0] = 0
     kinds = renumber(np.where(np.bincount(kinds)[kinds] < 2, 0, kinds))

@@ -1,12 +1,12 @@
-"""The noise on each element of a tensor, described along its dims.
+"""Describe the noise on each element of a tensor.
 
-A tensor carries *scale* (its elements are multiplied by secret factors) and *order* (its elements are permuted). Each
-is a tuple of *factors*: integer tensors with the same number of dims as the tensor, and of size 1 along every dim in
-which they are constant. The channels of an (N, C, H, W) activation are one factor of shape (1, C, 1, 1).
+Noise consists of *scale* (elements are multiplied by secret factors) and *order* (elements are permuted). Both are
+tuples of *factors*: integer tensors with the same number of dims as the tensor, and with size 1 along every dim along
+which they are constant. For example, noise on the channels of an activation (N, C, H, W) has shape (1, C, 1, 1).
 
-An element of a scale factor names a scale unit: 5 multiplies by that unit's secret number, -5 divides by it, 0 does
-nothing; an element's scale is the product over all factors. An element of an order factor names an order unit; unit
-0 does not move.
+Each element of a scale factor is the number of a scale unit: 5 multiplies by the secret number of unit 5, -5 divides by
+it, and 0 does nothing. The scale of an element of the tensor is the product over all scale factors. Each element of an
+order factor is the number of an order unit; unit 0 does not move.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,10 @@ Dims = frozenset[int]
 
 
 class Symmetry(IntFlag):
-    """The factors that an operation commutes with; ``a & b`` are those that both let through.
+    """The factors with which an operation commutes; ``a & b`` contains the factors that are in both.
 
-    NOTHING allows only 1, SIGN {+1, -1}, POSITIVE every positive number, EVERYTHING every number except 0.
+    NOTHING contains only 1, SIGN contains +1 and -1, POSITIVE contains all positive numbers, and EVERYTHING contains
+    all numbers except 0.
     """
 
     NOTHING = 0
@@ -32,19 +33,19 @@ class Symmetry(IntFlag):
 
     @property
     def words(self) -> str:
-        """The symmetry as shown to users."""
+        """The word for this symmetry that is shown to users."""
         return ("pinned", "signs", "positive", "any")[self]
 
 
 class Units(NamedTuple):
-    """The noise on a tensor; a tensor of zeros (`zero`) may carry any noise."""
+    """The noise on a tensor; if `zero` is true, the tensor contains only zeros and may carry any noise."""
 
     scale: tuple[Tensor, ...] = ()
     order: tuple[Tensor, ...] = ()
     zero: bool = False
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Units":
-        """Apply `change` to all factors."""
+        """Return units with `change` applied to all factors."""
         return Units(tuple(map(change, self.scale)), tuple(map(change, self.order)), self.zero)
 
 
@@ -54,12 +55,12 @@ def varying_dims(factor: Tensor) -> Dims:
 
 
 def distinct_dims(value: Tensor) -> Dims:
-    """Return the dims along which a tensor's elements may differ: those along which it is not broadcast."""
+    """Return the dims along which a tensor's elements may differ, because it is not broadcast along them."""
     return frozenset(d for d in range(value.dim()) if value.shape[d] > 1 and value.stride(d) != 0)
 
 
 def split_first_dim(value: Tensor, parts: int) -> Tensor:
-    """Return a meta tensor laid out as value.unflatten(0, (parts, -1)), which is slow on fake tensors."""
+    """Return a meta tensor with the layout of value.unflatten(0, (parts, -1)), which is slow for fake tensors."""
     size = value.shape[0] // parts
     strides = (size * value.stride(0), *value.stride())
     return torch.empty_strided((parts, size, *value.shape[1:]), strides, device="meta")
@@ -67,7 +68,7 @@ def split_first_dim(value: Tensor, parts: int) -> Tensor:
 
 def compress(factor: Tensor) -> Tensor:
     """Reduce a factor to size 1 along every dim along which it is constant."""
-    for dim in sorted(varying_dims(factor), key=factor.stride().__getitem__):  # expanded dims first: they cost nothing
+    for dim in sorted(varying_dims(factor), key=factor.stride().__getitem__):  # start with expanded dims
         first = factor.narrow(dim, 0, 1)
         if factor.stride()[dim] == 0 or bool((factor == first).all()):
             factor = first
@@ -85,12 +86,12 @@ def align(factor: Tensor, rank: int) -> Tensor:
 
 
 def reshape_factor(factor: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
-    """Return the factor of a tensor after it is reshaped from `old` to `new`."""
+    """Return the factor of a tensor after the tensor is reshaped from `old` to `new`."""
     return compress(factor.expand(old).reshape(new))
 
 
 def first_along(factor: Tensor, dims: Dims) -> Tensor:
-    """Return a factor's first element along each of `dims`; the factor itself if it varies along none of them."""
+    """Return the first elements of a factor along `dims`, or the factor itself if it varies along none of them."""
     for dim in dims & varying_dims(factor):
         factor = factor.narrow(dim, 0, 1)
     return factor

@@ -1,4 +1,4 @@
-"""Walk through an exported model's operations and apply the rule for each."""
+"""Visit the operations of an exported model in order, and apply the rule for each."""
 
 import itertools
 import operator
@@ -18,14 +18,14 @@ from fedveil.graph.units import Units, varying_dims
 
 @dataclass
 class Walk:
-    """The values of the graph nodes visited so far.
+    """A walk through a model's graph.
 
     Attributes:
         graph: the model's graph.
-        head: the node that takes additive noise.
-        ledger: the constraints recorded by rules.
-        used: names of parameters that forward reads.
-        values: the value of each node.
+        head: the node that receives additive noise.
+        ledger: the constraints that rules have recorded.
+        used: the names of parameters that forward reads.
+        values: the value of each node visited so far.
         storages: the parameter or buffer that owns each storage.
     """
 
@@ -37,14 +37,14 @@ class Walk:
     storages: dict[int, StateTensor] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Visit every operation in order."""
+        """Visit all operations in order."""
         visit = {"placeholder": self._read, "call_function": self._call}
         for node in self.graph.graph.nodes:
             self.values[node] = visit[node.op](node) if node.op in visit else None
         self._pin([self.values[node] for node in self.graph.outputs], "output", "it is the model's output")
 
     def _read(self, node: fx.Node) -> object:
-        """Return an input, parameter or buffer of the model."""
+        """Return the input, parameter or buffer that a placeholder represents."""
         value, graph = node.meta.get("val"), self.graph
         if not isinstance(value, Tensor):
             return value
@@ -80,11 +80,11 @@ class Walk:
         result = self._follow(call)
         first = node.args[0] if node.args else None
         if isinstance(first, fx.Node) and isinstance(self.values.get(first), Activation):
-            self.values[first] = result  # the argument that was written into
+            self.values[first] = result  # the argument that was modified in place
         return result
 
     def _find_views(self, call: Call) -> StateTensor | list[StateTensor] | None:
-        """Return the output if it consists of views of parameters or buffers, else None."""
+        """Return the output if it consists of views of parameters or buffers, otherwise None."""
         if not call.operands or not isinstance(call.x, StateTensor):
             return None
         leaves = [leaf for leaf in pytree.tree_leaves(call.output) if isinstance(leaf, Tensor)]
@@ -113,7 +113,7 @@ class Walk:
         return found[0] if isinstance(call.output, Tensor) else found
 
     def _tidy(self, units: Units) -> Units:
-        """Drop factors that do nothing; if order factors share a dim, as after a reshape, only the first moves."""
+        """Drop factors that do nothing. If order factors share a dim, as after a reshape, fix all but the first."""
         scale, rest = (tuple(factor for factor in kind if bool(factor.any())) for kind in units[:2])
         order: tuple[Tensor, ...] = ()
         while rest:

@@ -1,8 +1,8 @@
-"""The paper's networks. The rest of Fedveil does not depend on them and takes any nn.Module."""
+"""The paper's networks. The rest of Fedveil does not depend on them and works with any nn.Module."""
 
 from typing import TYPE_CHECKING
 
-from fedveil.lookup import lazily
+from fedveil.lookup import lazy_getattr
 
 if TYPE_CHECKING:
     from fedveil.models.convert import with_group_norm
@@ -10,6 +10,6 @@ if TYPE_CHECKING:
     from fedveil.models.sequential import cnn, lenet, mlp
 else:
     _HOMES = dict.fromkeys(("cnn", "lenet", "mlp"), "sequential")
-    __getattr__ = lazily(__name__, _HOMES | {"resnet": "residual", "with_group_norm": "convert"})
+    __getattr__ = lazy_getattr(__name__, _HOMES | {"resnet": "residual", "with_group_norm": "convert"})
 
 __all__ = ["cnn", "lenet", "mlp", "resnet", "with_group_norm"]

@@ -1,4 +1,4 @@
-"""Models without BatchNorm, made from models that have it."""
+"""Convert models with BatchNorm to models without it."""
 
 import copy
 import math
@@ -9,17 +9,18 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedveil.checks import check_count
 
-GROUPS = 16  # by default, as in De et al. (arXiv 2204.13650)
+GROUPS = 16  # the default, as in De et al. (arXiv 2204.13650)
 
 
 def with_group_norm(model: nn.Module, groups: int = GROUPS) -> nn.Module:
-    """Return a copy of a model with GroupNorm in place of each BatchNorm, which mixes the records of a batch.
+    """Return a copy of a model with each BatchNorm, which couples the records of a batch, replaced by GroupNorm.
 
-    Weights and biases are kept, running statistics are not: the converted model has to be trained.
+    Weights and biases are kept, but running statistics are not, so the converted model has to be trained.
 
     Args:
         model: any model.
-        groups: of channels; where these cannot be divided by it, their greatest common divisor.
+        groups: number of groups of channels. If a layer's channels cannot be divided into `groups` groups, the greatest
+            common divisor is used.
 
     >>> from torch import nn
     >>> with_group_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), groups=4)[1].num_groups

@@ -1,4 +1,4 @@
-"""Residual networks in their CIFAR variant (He et al., 2016, Sec. 4.2)."""
+"""Residual networks for CIFAR (He et al., 2016, Sec. 4.2)."""
 
 from typing import Literal
 
@@ -17,7 +17,7 @@ def _norm(kind: Norm, channels: int) -> nn.Module:
 
 
 class PadShortcut(nn.Module):
-    """Shortcut A: every second pixel, and zeros for new channels."""
+    """Shortcut A: select every second pixel, and fill new channels with zeros."""
 
     def __init__(self, extra: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class PadShortcut(nn.Module):
         self.after = extra - extra // 2
 
     def forward(self, x: Tensor) -> Tensor:
-        """Subsample and pad."""
+        """Subsample the input and pad its channels."""
         return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.before, self.after))
 
 
@@ -51,13 +51,13 @@ class BasicBlock(nn.Module):
         self.shortcut = _shortcut(before, after, stride, norm, shortcut)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of both branches."""
+        """Return the sum of both branches, after a ReLU."""
         out = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
 
 
 class ResNet(nn.Module):
-    """Three stages of blocks with 16, 32 and 64 channels, global average pooling, a linear head."""
+    """Three stages of blocks, each twice as wide as the one before, global average pooling and a linear head."""
 
     def __init__(self, depth: int, channels: int, outputs: int, width: int, norm: Norm, shortcut: Shortcut) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class ResNet(nn.Module):
             self._shrink_branches()
 
     def _shrink_branches(self) -> None:
-        """Initialise residual branches with small values, so that activations keep their scale without norms."""
+        """Initialise residual branches with small values, which preserves the scale of activations without norms."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -90,7 +90,7 @@ class ResNet(nn.Module):
             block.conv2.weight.data.mul_(len(blocks) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs of the head."""
+        """Return the head's outputs."""
         x = self.stages(F.relu(self.norm(self.conv(x))))
         return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
 
@@ -98,7 +98,7 @@ class ResNet(nn.Module):
 def resnet(
     depth: int, channels: int = 3, outputs: int = 10, *, width: int = 16, norm: Norm = "batch", shortcut: Shortcut = "A"
 ) -> ResNet:
-    """Build ResNet8, 20, 32, 44 or 56 for images of any size.
+    """Build ResNet-8, 20, 32, 44 or 56 for images of any size.
 
     Args:
         depth: number of layers with weights.
@@ -106,7 +106,7 @@ def resnet(
         outputs: number of outputs.
         width: number of channels in the first stage.
         norm: "batch", or "none" for the paper's networks without normalisation.
-        shortcut: shortcut where a stage begins: "A" pads with zeros, "B" projects.
+        shortcut: the shortcut at the beginning of a stage: "A" pads with zeros, "B" uses a 1x1 convolution.
     """
     if depth not in DEPTHS:
         raise BadArgument("resnet", f"depth must be one of {', '.join(map(str, DEPTHS))}, got {depth!r}")

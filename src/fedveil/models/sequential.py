@@ -7,14 +7,14 @@ from torch import nn
 from fedveil.checks import check_choice, check_count
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid}
-CHANNELS, KERNEL, STRIDES, SPREAD = 12, 5, (2, 2, 1), 0.5  # of `lenet`
+CHANNELS, KERNEL, STRIDES, SPREAD = 12, 5, (2, 2, 1), 0.5  # settings of `lenet`
 
 
 def mlp(inputs: int, outputs: int, *, layers: int = 3, hidden: int = 50, bias: bool = True) -> nn.Sequential:
     """Build a ReLU network with `layers` hidden layers of `hidden` units and a linear head.
 
-    The paper's L in {3, 5, 7} is `layers`, as its public code counts: L hidden layers, L + 1 weight matrices. The
-    paper's networks have no biases (`bias=False`).
+    `layers` is L in the paper (3, 5 or 7), counted as in its published code: L hidden layers and L + 1 weight matrices.
+    The paper's networks have no biases (`bias=False`).
     """
     check_count("mlp", "layers", layers)
     stack: list[nn.Module] = []
@@ -24,7 +24,7 @@ def mlp(inputs: int, outputs: int, *, layers: int = 3, hidden: int = 50, bias: b
 
 
 def cnn(channels: int = 3, outputs: int = 10, *, width: int = 16, size: int = 32) -> nn.Sequential:
-    """Build three convolutions with ReLU, two max-poolings and two linear layers, for square images (4 x 4 or more)."""
+    """Build a network with three convolutions, two max-pooling layers and two linear layers, for square images."""
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
         nn.ReLU(),
@@ -42,18 +42,18 @@ def cnn(channels: int = 3, outputs: int = 10, *, width: int = 16, size: int = 32
 
 
 def lenet(channels: int = 3, outputs: int = 10, *, size: int = 32, activation: str = "relu") -> nn.Sequential:
-    """Build the network for which gradient inversion was published (Zhu et al. 2019, arXiv 1906.08935).
+    """Build the network that gradient inversion was first demonstrated on (Zhu et al. 2019, arXiv 1906.08935).
 
     It has three 5 x 5 convolutions with 12 channels and strides 2, 2 and 1, and a linear head. With sigmoids, all
     parameters are initialised uniformly in [-1/2, 1/2], as published, so that the gradients of all layers have similar
-    scales. With ReLU they have PyTorch's default initialisation.
+    scales. With ReLU, they have PyTorch's default initialisation.
 
-    Differs from the published network, which has only sigmoids; with ReLU, a veil can use factors.
+    The published network has only sigmoids. The ReLU variant was added because a veil can use factors with it.
 
     Args:
         channels: number of image channels.
         outputs: number of outputs.
-        size: side of the images in pixels.
+        size: height and width of the images in pixels.
         activation: "relu" or "sigmoid".
     """
     check_choice("lenet", "activation", activation, ACTIVATIONS)

@@ -5,7 +5,7 @@ Clients persist: a site loads torch and its records once, and a round takes mill
 
 from typing import TYPE_CHECKING
 
-from fedveil.lookup import lazily
+from fedveil.lookup import lazy_getattr
 
 if TYPE_CHECKING:
     from fedveil.nvflare.client import Client
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
     from fedveil.nvflare.server import Server
 else:
     _HOMES = {"Client": "client", "Server": "server", "configure": "kits"}
-    __getattr__ = lazily(__name__, _HOMES | dict.fromkeys(("Job", "simulate", "submit"), "jobs"), needs="nvflare")
+    __getattr__ = lazy_getattr(__name__, _HOMES | dict.fromkeys(("Job", "simulate", "submit"), "jobs"), needs="nvflare")
 
 __all__ = ["Client", "Job", "Server", "configure", "simulate", "submit"]

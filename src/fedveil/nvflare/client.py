@@ -1,4 +1,4 @@
-"""The client's side: an object that lives on a site during a job; who may call it, and over which connection."""
+"""The client's side: an object on a site for the duration of a job, and checks of its callers and its connection."""
 
 import logging
 import sys
@@ -21,7 +21,7 @@ from fedveil.errors import FedveilError
 from fedveil.federation.checkpoint import load_private, save_private
 from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.protocol import clean
-from fedveil.records.sources import Given
+from fedveil.records.sources import UserRecords
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
 from fedveil.secagg.environment import own_party, own_policy
@@ -39,8 +39,8 @@ def transport() -> Literal["simulator", "mTLS", "insecure"]:
     """Return how the site of the current call reaches the server.
 
     In the simulator, processes on one machine have no certificates. With mTLS, a site connects directly to the server,
-    and both present a certificate of the project. All else is insecure: clear text, TLS with only a server certificate,
-    or a relay.
+    and both present a certificate of the project. Everything else is insecure: clear text, TLS with only a server
+    certificate, or a relay.
 
     FLARE's SECURE_MODE does not show this: it is also set in a project with `connection_security: clear`. The settings
     of the connection do. TLS without certificates for the sites is not enough: FLARE's server then accepts the name
@@ -113,7 +113,7 @@ class Client(ABC):
     attributes with the same names. Records are loaded once, in the first round, and stay in memory.
     """
 
-    defence: AnyDefence | None = None  # a defence whose settings are used, whatever the server asks for
+    defence: AnyDefence | None = None  # a defence whose settings override those that the server asks for
     loss: Function | None = None  # the server's custom loss function, if its loss has no name
     folder: Path | None = None  # where private state (SPN's head, PPDL's noise) outlives the job
     party: Party | None = None  # for secure aggregation; by default from FEDVEIL_IDENTITY and FEDVEIL_ROSTER
@@ -123,7 +123,7 @@ class Client(ABC):
         """Return the model; its values are ignored."""
 
     @abstractmethod
-    def load_data(self, site: str) -> Given:
+    def load_data(self, site: str) -> UserRecords:
         """Return this site's (inputs, targets)."""
 
     def number(self, site: str) -> int:
@@ -145,8 +145,8 @@ class Client(ABC):
         return not self._lock.locked() if called_by_server() else REFUSAL
 
     @collab.publish  # type: ignore[untyped-decorator]
-    def answer(self, common: bytes, own: bytes) -> bytes | str:
-        """Answer a message from the server, or say why not. Calls by others have no effect.
+    def answer(self, common: bytes, extra: bytes) -> bytes | str:
+        """Answer a message from the server, or return the reason for a refusal. Calls by others have no effect.
 
         FLARE sends tracebacks of exceptions to the server, and a traceback may contain records. So nothing is raised:
         the server gets the text of Fedveil's errors, which contain no records, but only the names of other errors.
@@ -160,19 +160,19 @@ class Client(ABC):
             if number != self._arrived:  # it waited behind an ask that took too long
                 return "a newer message arrived before this one was started"
             try:
-                return self._answer(common, own)
+                return self._answer(common, extra)
             except FedveilError as error:
                 return f"{type(error).__name__}: {error}"
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
                 return f"{type(error).__name__} on the site; its stderr has the traceback"
 
-    def _answer(self, common: bytes, own: bytes = b"") -> bytes:
+    def _answer(self, common: bytes, extra: bytes = b"") -> bytes:
         if self._session is None:
             self._session = self._start_session()
         if self._session.party is not None:
             require_secure_transport()
-        found = self._session.reply(common, own)
+        found = self._session.reply(common, extra)
         if self._file is not None and self._session.state.private:
             save_private(self._file, self._session.state.private)
         return found

@@ -34,17 +34,17 @@ class FlareTransport:
         return [name for name in self._sites if name not in self._away]
 
     def ask(
-        self, common: bytes, own: Mapping[Member, bytes], *, label: str, timeout: float
+        self, common: bytes, extras: Mapping[Member, bytes], *, label: str, timeout: float
     ) -> Iterator[tuple[Member, bytes | Fault]]:
         """See `Transport.ask`. A job that FLARE aborts raises `RunAborted`."""
         outcomes, deadline = SimpleQueue[Outcome](), time.monotonic() + timeout + GRACE
-        for name, extra in own.items():
+        for name, extra in extras.items():
             threading.Thread(
                 target=lambda name=name, extra=extra: outcomes.put((name, self._call(name, common, extra, timeout))),
                 name=f"ask {name} {label}",
                 daemon=True,
             ).start()
-        missing = dict.fromkeys(own)
+        missing = dict.fromkeys(extras)
         while missing:
             try:
                 name, found = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -62,9 +62,9 @@ class FlareTransport:
         """Stop probing sites that are away; FLARE ends the job."""
         self._closed.set()
 
-    def _call(self, name: Member, common: bytes, own: bytes, timeout: float) -> bytes | Fault | RunAborted:
+    def _call(self, name: Member, common: bytes, extra: bytes, timeout: float) -> bytes | Fault | RunAborted:
         try:
-            found = self._sites[name](timeout=timeout).answer(common, own)
+            found = self._sites[name](timeout=timeout).answer(common, extra)
         except RunAborted as error:
             return error
         except CollabCallError as error:
@@ -76,7 +76,7 @@ class FlareTransport:
             return Fault(name, FaultKind.UNREADABLE, f"{type(error).__name__}: {error}")
         if isinstance(found, bytes):
             return found
-        if isinstance(found, str):  # the client says why there is no answer
+        if isinstance(found, str):  # the client's reason for not answering
             return Fault(name, FaultKind.RAISED, found)
         return Fault(name, FaultKind.MALFORMED, f"the site answered with {type(found).__name__}, not with bytes")
 

@@ -36,8 +36,8 @@ class Job(CollabRecipe):  # type: ignore[misc]
         server: an object with one method marked `@collab.main`, which creates a `fedveil.nvflare.Server` and trains.
         client: a `fedveil.nvflare.Client`.
         sites: number of sites that must be connected for the job to start.
-        installed: the classes' packages are installed on the server and on every site, and no code is sent. Sites must
-            list them (docs/nvflare.md). By default, their source files are sent, but never those of fedveil.
+        installed: whether the classes' packages are installed on the server and on every site, so that no code is sent.
+            Sites must list them (docs/nvflare.md). By default, their source files are sent, but never those of fedveil.
     """
 
     def __init__(self, name: str, server: object, client: object, *, sites: int = 1, installed: bool = False) -> None:
@@ -48,7 +48,7 @@ class Job(CollabRecipe):  # type: ignore[misc]
 
     @staticmethod
     def _user_source_entries(objs: Sequence[object]) -> list[tuple[str, str | None]]:
-        """Return no single files: FLARE itself finds the classes' modules and their imports."""
+        """Return an empty list, because FLARE itself finds the classes' modules and their imports."""
         return []
 
 
@@ -113,7 +113,7 @@ class _Admin:
         while not (status := str(self.do("get_job_status", job_id))).startswith("FINISHED"):
             if status == RunStatus.SUBMITTED and time.monotonic() - asked > SLOW_START:
                 there = ", ".join(sorted(str(site.name) for site in self.do("get_system_info").client_info)) or "none"
-                status += f", waiting for sites; there are: {there}"
+                status += f", waiting for sites; connected: {there}"
             if self._sessions > sessions and status in (RunStatus.RUNNING, RunStatus.DISPATCHED):
                 if job_id not in [job.job_id for job in self.do("get_system_info").job_info]:
                     return "LOST, the server was started again"

@@ -7,7 +7,7 @@ from typing import Any
 from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 
 from fedveil.errors import BadArgument
-from fedveil.files import write_whole
+from fedveil.files import write_atomically
 
 NAMES = ("resources.json", "resources.json.default")  # FLARE reads the first that exists
 
@@ -38,4 +38,4 @@ def configure(kit: Path, *packages: str) -> Path:
         listed = found.get("class_allow_list", DEFAULT_CLASS_ALLOW_LIST)
         own = ("nvflare.collab.", *(f"{package}." for package in packages))
         found["class_allow_list"] = list(dict.fromkeys([*listed, *own]))
-    return write_whole(local / NAMES[0], json.dumps(found, indent=2) + "\n")
+    return write_atomically(local / NAMES[0], json.dumps(found, indent=2) + "\n")

@@ -27,9 +27,9 @@ from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
 from fedveil.privacy.row_layers import ForwardVaries, RowLayer, find_row_layers, run_with_taps
 from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward, walk_back
-from fedveil.scheme.losses import USERS, Loss
+from fedveil.scheme.losses import AUTOGRAD_LOSSES, Loss
 from fedveil.scheme.messages import Broadcast, PublicHead
-from fedveil.scheme.outputs import are_classes, compute_outputs, head_axis, slope, spread
+from fedveil.scheme.outputs import are_class_indices, compute_outputs, expand_classes, head_axis, output_gradient
 from fedveil.wire import Tensors
 
 EPS = torch.finfo(torch.float64).eps
@@ -73,7 +73,7 @@ class RecordGradients:
         trainable = tuple([name for name, own in model.named_parameters() if own.requires_grad])
 
         def slopes(outputs: Tensor, targets: Tensor) -> Tensor:
-            return slope(loss, outputs, targets, axis).unsqueeze(0)
+            return output_gradient(loss, outputs, targets, axis).unsqueeze(0)
 
         def single(inputs: Inputs, targets: Tensor) -> Tensors:
             leaves = {name: parameters[name].requires_grad_() for name in trainable}
@@ -122,8 +122,8 @@ class RecordGradients:
 def dense_targets(loss: Loss, head: PublicHead | None, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return dense targets, for outputs with one row per record."""
     outputs = outputs if head is None else outputs[:, : len(head.direction)]
-    classes = head is None and are_classes(outputs, targets) and targets.numel() != outputs.numel()
-    return spread(targets, outputs) if classes else loss.dense(targets, outputs)
+    classes = head is None and are_class_indices(outputs, targets) and targets.numel() != outputs.numel()
+    return expand_classes(targets, outputs) if classes else loss.dense(targets, outputs)
 
 
 def refuse_coupling(loss: Loss) -> None:
@@ -154,7 +154,7 @@ def clipped_sums(
         clip: maximum norm of a record's contribution.
         memory: bytes for per-record gradients; records are taken in chunks that need no more.
     """
-    links = find_links(task.model, inputs, task.values) if task.head is None or not task.head.within else None
+    links = find_links(task.model, inputs, task.values) if task.head is None or not task.head.is_inner else None
     chunks: Iterable[tuple[slice, Found]] = _chunks(task, inputs, targets, memory)
     if links and isinstance(inputs, Tensor):
         chunks = _stack_chunks(task, links, inputs, targets, memory)
@@ -275,7 +275,7 @@ def _chunks(task: RecordGradients, inputs: Inputs, targets: Tensor, memory: int)
     layers: list[RowLayer] = []
     if records and not loop:
         layers, outputs = find_row_layers(task, inputs)
-        inside = outputs.dim() == 2 and not isinstance(task.loss, USERS)
+        inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
         targets = dense_targets(task.loss, task.head, outputs.expand(records, -1), targets) if inside else targets
     size = _chunk_size(task, layers, memory)
     for start in range(0, records, size):

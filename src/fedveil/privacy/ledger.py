@@ -12,7 +12,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.files import OWNER, make_folder, refusals, write_whole
+from fedveil.files import OWNER, convert_os_errors, make_folder, write_atomically
 from fedveil.privacy.accounting import composed_epsilon, milestone
 
 SCHEMA = 1
@@ -40,7 +40,7 @@ class PrivacyLedger:
         if not self.path.exists():
             return {}
         try:
-            with refusals(self.path, "read"):
+            with convert_os_errors(self.path, "read"):
                 found = json.loads(self.path.read_text())
             if found["schema"] != SCHEMA:
                 raise ValueError
@@ -60,7 +60,7 @@ class PrivacyLedger:
         """Count one more round, durably; refuse a round that exceeds the budget."""
         kind = (noise, rate)
         make_folder(self.path.parent)
-        with refusals(self.path), FileLock(self.path.with_name(self.path.name + ".lock"), mode=OWNER):
+        with convert_os_errors(self.path), FileLock(self.path.with_name(self.path.name + ".lock"), mode=OWNER):
             spent = self.spent()
             if kind not in spent and len(spent) >= MOST_KINDS:
                 what = f"this data set has been used with {MOST_KINDS} different settings"
@@ -70,7 +70,7 @@ class PrivacyLedger:
                 what = f"one more round would exceed this data set's budget of epsilon {self.budget:g}"
                 raise Aborted("budget", "ledger", what, "train on other records, or raise the budget in the policy")
             rows = [[*kind, count] for kind, count in spent.items()]
-            write_whole(self.path, json.dumps({"schema": SCHEMA, "rounds": rows}), OWNER)
+            write_atomically(self.path, json.dumps({"schema": SCHEMA, "rounds": rows}), OWNER)
 
     def _is_affordable(self, kind: tuple[float, float], spent: Spent) -> bool:
         """Return whether rounds stay within the budget; computed for few numbers of rounds, since it takes a while."""

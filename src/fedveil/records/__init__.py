@@ -1,1 +1,1 @@
-"""Users' records: any object that holds them becomes a validated source, and a source gives batches."""
+"""Users' records: convert objects that contain records to validated sources, which return batches."""

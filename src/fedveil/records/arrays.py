@@ -1,4 +1,4 @@
-"""NumPy arrays, pandas frames and lists of numbers as tensors."""
+"""Convert NumPy arrays, pandas frames and lists of numbers to tensors."""
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard
@@ -17,32 +17,32 @@ Array = NDArray[np.generic]
 FORMS = "a tensor, a NumPy array, a pandas DataFrame or Series, or numbers"
 NO_GAPS = "leave these records out, or fill in a number such as the column's mean"
 CODES = "use numbers: pandas.get_dummies for inputs, pandas.factorize for classes, days since a date for dates"
-_WIDER = {"f2": "f4", "f16": "f8", "u2": "i4", "u4": "i8", "u8": "i8"}  # types that torch lacks or supports in part
+_WIDER = {"f2": "f4", "f16": "f8", "u2": "i4", "u4": "i8", "u8": "i8"}  # types that torch supports poorly
 _NUMBERS = bool | int | float | np.number | np.bool_
 
 
 class _NotNumericError(Exception):
-    """Why a value does not hold numbers, and a fix."""
+    """Raised if a value is not numeric, with the reason and a fix."""
 
 
 def as_tensor(where: str, kind: str, value: object) -> Tensor:
-    """Convert numbers in any usual form to a tensor.
+    """Convert numbers in any common form to a tensor.
 
     Args:
-        where: the object that messages name first, such as "client 0".
-        kind: the role of the value there, such as "inputs" or "targets".
+        where: the owner of the value, such as "client 0", which messages name first.
+        kind: the role of the value, such as "inputs" or "targets".
         value: a tensor, a NumPy array or scalar, a pandas DataFrame (a column per feature) or Series, a number, or a
             list of numbers, nested or not.
 
     Returns:
-        A tensor is returned unchanged. Integers stay integers, and True and False stay bool. float16 becomes float32,
-        unsigned integers wider than a byte become signed ones that hold them, Python's floats get torch's default
-        dtype. A DataFrame gets the dtype that holds all its columns. Memory is shared with an array that torch can use
-        directly; one that is read-only, reversed or otherwise strided is copied. Therefore, open a file larger than
-        memory with ``numpy.load(file, mmap_mode="c")``, not with "r".
+        The tensor. A tensor is returned unchanged. Integers stay integers, and bools stay bool. float16 becomes
+        float32, unsigned integers wider than a byte become signed integers that can represent them, and Python floats
+        get torch's default dtype. A DataFrame gets a dtype that can represent all its columns. The tensor shares memory
+        with an array that torch can use directly, but read-only, reversed or otherwise strided arrays are copied.
+        Therefore, open a file that is larger than memory with ``numpy.load(file, mmap_mode="c")``, not with "r".
 
     Raises:
-        BadArgument: the value has another form, holds text, dates or objects, or is a frame with missing values.
+        BadArgument: the value has another form, contains text, dates or objects, or is a frame with missing values.
 
     Example:
         >>> as_tensor("client 0", "inputs", np.arange(3)[::-1])
@@ -54,7 +54,7 @@ def as_tensor(where: str, kind: str, value: object) -> Tensor:
         tensor = _from_array(_read_array(value))
     except _NotNumericError as error:
         why, fix = error.args
-        raise BadArgument(where, f"{kind} cannot become a tensor: {why}", fix) from error.__cause__
+        raise BadArgument(where, f"{kind} cannot be converted to a tensor: {why}", fix) from error.__cause__
     plain = isinstance(value, int | float | list | tuple) and not isinstance(value, np.generic)
     return tensor.to(torch.get_default_dtype()) if plain and tensor.is_floating_point() else tensor
 
@@ -94,18 +94,19 @@ def _name_type(value: object) -> str:
 
 
 def _read_numbers(value: object) -> Array:
-    """Return Python's numbers, in lists or not, as an array."""
+    """Return a Python number, or nested lists of numbers, as an array."""
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-        raise _NotNumericError(f"it is a {type(value).__name__} of tensors", "stack them: torch.stack")
+        raise _NotNumericError(f"it is a {type(value).__name__} of tensors", "stack them with torch.stack")
     try:
         array = np.asarray(value)
     except ValueError:
         raise _NotNumericError("its rows differ in length or shape", "use rows of one shape") from None
-    return np.asarray(value, dtype=object) if array.dtype.kind in "SU" else array  # a string makes all text
+    # a single string turns all values into strings
+    return np.asarray(value, dtype=object) if array.dtype.kind in "SU" else array
 
 
 def _read_column(name: str, series: "Series") -> Array:
-    """Return the values of a column, which must be numbers."""
+    """Return the values of a column as an array; refuse values that are missing or not numeric."""
     missing = np.flatnonzero(series.isna().to_numpy())
     if len(missing):
         row, label = int(missing[0]), series.index[missing[0]]
@@ -118,7 +119,7 @@ def _read_column(name: str, series: "Series") -> Array:
 
 
 def _check_numeric(name: str, array: Array) -> None:
-    """Refuse text, dates and objects; name the first value that is not a number."""
+    """Refuse text, dates and objects; the error names the first value that is not a number."""
     if array.dtype.kind in "biufc":
         return
     for index, item in np.ndenumerate(array):
@@ -126,12 +127,12 @@ def _check_numeric(name: str, array: Array) -> None:
             shown = repr(str(item)) if isinstance(item, str) else str(item)
             at = f", at {list(index)}" if index else ""
             fix = NO_GAPS if item is None else "use integers that fit int64" if isinstance(item, int) else CODES
-            raise _NotNumericError(f"{name} holds {shown:.40}{at}", fix)
+            raise _NotNumericError(f"{name} contains {shown:.40}{at}", fix)
     raise _NotNumericError(f"{name} has type {array.dtype}", "convert it: .astype(float)")
 
 
 def _from_array(array: Array) -> Tensor:
-    """Return an array as a tensor that shares its memory where that is safe."""
+    """Return an array as a tensor, which shares the array's memory if that is safe."""
     if isinstance(array, np.ma.MaskedArray):
         masked = np.argwhere(np.ma.getmaskarray(array)).tolist()
         if masked:
@@ -147,4 +148,4 @@ def _from_array(array: Array) -> Tensor:
     try:
         return torch.from_numpy(array)
     except TypeError as error:
-        raise _NotNumericError(f"torch has no {array.dtype}", "use another dtype, such as float32") from error
+        raise _NotNumericError(f"torch does not support {array.dtype}", "use another dtype, such as float32") from error

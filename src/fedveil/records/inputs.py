@@ -1,4 +1,4 @@
-"""Inputs of a model's forward: a tensor, a tuple of arguments, or a dict of keyword arguments, nested or not."""
+"""Inputs of a model's forward: a tensor, a tuple of arguments or a dict of keyword arguments, which may be nested."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
@@ -11,7 +11,7 @@ from fedveil.errors import BadArgument
 
 Inputs = Tensor | Sequence[object] | Mapping[str, object]
 Batch = tuple[Inputs, Tensor]
-"""Inputs and targets of the same records."""
+"""The inputs and targets of some records."""
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
@@ -32,31 +32,31 @@ def name_tensors(inputs: object) -> dict[str, Tensor]:
     return {path: leaf for path, leaf in name_leaves(inputs).items() if isinstance(leaf, Tensor)}
 
 
-def describe(tensor: Tensor, first: int = 0) -> str:
-    """Describe the kind and shape of a tensor, without its first `first` dimensions."""
-    return f"{'float' if tensor.is_floating_point() else 'integer'} of shape {tuple(tensor.shape[first:])}"
+def describe(tensor: Tensor, skip: int = 0) -> str:
+    """Describe the kind of number and the shape of a tensor, without its first `skip` dimensions."""
+    return f"{'float' if tensor.is_floating_point() else 'integer'} of shape {tuple(tensor.shape[skip:])}"
 
 
 def describe_forms(batch: Batch) -> dict[str, str]:
-    """Describe one record of every tensor in a batch, by path; other leaves are described by their value."""
+    """Describe one record of each tensor in a batch, by path; other leaves are described by their values."""
     leaves = {**name_leaves(batch[0]), "targets": batch[1]}
     return {path: describe(leaf, 1) if isinstance(leaf, Tensor) else repr(leaf) for path, leaf in leaves.items()}
 
 
-def check_alike(who: str, own: Mapping[str, str], other: str, wanted: Mapping[str, str]) -> None:
-    """Refuse records whose structure, shape or kind of number differs from those of another owner.
+def check_alike(owner: str, forms: Mapping[str, str], other: str, expected: Mapping[str, str]) -> None:
+    """Refuse records that differ in structure, shape or kind of number from the records of another owner.
 
     Args:
-        who: the owner of the records, for messages.
-        own: their forms, as `describe_forms` returns them.
-        other: the owner of the records that they must match.
-        wanted: the forms of the other owner's records.
+        owner: the owner of the records, for messages.
+        forms: the forms of the records, as `describe_forms` returns them.
+        other: the other owner, for messages.
+        expected: the forms of the other owner's records.
     """
-    for path in (*wanted, *own):
-        found, like = (forms.get(path, "missing") for forms in (own, wanted))
-        if found != like:
-            what = f"{path} is {found:.60}, that of {other} is {like:.60}"
-            raise BadArgument(who, what, "give all records one structure, one shape and one kind of number")
+    for path in (*expected, *forms):
+        found, wanted = (each.get(path, "missing") for each in (forms, expected))
+        if found != wanted:
+            what = f"{path} is {found:.60}, that of {other} is {wanted:.60}"
+            raise BadArgument(owner, what, "use the same structure, shape and kind of number for all records")
 
 
 def join_batches(batches: Sequence[Batch]) -> Batch:

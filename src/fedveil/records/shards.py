@@ -1,4 +1,4 @@
-"""Shards: the clients' records, and the batch that each client takes in each round."""
+"""Divide the clients' records into the batches that each client uses in each round."""
 
 import hashlib
 import itertools
@@ -14,27 +14,27 @@ from fedveil.records.inputs import Batch, Inputs, join_batches, map_tensors
 from fedveil.records.sources import Source, check_finite
 
 Prepare = Callable[[str, Batch, Sequence[int]], Batch]
-"""Converts a batch of a client's records, with these indices, to the form that a model and its loss expect."""
+"""A function that converts a batch to the form that a model and its loss expect, given owner, batch and indices."""
 
 
 def generator(*parts: object) -> torch.Generator:
-    """Return a random generator that depends only on the arguments, so that a run can be resumed."""
+    """Return a random generator whose seed depends only on the arguments, so that a run can be resumed."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
 
 
-def count_batches(size: int, batch_size: int, least: int = 2) -> int:
-    """Count the batches of a client; a last batch with fewer than `least` records joins the previous one."""
+def count_batches(size: int, batch_size: int, min_records: int = 2) -> int:
+    """Count a client's batches; a last batch of fewer than `min_records` records is merged with the previous one."""
     full, rest = divmod(size, batch_size)
-    return max(1, full + (rest >= least))
+    return max(1, full + (rest >= min_records))
 
 
 @dataclass(frozen=True, eq=False)
 class Shards(ABC):
-    """All clients' records, one client after the other, and the rows that each client takes in each round.
+    """The records of all clients, concatenated, and the rows that each client uses in each round.
 
-    The order of a client's records in an epoch depends only on seed, client and epoch. `names` are the clients' indices
-    in the federation, if only some of its clients are here.
+    The order of a client's records in an epoch depends only on the seed, the client and the epoch. If the shards
+    contain only some clients of the federation, `names` are the indices of these clients in the federation.
     """
 
     starts: tuple[int, ...]
@@ -42,7 +42,7 @@ class Shards(ABC):
     batch_size: int
     seed: int
     names: tuple[int, ...]
-    least: int = field(default=2, kw_only=True)  # minimum number of records in a batch: statistics need two
+    min_records: int = field(default=2, kw_only=True)  # in a batch, because BatchNorm needs two
 
     @abstractmethod
     def take(self, rows: Tensor) -> Batch:
@@ -50,15 +50,15 @@ class Shards(ABC):
 
     @property
     def rounds_per_epoch(self) -> int:
-        """The number of rounds until the largest client has used each of its records."""
+        """The number of rounds in which the client with the most records uses each of them once."""
         return self.batches(max(self.sizes))
 
     def batches(self, size: int) -> int:
-        """Count the batches of a client with this many records."""
-        return count_batches(size, self.batch_size, self.least)
+        """Count the batches of a client with `size` records."""
+        return count_batches(size, self.batch_size, self.min_records)
 
     def rows(self, client: int, number: int) -> Tensor:
-        """Return the rows of a client's batch in a round; every epoch has a new order."""
+        """Return the rows of a client's batch in a round; the order changes with every epoch."""
         per_epoch = self.batches(self.sizes[client])
         epoch, batch = divmod(number, per_epoch)
         name = self.names[client] if self.names else client
@@ -78,13 +78,13 @@ class Shards(ABC):
 
     @property
     def example(self) -> Inputs:
-        """The inputs of two records, or of one if there is only one."""
+        """The inputs of the first two records, or of the only one."""
         return self.take(torch.arange(min(2, sum(self.sizes))))[0]
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryShards(Shards):
-    """Shards in memory."""
+    """Shards whose records are in memory."""
 
     inputs: Inputs
     targets: Tensor
@@ -93,14 +93,14 @@ class MemoryShards(Shards):
         """Return the records in these rows."""
         inputs, targets = self.inputs, self.targets
         rows = rows if targets.device.type == "cpu" else rows.to(targets.device)
-        if isinstance(inputs, Tensor):  # the fast path of every round
+        if isinstance(inputs, Tensor):  # a fast path, because this runs in every round
             return inputs.index_select(0, rows), targets.index_select(0, rows)
         return map_tensors(lambda tensor: tensor.index_select(0, rows), inputs), targets.index_select(0, rows)
 
 
 @dataclass(frozen=True, eq=False)
 class StreamShards(Shards):
-    """Shards that are read when a round needs them."""
+    """Shards whose records are read when a round needs them."""
 
     clients: tuple[Source, ...]
     prepare: Prepare
@@ -108,11 +108,11 @@ class StreamShards(Shards):
     def take(self, rows: Tensor) -> Batch:
         """Read and check the records in these rows."""
         owners, parts = torch.bucketize(rows, torch.tensor(self.starts[1:], dtype=torch.int64), right=True), []
-        for client in sorted(set(owners.tolist())):  # a client's rows are contiguous
+        for client in sorted(set(owners.tolist())):  # each client's rows are contiguous
             numbers, source = (rows[owners == client] - self.starts[client]).tolist(), self.clients[client]
             batch = source.take(numbers)
-            check_finite(source.who, batch, numbers)
-            parts.append(self.prepare(source.who, batch, numbers))
+            check_finite(source.owner, batch, numbers)
+            parts.append(self.prepare(source.owner, batch, numbers))
         return join_batches(parts)
 
 
@@ -124,5 +124,5 @@ _orders, _long_orders = lru_cache(maxsize=256)(_draw_order), lru_cache(maxsize=1
 
 
 def _order(seed: int, client: int, epoch: int, size: int, start: int) -> Tensor:
-    """Return the order of a client's records in an epoch; at 8 bytes per record, only a few long ones are cached."""
+    """Return the order of a client's records in an epoch; few long orders are cached, to save memory."""
     return (_orders if size <= 2**17 else _long_orders)(seed, client, epoch, size, start)

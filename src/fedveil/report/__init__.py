@@ -1,4 +1,4 @@
-"""A self-contained HTML page of results, and its sections: plain values, validated so that rendering never fails."""
+"""The content of a self-contained HTML page: sections of plain values, validated so that rendering never fails."""
 
 import struct
 import zlib
@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fedveil.errors import BadArgument
-from fedveil.lookup import lazily
+from fedveil.lookup import lazy_getattr
 
 if TYPE_CHECKING:
     from fedveil.report.page import render as render
     from fedveil.report.page import write as write
 else:
-    __getattr__ = lazily(__name__, {"render": "page", "write": "page"})  # rendering is imported on first use
+    __getattr__ = lazy_getattr(__name__, {"render": "page", "write": "page"})  # rendering is imported on first use
 
 NOTHING = "\u2013"  # a dash in place of a missing number
-LARGEST = 1e300  # beyond this, the span between two values may overflow
+LARGEST = 1e300  # the difference between larger values may overflow
 
 
 def finite(value: float) -> bool:
-    """Return whether a value has a position on an axis."""
-    return abs(value) < LARGEST  # False for NaN too
+    """Return whether a value can be drawn on an axis."""
+    return abs(value) < LARGEST  # also False for NaN
 
 
 def count(number: int, noun: str) -> str:
@@ -33,18 +33,18 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _refuse_if(wrong: bool, where: str, what: str, fix: str = "") -> None:
-    if wrong:
+def _refuse_if(condition: bool, where: str, what: str, fix: str = "") -> None:
+    if condition:
         raise BadArgument(where, what, fix)
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines over a common x axis. Later lines are dashed and drawn over earlier ones: pass the reference first.
+    """Lines over a common x axis. Later lines are dashed and drawn over earlier ones, so pass the reference first.
 
-    Values that cannot be drawn (NaN, infinity, zero or less on a logarithmic axis) leave a gap, and the page says so.
-    `bands` gives a line a band: (low, high) for each of its points. On a logarithmic y axis a band is left out where it
-    reaches zero, and the page says so.
+    Values that cannot be drawn (NaN, infinity, zero or less on a logarithmic axis) leave a gap.
+    `bands` contains the band around a line: (low, high) for each of its points. On a logarithmic y axis, a band is left
+    out where it reaches zero. A note on the page reports everything that is left out.
     """
 
     title: str
@@ -66,7 +66,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header. Numeric columns are right-aligned; cells that begin with "failed" stand out."""
+    """Rows of text under a header. Numeric columns are right-aligned; cells that begin with "failed" are coloured."""
 
     title: str
     header: Sequence[str]
@@ -131,7 +131,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """A grid of pictures: rows (label, one picture per column), such as "original" over "recovered"; None is blank."""
+    """A grid of pictures. Each row has a label, such as "original", and one picture per column, or None."""
 
     title: str
     columns: Sequence[str]
@@ -147,7 +147,10 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and its interval; both may be None. Without a value, `missing` says why; "failed..." stands out."""
+    """A value and its interval, both optional.
+
+    `missing` is shown in place of a missing value, and is highlighted if it begins with "failed".
+    """
 
     name: str
     value: float | None
@@ -161,7 +164,7 @@ class Interval:
         ends = [end for end in (self.low, self.high) if end is not None]
         what = f"value {self.value}, low {self.low}, high {self.high}"
         infinite = not all(finite(number) for number in (*ends, self.value or 0.0))
-        _refuse_if(infinite, where, what, 'pass None, and missing="failed: ..." to say why')
+        _refuse_if(infinite, where, what, 'pass None, and missing="failed: ..." with the reason')
         fits = len(ends) in ((0, 2) if self.value is not None else (0,)) and ends == sorted(ends)
         _refuse_if(not fits, where, what, "pass a value with both ends, low before high, or with neither")
 
@@ -170,7 +173,8 @@ class Interval:
 class Intervals:
     """Values with their intervals, one per row, grouped in the given order, with named reference lines.
 
-    Entries with the same name look alike in every group. The axis includes all numbers, and `low` and `high` if given.
+    Entries with the same name have the same colour and mark in every group. The axis includes all numbers, and also
+    `low` and `high` if they are given.
     """
 
     title: str
@@ -191,8 +195,8 @@ class Intervals:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Sections side by side, or one below the other on a phone."""
+class SideBySide:
+    """Sections side by side, or below one another on a phone."""
 
     title: str
     parts: Sequence[Matrix | Table | Curves | Pictures | Intervals]
@@ -201,7 +205,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and their values, such as a configuration."""
+    """Named values, such as a configuration."""
 
     title: str
     facts: Mapping[str, str]
@@ -210,13 +214,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Text:
-    """Paragraphs."""
+    """Paragraphs of text."""
 
     title: str
     paragraphs: Sequence[str]
 
 
-Section = Curves | Table | Matrix | Pictures | Intervals | Beside | Facts | Text
+Section = Curves | Table | Matrix | Pictures | Intervals | SideBySide | Facts | Text
 
 
 @dataclass(frozen=True)
@@ -224,8 +228,8 @@ class Page:
     """The content of a page.
 
     Attributes:
-        title: what was run.
-        verdict: the result in one sentence; readers of a link preview may see nothing else.
+        title: title of the page, such as the data, model and defence of a run.
+        verdict: the result in one sentence, which link previews also show.
         sections: the content, in order.
         command: the command that recreates the page.
         lead: description of what was run, below the verdict.

@@ -1,4 +1,4 @@
-"""Number formats, and axes: the position of a value between the ends, and the ticks."""
+"""Format numbers, and build the axes of charts with their ticks."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from itertools import compress
 
 from fedveil.report import NOTHING
 
-FLAT = 1e-9  # a span this small relative to its values is drawn as one level
+FLAT = 1e-9  # if the span of values is smaller than this, relative to their size, they are drawn as one level
 
 Ticks = tuple[tuple[float, str], ...]  # value, label
 
@@ -69,10 +69,10 @@ class ChartAxis:
         return (value - self.low) / (self.high - self.low)
 
 
-def nice_step(span: float, wanted: int) -> float:
-    """Return the step, 1, 2, 2.5 or 5 times a power of ten, that divides a span into at most `wanted` intervals."""
-    power = 10.0 ** math.floor(math.log10(span / wanted))
-    return next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if span / (factor * power) <= wanted * 1.001)
+def nice_step(span: float, max_intervals: int) -> float:
+    """Return a step (1, 2, 2.5 or 5 times a power of ten) that divides a span into at most `max_intervals` parts."""
+    power = 10.0 ** math.floor(math.log10(span / max_intervals))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10, 20) if span / (factor * power) <= max_intervals * 1.001)
 
 
 def _linear_ticks(low: float, high: float, step: float) -> Ticks:
@@ -80,22 +80,22 @@ def _linear_ticks(low: float, high: float, step: float) -> Ticks:
     return tuple((number * step, tick_label(number * step, step)) for number in range(first, last + 1))
 
 
-def linear(low: float, high: float, *, wanted: int, outward: bool, least: float = 0.0) -> ChartAxis:
-    """Return a linear axis with ticks at least `least` apart; `outward` extends its ends to ticks."""
+def linear(low: float, high: float, *, max_intervals: int, extend: bool, min_step: float = 0.0) -> ChartAxis:
+    """Return a linear axis with ticks at least `min_step` apart; `extend` moves its ends outwards to ticks."""
     size = max(abs(low), abs(high))
     if high - low <= FLAT * size or high - low <= 1e-290:  # a single value: leave a margin
         margin = 0.1 * size if size > 1e-290 else 1.0
         low, high = low - margin, high + margin
-    step = max(nice_step(high - low, wanted), least)
-    if outward:
+    step = max(nice_step(high - low, max_intervals), min_step)
+    if extend:
         low, high = math.floor(low / step + 1e-6) * step, math.ceil(high / step - 1e-6) * step
     return ChartAxis(low, high, False, _linear_ticks(low, high, step))
 
 
-def _log_ticks(low: float, high: float, wanted: int) -> Ticks:
+def _log_ticks(low: float, high: float, max_intervals: int) -> Ticks:
     """Return powers of ten; if at most one fits, also 2 and 5 times a power of ten, or the ticks of a linear axis."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    every = max(1, math.ceil((last - first) / wanted))
+    every = max(1, math.ceil((last - first) / max_intervals))
     decades = [power for power in range(first, last + 1) if power % every == 0]
     if len(decades) >= 2:
         return tuple((10.0**power, f"1e{power}" if power else "1") for power in decades)
@@ -103,15 +103,15 @@ def _log_ticks(low: float, high: float, wanted: int) -> Ticks:
     values = [value for power in powers for value in (10.0**power, 2 * 10.0**power, 5 * 10.0**power)]
     values = [value for value in values if low <= value <= high]
     if len(values) < 2:
-        values = [value for value, _ in _linear_ticks(low, high, nice_step(high - low, wanted))]
+        values = [value for value, _ in _linear_ticks(low, high, nice_step(high - low, max_intervals))]
     return tuple((value, short(value)) for value in values)
 
 
-def logarithmic(low: float, high: float, *, wanted: int, outward: bool = True) -> ChartAxis:
-    """Return a logarithmic axis; `low` must be above zero. `outward` adds a margin at both ends."""
+def logarithmic(low: float, high: float, *, max_intervals: int, extend: bool = True) -> ChartAxis:
+    """Return a logarithmic axis; `low` must be above zero. `extend` adds a margin at both ends."""
     first, last = math.log10(low), math.log10(high)
-    margin = max(0.05 * (last - first), 0.02) if outward or last - first < 0.04 else 0.0
+    margin = max(0.05 * (last - first), 0.02) if extend or last - first < 0.04 else 0.0
     if high <= low * (1 + FLAT):
         margin = 0.3
     low, high = 10 ** max(-305.0, first - margin), 10 ** min(305.0, last + margin)
-    return ChartAxis(low, high, True, _log_ticks(low, high, wanted))
+    return ChartAxis(low, high, True, _log_ticks(low, high, max_intervals))

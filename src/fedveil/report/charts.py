@@ -1,7 +1,7 @@
 """Line charts, and charts of values with their intervals, as inline SVG.
 
-Text keeps its size at every width: positions are percentages, and line widths do not scale. Names and values of
-intervals are text in a CSS grid, so that they wrap and, on a phone, appear above their row.
+Text has the same size at every width, because positions are percentages and line widths do not scale. Names and values
+of intervals are text in a CSS grid, so that they wrap and, on a phone, appear above their row.
 """
 
 import math
@@ -21,7 +21,7 @@ UNITS = 1000  # width and height of the viewBox of the plot
 EVERY_MARKED = 12  # up to this number of points, every point has a mark; a longer line has MARKS marks
 MARKS = 8
 DENSE = 150  # a line with more points is drawn thinner
-SAME = 0.006  # fraction of the axis, about the width of a line
+SAME = 0.006  # lines closer than this fraction of the axis, about the width of a line, coincide
 DASHES = ((), (7, 5), (1.5, 5), (12, 4, 2, 4), (3, 3), (14, 6))
 DATA_ROWS = 100  # maximum number of rows in the table behind a chart
 LEFT_OUT = "left out: not finite, or not above zero on a logarithmic axis"
@@ -46,7 +46,7 @@ class Line:
 
 
 def _make_line(name: str, points: Sequence[Point], curves: Curves) -> Line:
-    """Replace each y by NaN if it, or its x, cannot be drawn."""
+    """Create a line, with y = NaN at points that cannot be drawn."""
     least_x, least_y = (1 / LARGEST if log else -LARGEST for log in (curves.log_x, curves.log_y))
     fits = [finite(x) and finite(y) and x >= least_x and y >= least_y for x, y in points]
     kept = tuple((float(x), float(y) if fit else math.nan) for (x, y), fit in zip(points, fits, strict=True))
@@ -54,7 +54,7 @@ def _make_line(name: str, points: Sequence[Point], curves: Curves) -> Line:
 
 
 def thin(points: Sequence[Point], limit: int) -> tuple[Point, ...]:
-    """Return about `limit` points that draw the same picture: both ends, gaps, and the extremes of each bin.
+    """Return about `limit` points that look the same when drawn: both ends, gaps, and the extremes of each bin.
 
     >>> thin([(x, x % 7) for x in range(1000)], 8)[:4]
     ((0, 0), (6, 6), (251, 6), (252, 0))
@@ -76,7 +76,7 @@ def _split_gaps(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def _coincidences(lines: Sequence[Line], axis: ChartAxis) -> list[str]:
-    """Return a sentence for each pair among the first lines that cannot be told apart."""
+    """Return a sentence for each pair of lines, among the first six, that cannot be told apart."""
     sentences = []
     for one, other in combinations(lines[:6], 2):
         left, right = dict(one.drawn), dict(other.drawn)
@@ -95,13 +95,13 @@ def _build_axes(curves: Curves, lines: Sequence[Line], bands: Sequence[Band]) ->
     xs = [x for x, _ in drawn]
     ys = [y for _, y in (*drawn, *chain(*chain(*bands))) if not math.isnan(y)]
     if curves.log_x:
-        across = logarithmic(min(xs), max(xs), wanted=6, outward=False)
+        across = logarithmic(min(xs), max(xs), max_intervals=6, extend=False)
     else:
-        integers = max(xs) > min(xs) and all(x.is_integer() for x in xs)  # no tick at half a round
-        across = linear(min(xs), max(xs), wanted=6, outward=False, least=1.0 if integers else 0.0)
+        integers = max(xs) > min(xs) and all(x.is_integer() for x in xs)  # avoid ticks such as half a round
+        across = linear(min(xs), max(xs), max_intervals=6, extend=False, min_step=1.0 if integers else 0.0)
     if curves.log_y:
-        return across, logarithmic(min(ys), max(ys), wanted=6)
-    return across, linear(min(ys), max(ys), wanted=5, outward=True)
+        return across, logarithmic(min(ys), max(ys), max_intervals=6)
+    return across, linear(min(ys), max(ys), max_intervals=5, extend=True)
 
 
 def _path(points: Sequence[Point], axes: Axes) -> str:
@@ -126,18 +126,18 @@ def _band(curves: Curves, line: Line) -> Band:
 
 
 def _outline(band: Band, axes: Axes, limit: int) -> str:
-    """Return a band as SVG path data: each run along its upper edge and back along its lower one."""
+    """Return a band as SVG path data: each run goes along its upper edge and back along its lower edge."""
     lower, upper = ([thin(run, limit) for run in _split_gaps(edge)] for edge in band)
     return "".join(_path([*above, *reversed(below)], axes) + "Z" for below, above in zip(lower, upper, strict=True))
 
 
 def _dash(number: int) -> str | None:
-    """Return the dash pattern of a series; None is solid. Series that share a colour differ in dash."""
+    """Return the dash pattern of a series, or None for a solid line; series with the same colour differ in pattern."""
     return " ".join(f"{length:g}" for length in DASHES[(number % COLOURS + number // COLOURS) % len(DASHES)]) or None
 
 
 def _stroke(number: int, line: Line, axes: Axes, limit: int) -> dict[str, object]:
-    """Return the path and marks of a line, and the values that the script shows; each line's marks are shifted."""
+    """Return the path of a line, its marks, shifted so that they do not overlap, and the values for the script."""
     across, up = axes
     points = thin(line.points, limit)
     drawn = [point for point in points if not math.isnan(point[1])]
@@ -155,7 +155,7 @@ def _stroke(number: int, line: Line, axes: Axes, limit: int) -> dict[str, object
 
 
 def _remarks(curves: Curves, lines: Sequence[Line], bands: Sequence[Band], limit: int) -> list[str]:
-    """Return a sentence for everything that the chart leaves out."""
+    """Return sentences about everything that the chart leaves out."""
     found = [f"{line.name}: no values." for line in lines if not line.points]
     found += [f"{line.name}: {count(line.left_out, 'value')} {LEFT_OUT}." for line in lines if line.left_out]
     for line, (lower, _) in zip(lines, bands, strict=True):
@@ -163,7 +163,7 @@ def _remarks(curves: Curves, lines: Sequence[Line], bands: Sequence[Band], limit
         if lost and line.name in curves.bands:
             found.append(f"{line.name}: band left out at {count(lost, 'point')}, where it reaches zero.")
     if any(len(line.points) > limit for line in lines):
-        found.append("Long lines are thinned to what a screen shows; lows and highs are kept.")
+        found.append("Long lines are thinned to what a screen can show; minima and maxima are kept.")
     return found
 
 
@@ -214,7 +214,7 @@ FormattedRow = tuple[str, str, str]  # value, low, high
 
 
 class Reference(NamedTuple):
-    """A line at a fraction of the axis; its name is beside it, at a level above the plot (0 is the lowest)."""
+    """A reference line at a fraction of the axis; its name is at a level above the plot (0 is the lowest)."""
 
     name: str
     position: float
@@ -229,13 +229,13 @@ def place_references(references: Mapping[str, float], axis: ChartAxis) -> list[R
 
 
 def build_axis(section: Intervals) -> ChartAxis:
-    """Return an axis that ends at the given limits or, where a number lies beyond a limit, at the next tick."""
+    """Return an axis that ends at the given limits or, if a number lies beyond a limit, at the next tick."""
     limits = [limit for limit in (section.low, section.high) if limit is not None]
     measured = [number for row in section.rows for number in (row.value, row.low, row.high) if number is not None]
     numbers = [*measured, *section.references.values(), *limits]
     if not numbers:
         return ChartAxis(0.0, 1.0, False, ())
-    axis = linear(min(numbers), max(numbers), wanted=7, outward=True)
+    axis = linear(min(numbers), max(numbers), max_intervals=7, extend=True)
     low = section.low if section.low == min(numbers) < max(numbers) else axis.low
     high = section.high if section.high == max(numbers) > min(numbers) else axis.high
     slack = 1e-9 * (high - low)

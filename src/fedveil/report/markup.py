@@ -11,8 +11,8 @@ from markupsafe import Markup, escape
 
 from fedveil.report import NOTHING, Matrix, Picture, count
 
-COLOURS = 8  # colours of series in theme.html; later series differ in dash and mark
-MARKS = 4  # shapes of marks in page.html
+COLOURS = 8  # number of colours in theme.html; further series differ in dash and mark
+MARKS = 4  # number of mark shapes in page.html
 WIDE, NARROW = 96, 64  # approximate width of a picture's longer side in pixels, on a desktop and on a phone
 NUMERIC = re.compile(r"(?i)[<>≤≥~≈]?\s*[-+\u2212±]?\s*[\d.,]*\d(e[-+]?\d+)?\b.{0,24}")  # a number, then its unit
 RANGE = re.compile(r"(.*\S) (\[[^\]]*\]|\([^)]*\))")  # a value, then its interval or another value in brackets
@@ -52,15 +52,15 @@ def prose(text: str) -> Markup:
 
 
 def is_failure(text: str) -> bool:
-    """Return whether a text reports a failure."""
+    """Return whether a text begins with "failed"."""
     return text.strip().lower().startswith("failed")
 
 
 def numeric_columns(rows: Sequence[Sequence[str]], columns: int) -> list[bool]:
     """Return which columns contain only numbers, apart from blanks and failures."""
     cells = ([row[index].strip() for row in rows] for index in range(columns))
-    telling = [[cell for cell in own if cell.lower() not in BLANK and not is_failure(cell)] for own in cells]
-    return [bool(own) and all(NUMERIC.fullmatch(cell) for cell in own) for own in telling]
+    informative = [[cell for cell in own if cell.lower() not in BLANK and not is_failure(cell)] for own in cells]
+    return [bool(own) and all(NUMERIC.fullmatch(cell) for cell in own) for own in informative]
 
 
 def split_brackets(cell: str) -> tuple[str, str]:
@@ -84,10 +84,10 @@ def describe_matrix(matrix: Matrix) -> str:
     """Describe the accuracy and the most common mistake in words."""
     size, total = range(len(matrix.labels)), sum(map(sum, matrix.counts))
     if not total:
-        return "No answers counted."
+        return "No predictions."
     right = sum(matrix.counts[index][index] for index in size)
-    accuracy = f"{right / total:.2%} right: {right:,} of {count(total, 'answer')}."
+    accuracy = f"{right / total:.2%} correct: {right:,} of {count(total, 'prediction')}."
     wrong = [(matrix.counts[truth][answer], truth, answer) for truth in size for answer in size if truth != answer]
     most, truth, answer = max(wrong, default=(0, 0, 0))
-    mistake = f"{matrix.labels[truth]} answered as {matrix.labels[answer]}, {count(most, 'time')}"
+    mistake = f"{matrix.labels[truth]} predicted as {matrix.labels[answer]}, {count(most, 'time')}"
     return f"{accuracy} Most common mistake: {mistake}." if most else accuracy

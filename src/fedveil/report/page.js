@@ -1,9 +1,9 @@
 "use strict";
-// The page reads well without this. It adds: a remembered theme, values under the pointer, a copy button, folded contents on a phone, the current section.
+// The page works without this script, which adds a choice of theme, values under the pointer, a copy button, contents that fold on a phone, and a mark for the current section.
 (() => {
   const root = document.documentElement, KEY = "fedveil-theme";
   const stored = () => { try { return localStorage.getItem(KEY); } catch { return null; } };
-  const store = (value) => { try { localStorage.setItem(KEY, value); } catch { /* not allowed: forget */ } };
+  const store = (value) => { try { localStorage.setItem(KEY, value); } catch { /* storage is not allowed: do not remember the theme */ } };
   const known = stored();
   if (known === "light" || known === "dark") root.dataset.theme = known;
 
@@ -49,7 +49,7 @@
     const words = path.dataset.y.split(" ");
     const points = path.dataset.x.split(" ").map((x, at) => ({ x: Number(x), y: Number(words[at]), word: words[at] }));
     points.sort((a, b) => a.x - b.x);
-    const steps = points.filter((point, at) => point.x !== points[at + 1]?.x); // of points above one another the last
+    const steps = points.filter((point, at) => point.x !== points[at + 1]?.x); // if several points have the same x, keep the last
     const dot = svg("circle", { r: path.classList.contains("under") ? 7 : 4.5, class: `dot ${[...path.classList].find((name) => /^s\d$/.test(name))}` });
     plot.append(dot);
     const value = frame.parentElement.querySelectorAll(".legend .value")[Number(path.dataset.line)];
@@ -116,7 +116,7 @@
   };
 
   const contents = () => {
-    const fold = document.querySelector("nav details"), wide = matchMedia("(min-width: 72rem)"); // as in the style
+    const fold = document.querySelector("nav details"), wide = matchMedia("(min-width: 72rem)"); // the same width as in page.css
     const follow = () => { fold.open = wide.matches; };
     wide.addEventListener("change", follow);
     follow();

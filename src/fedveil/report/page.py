@@ -1,4 +1,4 @@
-"""Rendering and writing a page."""
+"""Render a page and write it to a file."""
 
 import base64
 import hashlib
@@ -8,13 +8,13 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from fedveil.files import write_whole
-from fedveil.report import Beside, Curves, Intervals, Page, Section
+from fedveil.files import write_atomically
+from fedveil.report import Curves, Intervals, Page, Section, SideBySide
 from fedveil.report.charts import draw_curves, draw_intervals
 from fedveil.report.markup import asset, fill
 
 SCRIPTS = ("page.js", "png.js")
-POINTS_PER_LINE = 500  # about what a screen shows
+POINTS_PER_LINE = 500  # about the number that a screen can show
 POINTS_PER_PAGE = 20_000  # keeps a page of many charts below 1 MB
 
 
@@ -23,7 +23,7 @@ def _id(number: int, title: str) -> str:
 
 
 def _count_lines(section: Section) -> int:
-    if isinstance(section, Beside):
+    if isinstance(section, SideBySide):
         return sum(map(_count_lines, section.parts))
     return len(section.series) if isinstance(section, Curves) else 0
 
@@ -38,17 +38,17 @@ def _body(section: Section, limit: int) -> Markup:
             return draw_curves(section, limit)
         case Intervals():
             return draw_intervals(section)
-        case Beside():
+        case SideBySide():
             parts = [(part.title, _body(part, limit)) for part in section.parts]
             return fill("beside.html", section=section, parts=parts)
     return fill(f"{_kind(section)}.html", section=section)
 
 
 def render(page: Page) -> str:
-    """Return the page as HTML. It loads nothing, follows the reader's theme, and works without its script.
+    """Return the page as HTML. It loads no other files, follows the reader's theme, and works without its script.
 
-    Its security policy allows no script but its own. Link previews have a title and a verdict, but no picture: og:image
-    must be an absolute URL, and a page does not know where it will be published.
+    Its content security policy allows only this script. Link previews have a title and a verdict, but no picture,
+    because og:image must be an absolute URL, and the address of the page is not known.
 
     >>> render(Page("A run", "It worked.", [], "fedveil demo")).startswith("<!doctype html>")
     True
@@ -65,5 +65,5 @@ def render(page: Page) -> str:
 
 
 def write(page: Page, path: Path) -> Path:
-    """Write the page atomically and return its path; an older page stays until the new one is complete."""
-    return write_whole(path, render(page))
+    """Write the page atomically and return its path; an older page is kept until the new one is complete."""
+    return write_atomically(path, render(page))

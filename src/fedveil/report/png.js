@@ -1,5 +1,5 @@
-// Saves a figure as a PNG by a click. What the browser has laid out becomes one SVG, words and boxes of tables included, and a canvas draws it.
-// Always light on white, and a chart is as wide on a phone as on a desktop: pictures go into slides and papers.
+// Save a figure as a PNG file. The figure as laid out by the browser, including text and tables, is converted to one SVG, which is drawn on a canvas.
+// Pictures always use the light theme on white, and charts have the same width on a phone as on a desktop, so that they suit slides and papers.
 (() => {
   const SCALE = 2, MARGIN = 32, WIDTH = 880, NARROWEST = 560, root = document.documentElement;
   const pen = document.createElement("canvas").getContext("2d");
@@ -18,7 +18,7 @@
     const box = range.getBoundingClientRect();
     pen.font = `${look.fontStyle} ${look.fontWeight} ${look.fontSize} ${look.fontFamily}`;
     const { fontBoundingBoxAscent: up, fontBoundingBoxDescent: down } = pen.measureText(word);
-    const upright = look.writingMode !== "horizontal-tb", line = up / (up + down); // upright text reads upwards
+    const upright = look.writingMode !== "horizontal-tb", line = up / (up + down); // vertical text reads upwards
     const [x, y] = upright ? [box.left + line * box.width, box.bottom] : [box.left, box.top + line * box.height];
     const turned = upright ? { transform: `rotate(-90 ${x} ${y})` } : {};
     const made = svg("text", { x, y, ...turned }, `font: ${pen.font}; fill: ${look.color}; font-variant-numeric: ${look.fontVariantNumeric}`);
@@ -35,7 +35,7 @@
     return found;
   };
 
-  const copied = (element) => { // its classes have the page's style in the picture too
+  const copied = (element) => { // the picture includes the page's style, so classes still apply
     const made = element.cloneNode(true), box = place(element.getBoundingClientRect());
     for (const [key, value] of Object.entries(box)) made.setAttribute(key, value);
     made.style.cssText = `width: ${box.width}px; height: ${box.height}px; overflow: visible`;
@@ -65,13 +65,13 @@
     return { source: new XMLSerializer().serializeToString(whole), images, size };
   };
 
-  const staged = (figure, title) => { // laid out for the picture, and back before anyone sees it
+  const staged = (figure, title) => { // lay the figure out for the picture, and restore it before the browser repaints
     const theme = root.dataset.theme, scrolled = figure.querySelector(".scroll"), left = scrolled?.scrollLeft;
     const head = document.createElement("h3"), made = document.createElement("p");
     head.textContent = title;
     made.className = "made";
     made.textContent = `Fedveil · ${document.querySelector("h1").textContent}`;
-    const note = figure.closest(".part")?.closest("section").querySelector(":scope > .note")?.cloneNode(true); // of several figures
+    const note = figure.closest(".part")?.closest("section").querySelector(":scope > .note")?.cloneNode(true); // the note below several figures
     const added = [head, note, made].filter(Boolean);
     figure.prepend(head);
     figure.append(...added.slice(1));
@@ -100,7 +100,7 @@
     sheet.fillStyle = "#fff";
     sheet.fillRect(0, 0, width, height);
     sheet.drawImage(image, 0, 0, width, height);
-    sheet.imageSmoothingEnabled = false; // pixels stay square
+    sheet.imageSmoothingEnabled = false; // keep pixels square
     for (const [small, ...box] of images) sheet.drawImage(small, ...box);
     const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
     const name = `${document.querySelector("h1").textContent} ${title}`.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 100);

@@ -1,1 +1,1 @@
-"""A run on disk: its configuration, its folder, its page."""
+"""A run on disk: its configuration, folder and report page."""

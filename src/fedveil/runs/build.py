@@ -31,8 +31,8 @@ from fedveil.scheme import CrossEntropy, Loss, find_loss
 if TYPE_CHECKING:
     from fedveil.privacy import Privacy
 
-LOSSES: dict[Task, LossName] = {"classification": "cross_entropy", "regression": "squared_error"}  # by default
-TASKS: dict[str, Task] = {"bank": "regression", "diabetes": "regression"}  # without --task
+LOSSES: dict[Task, LossName] = {"classification": "cross_entropy", "regression": "squared_error"}  # default losses
+TASKS: dict[str, Task] = {"bank": "regression", "diabetes": "regression"}  # default tasks
 TASKS |= dict.fromkeys(("digits", "cifar10", "cifar100", "images", "lesion"), "classification")
 
 
@@ -44,7 +44,7 @@ def load_data(config: Config) -> Data:
     if ":" in settings.name:
         if options:
             what = f"--{next(iter(options)).replace('_', '-')} applies only to the library's data sets"
-            raise BadArgument(settings.name, what, "apply it in the factory, and leave it out")
+            raise BadArgument(settings.name, what, "leave it out, and apply it in the factory")
         found = load_own_data(settings.name)
     else:
         if settings.name == "digits" and not config.model.name.startswith("mlp"):
@@ -62,7 +62,7 @@ def client_parts(settings: DataSettings, seed: int, data: Data) -> list[DataPart
 
 
 def build_model(config: Config, data: Data) -> nn.Module:
-    """Return the named network for the shape of the data, or the model from a factory; the seed makes it repeatable."""
+    """Seed torch and build the configured model, either one of the library's networks or the result of a factory."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
         if ":" in config.model.name:
@@ -73,10 +73,10 @@ def build_model(config: Config, data: Data) -> nn.Module:
 
 
 def record_shape(name: str, data: Data) -> torch.Size:
-    """Return the shape of one record, for one of the library's networks."""
+    """Return the shape of one record; refuse data that the library's networks do not accept."""
     if not isinstance(data.train.inputs, Tensor) or not data.train.inputs.is_floating_point():
         what = f"{name} takes one floating-point tensor, but {data!r} has other inputs"
-        raise BadArgument("model", what, "use --model package.module:factory for a model of your own")
+        raise BadArgument("model", what, "use --model package.module:factory for your own model")
     return data.train.inputs.shape[1:]
 
 
@@ -99,7 +99,7 @@ def named_model(settings: ModelSettings, shape: torch.Size, outputs: int) -> nn.
 
 
 def load_factory(spec: str) -> nn.Module:
-    """Return the model that `package.module:factory` builds or names."""
+    """Return the model that `package.module:name` names, or that the factory with this name builds."""
     model = _call_factory(spec, "a model", "fedveil inspect my_package.models:net", nn.Module)
     if not isinstance(model, nn.Module):
         raise BadArgument(spec, f"returned {type(model).__name__}, not a torch.nn.Module")
@@ -121,10 +121,10 @@ def load_own_data(spec: str) -> Data:
     raise BadArgument(spec, f"returned {type(found).__name__}, not data", fix)
 
 
-def _call_factory(spec: str, kind: str, example: str, made: type) -> object:
-    """Return the result of calling `package.module:factory`, or the named object if it already has that type."""
+def _call_factory(spec: str, kind: str, example: str, expected: type) -> object:
+    """Return the object that `spec` names if it has the expected type, otherwise the result of calling it."""
     found = import_object(spec, kind, example)
-    if isinstance(found, made):
+    if isinstance(found, expected):
         return found
     try:
         if not callable(found):
@@ -138,19 +138,18 @@ def _call_factory(spec: str, kind: str, example: str, made: type) -> object:
 
 
 def build_defence(config: Config) -> AnyDefence:
-    """Return the defence of a configuration; under privacy for records, its variant for them."""
+    """Build the configured defence; with differential privacy for records, build its variant for records."""
     defence = registry.build(config.defence.name, config.flat(), parse_settings(config.defence.settings))
-    own = config.privacy
-    return defence.for_records() if has_privacy(config) and own.unit == "record" else defence
+    return defence.for_records() if has_privacy(config) and config.privacy.unit == "record" else defence
 
 
 def has_privacy(config: Config) -> bool:
-    """Return whether a configuration asks for differential privacy."""
+    """Return whether a configuration uses differential privacy."""
     return config.privacy.epsilon is not None or config.privacy.noise is not None
 
 
 def build_privacy(config: Config, largest: int) -> "Privacy | None":
-    """Return the settings of differential privacy for clients with at most `largest` records."""
+    """Return the settings of differential privacy; the largest client has `largest` records."""
     if not has_privacy(config):
         return None
     from fedveil.privacy import Privacy
@@ -165,20 +164,20 @@ def build_privacy(config: Config, largest: int) -> "Privacy | None":
 
 
 def build_limits(settings: LimitSettings) -> Limits | None:
-    """Return the limits on clients; None if none are given."""
+    """Return the limits on clients; None if there are none."""
     given = settings.model_dump(exclude_none=True)
     return Limits(**given) if given else None
 
 
 def build_loss(settings: TrainingSettings) -> Loss | None:
-    """Return the named loss with its settings; None for the default loss for the targets."""
+    """Return the configured loss; None if it depends on the targets."""
     if settings.label_smoothing:
         return CrossEntropy(label_smoothing=settings.label_smoothing)
     return None if settings.loss is None else find_loss(settings.loss)
 
 
 def build_optimizer(settings: TrainingSettings) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
-    """Return a constructor for the named optimizer."""
+    """Return a function that constructs the configured optimizer."""
     lr, decay = settings.lr, settings.weight_decay
     if settings.optimizer == "sgd":
         return lambda p: torch.optim.SGD(p, lr, momentum=settings.momentum, weight_decay=decay)
@@ -189,7 +188,7 @@ def build_optimizer(settings: TrainingSettings) -> Callable[[Iterable[Tensor]], 
 def build_schedule(
     settings: TrainingSettings, rounds_per_epoch: int
 ) -> Callable[[torch.optim.Optimizer], LRScheduler] | None:
-    """Return a constructor for the named learning-rate schedule; None for a constant rate."""
+    """Return a function that constructs the configured learning-rate schedule; None for a constant rate."""
     if settings.schedule == "constant":
         return None
     if settings.schedule == "plateau":
@@ -208,12 +207,12 @@ def move_to_device(model: nn.Module, device: str) -> nn.Module:
 
 
 def build_federation(config: Config, data: Data, defence: AnyDefence | None = None) -> Federation:
-    """Return the federation of a configuration before its first round.
+    """Build the federation of a configuration.
 
     Args:
         config: the configuration.
         data: its loaded data set.
-        defence: replaces the configured defence.
+        defence: defence to use instead of the configured one.
     """
     config = choose_loss(config, data)
     model, training = move_to_device(build_model(config, data), config.training.device), config.training
@@ -240,14 +239,14 @@ def build_federation(config: Config, data: Data, defence: AnyDefence | None = No
 
 
 def choose_loss(config: Config, data: Data | None = None) -> Config:
-    """Return the configuration with a loss, by default that of its task.
+    """Return the configuration with its loss set, by default to the usual loss for its task.
 
-    Without data, the loss stays unset if the task depends on the records. The federation refuses a loss that does not
-    fit the targets.
+    Without data, the loss stays unset if the task has to be inferred from the records. The federation
+    refuses a loss that does not fit the targets.
     """
     loss = config.training.loss
     if data is not None and data.classes and loss == "binary_cross_entropy" and ":" not in config.model.name:
-        what = f"it takes a binary target for each output, but each record of {data.name!r} has one class"
+        what = f"it needs a binary target for each output, but each record of {data.name!r} has one class"
         fix = "use --loss cross_entropy, or --model package.module:factory for a network with one output"
         raise BadArgument("--loss binary_cross_entropy", what, fix)
     if loss:

@@ -1,4 +1,4 @@
-"""The configuration keys that apply to a choice of data, model and defences. Does not import torch."""
+"""Determine which configuration keys apply to the chosen data, model and defences, without importing torch."""
 
 import dataclasses
 import shlex
@@ -11,7 +11,7 @@ from fedveil.defences import registry
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
 from fedveil.plain_json import parse_json
-from fedveil.runs.config import HOME, SECTIONS, Config, Value, format_flags
+from fedveil.runs.config import SECTION_OF, SECTIONS, Config, Value, format_flags
 
 Scalar = bool | int | float | str
 FAMILIES = ("mlp", "cnn", "lenet", "resnet")
@@ -22,22 +22,22 @@ _EXTRAS = {
     for key, field in kind.model_fields.items()
 }
 ONLY = {key: str(extra.get("only", "")).split() for key, extra in _EXTRAS.items()}
-"""The data sets or models that a key applies to; empty for a key that applies to all, and for keys of defences."""
+"""The data sets or models that each key applies to; empty if it applies to all, and for keys of defences."""
 RARE = frozenset(key for key, extra in _EXTRAS.items() if extra.get("rare"))
 """Keys that only `--help-all` shows."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The data set, the model and the defences of a command."""
+    """The data set, model and defences chosen for a command."""
 
     data: str
     model: str
     defences: tuple[str, ...]
 
     def accepts(self, key: str) -> bool:
-        """Return whether a key applies to these choices; a misspelt name accepts every key, and is refused later."""
-        section = HOME[key]
+        """Return whether a key applies to these choices; unknown names accept every key and are refused later."""
+        section = SECTION_OF[key]
         if section == "defence" and key not in (section, "settings"):
             return any(key in defence_keys(name) for name in self.defences)
         family = "resnet" if self.model.startswith("resnet") else self.model
@@ -47,15 +47,15 @@ class Choices:
     def refuse_others(self, keys: Iterable[str], where: str) -> None:
         """Refuse keys that do not apply to these choices."""
         for key in keys:
-            if key in HOME and not self.accepts(key):
+            if key in SECTION_OF and not self.accepts(key):
                 flag = f"--{key.replace('_', '-')}"
-                chosen = getattr(self, HOME[key], None) or ",".join(self.defences)
-                what = f"{flag} does not apply to --{HOME[key]} {shlex.quote(chosen)}"
-                raise BadArgument(where, what, f"leave it out; it is for {', '.join(owners(key))}")
+                chosen = getattr(self, SECTION_OF[key], None) or ",".join(self.defences)
+                what = f"{flag} does not apply to --{SECTION_OF[key]} {shlex.quote(chosen)}"
+                raise BadArgument(where, what, f"leave it out; it applies only to {', '.join(owners(key))}")
 
 
 def check_flags(flags: Sequence[str], where: str) -> None:
-    """Refuse a list flag that is given twice: only the last would count."""
+    """Refuse a list flag that is given twice, because only the last one would count."""
     for flag in flags:
         name = f"--{flag.replace('_', '-')}"
         if isinstance(Config().flat().get(flag), tuple) and flags.count(flag) > 1:
@@ -64,14 +64,14 @@ def check_flags(flags: Sequence[str], where: str) -> None:
 
 def owners(key: str) -> list[str]:
     """Return the data sets, models or defences that a key applies to; empty if it applies to all."""
-    defences = registry.BUILT_IN if HOME[key] == "defence" else ()
+    defences = registry.BUILT_IN if SECTION_OF[key] == "defence" else ()
     return [*ONLY[key], *(record.name for record in defences if key in record.settings)]
 
 
 def defence_keys(name: str) -> frozenset[str]:
     """Return the configuration keys that a defence accepts; all keys for an unknown name."""
     if ":" not in name and name not in registry.names():
-        return frozenset(HOME)
+        return frozenset(SECTION_OF)
     return frozenset(registry.find(name).settings)
 
 
@@ -83,14 +83,14 @@ def settings_class(name: str) -> type | None:
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         return None
     for field in dataclasses.fields(found):
-        if field.name in HOME:
-            what = f"its setting {field.name!r} has the same name as a key of [{HOME[field.name]}]"
+        if field.name in SECTION_OF:
+            what = f"its setting {field.name!r} has the same name as a key of [{SECTION_OF[field.name]}]"
             raise BadArgument(name, what, "rename the setting")
     return found
 
 
 def parse_settings(words: Iterable[str]) -> dict[str, Scalar]:
-    """Parse NAME=VALUE words into arguments; numbers, true and false are converted."""
+    """Parse NAME=VALUE words into keyword arguments; convert numbers, true and false."""
     found: dict[str, Scalar] = {}
     for word in words:
         name, equals, text = word.partition("=")

@@ -1,4 +1,4 @@
-"""The configuration of a run as plain values in sections. Does not import torch."""
+"""The configuration of a run as plain values in sections. This module does not import torch."""
 
 import difflib
 import shlex
@@ -30,15 +30,15 @@ SCHEMA = 1  # version of the files in a run's folder
 
 
 def _key(default: T, description: str, only: str = "", *, rare: bool = False) -> T:
-    """Declare a key.
+    """Declare a configuration key.
 
     Args:
-        default: its default.
-        description: its help text.
-        only: names of the data sets or models that it applies to; empty for all.
-        rare: show it only in `--help-all`.
+        default: default value.
+        description: help text.
+        only: names of the data sets or models that the key applies to; empty if it applies to all.
+        rare: whether only `--help-all` shows the key.
     """
-    strict = False if isinstance(default, tuple) else None  # lists in a file become tuples
+    strict = False if isinstance(default, tuple) else None  # convert lists in a file to tuples
     extra: dict[str, JsonValue] = {"only": only, "rare": rare}
     found: T = Field(default, description=description, json_schema_extra=extra, strict=strict)
     return found
@@ -65,7 +65,7 @@ class DataSettings(NamedSettings):
     data: str = _key(
         "digits", "data set (see fedveil data list), or a package.module:factory that returns training and test records"
     )
-    path: str | None = _key(None, "file or folder to read; by default found in FEDVEIL_DATA", f"bank csv {IMAGES}")
+    path: str | None = _key(None, "file or folder to read; by default in FEDVEIL_DATA", f"bank csv {IMAGES}")
     train_size: Positive | None = _key(None, "number of training records; by default all", SIZED)
     test_size: Positive | None = _key(None, "number of test records; by default all", SIZED)
     duration: bool = _key(True, "use the duration of the call as an input; it nearly reveals the answer", "bank")
@@ -76,14 +76,14 @@ class DataSettings(NamedSettings):
     missing: Literal["refuse", "drop", "impute"] = _key(
         "refuse", "refuse missing cells, drop incomplete records, or impute cells (median, or an extra category)", "csv"
     )
-    ignore: tuple[str, ...] = _key((), "columns to leave out", "csv")
+    ignore: tuple[str, ...] = _key((), "columns that are not inputs", "csv")
     categorical: tuple[str, ...] = _key((), "numeric columns to treat as categories", "csv")
     test_share: Between | None = _key(
         None, "fraction of the records to test on, unless they are already divided; by default 0.2", "csv images"
     )
     size: Positive | None = _key(None, "side of the images in pixels; by default 32, or 64 for lesion", IMAGES)
     labels: str | None = _key(None, "classes to train on, such as 0-4 or first-half; by default all", rare=True)
-    clients: Positive = _key(5, "number of clients that share the training records")
+    clients: Positive = _key(5, "number of clients to divide the training records among")
     split: Literal["iid", "dirichlet", "column"] = _key("iid", "how to divide the records among clients")
     alpha: AboveZero = _key(0.5, "for --split dirichlet: smaller values make clients differ more", rare=True)
     column: str | None = _key(None, "for --split column: divide the records by the values in this column", rare=True)
@@ -98,26 +98,26 @@ class ModelSettings(NamedSettings):
     bias: bool = _key(True, "add a bias to each layer", "mlp")
     width: Positive = _key(16, "number of channels in the first layer", "cnn resnet")
     activation: Literal["relu", "sigmoid"] = _key("relu", "activation function", "lenet")
-    norm: Literal["batch", "none"] = _key("batch", "batch normalisation, or none", "resnet")
+    norm: Literal["batch", "none"] = _key("batch", "normalisation layers: batch normalisation, or none", "resnet")
     shortcut: Literal["A", "B"] = _key("A", "shortcuts: zero padding (A) or convolutions (B)", "resnet", rare=True)
 
 
 class DefenceSettings(NamedSettings):
-    """How clients are protected from one another."""
+    """The defence, which protects clients from one another."""
 
     defence: str = _key("veil", "plain, veil, ppdl, dbcl, spn, an installed defence, or package.module:Class")
     groups: Positive = _key(1, "number of groups of outputs with independent additive noise")
     additive: AboveZero = _key(1.0, "scale of the additive noise on the final layer")
-    multiplicative: Annotated[float, Field(ge=1)] = _key(4.0, "largest factor X for hidden units; drawn from 1/X to X")
+    multiplicative: Annotated[float, Field(ge=1)] = _key(4.0, "maximum factor X for hidden units; the minimum is 1/X")
     permute: bool = _key(True, "secretly permute hidden units")
     min_coverage: Annotated[float, Field(ge=0, le=1)] = _key(
         0.0, "refuse a model if less than this fraction of its values can be perturbed", rare=True
     )
-    decoys: Positive | None = _key(None, "false offsets sent with the true one; by default 2, or 0 for squared error")
+    decoys: Positive | None = _key(None, "number of false offsets to send; by default 2, or 0 for squared error")
     keep_noise: bool = _key(
-        False, "draw factors, permutation and direction once, not in every round (docs/defences/veil.md)", rare=True
+        False, "draw factors, permutation and direction once per run, not per round (docs/defences/veil.md)", rare=True
     )
-    ppdl: Literal["sel", "noise", "both"] = _key("sel", "send selected entries (sel), add noise, or both")
+    ppdl: Literal["sel", "noise", "both"] = _key("sel", "send selected entries (sel), add noise (noise), or both")
     fraction: Fraction | None = _key(None, "fraction of the gradient's entries to send; by default 0.1, or 1 for noise")
     sigma: NonNegative | None = _key(None, "standard deviation of the noise; by default 0.01, or 0 for sel")
     sketch: Annotated[int, Field(ge=2)] = _key(2, "number of inputs per bucket of the sketch")
@@ -130,7 +130,7 @@ class TrainingSettings(Settings):
     """The training loop."""
 
     loss: LossName | None = _key(None, "loss; by default cross_entropy for classes, otherwise squared_error")
-    label_smoothing: BelowOne = _key(0.0, "for cross_entropy: fraction of each target spread over classes", rare=True)
+    label_smoothing: BelowOne = _key(0.0, "for cross_entropy: amount of label smoothing", rare=True)
     optimizer: Literal["adam", "adamw", "sgd"] = _key("adam", "the server's optimizer")
     lr: AboveZero = _key(1e-3, "learning rate")
     momentum: BelowOne = _key(0.9, "for sgd: momentum", rare=True)
@@ -140,9 +140,9 @@ class TrainingSettings(Settings):
     )
     schedule_every: Literal["epoch", "round"] = _key("epoch", "how often a cosine schedule changes the rate", rare=True)
     clip_norm: AboveZero | None = _key(None, "clip the gradient to this norm; by default, do not clip")
-    epochs: Positive = _key(20, "number of passes of the largest client over its records")
+    epochs: Positive = _key(20, "number of passes over the records of the largest client")
     patience: Positive | None = _key(None, "stop after this number of evaluations without improvement")
-    batch_size: Positive = _key(32, "number of records per client and round")
+    batch_size: Positive = _key(32, "number of records that each client uses per round")
     whole_shard: bool = _key(False, "use all of a client's records in every round")
     participation: Fraction = _key(1.0, "fraction of the clients that take part in each round")
     fuse: bool = _key(True, "compute all clients' gradients in one pass if samples are independent", rare=True)
@@ -164,9 +164,9 @@ class PrivacySettings(Settings):
     clip: AboveZero = _key(1.0, "clip the gradient of each record or client to this norm")
     delta: Between = _key(1e-5, "delta of the privacy guarantee", rare=True)
     unit: Literal["record", "client"] = _key("record", "what is protected: each record, or each client", rare=True)
-    rate: Fraction | None = _key(None, "probability that a record is sampled; by default from batch_size", rare=True)
+    rate: Fraction | None = _key(None, "sampling rate of records; by default computed from batch_size", rare=True)
     noise_by: Literal["server", "clients"] = _key("server", "who adds the noise", rare=True)
-    colluding: Positive = _key(1, "number of clients that may reveal their noise", rare=True)
+    colluding: Positive = _key(1, "number of clients that may collude and reveal their noise", rare=True)
     vanishing: Annotated[int, Field(ge=0)] = _key(0, "number of clients that may drop out of a sum", rare=True)
     secure_aggregation: bool = _key(False, "mask updates, so that the server sees only their sum")
 
@@ -185,7 +185,7 @@ class LimitSettings(Settings):
 
 
 class Config(BaseModel):
-    """Everything that determines a run, except the secrets."""
+    """All settings that determine a run, except secrets."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     data: DataSettings = DataSettings()
@@ -215,7 +215,7 @@ class Config(BaseModel):
 
 
 SECTIONS: dict[str, type[Settings]] = {name: type(field.default) for name, field in Config.model_fields.items()}
-HOME = {key: section for section, kind in SECTIONS.items() for key in kind.model_fields}
+SECTION_OF = {key: section for section, kind in SECTIONS.items() for key in kind.model_fields}
 """The section of each key."""
 CODE = ("data", "model", "defence")
 """Keys that may name code, as package.module:name."""
@@ -245,11 +245,12 @@ def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, 
             raise BadArgument(where, f"there is no section [{section}]", f"did you mean [{'], ['.join(near)}]?")
         for raw, value in group.items() if isinstance(group, Mapping) else [(section, group)]:
             key = section if inside and raw == "name" else raw.replace("-", "_")
-            if key not in HOME:
-                near = difflib.get_close_matches(key, HOME, 1)
-                fix = f"did you mean {near[0]!r} in [{HOME[near[0]]}]?" if near else "use one of " + ", ".join(HOME)
+            if key not in SECTION_OF:
+                near = difflib.get_close_matches(key, SECTION_OF, 1)
+                names = ", ".join(SECTION_OF)
+                fix = f"did you mean {near[0]!r} in [{SECTION_OF[near[0]]}]?" if near else f"use one of {names}"
                 raise BadArgument(where, f"there is no key {raw!r}", fix)
-            home = HOME[key]
+            home = SECTION_OF[key]
             if inside and section != home:
                 raise BadArgument(where, f"{raw!r} is in section [{section}]", f"move it to [{home}]")
             if key in found[home]:
@@ -259,7 +260,7 @@ def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, 
 
 
 def configure(values: Mapping[str, object], where: str = "configuration") -> Config:
-    """Return a validated configuration from sections or keys; an error about a bad value says what is allowed."""
+    """Return a validated configuration from sections or keys; the error for an invalid value states what is allowed."""
     sections = _sort_keys(values, where)
     try:
         config = Config.model_validate({name: SECTIONS[name].model_validate(own) for name, own in sections.items()})
@@ -270,7 +271,7 @@ def configure(values: Mapping[str, object], where: str = "configuration") -> Con
 
 
 def explain(error: ValidationError) -> tuple[str, str | None]:
-    """Return what is wrong with the first bad value, and how to fix it."""
+    """Return what is wrong with the first invalid value, and how to fix it."""
     first = error.errors()[0]
     key, rule = ".".join(map(str, first["loc"])) or "it", first["msg"].removeprefix("Input should be ")
     is_quoted = rule in ("a valid integer", "a valid number", "a valid boolean") and isinstance(first["input"], str)
@@ -285,25 +286,25 @@ def _check_together(config: Config, where: str) -> None:
         changed = [name for name in NEEDS_NOISE if getattr(privacy, name) != PrivacySettings.model_fields[name].default]
         if changed:
             fix = "add --epsilon 3"
-            raise BadArgument(where, f"{changed[0]} without epsilon or noise protects nothing", fix)
+            raise BadArgument(where, f"{changed[0]} has no effect without epsilon or noise", fix)
     if training.label_smoothing and training.loss not in (None, "cross_entropy"):
         raise BadArgument(where, f"label_smoothing does not apply to {training.loss}", "leave it out")
 
 
-def refuse_code(values: Mapping[str, object], where: str, named: Collection[str] = ()) -> None:
-    """Refuse values in a file that name code, except for keys that the user has given on the command line."""
+def refuse_code(values: Mapping[str, object], where: str, named_keys: Collection[str] = ()) -> None:
+    """Refuse values in a file that name code, except for keys that the user has also given on the command line."""
     for key in CODE:
         value = values.get(key)
-        if key not in named and isinstance(value, str) and ":" in value:
-            what = f"{key} = {value!r} names code, and importing it runs it; this file could come from anyone"
+        if key not in named_keys and isinstance(value, str) and ":" in value:
+            what = f"{key} = {value!r} names code, which runs when it is imported; this file could come from anyone"
             fix = f"pass --{key} {shlex.quote(value)} or --trust-code on the command line, or trust_code=True in Python"
             raise BadArgument(where, what, fix)
 
 
 def check_schema(values: object, where: str) -> dict[str, object]:
-    """Return the content of a file in a run's folder without its schema version; refuse any other version."""
+    """Return the content of a file in a run's folder, without its schema version; refuse unknown versions."""
     if not isinstance(values, dict):
-        raise BadArgument(where, f"contains a {type(values).__name__}, not sections", "name the config.json of a run")
+        raise BadArgument(where, f"contains a {type(values).__name__}, not sections", "use the config.json of a run")
     found = dict(values)
     if (schema := found.pop("schema", None)) != SCHEMA:
         what = f"has schema {schema!r}, but this version of fedveil reads schema {SCHEMA}"
@@ -312,7 +313,7 @@ def check_schema(values: object, where: str) -> dict[str, object]:
 
 
 def read_file(path: Path) -> dict[str, object]:
-    """Return the sections and keys of a TOML file or a run's config.json, not validated; null means not given."""
+    """Read the sections of a TOML file or a run's config.json without validating them; leave out null values."""
     if path.suffix != ".json":
         return dict(read_toml(path))
     found = check_schema(read_json(path), str(path))
@@ -323,6 +324,6 @@ def read_file(path: Path) -> dict[str, object]:
 
 
 def read_values(path: Path) -> dict[str, object]:
-    """Return the values in a file by key, not validated."""
+    """Read the values in a file by key, without validating them."""
     sections = _sort_keys(read_file(path), str(path))
     return {key: value for section in sections.values() for key, value in section.items()}

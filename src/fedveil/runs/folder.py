@@ -17,19 +17,19 @@ from fedveil.federation.fitting import Callback
 from fedveil.federation.local import Federation
 from fedveil.federation.server import Server
 from fedveil.federation.state import RECORDS, Folder
-from fedveil.files import write_whole
-from fedveil.locks import locked
+from fedveil.files import write_atomically
+from fedveil.locks import lock_folder
 from fedveil.plain_json import read_json, to_json
 from fedveil.runs.build import build_federation, choose_loss, load_data, load_factory, named_model
 from fedveil.runs.choices import applicable_values, format_command
-from fedveil.runs.config import HOME, SCHEMA, Config, Value, check_schema, configure, read_file, refuse_code
+from fedveil.runs.config import SCHEMA, SECTION_OF, Config, Value, check_schema, configure, read_file, refuse_code
 from fedveil.runs.results import MetricsFile, RunSummary, read_rounds, summarise
 
 SHAPES = "model.json"
-RUN = (checkpoint.LAST, checkpoint.PREVIOUS, MODEL, "summary.json")  # any of these files means that there is a run
+RUN = (checkpoint.LAST, checkpoint.PREVIOUS, MODEL, "summary.json")  # a folder with any of these files contains a run
 
 
-def holds_run(folder: Path) -> bool:
+def contains_run(folder: Path) -> bool:
     """Return whether a folder contains a run or the beginning of one."""
     return any((folder / name).exists() for name in RUN)
 
@@ -37,44 +37,45 @@ def holds_run(folder: Path) -> bool:
 def check_folder(folder: Path, config: Config, resume: bool) -> None:
     """Refuse a folder that contains a run, unless the run is to be resumed with the same configuration.
 
-    A run that ended before its first checkpoint has left nothing to protect.
+    A run that ended before its first checkpoint may be overwritten.
     """
-    if not holds_run(folder):
+    if not contains_run(folder):
         return
     if not resume:
         fix = "add --resume (resume=True in Python) to continue it, or choose another --out"
         raise BadArgument(str(folder), "there is a run in this folder", fix)
-    old = read_config(folder, trust_code=True)  # only compared; nothing is built from it
+    old = read_config(folder, trust_code=True)  # it is only compared, and nothing is built from it
     for name, value in applicable_values(config).items():
         if name != "epochs" and (before := old.flat()[name]) != value:
             flag = f"--{name.replace('_', '-')}"
             fix = f"leave out {flag} (only --epochs may be increased), or choose another --out"
-            raise BadArgument(str(folder), f"the run here has {name} = {before!r}, not {value!r}", fix)
+            raise BadArgument(str(folder), f"the existing run has {name} = {before!r}, not {value!r}", fix)
     if config.training.epochs < (epochs := old.training.epochs):
-        what = f"the run here has {epochs} epochs, more than {config.training.epochs}"
+        what = f"the existing run has {epochs} epochs, more than {config.training.epochs}"
         raise BadArgument(str(folder), what, f"use --epochs {epochs} or more; --patience stops a run early")
 
 
-def read_config(folder: Folder, *, trust_code: bool = False, named: Collection[str] = ()) -> Config:
-    """Return the configuration of the run in a folder.
+def read_config(folder: Folder, *, trust_code: bool = False, named_keys: Collection[str] = ()) -> Config:
+    """Read the configuration of the run in a folder.
 
     Args:
         folder: folder of the run.
-        trust_code: accept a model, data or a defence named as `package.module:name`. Building it imports that module,
+        trust_code: accept data, a model or a defence named as `package.module:name`. Building it imports that module,
             which runs its code; a folder from elsewhere may name any module.
-        named: keys for which the user has already named the code.
+        named_keys: keys for which the user has already named the same code.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise BadArgument(str(folder), "contains no run: no config.json", "name a folder that `fedveil train` wrote")
+        what, fix = "there is no config.json in this folder", "use a folder that `fedveil train` wrote"
+        raise BadArgument(str(folder), what, fix)
     config = configure(read_file(path), str(path))
     if not trust_code:
-        refuse_code(config.flat(), str(path), named)
+        refuse_code(config.flat(), str(path), named_keys)
     return config
 
 
 def is_finished(config: Config, folder: Path) -> bool:
-    """Return whether the folder contains this run, finished, with a valid last checkpoint."""
+    """Return whether the folder contains a finished run of this configuration with a valid checkpoint."""
     try:
         state = checkpoint.load(folder / checkpoint.LAST)
     except ValueError:  # a BadArgument is a ValueError
@@ -87,7 +88,7 @@ def is_finished(config: Config, folder: Path) -> bool:
 
 
 def open_run(folder: Folder, data: Data | None = None, *, trust_code: bool = False) -> tuple[Config, Federation]:
-    """Return the federation of a run after its last checkpoint; see `read_config` for `trust_code`."""
+    """Restore the federation of a run from its last checkpoint; see `read_config` for `trust_code`."""
     config = read_config(folder, trust_code=trust_code)
     return config, resume_federation(config, Path(folder), data or load_data(config))
 
@@ -101,7 +102,7 @@ def load_model(
         folder: folder of the run.
         best: return the model from the best evaluation instead of the last one.
         model: load the values into this model instead of building one from the run's configuration. Required for
-            folders without a configuration, which `Federation.fit` and runs over Flower or FLARE write.
+            folders without a configuration, which `Federation.fit` and runs on Flower or FLARE write.
         trust_code: build a model that the configuration names as `package.module:name`. This imports the module, which
             runs its code.
 
@@ -130,11 +131,11 @@ def _is_newest(path: Path) -> bool:
 
 
 def _values_in_checkpoint(folder: Path, best: bool) -> Mapping[str, Tensor]:
-    """Return the values of a run that was stopped before it finished."""
+    """Return the model's values from the last valid checkpoint of a run."""
     path = folder / (BEST if best else MODEL)
     if not (found := checkpoint.found_in(folder)):
         here = "the run has no checkpoint yet" if folder.is_dir() else "there is no such folder"
-        raise BadArgument(str(path), f"there is no model: {here}", "name the folder of a run")
+        raise BadArgument(str(path), f"there is no model: {here}", "use the folder of a run")
     try:
         state = checkpoint.load(found[0])
     except checkpoint.Damaged:
@@ -148,7 +149,7 @@ def _values_in_checkpoint(folder: Path, best: bool) -> Mapping[str, Tensor]:
 
 
 def _architecture(folder: Path, trust_code: bool) -> nn.Module:
-    """Return the network of a run, newly initialised."""
+    """Build the network of a run, with new initial values."""
     if not (folder / "config.json").is_file():
         what = "there is no config.json, which names the network"
         raise BadArgument(str(folder), what, "pass load_model(folder, model=the network)")
@@ -166,7 +167,7 @@ def _architecture(folder: Path, trust_code: bool) -> nn.Module:
 
 
 def resume_federation(config: Config, folder: Path, data: Data) -> Federation:
-    """Return the federation of a configuration after the last checkpoint in a folder."""
+    """Build the federation of a configuration and restore the last checkpoint in a folder."""
     federation = build_federation(config, data)
     federation.resume(folder)
     return federation
@@ -175,17 +176,17 @@ def resume_federation(config: Config, folder: Path, data: Data) -> Federation:
 def train(
     config: Config, folder: Folder, *, resume: bool = False, on_round: Callback | None = None, data: Data | None = None
 ) -> RunSummary:
-    """Run a configuration to its end and return the summary. Bad settings are refused before the folder is created."""
+    """Train the federation of a configuration and write its folder, which is created only if all settings are valid."""
     home = Path(folder)
     data = data or load_data(config)
     config = choose_loss(config, data)
     federation = build_federation(config, data)
-    with locked(home):
+    with lock_folder(home):
         check_folder(home, config, resume)
         if resume and checkpoint.found_in(home):
             federation.resume(home)
             if RECORDS in federation.changed:
-                what = "the data have changed since the run here was trained on them"
+                what = "the data have changed since this run was trained on them"
                 raise BadArgument(str(home), what, "restore the data, or start a run with another --out")
         _write_config(home, config, data)
         return record_run(
@@ -202,14 +203,14 @@ def train(
 
 
 def _write_config(folder: Path, config: Config, data: Data) -> None:
-    """Write the configuration, and the shape of the records from which one of the library's models is built."""
+    """Write the configuration, and the shape of a record, which is needed to build the library's networks."""
     sections: dict[str, dict[str, Value]] = {}
     for key, value in applicable_values(config).items():
-        sections.setdefault(HOME[key], {})[key] = value
-    write_whole(folder / "config.json", json.dumps({"schema": SCHEMA, **sections}, indent=2) + "\n")
+        sections.setdefault(SECTION_OF[key], {})[key] = value
+    write_atomically(folder / "config.json", json.dumps({"schema": SCHEMA, **sections}, indent=2) + "\n")
     if isinstance(data.train.inputs, Tensor):
         shapes = {"record": list(data.train.inputs.shape[1:]), "outputs": data.outputs, "classes": data.classes}
-        write_whole(folder / SHAPES, json.dumps({"schema": SCHEMA, **shapes}) + "\n")
+        write_atomically(folder / SHAPES, json.dumps({"schema": SCHEMA, **shapes}) + "\n")
 
 
 def record_run(
@@ -227,27 +228,27 @@ def record_run(
     patience: int | None = None,
     on_round: Callback | None = None,
 ) -> RunSummary:
-    """Train with a server, wherever its clients are, write the run's folder and return the summary.
+    """Train with a server on any engine, write the run's folder and return the summary.
 
     Args:
-        server: a server before its first round, or resumed.
+        server: a new or resumed server.
         folder: folder of the run.
-        data: data to evaluate on, and for the page.
+        data: data to evaluate on; the page also uses them.
         config: values to show on the page; must contain "clients" and "model".
         repeat: the command that repeats the run.
         epochs: see `Server.fit`.
         rounds: number of rounds, instead of epochs.
-        resume: continue the run in the folder, if there is one; metrics.jsonl is cut back to its checkpoint.
-        evaluate_every: rounds between evaluations.
-        checkpoint_every: rounds between checkpoints.
-        patience: evaluations without improvement before stopping.
+        resume: continue the run in the folder, if there is one; metrics.jsonl is truncated to the checkpoint's rounds.
+        evaluate_every: number of rounds between evaluations.
+        checkpoint_every: number of rounds between checkpoints.
+        patience: number of evaluations without improvement after which to stop.
         on_round: called with each round's record.
     """
-    from fedveil.report import write  # not needed before the end of a run
+    from fedveil.report import write  # imported here because only the end of a run needs it
     from fedveil.runs.page import run_page
 
     folder, test = Path(folder), (data.test.inputs, data.test.targets)
-    with locked(folder):
+    with lock_folder(folder):
         with MetricsFile(folder / "metrics.jsonl", server) as metrics:
             server.fit(
                 epochs,
@@ -261,6 +262,6 @@ def record_run(
                 on_round=[metrics.append, *([on_round] if on_round else [])],
             )
         summary = summarise(server, folder, repeat, data, patience)
-        write_whole(folder / "summary.json", to_json(summary.to_dict(), indent=2) + "\n")
+        write_atomically(folder / "summary.json", to_json(summary.to_dict(), indent=2) + "\n")
         write(run_page(server, data, config, summary), folder / "report.html")
     return summary

@@ -14,7 +14,7 @@ from fedveil.federation.history import History
 from fedveil.federation.server import Server
 from fedveil.graph import Plan
 from fedveil.graph.coverage import known_in_words
-from fedveil.report import Beside, Curves, Facts, Matrix, Page, Section, Table, Text
+from fedveil.report import Curves, Facts, Matrix, Page, Section, SideBySide, Table, Text
 from fedveil.runs.config import Value
 from fedveil.runs.results import RunSummary, primary_metric
 from fedveil.scheme import Broadcast, Loss, client_view
@@ -22,7 +22,7 @@ from fedveil.scheme.outputs import head_axis
 
 SERVER, NO_DATA = "the server's model", " (no data needed)"
 MOST_CLASSES = 20
-WINDOWS = 60  # number of points in a line drawn as median and band
+WINDOWS = 60  # approximate number of points on a curve of medians
 
 TEXTS = TypeAdapter(dict[str, str]).validate_python(
     tomllib.loads(files("fedveil.runs").joinpath("texts.toml").read_text(encoding="utf-8"))
@@ -30,15 +30,15 @@ TEXTS = TypeAdapter(dict[str, str]).validate_python(
 PROTECTION = (TEXTS["protection"],)
 
 
-def client_models(federation: Server) -> dict[str, nn.Module]:
-    """Return the server's model, the model as a client receives it, and the latter with the offset removed."""
-    defence, model = federation.defence, federation.model
-    own_round = federation.defence_server.start_round(model)
-    broadcast = own_round.broadcast
+def client_models(server: Server) -> dict[str, nn.Module]:
+    """Return the server's model and a client's copy of it: as received and, for a veil, with the offset removed."""
+    defence, model = server.defence, server.model
+    preview = server.defence_server.start_round(model)
+    broadcast = preview.broadcast
     views = {SERVER: model, "as received by a client": defence.client_view(model, broadcast)}
     if isinstance(broadcast, Broadcast):
         views[f"offset removed{NO_DATA}"] = client_view(model, broadcast, centred=True)
-    own_round.release()
+    preview.release()
     return views
 
 
@@ -65,12 +65,12 @@ def confusions(views: Mapping[str, nn.Module], data: Data) -> dict[str, list[lis
 
 
 def view_sections(views: Mapping[str, nn.Module], data: Data, name: str, found: Mapping[str, float]) -> list[Section]:
-    """Return sections that compare a metric of the server's model with the same metric of the clients' views."""
+    """Return sections that compare a metric of the server's model with the same metric of a client's copies."""
     rows = [[view, f"{value:.4f}"] for view, value in found.items()]
-    sections: list[Section] = [Table("What the server has and what a client sees", ["model", f"test {name}"], rows)]
+    sections: list[Section] = [Table("The server's model and a client's copy", ["model", f"test {name}"], rows)]
     if name == "accuracy" and 0 < len(data.classes) <= MOST_CLASSES:
         parts = [Matrix(view, data.classes, counts) for view, counts in confusions(views, data).items()]
-        sections.append(Beside("Answers on the test data", parts))
+        sections.append(SideBySide("Predictions on the test data", parts))
     return sections
 
 
@@ -80,7 +80,7 @@ def quality(name: str, value: float) -> str:
 
 
 def verdict(name: str, found: Mapping[str, float], budget: str = "") -> str:
-    """Return the result of a run in one sentence, given one metric for each view from `client_models`, in order."""
+    """Summarise a run in one sentence, given the same metric for each view, in the order of `client_models`."""
     server, received, *removed = (quality(name, value) for value in found.values())
     without = f", {removed[0]} with the offset removed" if removed else ""
     copy = f"a client's copy has {received} as received{without} (fedveil audit measures adaptive clients)"
@@ -88,16 +88,16 @@ def verdict(name: str, found: Mapping[str, float], budget: str = "") -> str:
 
 
 def veil_sections(plan: Plan, draws: int = 0) -> list[Section]:
-    """Return how much of the model a veil perturbs and what that protects; `draws` counts draws of persistent noise."""
+    """Return sections on how a veil perturbs the model; `draws` is the number of draws of persistent noise."""
     rows = [[kind, f"{100 * plan.shares[kind]:.1f} %", TEXTS[kind]] for kind in ("scaled", "signed", "moved", "bare")]
     note = "Each value is counted once, under the strongest perturbation. " + (known_in_words(plan) or "")
-    table = Table("What the veil perturbs", ["parameters' values", "share", "in each broadcast"], rows, note.strip())
+    table = Table("What the veil perturbs", ["kind of value", "fraction", "in each broadcast"], rows, note.strip())
     kept = [TEXTS["kept"], TEXTS["redrawn"].format(draws)][:draws]
     return [table, Text("What is and is not protected", (*PROTECTION, *kept))]
 
 
 def curve_sections(histories: Mapping[str, History], note: str = TEXTS["error"]) -> list[Section]:
-    """Return curves of the metrics and errors over the rounds."""
+    """Return curves of metrics, epsilon and errors over the rounds."""
     sections: list[Section] = []
     for name in METRICS:
         series = {run: history.curve(name) for run, history in histories.items() if name in history.names}
@@ -113,7 +113,7 @@ def curve_sections(histories: Mapping[str, History], note: str = TEXTS["error"])
 
 
 def error_section(errors: Mapping[str, Sequence[tuple[int, float]]], note: str) -> Curves:
-    """Return the relative error of the gradient: medians over rounds, with an 80 % band."""
+    """Return curves of the relative error of the gradient: medians of several rounds, with 80 % bands."""
     lines: dict[str, list[tuple[float, float]]] = {}
     bands: dict[str, list[tuple[float, float]]] = {}
     for run, points in errors.items():
@@ -130,19 +130,20 @@ def error_section(errors: Mapping[str, Sequence[tuple[int, float]]], note: str) 
 
 
 def cost_section(histories: Mapping[str, History]) -> Section:
-    """Return the duration of each run."""
+    """Return a table of each run's duration."""
     rows = []
     for run, history in histories.items():
         seconds, rounds = history.records[-1].seconds, len(history.records)
         rows.append([run, str(rounds), f"{seconds:.1f}", f"{1e3 * seconds / rounds:.2f}"])
-    return Table("Cost", ["run", "rounds", "seconds", "ms per round"], rows, "Includes evaluation.")
+    return Table("Cost", ["run", "rounds", "seconds", "ms per round"], rows, "Times include evaluation.")
 
 
 def run_page(server: Server, data: Data, config: Mapping[str, Value], summary: RunSummary) -> Page:
     """Return the page of one run."""
     name, own = server.defence.name, server.defence_server
     histories = {name: server.history}
-    veil = veil_sections(own.plan, own.draws) if own.plan is not None else []  # before the broadcast for this page
+    # count draws before client_models draws again
+    veil = veil_sections(own.plan, own.draws) if own.plan is not None else []
     views = client_models(server)
     every = scores(views, data, server.loss)
     metric = primary_metric(next(iter(every.values())))

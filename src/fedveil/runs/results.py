@@ -1,4 +1,4 @@
-"""The results of a run on disk: metrics.jsonl, one line per round, and summary.json, which `fedveil train` prints."""
+"""The results of a run on disk: metrics.jsonl has one line per round, and `fedveil train` prints summary.json."""
 
 import logging
 import math
@@ -14,7 +14,7 @@ from fedveil.federation.evaluate import METRICS
 from fedveil.federation.history import RoundRecord
 from fedveil.federation.server import Server
 from fedveil.federation.stopping import has_stalled
-from fedveil.files import refusals, write_whole
+from fedveil.files import convert_os_errors, write_atomically
 from fedveil.plain_json import read_json, to_json
 from fedveil.runs.config import SCHEMA, check_schema
 
@@ -23,13 +23,13 @@ Figure = int | float | str | None
 
 
 def primary_metric(measured: Collection[str]) -> str:
-    """Return, among the measured metrics, the one that represents a model's quality."""
+    """Return the measured metric that best represents the quality of a model."""
     return next((name for name in METRICS if name in measured), METRICS[0])
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The privacy budget that a run has spent; an infinite epsilon is None."""
+    """The privacy budget that a run has spent; None represents an infinite epsilon."""
 
     epsilon: float | None
     epsilon_replace: float | None
@@ -38,14 +38,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended.
+    """The summary of a run.
 
     Attributes:
         folder: folder of the run.
         rounds: number of rounds.
-        metrics: test metrics of the last model, and `rmse` in the units of a standardised target.
-        best: primary metric of the best model; None without an evaluation.
-        coverage: fractions of the model's values by how a veil perturbs them; empty for other defences.
+        metrics: test metrics of the last model and, for a standardised target, `rmse` in the original units.
+        best: primary metric of the best model; None if no model was evaluated.
+        coverage: fraction of the model's values under each kind of perturbation; empty for defences other than a veil.
         budget: privacy budget spent; None without differential privacy.
         largest_error: largest relative error of a recovered gradient.
         seconds: duration of all rounds.
@@ -95,7 +95,7 @@ def read_rounds(folder: Path) -> int | None:
 
 
 def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: int | None = None) -> RunSummary:
-    """Return the summary of a server that has finished."""
+    """Return the summary of a finished run."""
     history, plan, accountant = server.history, server.defence_server.plan, server.defence_server.accountant
     metrics, stalled = dict(history.metrics), has_stalled(history, patience)
     if data.target_scale is not None and "mse" in metrics:
@@ -120,36 +120,38 @@ def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: i
 
 
 class MetricsFile:
-    """The file of a server's round records, untouched until there is one to write, so a run can still be refused.
+    """The file with a server's round records.
+
+    It is not changed before the first record is written, so that a run can still be refused.
 
     Args:
-        path: path of the file. Lines for rounds that were lost when the process was killed are removed.
-        server: the server that appends its records.
+        path: path of the file. Lines for rounds that are not in the server's history are removed.
+        server: the server with the records.
     """
 
     def __init__(self, path: Path, server: Server) -> None:
         self._path, self._server = path, server
-        self._count: int | None = None  # lines written
+        self._count: int | None = None  # number of lines written; None before the first
 
     def append(self, record: RoundRecord) -> None:
         """Add the record of the round that has just ended."""
         if self._count is None:
             self._write_all()
             return
-        with refusals(self._path), self._path.open("a") as file:
+        with convert_os_errors(self._path), self._path.open("a") as file:
             file.write(to_json(record.to_dict()) + "\n")
         self._count += 1
 
     def _write_all(self) -> None:
         records = self._server.history.records
-        write_whole(self._path, "".join(to_json(record.to_dict()) + "\n" for record in records))
+        write_atomically(self._path, "".join(to_json(record.to_dict()) + "\n" for record in records))
         self._count = len(records)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write missing records: all those of a run that had already finished, or the last if its evaluation failed."""
+        """Write missing records: all if the run had already finished, or the last one if its evaluation failed."""
         if self._count == len(self._server.history.records) or (kind is not None and self._count is None):
             return
         try:
@@ -157,4 +159,4 @@ class MetricsFile:
         except BadArgument as failure:
             if kind is None:
                 raise
-            LOG.warning("fedveil: %s", failure)  # the user must see the error that ended the run
+            LOG.warning("fedveil: %s", failure)  # do not hide the error that ended the run

@@ -1,4 +1,4 @@
-"""The scheme of the paper, one module per section (noise, perturbation, client, recover), and losses."""
+"""The paper's scheme, with one module per section (noise, perturbation, client, recover), and losses."""
 
 from fedveil.scheme.client import client_step, client_view
 from fedveil.scheme.losses import LOSSES, BatchLoss, CrossEntropy, Huber, Loss, SquaredError, find_loss

@@ -1,19 +1,19 @@
-"""A client's part (paper, Sec. 4.2): one forward pass and a few backward passes, for any network.
+"""Compute a client's update (paper, Sec. 4.2): one forward pass and a few backward passes, for any network.
 
-A client turns (y, alpha) into cotangents and uploads one gradient per cotangent; the server sums these *passes*,
+A client computes cotangents from (y, alpha) and sends one gradient per cotangent; the server sums these *passes*,
 weighted by secret coefficients::
 
     G = R o sum_k coefficient_k(secret) pass_k
 
-Notation: y are the outputs of the veiled model, alpha the sum of the head's inputs (plus 1 if it has a bias), r_a the
-public direction, I_s the s-th group of outputs, d the head's secret offset from the true one: y_true = y - d alpha r_a.
+Notation: y are the outputs of the veiled model, alpha is the sum of the head's inputs (plus 1 if it has a bias), r_a is
+the public direction, I_s is the s-th group of outputs, and d is the secret offset: y_true = y - d alpha r_a.
 
 Squared error has the paper's m + 2 terms. Any other loss has one pass per public *candidate* t: the gradient for d = t.
 One of the candidates is d and the others are decoys, so one coefficient is 1 and all others are 0 (docs/losses.md).
 
-For a stack of Linear and ReLU layers, all cotangents are propagated together: one product per layer gives the gradients
-for all of them, and another the cotangents of its input. This saves most of the cost of small networks, which is call
-overhead. The result equals autograd's up to rounding (tests/scheme/test_client.py).
+For a stack of Linear and ReLU layers, all cotangents are propagated together: one product per layer computes the
+gradients for all of them, and another computes the cotangents of the layer's input. This avoids call overhead, which
+is most of the cost of small networks. The result equals that of autograd up to rounding (tests/scheme/test_client.py).
 """
 
 import copy
@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedveil.errors import BadArgument, ModelMismatch
-from fedveil.graph.head import WITHIN
-from fedveil.graph.inputs import AtLayer, Inputs, call, count
+from fedveil.graph.head import INNER_TAILS
+from fedveil.graph.inputs import Inputs, LayerOutputMode, call, count
 from fedveil.graph.plan import ModelState
 from fedveil.graph.units import factor_along
-from fedveil.scheme.losses import OF_CLASSES, USERS, CrossEntropy, Loss, match_targets, sample_weights
+from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, CrossEntropy, Loss, match_targets, sample_weights
 from fedveil.scheme.messages import SAME_CODE, Broadcast, PublicHead, Update, check_broadcast, select_row
-from fedveil.scheme.outputs import head_axis, slope
+from fedveil.scheme.outputs import head_axis, output_gradient
 from fedveil.wire import Tensors
 
 NOT_CALLED = "forward did not call the layer with additive noise"
@@ -41,8 +41,8 @@ NOT_CALLED = "forward did not call the layer with additive noise"
 def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False) -> nn.Module:
     """Return the model as a client receives it: a copy of `model` with the broadcast's values.
 
-    The head is base + offset, as in the paper. With `centred`, it is the base alone, without the public offset: any
-    client can compute it, and it predicts far better (docs/maths.md, "What a veil hides").
+    The head is base + offset, as in the paper. If `centred` is true, it is the base without the public offset. Any
+    client can compute this model, and it predicts far better (docs/maths.md, "What a veil hides").
     """
     view = copy.deepcopy(model)
     view.load_state_dict(dict(broadcast.parameters) | dict(broadcast.buffers), strict=False)
@@ -54,7 +54,7 @@ def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False
 
 
 def move_head(model: nn.Module, head: PublicHead, noise: Tensor) -> None:
-    """Add one number per output to all weights of a model's head, and to a noisy bias, in place."""
+    """Add one number per output to the weights of a model's head, in place, and to its bias if the bias has noise."""
     weight = model.get_parameter(head.weight)
     with torch.no_grad():
         weight.add_(factor_along(noise, head.dim, weight.dim()))
@@ -63,22 +63,23 @@ def move_head(model: nn.Module, head: PublicHead, noise: Tensor) -> None:
 
 
 def _check_outputs(head: PublicHead, outputs: Tensor) -> None:
-    """Refuse head outputs (with alpha) whose shape does not match the broadcast."""
+    """Refuse outputs of the head, including alpha, whose shape does not match the broadcast."""
     wanted = len(head.direction) + 1
     if outputs.dim() <= max(head.axis, 0) or outputs.shape[head.axis] != wanted:
-        what = f"its outputs are {tuple(outputs.shape)}, and the broadcast has {wanted - 1} of them on axis {head.axis}"
+        shape = tuple(outputs.shape)
+        what = f"its outputs have shape {shape}, but the broadcast expects {wanted - 1} outputs on axis {head.axis}"
         raise ModelMismatch(head.path[:80], what, SAME_CODE)
 
 
 def add_alpha(head: PublicHead, values: Tensors) -> Tensors:
-    """Add a row of ones to the head, whose output is alpha: the sum of its inputs, plus 1 if its bias has noise."""
+    """Add a row of ones to the head, which computes alpha: the sum of the inputs, plus 1 if the bias has noise."""
     weight = values[head.weight]
     shape = list(weight.shape)
     shape[head.dim] = 1
-    grown = {head.weight: torch.cat([weight, weight.new_ones(shape)], head.dim)}
+    extended = {head.weight: torch.cat([weight, weight.new_ones(shape)], head.dim)}
     if head.bias:
-        grown[head.bias] = torch.cat([values[head.bias], weight.new_full((1,), float(head.noisy_bias))])
-    return values | grown
+        extended[head.bias] = torch.cat([values[head.bias], weight.new_full((1,), float(head.noisy_bias))])
+    return values | extended
 
 
 def client_step(
@@ -86,22 +87,22 @@ def client_step(
 ) -> Update:
     """Compute a client's update for a batch.
 
-    Paper, Sec. 4.2: the perturbed gradient, sigma~_1 ... sigma~_m and beta, each averaged over the samples; for a loss
-    other than squared error, the gradient for each of the broadcast's candidates. Each is a gradient of (y, alpha) for
-    a pair of cotangents, so no per-sample Jacobian is formed.
+    The update contains the perturbed gradient, sigma~_1 ... sigma~_m and beta (paper, Sec. 4.2), each averaged over the
+    samples; for a loss other than squared error, it contains the gradient for each of the broadcast's candidates. Each
+    is computed from a pair of cotangents of (y, alpha), without per-sample Jacobians.
 
     Args:
-        model: the architecture; its values are neither used nor changed.
+        model: a model of the same architecture; its values are neither used nor changed.
         broadcast: the server's message.
-        inputs: a batch as forward takes it: a tensor, a tuple of arguments or a dict of keyword arguments; on the
-            model's device.
-        targets: targets in the shape of the model's outputs, or class indices, depending on the loss.
-        weights: the weight of each sample, by default 1 / samples. With weights |D_k| / (|D| samples_k), one step on
-            the batches of several clients gives the weighted sum of their updates.
+        inputs: a batch on the model's device: a tensor, a tuple of arguments or a dict of keyword arguments of
+            forward.
+        targets: targets with the shape of the model's outputs, or class indices, depending on the loss.
+        weights: the weight of each sample, by default 1 / samples. With weights |D_k| / (|D| samples_k), one call for
+            the concatenated batches of several clients returns the weighted sum of their updates.
 
     Raises:
-        ModelMismatch: the model's tensors or modes differ from the server's.
-        BadArgument: an empty batch, or targets of the wrong shape.
+        ModelMismatch: the model's tensors or modes differ from those of the server's model.
+        BadArgument: the batch is empty, or the targets have the wrong shape.
     """
     if torch.is_inference_mode_enabled():
         raise BadArgument("client_step", "torch.inference_mode() does not allow gradients", "call it outside that mode")
@@ -109,23 +110,23 @@ def client_step(
         if torch.is_autocast_enabled(device):
             what = f"torch.autocast is on for {device}: a veiled gradient would lose more precision than a plain one"
             raise BadArgument("client_step", what, "call it outside torch.autocast")
-    inside = check_broadcast(model, broadcast)
+    state = check_broadcast(model, broadcast)
     samples = inputs.shape[0] if isinstance(inputs, Tensor) else count(inputs)
     if not samples or samples != targets.shape[0]:
         what = f"got {samples} inputs and {targets.shape[0]} targets; their numbers must be equal and at least 1"
         raise BadArgument("client_step", what)
     head, loss = broadcast.head, broadcast.loss
     values = add_alpha(head, broadcast.parameters) if head else broadcast.parameters
-    links = find_links(model, inputs, values) if head and head.tail not in WITHIN else None
+    links = find_links(model, inputs, values) if head and head.tail not in INNER_TAILS else None
     if head and links and isinstance(inputs, Tensor):
         with torch.no_grad():
-            seen = forward(links, values, inputs)
-            _check_outputs(head, seen[-1])
-            backs = cotangents(loss, head, seen[-1], targets, weights)
-            passes = backward(links, values, seen, backs, broadcast.trainable)
+            activations = forward(links, values, inputs)
+            _check_outputs(head, activations[-1])
+            backs = cotangents(loss, head, activations[-1], targets, weights)
+            passes = backward(links, values, activations, backs, broadcast.trainable)
         buffers: Tensors = {}
     else:
-        run = _BatchRun(model, inside, broadcast, values, inputs, targets, weights)
+        run = _BatchRun(model, state, broadcast, values, inputs, targets, weights)
         passes, buffers = run.compute_candidates(head) if head and _needs_tail(head, loss) else run.compute_passes(head)
     if head:
         for name, dim in ((head.weight, head.dim), (head.bias, 0)):
@@ -135,17 +136,17 @@ def client_step(
 
 
 def _needs_tail(head: PublicHead, loss: Loss) -> bool:
-    """Return whether the layers after the head run for each candidate, because the loss needs the model's outputs."""
-    may_reshape = head.tail == "reshaped" or len(head.direction) == 1  # one output may be squeezed
-    return head.tail in WITHIN or (may_reshape and isinstance(loss, USERS + OF_CLASSES))
+    """Return whether clients must run the layers after the head for each candidate."""
+    may_reshape = head.tail == "reshaped" or len(head.direction) == 1  # a single output may be squeezed
+    return head.tail in INNER_TAILS or (may_reshape and isinstance(loss, AUTOGRAD_LOSSES + CLASS_LOSSES))
 
 
 @dataclass(eq=False, repr=False)
 class _BatchRun:
-    """A batch and the model that processes it, with the model's own forward and autograd."""
+    """A batch and the model that processes it, with the model's forward method and autograd."""
 
     model: nn.Module
-    inside: ModelState
+    state: ModelState
     broadcast: Broadcast
     values: Tensors
     inputs: Inputs
@@ -155,13 +156,13 @@ class _BatchRun:
     def __post_init__(self) -> None:
         self.values = {name: value.detach() for name, value in self.values.items()}
         self.leaves = {name: self.values[name].requires_grad_() for name in self.broadcast.trainable}
-        unsent = {name: own.shape for name, own in self.inside.parameters.items() if name not in self.values}
-        if unsent:  # forward does not read them; if it did, it must not see the client's own values
+        unsent = {name: own.shape for name, own in self.state.parameters.items() if name not in self.values}
+        if unsent:  # forward does not read them; if it does here, it must not see the client's values
             zero = next(iter(self.values.values())).new_zeros(())
             self.values |= {name: zero.expand(shape) for name, shape in unsent.items()}
 
     def compute_passes(self, head: PublicHead | None) -> tuple[Tensors, Tensors]:
-        """Run forward, and one backward pass per cotangent; return gradients and buffers."""
+        """Run forward once and backward once per cotangent; return gradients and buffers."""
         buffers = self._copy_buffers()
         with self._fill_model(buffers):
             outputs = self._run_to_head(head) if head and head.tail != "alike" else call(self.model, self.inputs)
@@ -175,14 +176,14 @@ class _BatchRun:
         return found, buffers
 
     def compute_candidates(self, head: PublicHead) -> tuple[Tensors, Tensors]:
-        """Apply each candidate to the head's output, and run the layers after it forward and backward."""
+        """Subtract each candidate from the head's output, and run the layers after it; return gradients and buffers."""
         count, device = len(head.candidates), head.direction.device
         found = self._allocate(count)
         if head.tail == "stacked":
             buffers = self._copy_buffers()
             with self._fill_model(buffers):
                 outputs = self._run_candidates(head, range(count))
-                if len(outputs) != count * len(self.targets):  # parts without an output would be sent as they are
+                if len(outputs) != count * len(self.targets):  # else uninitialised rows would be sent
                     raise ModelMismatch(head.path[:80], "the layers after it couple samples", SAME_CODE)
                 for number, part in enumerate(outputs.chunk(count)):
                     self._run_back(found, number, part, self._cotangent(part), last=number == count - 1)
@@ -191,26 +192,26 @@ class _BatchRun:
         for number in range(count):
             buffers = self._copy_buffers(number)
             repeat = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=number < count - 1)
-            with repeat, self._fill_model(buffers):  # so that dropout drops the same units for every candidate
+            with repeat, self._fill_model(buffers):  # dropout drops the same units for every candidate
                 outputs = self._run_candidates(head, [number])
                 self._run_back(found, number, outputs, self._cotangent(outputs), last=True)
             left.append(buffers)
-        if head.tail in WITHIN:
+        if head.tail in INNER_TAILS:
             for name in [name for name, value in buffers.items() if value.is_floating_point()]:
                 buffers[name] = torch.stack([own[name] for own in left])
         return found, buffers
 
     def _copy_buffers(self, number: int = 0) -> Tensors:
-        """Copy the buffers; if continued, those that the candidate's last batch left."""
+        """Copy the broadcast's buffers; if it is continued, those of the given candidate."""
         sent = self.broadcast.buffers
         sent = select_row(sent, number) if self.broadcast.continued else sent
         return {name: value.clone() for name, value in sent.items()}
 
     @contextmanager
     def _fill_model(self, buffers: Tensors) -> Iterator[None]:
-        """Put the broadcast's values into the model, like torch.func.functional_call but without a second traversal."""
+        """Put the broadcast's values into the model, as torch.func.functional_call does, but without a traversal."""
         values = self.values | buffers
-        homes = [(home, name, value) for key, value in values.items() for home, name in self.inside.homes[key]]
+        homes = [(home, name, value) for key, value in values.items() for home, name in self.state.homes[key]]
         own = [home[name] for home, name, _ in homes]
         try:
             for home, name, value in homes:
@@ -225,7 +226,7 @@ class _BatchRun:
         return {name: leaf.new_empty((passes, *leaf.shape)) for name, leaf in self.leaves.items()}
 
     def _run_back(self, found: Tensors, number: int, outputs: Tensor, cotangent: Tensor, *, last: bool) -> None:
-        """Compute a pass into its row of `found`."""
+        """Run backward for one pass, and write the gradients to its row of `found`."""
         leaves = list(self.leaves.values())
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if outputs.requires_grad:
@@ -237,21 +238,21 @@ class _BatchRun:
                 stack[number].copy_(gradient)
 
     def _run_to_head(self, head: PublicHead) -> Tensor:
-        """Return the head's outputs with alpha; the layers after it, which only reshape them, are not run."""
-        seen: list[Tensor] = []
+        """Return the head's outputs, including alpha; the layers after it only reshape them and are not run."""
+        captured: list[Tensor] = []
 
         def capture(output: Tensor) -> Tensor:
-            seen.append(output)
+            captured.append(output)
             raise _HeadReached
 
-        with suppress(_HeadReached), AtLayer(self.values[head.weight], capture):
+        with suppress(_HeadReached), LayerOutputMode(self.values[head.weight], capture):
             call(self.model, self.inputs)
-        if not seen:
+        if not captured:
             raise ModelMismatch(head.path[:80], NOT_CALLED, SAME_CODE)
-        return seen[0]
+        return captured[0]
 
     def _run_candidates(self, head: PublicHead, numbers: Sequence[int]) -> Tensor:
-        """Return the model's outputs for some candidates, as if each were the true offset, stacked along the batch."""
+        """Return the model's outputs, stacked along the batch, as if each of these candidates were the true offset."""
 
         def correct(output: Tensor) -> Tensor:
             _check_outputs(head, output)
@@ -259,7 +260,7 @@ class _BatchRun:
             noises, axis = head.noise(y), head.axis % y.dim()
             return torch.cat([y - factor_along(noises[number], axis, y.dim()) * alpha for number in numbers])
 
-        with AtLayer(self.values[head.weight], correct) as layer:
+        with LayerOutputMode(self.values[head.weight], correct) as layer:
             outputs: Tensor = call(self.model, self.inputs)
         if not layer.calls:
             raise ModelMismatch(head.path[:80], NOT_CALLED, SAME_CODE)
@@ -268,7 +269,7 @@ class _BatchRun:
     def _cotangent(self, outputs: Tensor) -> Tensor:
         loss = self.broadcast.loss
         with torch.no_grad():
-            found = slope(loss, outputs.detach(), self.targets, head_axis(self.model))
+            found = output_gradient(loss, outputs.detach(), self.targets, head_axis(self.model))
             return found * sample_weights(outputs, self.weights, loss)
 
 
@@ -279,17 +280,17 @@ class _HeadReached(Exception):
 def cotangents(
     loss: Loss, head: PublicHead | None, outputs: Tensor, targets: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Return one cotangent of the outputs per pass, of (y, alpha) if there is a head; `weights` replace 1 / samples."""
+    """Return one cotangent per pass, for the outputs or, with a head, for (y, alpha). `weights` replace 1 / samples."""
     outputs = outputs.detach()
     if head is None:
-        return (slope(loss, outputs, targets) * sample_weights(outputs, weights, loss)).unsqueeze(0)
+        return (output_gradient(loss, outputs, targets) * sample_weights(outputs, weights, loss)).unsqueeze(0)
     axis = head.axis
     if axis != 1 and outputs.dim() > 2 and isinstance(loss, CrossEntropy) and loss.average_positions:
         what = "torch.nn.CrossEntropyLoss expects classes on axis 1, but these outputs have them last"
         fix = 'use loss="cross_entropy", a sum over positions, or let forward return outputs.movedim(-1, 1)'
         raise BadArgument("loss", what, fix)
     if axis != -1:
-        dense = not isinstance(loss, USERS) and targets.is_floating_point() and targets.dim() == outputs.dim()
+        dense = not isinstance(loss, AUTOGRAD_LOSSES) and targets.is_floating_point() and targets.dim() == outputs.dim()
         outputs, targets = outputs.movedim(axis, -1), targets.movedim(axis, -1) if dense else targets
     if head.decoys:
         found = _candidate_passes(loss, head, outputs, targets, weights)
@@ -299,9 +300,9 @@ def cotangents(
 
 
 def _squared_error_passes(head: PublicHead, outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Return cotangents for (y, alpha) of the m + 2 passes: G^, sigma~_1 ... sigma~_m, beta (paper, Theorem 2).
+    """Return the cotangents of (y, alpha) for the m + 2 passes: G^, sigma~_1 ... sigma~_m, beta (paper, Theorem 2).
 
-    The loss is half the squared distance, summed over outputs, averaged over samples (paper, Eq. 6)::
+    The loss is half the squared distance, summed over outputs and averaged over samples (paper, Eq. 6)::
 
         G^        (delta, 0)                                delta = (y - target) / samples
         sigma~_s  (alpha r_a|I_s, r_a|I_s . delta)
@@ -317,18 +318,18 @@ def _squared_error_passes(head: PublicHead, outputs: Tensor, targets: Tensor, we
 
 
 def _candidate_passes(loss: Loss, head: PublicHead, outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Return cotangents for (y, alpha) of the gradient at each candidate t: (delta, -(t o r_a) . delta).
+    """Return the cotangents of (y, alpha) for each candidate t: (delta, -(t o r_a) . delta).
 
-    delta is the derivative of the loss at y - alpha (t o r_a). Classes are on the last axis of outputs; a user's
-    function gets them on the axis where the model returns them.
+    delta is the derivative of the loss at y - alpha (t o r_a). Classes are on the last axis of `outputs`, but a user's
+    function receives them on the axis on which the model returns them.
     """
     noise = head.noise(outputs)
     y, alpha = torch.split_with_sizes(outputs, [noise.shape[1], 1], -1)
     targets = loss.dense(targets, y)
     rows = noise.view(len(noise), *[1] * (outputs.dim() - 1), -1)
     at = torch.addcmul(y, rows, alpha, value=-1)
-    if isinstance(loss, USERS):  # these may couple samples, or depend on their number
-        own = [loss.gradient(one.movedim(-1, head.axis), targets).movedim(head.axis, -1) for one in at]
+    if isinstance(loss, AUTOGRAD_LOSSES):  # these may couple samples, or depend on their number
+        own = [loss.gradient(row.movedim(-1, head.axis), targets).movedim(head.axis, -1) for row in at]
         delta = torch.stack(own)
     else:
         delta = loss.gradient(at, targets)
@@ -338,7 +339,7 @@ def _candidate_passes(loss: Loss, head: PublicHead, outputs: Tensor, targets: Te
 
 
 def find_links(model: nn.Module, inputs: object, values: Collection[str]) -> list[str | None] | None:
-    """Return the path of each Linear and None for each ReLU, in order; None if the model is not such a stack."""
+    """Return the path of each Linear and None for each ReLU; return None if the model has any other layers."""
     if type(model) is not nn.Sequential or not isinstance(inputs, Tensor) or inputs.dim() != 2:
         return None
     links: list[str | None] = []
@@ -346,47 +347,51 @@ def find_links(model: nn.Module, inputs: object, values: Collection[str]) -> lis
         if type(module) not in (nn.Linear, nn.ReLU) or module._forward_hooks or module._forward_pre_hooks:
             return None
         if any(f"{path}.{name}" not in values for name, own in module._parameters.items() if own is not None):
-            return None  # a module or tensor that is used twice is listed under its first name only
+            return None  # a module or tensor that is used twice is listed only under its first name
         links.append(path if type(module) is nn.Linear else None)
     return None if model._forward_hooks or model._forward_pre_hooks else links
 
 
 def forward(links: Sequence[str | None], values: Tensors, inputs: Tensor) -> list[Tensor]:
-    """Return the input and every layer's output."""
-    seen = [inputs]
+    """Return the inputs, followed by the output of each layer."""
+    activations = [inputs]
     for path in links:
-        x = seen[-1]
-        seen.append(
+        x = activations[-1]
+        activations.append(
             torch.relu(x) if path is None else F.linear(x, values[f"{path}.weight"], values.get(f"{path}.bias"))
         )
-    return seen
+    return activations
 
 
 def walk_back(
-    links: Sequence[str | None], values: Tensors, seen: Sequence[Tensor], cotangents: Tensor
+    links: Sequence[str | None], values: Tensors, activations: Sequence[Tensor], cotangents: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield each Linear's path, the cotangents of its output and its input, from last to first."""
+    """Yield the path of each Linear, the cotangents of its output, and its input, from the last layer to the first."""
     back, (passes, samples, _) = cotangents, cotangents.shape
     for number in reversed(range(len(links))):
         path = links[number]
         if path is None:
-            back.mul_(seen[number + 1].sign())  # a ReLU's output has sign 0 or 1: its derivative
+            back.mul_(activations[number + 1].sign())  # the sign of a ReLU's output, 0 or 1, is its derivative
             continue
-        yield path, back, seen[number]
+        yield path, back, activations[number]
         if number:
             weight = values[f"{path}.weight"]
             back = (back.view(passes * samples, len(weight)) @ weight).view(passes, samples, weight.shape[1])
 
 
 def backward(
-    links: Sequence[str | None], values: Tensors, seen: Sequence[Tensor], cotangents: Tensor, wanted: Collection[str]
+    links: Sequence[str | None],
+    values: Tensors,
+    activations: Sequence[Tensor],
+    cotangents: Tensor,
+    trainable: Collection[str],
 ) -> Tensors:
-    """Return gradients of the `wanted` parameters, one row for each row of cotangents of the last output."""
+    """Return the gradients of the trainable parameters, with one row for each cotangent of the last output."""
     found: Tensors = {}
-    for path, back, entered in walk_back(links, values, seen, cotangents):
+    for path, back, inputs in walk_back(links, values, activations, cotangents):
         weight, bias = f"{path}.weight", f"{path}.bias"
-        if weight in wanted:
-            found[weight] = torch.bmm(back.transpose(1, 2), entered.expand(len(back), -1, -1))
-        if bias in wanted:
+        if weight in trainable:
+            found[weight] = torch.bmm(back.transpose(1, 2), inputs.expand(len(back), -1, -1))
+        if bias in trainable:
             found[bias] = back.sum(1)
-    return {name: found[name] for name in wanted}
+    return {name: found[name] for name in trainable}

@@ -1,10 +1,10 @@
-"""Losses: one value per sample, and its derivative with respect to the model's outputs.
+"""Losses: the value of each sample, and its derivative with respect to the model's outputs.
 
-The last axis of the outputs holds classes or target values. Values at several positions of a sample are summed; the
-caller averages over samples. A torch loss or a user's function gets outputs as the model returns them.
+The last axis of the outputs contains classes or predicted values. Values at several positions of a sample are summed;
+the caller averages over samples. A torch loss or a user's function receives the outputs as the model returns them.
 
-Derivatives of named losses are written out: with autograd, a client's step would take 25 to 35 % longer for batches of
-32, and 7 to 10 % for batches of 512 (perceptron with three hidden layers of 50).
+The derivatives of named losses are written out. With autograd, a client's step would take 25 to 35 % longer for batches
+of 32, and 7 to 10 % longer for batches of 512 (perceptron with three hidden layers of 50 units).
 """
 
 import math
@@ -29,7 +29,7 @@ class Loss(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Its name in messages."""
+        """The name of the loss in messages."""
 
     @property
     def couples(self) -> bool:
@@ -37,31 +37,31 @@ class Loss(ABC):
         return False
 
     def settings(self) -> Values:
-        """Return plain values from which another process can build an equal loss; none if it cannot."""
+        """Return plain values from which another process can build the same loss; empty for a user's function."""
         return {}
 
     def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """Return targets in the form in which this loss compares them with `outputs`; dense targets are not changed."""
+        """Return targets in the form that `values` and `gradient` expect, which may be the form they already have."""
         return targets
 
     def weigh_part(self, weights: Tensor) -> Tensor:
-        """Return the weights for a batch that is only part of the samples of a coupling loss."""
+        """Return sample weights for a batch that is only part of the samples, for a loss that couples samples."""
         return weights
 
     @abstractmethod
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return one number per sample, for dense targets."""
+        """Return the loss of each sample, for targets that `dense` returned."""
 
     @abstractmethod
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the derivative of the sum of values with respect to the outputs, for dense targets.
+        """Return the derivative of the sum of `values` with respect to the outputs, for targets that `dense` returned.
 
-        For a named loss, outputs may have extra leading dims, with the same targets.
+        For a named loss, outputs may have extra leading dims that share the same targets.
         """
 
 
 def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return targets in the outputs' shape and dtype; (n,) and (n, 1) are equivalent."""
+    """Return targets with the shape and dtype of the outputs; shapes (n,) and (n, 1) are equivalent."""
     if targets.shape == outputs.shape and targets.dtype == outputs.dtype:
         return targets
     samples, wanted = outputs.shape[0], tuple(outputs.shape)
@@ -71,11 +71,11 @@ def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.shape == outputs.shape[:1]:
         is_float = targets.is_floating_point()
         fix = f"{fix}, or targets.long() for classes" if is_float else f"use F.one_hot(targets, {wanted[-1]})"
-    raise BadArgument("targets", f"shape is {tuple(targets.shape)}, the model's outputs have {wanted}", fix)
+    raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but the model's outputs have {wanted}", fix)
 
 
 def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
-    """Return class indices as one-hot rows, in the outputs' shape."""
+    """Return class indices as one-hot rows with the shape of the outputs."""
     if targets.is_floating_point() or targets.shape != outputs.shape[:-1]:
         return match_targets(outputs, targets)
     try:
@@ -86,7 +86,7 @@ def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
 
 
 def check_classes(targets: Tensor, classes: int) -> None:
-    """Refuse class indices that have no output of the model."""
+    """Refuse class indices for which the model has no output."""
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= classes:
         what = f"classes range from {low} to {high}, but the model has outputs 0 to {classes - 1}"
@@ -97,9 +97,10 @@ def check_classes(targets: Tensor, classes: int) -> None:
 
 
 def sample_weights(outputs: Tensor, weights: Tensor | None, loss: Loss | None = None) -> Tensor | float:
-    """Return the weight of each sample in a loss, by default 1 / samples, broadcastable to outputs.
+    """Return the weight of each sample, by default 1 / samples, in a shape that broadcasts to the outputs.
 
-    Equal weights other than 1 / samples mean that the batch is only part of the samples of the loss.
+    If a loss couples samples, the weights must be equal; weights other than 1 / samples mean that the batch is only a
+    part of the samples.
     """
     if weights is None:
         return 1 / outputs.shape[0]
@@ -113,17 +114,17 @@ def sample_weights(outputs: Tensor, weights: Tensor | None, loss: Loss | None = 
 
 @dataclass(frozen=True)
 class NamedLoss(Loss):
-    """A loss that is sent by name: a sum over outputs, each compared with its own target by default.
+    """A loss that is sent by name: a sum over outputs, each of which is compared with a target by default.
 
     Its settings are its dataclass fields; most losses have none.
     """
 
     def settings(self) -> Values:
-        """Return its fields."""
+        """Return the fields by name."""
         return dict(vars(self))
 
     def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """Return targets in the outputs' shape."""
+        """Return targets with the shape of the outputs."""
         return match_targets(outputs, targets)
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ class SquaredError(NamedLoss):
 
 
 class BinaryCrossEntropy(NamedLoss):
-    """Cross-entropy of independent binary outputs, given as logits; targets are from 0 to 1."""
+    """Cross-entropy of independent binary outputs, given as logits; targets are between 0 and 1."""
 
     name = "binary_cross_entropy"
 
@@ -161,7 +162,7 @@ class BinaryCrossEntropy(NamedLoss):
 
 
 class LogCosh(NamedLoss):
-    """log cosh (y - target): squared error near 0, absolute error far away, smooth everywhere."""
+    """log cosh (y - target), which is smooth, close to half the squared error near 0, and linear far from 0."""
 
     name = "log_cosh"
 
@@ -202,7 +203,7 @@ class AbsoluteError(NamedLoss):
 
 @dataclass(frozen=True)
 class Huber(NamedLoss):
-    """Half the squared distance up to `delta`, and beyond it delta times (distance - delta / 2)."""
+    """Half the squared distance if the distance is at most `delta`, otherwise delta times (distance - delta / 2)."""
 
     delta: float = 1.0
     name = "huber"
@@ -215,7 +216,7 @@ class Huber(NamedLoss):
         return F.huber_loss(y, target, reduction="none", delta=self.delta)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return y - target, clipped to delta."""
+        """Return y - target, clipped to [-delta, delta]."""
         return (outputs - targets).clamp(-self.delta, self.delta)
 
 
@@ -230,7 +231,7 @@ class ClassLoss(NamedLoss):
 class Hinge(ClassLoss):
     """Sum over the other classes of max(0, 1 - y_target + y_other); targets are class indices or one-hot rows.
 
-    Like torch's multi_margin_loss, not divided by the number of classes.
+    This is torch's multi_margin_loss without the division by the number of classes.
     """
 
     name = "hinge"
@@ -242,7 +243,7 @@ class Hinge(ClassLoss):
         return self._margins(y, target).relu()
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return 1 for each other class within the margin, and minus the number of these for the target."""
+        """Return 1 for each other class within the margin, and minus the number of such classes for the target."""
         inside = (self._margins(outputs, targets) > 0).to(outputs.dtype)
         return inside - targets * inside.sum(-1, keepdim=True)
 
@@ -252,8 +253,8 @@ class CrossEntropy(ClassLoss):
     """Softmax cross-entropy; targets are class indices, or one row of probabilities per sample.
 
     Args:
-        weight: one factor per class; the mean is over the number of samples, not over their weights.
-        label_smoothing: fraction of every target that is spread over all classes.
+        weight: one factor per class. The mean divides by the number of samples, not by the sum of their weights.
+        label_smoothing: fraction of each target that is distributed equally over all classes.
         average_positions: average over the positions of a sample, with classes on axis 1, as torch.nn.CrossEntropyLoss
             does; by default, positions are summed.
     """
@@ -289,13 +290,13 @@ class CrossEntropy(ClassLoss):
         return -self._weigh(target) * y.log_softmax(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return softmax(y) - target, for weighted targets."""
+        """Return softmax(y) times the sum of the weighted targets, minus the weighted targets."""
         wanted = self._weigh(targets)
         return outputs.softmax(-1) * wanted.sum(-1, keepdim=True) - wanted
 
 
 class AutogradLoss(Loss):
-    """A loss differentiated by autograd; it gets outputs and targets unchanged."""
+    """A loss that is differentiated by autograd and receives outputs and targets unchanged."""
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Differentiate the sum of values."""
@@ -310,7 +311,7 @@ class AutogradLoss(Loss):
 
 @dataclass(frozen=True)
 class Custom(AutogradLoss):
-    """A user's function (outputs, targets) -> one value per sample; values per output or position are summed."""
+    """A user's function (outputs, targets) that returns a value per sample; values per output are summed."""
 
     function: Function
 
@@ -320,9 +321,10 @@ class Custom(AutogradLoss):
         return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the function's values, summed over a sample's outputs and positions.
+        """Return the function's values, summed over the outputs and positions of each sample.
 
-        Other shapes are refused: (n, n) for outputs (n, 1) compares each output with the targets of all samples.
+        Other shapes are refused. For example, (n, n) for outputs of shape (n, 1) means that each output was compared
+        with the targets of all samples.
         """
         found, first, others = self.function(outputs, targets), outputs.shape[:1], outputs.shape[1:]
         known = (first, first + others, first + others[:-1], first + others[1:])
@@ -336,16 +338,16 @@ class Custom(AutogradLoss):
 
 
 class BatchLoss(Custom):
-    """A user's function (outputs, targets) -> one number for the whole batch, such as a contrastive or ranking loss.
+    """A user's function (outputs, targets) that returns one number per batch, such as a contrastive or ranking loss.
 
-    Each client's loss couples the samples of its own batch. So a veil is equivalent to plain federated training, not to
-    training on all clients' batches together, and batches are never fused.
+    The loss couples the samples of each client's batch. A veil is therefore equivalent to plain federated training, but
+    not to training on the batches of all clients together, and batches are never fused.
     """
 
     couples = True
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the batch's value, repeated for each sample, so that the mean is the loss."""
+        """Return the value of the batch, repeated for each sample, so that their mean is the loss."""
         found = self.function(outputs, targets)
         if not isinstance(found, Tensor) or found.dim():
             what = f"it returned {_describe(found)}, not one number for the batch"
@@ -362,8 +364,8 @@ def couples_samples(loss: Loss) -> bool:
     return loss.couples
 
 
-USERS = (AutogradLoss,)  # losses that get targets unchanged
-OF_CLASSES = (ClassLoss,)
+AUTOGRAD_LOSSES = (AutogradLoss,)  # losses that receive targets unchanged
+CLASS_LOSSES = (ClassLoss,)
 LOSSES: dict[str, type[NamedLoss]] = {
     kind.name: kind
     for kind in (SquaredError, CrossEntropy, BinaryCrossEntropy, LogCosh, Poisson, AbsoluteError, Huber, Hinge)
@@ -371,7 +373,7 @@ LOSSES: dict[str, type[NamedLoss]] = {
 
 
 def find_loss(loss: "str | Loss | Function") -> Loss:
-    """Return a loss given by name, as a loss (unchanged), as a torch module or as a user's function."""
+    """Return the loss that is given by name, as a `Loss`, as a loss module of torch, or as a function."""
     if isinstance(loss, str):
         if loss not in LOSSES:
             known = ", ".join(f'"{name}"' for name in LOSSES)

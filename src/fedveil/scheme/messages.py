@@ -1,6 +1,6 @@
-"""Messages: a `Broadcast` from the server to clients, and their `Update`.
+"""Messages: the server sends a `Broadcast`, and each client replies with an `Update`.
 
-`pack` turns them into plain values and tensors, which `fedveil.wire` serialises, and `unpack` is its inverse.
+`pack` converts a message to plain values and tensors, which `fedveil.wire` serialises; `unpack` is its inverse.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,35 +12,35 @@ from torch import Tensor, nn
 
 from fedveil.checks import check_choice, is_number
 from fedveil.errors import BadArgument, ModelMismatch
-from fedveil.graph.head import TAILS, WITHIN, Head, Tail
+from fedveil.graph.head import INNER_TAILS, TAILS, Head, Tail
 from fedveil.graph.plan import ModelState
 from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_loss
 from fedveil.scheme.torch_losses import TorchLoss, build_module, is_module
 from fedveil.wire import Packed, Tensors, Values, add_prefix, check_fields, strip_prefix
 
-MOST_GROUPS = MOST_DECOYS = 64  # maximum that clients accept
-MOST_PASSES = MOST_GROUPS + 2  # gradients that a client computes for a batch and sends
-MOST_AXES, MOST_CLASSES = 8, 2**18  # of a model's outputs
-LARGEST = 1e100  # maximum of a numeric setting: products with it stay inside float64
+MOST_GROUPS = MOST_DECOYS = 64  # the maximum that clients accept
+MOST_PASSES = MOST_GROUPS + 2  # gradients that a client computes and sends for a batch
+MOST_AXES, MOST_CLASSES = 8, 2**18  # maximum number of axes and classes of a model's outputs
+LARGEST = 1e100  # maximum of a numeric setting, so that products do not overflow float64
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that torch computes in
-SAME_CODE = "build the client's model with the code that built the server's"
+SAME_CODE = "build the client's model with the same code as the server's model"
 
 
 @dataclass(frozen=True, eq=False)
 class PublicHead(Head):
-    """The public part of the head: the model as the paper sends it has the weight base + (offset o direction) 1^T.
+    """The public part of the head. In the paper, the weight that is sent is base + (offset o direction) 1^T.
 
     Attributes:
-        noisy_bias: whether the bias has the same noise, as the weight of an input that is always 1. A bias close to
-            zero has none: it would reveal the noise.
+        noisy_bias: whether the bias has the same noise, as if it were the weight of an input that is always 1. A bias
+            close to zero gets no noise, because it would reveal the noise.
         direction: r_a, one number per output.
         partition: the group of each output.
-        offset: the size of the noise, one number per group; the paper's gamma is this plus the anchor's secret share.
-        candidates: offsets for which clients compute gradients, one per row: the true one and decoys. None for squared
-            error, which has its own terms.
+        offset: the size of the noise, one number per group; the paper's gamma is this plus the secret d of the anchor.
+        candidates: offsets for which clients compute gradients, one per row: the true offset and decoys. Empty for
+            squared error, which has other terms.
 
     Raises:
-        BadArgument: more than `MOST_GROUPS` groups or `MOST_DECOYS` decoys.
+        BadArgument: there are more than `MOST_GROUPS` groups or `MOST_DECOYS` decoys.
     """
 
     noisy_bias: bool
@@ -56,7 +56,7 @@ class PublicHead(Head):
 
     @property
     def groups(self) -> int:
-        """The paper's m."""
+        """The number of groups, m in the paper."""
         return len(self.offset)
 
     @property
@@ -64,9 +64,9 @@ class PublicHead(Head):
         """Whether there are candidates."""
         return len(self.candidates) > 0
 
-    def noise(self, like: Tensor) -> Tensor:
-        """Return t o r_a for each candidate t, one number per output, in the dtype of `like`."""
-        return (self.candidates[:, self.partition] * self.direction.double()).to(like)
+    def noise(self, outputs: Tensor) -> Tensor:
+        """Return t o r_a for each candidate t, one number per output, with the dtype and device of `outputs`."""
+        return (self.candidates[:, self.partition] * self.direction.double()).to(outputs)
 
 
 _BROADCAST = {"round": str, "model": str, "trainable": list[str], "training": list[str]}
@@ -76,33 +76,35 @@ _HEAD = {each.name: each.type for each in fields(PublicHead) if each.type is not
 
 
 def _split_tensors(where: str, values: Values, tensors: Mapping[str, Tensor], *prefixes: str) -> list[Tensors]:
-    """Return the tensors with each prefix, which is removed; refuse other tensors, and anything but dicts by name."""
-    for what, given in (("values", values), ("tensors", tensors)):
-        if not isinstance(given, Mapping) or not all(type(name) is str for name in given):
-            raise BadArgument(where, f"{what} are {type(given).__name__}, not a dict by name")
-    found = [strip_prefix(prefix, tensors) for prefix in prefixes]
-    if sum(map(len, found)) < len(tensors):
+    """Return the tensors for each prefix, without the prefix; refuse other tensors and anything but dicts."""
+    for what, found in (("values", values), ("tensors", tensors)):
+        if not isinstance(found, Mapping) or not all(type(name) is str for name in found):
+            raise BadArgument(where, f"{what} must be a dict with names as keys, got {type(found).__name__}")
+    parts = [strip_prefix(prefix, tensors) for prefix in prefixes]
+    if sum(map(len, parts)) < len(tensors):
         strange = next(name for name in tensors if name.partition("/")[0] not in prefixes or "/" not in name)
         raise BadArgument(where, f"{strange[:80]!a} was not asked for")
-    return found
+    return parts
 
 
-def known_loss(where: str, loss: str, loss_settings: Values, own: Loss | None) -> Loss:
-    """Return the loss that the server named; a user's own function is not sent, and must be passed as `own`."""
-    if own is not None and own.name != loss:
-        raise BadArgument(where, f"the server's loss is {loss!r}, but the client's is {own.name!r}")
-    if own is None and loss not in LOSSES and not is_module(loss):
-        raise BadArgument(where, f"the loss {loss!r} is the server's own function", f"call {where}(..., loss=function)")
-    return own or _build_loss(loss, loss_settings)
+def resolve_loss(where: str, loss: str, loss_settings: Values, custom: Loss | None) -> Loss:
+    """Return the loss that the server named; a user's function is not sent, and must be passed as `custom`."""
+    if custom is not None and custom.name != loss:
+        raise BadArgument(where, f"the server's loss is {loss!r}, but the client's is {custom.name!r}")
+    if custom is None and loss not in LOSSES and not is_module(loss):
+        raise BadArgument(
+            where, f"the loss {loss!r} is a custom function, which is not sent", f"call {where}(..., loss=function)"
+        )
+    return custom or _build_loss(loss, loss_settings)
 
 
 def _build_loss(name: str, settings: Values) -> Loss:
-    """Build a loss; settings must have the types of its defaults, or be a list of numbers where the default is None."""
-    usual = LOSSES[name]() if name in LOSSES else build_module(name, {})
-    known, found = usual.settings(), dict[str, bool | int | float | str | tuple[float, ...] | None]()
+    """Build a loss. Each setting must have the type of its default; if that is None, it must be a list of numbers."""
+    default = LOSSES[name]() if name in LOSSES else build_module(name, {})
+    known, found = default.settings(), dict[str, bool | int | float | str | tuple[float, ...] | None]()
     for key, value in settings.items():
         if key not in known:
-            fix = f"use {', '.join(known)}" if known else "send none"
+            fix = f"use {', '.join(known)}" if known else "send no settings"
             raise BadArgument("loss", f"{name} has no setting {str(key)[:40]!a}", fix)
         listed, single = known[key] is None and isinstance(value, list | tuple), isinstance(known[key], float)
         numbers = value if listed else [value] if single else []
@@ -112,80 +114,80 @@ def _build_loss(name: str, settings: Values) -> Loss:
             raise BadArgument("loss", f"{key} of {name} must be {form}, finite and of reasonable size")
         found[key] = tuple(map(float, value)) if listed else float(value) if single else value
     try:
-        return build_module(name, found) if isinstance(usual, TorchLoss) else replace(usual, **found)
+        return build_module(name, found) if isinstance(default, TorchLoss) else replace(default, **found)
     except BadArgument:
         raise
-    except ValueError as error:  # torch's
+    except ValueError as error:  # raised by torch
         raise BadArgument("loss", f"{name} cannot be built: {error}") from error
 
 
-def match_model(own: ModelState, parameters: Tensors, buffers: Tensors, *, complete: bool) -> None:
+def match_model(state: ModelState, parameters: Tensors, buffers: Tensors, *, complete: bool) -> None:
     """Refuse tensors that do not match the client's model in name, shape or dtype, and missing buffers.
 
-    Floating-point tensors may all have one other dtype that torch computes in: clients use the dtype that was sent.
+    Floating-point tensors may all have another dtype that torch computes in, because clients use the dtype sent.
 
     Args:
-        own: the client's model.
+        state: the state of the client's model.
         parameters: the parameters received.
         buffers: the buffers received.
         complete: whether every parameter must have been received.
     """
-    alike = _match_shapes(parameters, own.parameters, complete=complete)
-    if _match_shapes(buffers, own.buffers, complete=True) and alike:
+    alike = _match_shapes(parameters, state.parameters, complete=complete)
+    if _match_shapes(buffers, state.buffers, complete=True) and alike:
         return
-    sent, wanted = parameters | buffers, own.parameters | own.buffers
+    sent, wanted = parameters | buffers, state.parameters | state.buffers
     floats = {value.dtype for value in sent.values() if value.is_floating_point()}
     for name, value in sent.items():
         kinds = value.dtype, wanted[name].dtype
         other = all(kind.is_floating_point for kind in kinds) and len(floats) == 1 and value.dtype in FLOATS
         if kinds[0] != kinds[1] and not other:
-            raise ModelMismatch(name, f"the broadcast has {kinds[0]}, the model {kinds[1]}", SAME_CODE)
+            raise ModelMismatch(name, f"the broadcast has {kinds[0]}, the model has {kinds[1]}", SAME_CODE)
 
 
 def _match_shapes(sent: Mapping[str, Tensor], own: Mapping[str, Tensor], *, complete: bool) -> bool:
-    """Refuse tensors with other names or shapes; return whether all dtypes are the same."""
+    """Refuse tensors whose names or shapes do not match; return whether all dtypes match."""
     alike = True
     for name, value in sent.items():
         tensor = own.get(name)
         if tensor is None or tensor.shape != value.shape:
             found = "nothing" if tensor is None else str(tuple(tensor.shape))
-            what = f"the broadcast has {str(tuple(value.shape))[:80]}, the model {found}"
+            what = f"the broadcast has {str(tuple(value.shape))[:80]}, the model has {found}"
             raise ModelMismatch(name[:80], what, SAME_CODE)
         alike = alike and value.dtype == tensor.dtype
     if complete and len(sent) < len(own):
         name = next(name for name in own if name not in sent)
-        raise ModelMismatch(name, f"the broadcast has nothing, the model {tuple(own[name].shape)}", SAME_CODE)
+        raise ModelMismatch(name, f"the broadcast has nothing, the model has {tuple(own[name].shape)}", SAME_CODE)
     return alike
 
 
 def check_trainable(trainable: Collection[str], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse parameters to train that were not sent, have no gradient or are listed twice, and an empty list."""
+    """Refuse an empty list of trainable parameters, duplicates, and names that were not sent or have no gradient."""
     differentiable = {name for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
     strange = [name for name in trainable if name not in differentiable]
     if strange or not trainable or len(set(trainable)) < len(trainable):
-        what = f"{strange[0][:80]!a} cannot be trained" if strange else "trainable names nothing, or something twice"
+        what = f"{strange[0][:80]!a} cannot be trained" if strange else "trainable is empty or contains a name twice"
         raise ModelMismatch("broadcast", what, SAME_CODE)
 
 
 def select_row(buffers: Tensors, row: int) -> Tensors:
-    """Return one row of each floating-point buffer, which has a row per candidate; counters have no rows."""
+    """Return one candidate's row of each floating-point buffer; counters have no rows and are not changed."""
     return {name: value[row] if value.is_floating_point() else value for name, value in buffers.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """The server's complete message in a round.
+    """The complete message that the server sends in a round.
 
     Attributes:
-        round, model: names of the round and of the architecture, for the update to quote.
+        round, model: the names of the round and of the architecture, which the update repeats.
         loss: the loss that clients minimise.
         parameters: the perturbed parameters; the head is anchored, without its public offset.
         buffers: the perturbed buffers, and counters.
-        trainable: names of the parameters whose gradients are wanted.
-        training: paths of the modules that must be in training mode; all others in evaluation mode.
-        head: None if the head is exposed.
-        continued: whether buffers have one more leading dim, with a row per candidate: their values after the client's
-            last batch for this broadcast.
+        trainable: names of the parameters whose gradients clients compute.
+        training: paths of the modules in training mode; all others must be in evaluation mode.
+        head: the public part of the head; None if the head is exposed.
+        continued: whether the client has already processed a batch for this broadcast. Buffers then have an extra
+            leading dim, with a row per candidate, and contain their values after the client's last batch.
     """
 
     round: str
@@ -213,14 +215,14 @@ class Broadcast:
     def unpack(
         cls, values: Values, tensors: Mapping[str, Tensor], loss: "Loss | Function | str | None" = None
     ) -> "Broadcast":
-        """Invert `pack`; a user's own loss is not sent and must be passed."""
+        """Return the message that `pack` converted. A user's loss function is not sent and must be passed."""
         where = "Broadcast.unpack"
         parameters, buffers, public = _split_tensors(where, values, tensors, "parameter", "buffer", "head")
         found = check_fields(where, values, _BROADCAST)
         found |= {name: tuple(found[name]) for name in ("trainable", "training")}
-        own = None if loss is None else find_loss(loss)
-        if own is None or "loss" in values:
-            own = known_loss(where, **check_fields(where, values, {"loss": str, "loss_settings": dict}), own=own)
+        used = None if loss is None else find_loss(loss)
+        if used is None or "loss" in values:
+            used = resolve_loss(where, **check_fields(where, values, {"loss": str, "loss_settings": dict}), custom=used)
         check_trainable(found["trainable"], parameters)
         has_head, head = values.get("head") is not None, None
         if public.keys() != set(_HEAD_TENSORS if has_head else ()):
@@ -228,13 +230,13 @@ class Broadcast:
             raise BadArgument(where, f"the head's tensors must be {wanted}, got {str(sorted(public))[:200]}")
         if has_head:
             head = _read_head(where, check_fields(where, values, {"head": dict})["head"], public, parameters)
-            if not head.decoys and (head.tail in WITHIN or not isinstance(own, SquaredError)):
-                raise BadArgument(where, f"the head has no candidates, and {own.name} needs some here")
-        return cls(loss=own, parameters=parameters, buffers=buffers, head=head, **found)
+            if not head.decoys and (head.tail in INNER_TAILS or not isinstance(used, SquaredError)):
+                raise BadArgument(where, f"the head has no candidates, but the loss {used.name} needs them here")
+        return cls(loss=used, parameters=parameters, buffers=buffers, head=head, **found)
 
 
 def _read_head(where: str, values: Values, public: Tensors, parameters: Tensors) -> PublicHead:
-    """Read the public part of a head whose weight and bias are among these parameters."""
+    """Read and check the public part of a head; its weight and bias must be among the parameters."""
     named = check_fields(where, values, _HEAD)
     named["tail"] = cast(Tail, check_choice(where, "tail", named["tail"], TAILS))
     direction, partition, offset, candidates = (public[name] for name in _HEAD_TENSORS)
@@ -242,7 +244,9 @@ def _read_head(where: str, values: Values, public: Tensors, parameters: Tensors)
     if weight is None or (bias is None) != (named["bias"] is None):
         raise ModelMismatch("head", "the broadcast has no parameters with the names of its weight and bias", SAME_CODE)
     if weight.dim() < 2 or dim not in (0, 1) or not (named["axis"] == -1 or 0 < named["axis"] < MOST_AXES):
-        raise ModelMismatch("head", f"a weight of {weight.dim()} dims has no outputs at {dim}", SAME_CODE)
+        raise ModelMismatch(
+            "head", f"a weight with {weight.dim()} dims cannot have its outputs on dim {dim}", SAME_CODE
+        )
     outputs, groups = weight.shape[dim], offset.numel()
     forms = {
         "number of outputs": named["outputs"] == outputs,
@@ -254,7 +258,7 @@ def _read_head(where: str, values: Values, public: Tensors, parameters: Tensors)
     }
     for name, fits in forms.items():
         if not fits:
-            raise ModelMismatch("head", f"its {name} is not one of {outputs} outputs in {groups} groups", SAME_CODE)
+            raise ModelMismatch("head", f"its {name} does not match {outputs} outputs in {groups} groups", SAME_CODE)
     if not 0 <= int(partition.min()) <= int(partition.max()) < groups:
         raise ModelMismatch("head", f"its partition has groups outside 0 to {groups - 1}", SAME_CODE)
     return PublicHead(**(named | public))
@@ -267,10 +271,10 @@ class Update:
     Attributes:
         round, model: copied from the broadcast.
         samples: the number of samples that the passes are averaged over.
-        passes: gradients by name, with one more leading axis: the passes G^, sigma~_1 ... sigma~_m, beta, or one for
-            each of the broadcast's candidates.
-        buffers: the client's buffers after its forward pass, still perturbed; with a row per candidate if the
-            operations after the head ran once for each.
+        passes: gradients by name, with an extra leading axis for the passes: G^, sigma~_1 ... sigma~_m and beta, or one
+            pass for each of the broadcast's candidates.
+        buffers: the client's perturbed buffers after its forward pass, with a row per candidate if the operations
+            after the head ran once for each candidate.
     """
 
     round: str
@@ -286,29 +290,29 @@ class Update:
 
     @classmethod
     def unpack(cls, values: Values, tensors: Mapping[str, Tensor]) -> "Update":
-        """Invert `pack`."""
+        """Return the message that `pack` converted."""
         passes, buffers = _split_tensors("Update.unpack", values, tensors, "passes", "buffer")
         return cls(**check_fields("Update.unpack", values, _UPDATE), passes=passes, buffers=buffers)
 
 
 def check_broadcast(model: nn.Module, broadcast: Broadcast) -> ModelState:
-    """Read the model, or refuse it if its tensors or modes differ from the broadcast's.
+    """Return the model's state; refuse a model whose tensors or modes do not match the broadcast.
 
-    Parameters that forward does not read are not sent; all buffers are.
+    The broadcast contains all buffers, but no parameters that forward does not read.
     """
-    inside = ModelState.read(model)
+    state = ModelState.read(model)
     buffers = select_row(broadcast.buffers, 0) if broadcast.continued else broadcast.buffers
-    match_model(inside, broadcast.parameters, buffers, complete=False)
-    training = tuple([path for path, mode in inside.modes if mode])
+    match_model(state, broadcast.parameters, buffers, complete=False)
+    training = tuple([path for path, mode in state.modes if mode])
     if training != broadcast.training:
         _refuse_modes(model, training, broadcast.training)
-    return inside
+    return state
 
 
 def _refuse_modes(model: nn.Module, own: Sequence[str], sent: Sequence[str]) -> NoReturn:
     differing = sorted(set(own) ^ set(sent))
     if not differing:
-        raise ModelMismatch("broadcast", "it lists modules in training mode twice or in another order", SAME_CODE)
+        raise ModelMismatch("broadcast", "it lists modules in training mode twice or in the wrong order", SAME_CODE)
     path, mode = differing[0][:80], "train" if differing[0] in sent else "eval"
     fix = f"call model.get_submodule({path!r}).{mode}()" if path else f"call model.{mode}()"
-    raise ModelMismatch(path or type(model).__name__, f"the broadcast is for a model in {mode} mode here", fix)
+    raise ModelMismatch(path or type(model).__name__, f"the broadcast requires {mode} mode here", fix)

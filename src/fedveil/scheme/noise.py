@@ -1,11 +1,11 @@
-"""The one-time noise for a round and the source of its random numbers (paper, Sec. 4.1, "Random noises selection").
+"""Draw the noise for a round (paper, Sec. 4.1, "Random noises selection").
 
 Anchoring splits the head's noise into a large public offset and a small secret one, d (docs/maths.md, "Anchoring").
 
 Decoys are plausible false offsets (docs/losses.md, "How decoys are drawn"). A client can subtract each candidate from
-the head that it received, and knows what heads look like: small, with no direction common to their columns. So it has
-three estimates of the true offset, weighted means of the columns' votes, each with some error. A decoy is the offset
-that would follow from the errors of the same head with shuffled rows and columns.
+the head that it received, and knows that heads are usually small and that their columns have no common direction. It
+can therefore compute three estimates of the true offset, which are weighted means of the columns' votes. A decoy is an
+offset for which the errors of these estimates are those of the same head with shuffled rows and columns.
 """
 
 import math
@@ -25,23 +25,23 @@ from fedveil.graph.solve import Integers
 from fedveil.scheme.losses import Loss, SquaredError
 from fedveil.scheme.messages import MOST_DECOYS, MOST_GROUPS
 
-SMALLEST_SIZE, LARGEST_SIZE = 1e-30, 1e30  # of the offset
-DEFAULT_DECOYS = 2  # gives the same number of passes as squared error with one group
-CHEAPEST = ", which on average hides as much as more groups and costs least"
-LARGEST_FACTOR = 1e6  # beyond it, products of a few factors overflow float32
-MAX_STEPS = 16  # of the anchor
-QUANTILE = 0.1  # of the columns, by size, which sets their weights
-SETTLED = 0.01  # square of the last step at convergence, relative to that of a small column
+SMALLEST_SIZE, LARGEST_SIZE = 1e-30, 1e30  # minimum and maximum size of the offset
+DEFAULT_DECOYS = 2  # as many passes as for squared error with one group
+CHEAPEST = ", which on average hides as much as more groups and costs the least"
+LARGEST_FACTOR = 1e6  # with larger factors, products of a few of them overflow float32
+MAX_STEPS = 16  # maximum number of iterations for the anchor
+QUANTILE = 0.1  # quantile of the columns' sizes that determines their weights
+SETTLED = 0.01  # converged if the square of a step is at most this fraction of a small column's square
 TINY = np.finfo(np.float64).tiny
 SHUFFLES = MOST_DECOYS  # number of shuffled heads in a fit
-GRID = -28  # the last binary digit of a candidate, relative to the spread of the columns' votes
-RIDGE = 0.01  # regularisation per shuffled head, for estimates that nearly agree
+GRID = -28  # exponent of a candidate's last binary digit, relative to the spread of the columns' votes
+RIDGE = 0.01  # regularisation per shuffled head, needed if the estimates nearly agree
 
 Reals = NDArray[np.float64]
 
 
 class Entropy:
-    """A source of random 64-bit words: the operating system, or, for tests only, a seed."""
+    """A source of random numbers: the operating system or, for tests only, a seeded generator."""
 
     def __init__(self) -> None:
         self._bytes: Callable[[int], bytes] = os.urandom
@@ -49,37 +49,37 @@ class Entropy:
 
     @classmethod
     def for_tests(cls, seed: int) -> "Entropy":
-        """Return a reproducible source, which is not secret: servers and clients on a network refuse it."""
+        """Return a reproducible source. Its numbers are not secret, so servers and clients on a network refuse it."""
         source = cls()
         source._bytes = np.random.Generator(np.random.PCG64(seed)).bytes
         source.for_tests_only = True
         return source
 
     def words(self, count: int) -> NDArray[np.uint64]:
-        """Draw uniform 64-bit numbers."""
+        """Draw uniform 64-bit integers."""
         return np.frombuffer(self._bytes(8 * count), dtype=np.uint64)
 
     def token(self) -> str:
-        """Draw the name of a round."""
+        """Draw a random name for a round."""
         return self._bytes(16).hex()
 
     def log_uniform(self, count: int, width: Reals, signed: NDArray[np.uint64]) -> Reals:
-        """Draw `count` rows of exp(u), u uniform in [-width, width), from 53 bits; with random signs where `signed`."""
+        """Draw `count` rows of exp(u) with u uniform in [-width, width), and with random signs where `signed` is 1."""
         words = self.words(count * len(width)).reshape(count, -1)
         size: Reals = np.exp((words >> np.uint64(11)) * (width * 2**-52) - width)
         return size * (1.0 - 2.0 * (words & signed))
 
     def keys(self, count: int) -> NDArray[np.uint32]:
-        """Draw uniform 32-bit numbers to sort by."""
+        """Draw uniform 32-bit integers, to be used as sort keys."""
         return np.frombuffer(self._bytes(4 * count), dtype=np.uint32)
 
     def fractions(self, count: int) -> Reals:
-        """Draw uniform numbers in [-1/2, 1/2), from 16 bits each."""
+        """Draw uniform numbers in [-1/2, 1/2), with 16 random bits each."""
         words = np.frombuffer(self._bytes(2 * count), dtype=np.uint16).astype(np.float64)
         return words * 2.0**-16 - 0.5
 
     def normal(self, count: int) -> Reals:
-        """Draw standard normal numbers, each from 52 bits of a separate random word.
+        """Draw standard normal numbers, each from 52 random bits.
 
         A torch.Generator would derive all of them from one 32-bit seed.
         """
@@ -90,20 +90,20 @@ class Entropy:
 
 @dataclass(frozen=True)
 class NoiseSettings:
-    """How much noise a veil draws.
+    """The amount of noise that a veil draws.
 
     Attributes:
-        groups: the paper's m, from 1 to the number of outputs and at most 64. Clients compute groups + 2 gradients.
-        additive: size of the additive noise. The gradient is recovered with the same precision for any size.
-        multiplicative: bound x on the factors, which are log-uniform in [1/x, x].
-        permute: also permute units secretly.
-        decoys: number of false head offsets sent with the true one, at most 64; clients compute one gradient for each.
-            Default 2, or none for squared error if nothing follows the head: its m + 2 terms need none.
-        keep_noise: draw factors, permutation, direction and partition once and keep them in memory for all rounds
-            (docs/defences/veil.md says what that reveals).
+        groups: m in the paper, from 1 to the number of outputs, at most 64. Clients compute groups + 2 gradients.
+        additive: the size of the additive noise, which does not affect the precision of the recovered gradient.
+        multiplicative: the bound x on the factors, which are log-uniform in [1/x, x].
+        permute: whether to permute units as well.
+        decoys: the number of false head offsets that are sent with the true one, at most 64. Clients compute a gradient
+            for each. The default is 2, or none for squared error if nothing follows the head.
+        keep_noise: whether to draw factors, permutation, direction and partition only once and keep them in memory for
+            all rounds (docs/defences/veil.md explains what this reveals).
 
     Raises:
-        BadArgument: a value out of range.
+        BadArgument: a value is out of range.
     """
 
     groups: int = 1
@@ -132,14 +132,14 @@ class NoiseSettings:
         """Return the number of decoys for a model and a loss."""
         if self.decoys is not None:
             return self.decoys
-        has_own_terms = isinstance(loss, SquaredError) and not (plan.head and plan.head.within)
+        has_own_terms = isinstance(loss, SquaredError) and not (plan.head and plan.head.is_inner)
         return 0 if has_own_terms else DEFAULT_DECOYS
 
     def draw_units(self, plan: Plan, count: int, entropy: Entropy) -> "list[UnitNoise]":
         """Draw factors and permutations for `count` rounds.
 
-        r is log-uniform in [1/x, x] with x = multiplicative, the head's numbers in [1/2, 2]. Both have random
-        signs; r only where its symmetry allows.
+        r is log-uniform in [1/x, x] with x = multiplicative; the head's numbers are log-uniform in [1/2, 2]. All have
+        random signs, but r only where its symmetry allows them.
         """
         width, signed = plan.freedoms
         numbers_for_head = self.groups + plan.head.outputs if plan.head else 0
@@ -151,7 +151,7 @@ class NoiseSettings:
         return [UnitNoise(*row) for row in zip(*rows, strict=True)]
 
     def draw_head(self, plan: Plan, units: "UnitNoise", entropy: Entropy) -> "HeadNoise | None":
-        """Draw the head's noise; None if two components of the direction are equal in the model's dtype."""
+        """Draw the head's noise; return None if two components of the direction are equal in the model's dtype."""
         assert plan.head is not None
         groups, outputs = self.groups, plan.head.outputs
         partition = _draw_partition(outputs, groups, entropy)
@@ -171,14 +171,14 @@ def _check_count(name: str, value: int, most: int, fix: str) -> None:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class UnitNoise:
-    """Factors and permutation of hidden units.
+    """The factors and the permutation of the hidden units.
 
     Attributes:
         scale: r, one number per scale class.
         members: the new index of each order class within its kind.
         factors: the factor of each scale slot of the plan.
         shifts: the shift of each order slot of the plan.
-        others: log-uniform numbers from which the head's noise is made.
+        others: log-uniform numbers from which the head's noise is computed.
     """
 
     scale: Reals
@@ -192,7 +192,7 @@ class UnitNoise:
 class HeadNoise:
     """The public part of the additive noise: its size, its direction (r_a) and the partition.
 
-    The paper's gamma is the offset plus the anchor's d, which follows from the model and is secret.
+    The paper's gamma is the offset plus the anchor's secret d, which depends on the model.
     """
 
     offset: Reals
@@ -200,14 +200,14 @@ class HeadNoise:
     partition: Tensor
 
     def renew(self, additive: float, entropy: Entropy) -> "HeadNoise":
-        """Return the same direction and partition with a new offset."""
+        """Return noise with the same direction and partition, but a new offset."""
         groups = len(self.offset)
         numbers = entropy.log_uniform(1, np.full(groups, math.log(2)), np.ones(groups, np.uint64))[0]
         return HeadNoise(numbers * additive, self.direction, self.partition)
 
 
 def _draw_members(plan: Plan, count: int, entropy: Entropy | None) -> Integers:
-    """Draw new indices of the order classes within their kinds, one row per round; without entropy, nothing moves."""
+    """Draw the new index of each order class within its kind, one row per round; without entropy, nothing moves."""
     orders, moving = plan.orders, plan.moving
     cells, sizes = orders.cells[moving], np.bincount(orders.cells[moving])
     members = np.zeros((count, len(orders.cells)), dtype=np.int64)
@@ -219,7 +219,7 @@ def _draw_members(plan: Plan, count: int, entropy: Entropy | None) -> Integers:
 
 
 def _shuffle(groups: Integers, count: int, entropy: Entropy | None) -> Integers:
-    """Draw a new index within its group for each member, one row per round."""
+    """Draw a new index for each member within its group, one row per round."""
     keys, ordered = groups.astype(np.uint64) << np.uint64(40), np.sort(groups)
     random = entropy.words(count * len(groups)) if entropy else np.zeros(count * len(groups), np.uint64)
     order = np.argsort(keys + (random.reshape(count, -1) >> np.uint64(24)), axis=1, kind="stable")
@@ -232,7 +232,7 @@ def _draw_partition(outputs: int, groups: int, entropy: Entropy) -> Integers:
     """Draw the group of each output: a random partition into `groups` non-empty parts."""
     if groups == 1:
         return np.zeros(outputs, dtype=np.int64)
-    extra = entropy.words(outputs - groups) % np.uint64(groups)  # uniform up to 2^-64 x groups
+    extra = entropy.words(outputs - groups) % np.uint64(groups)  # the bias of the remainder is below groups x 2^-64
     partition = np.concatenate([np.arange(groups), extra.astype(np.int64)])
     return partition[np.argsort(entropy.words(outputs))]
 
@@ -245,22 +245,23 @@ def _balance(sizes: Reals, partition: Integers, groups: int, entropy: Entropy) -
     """
     keys = (partition.astype(np.uint64) << np.uint64(40)) + (entropy.words(len(sizes)) >> np.uint64(24))
     up = np.empty(len(sizes), np.int64)
-    up[np.argsort(keys)] = np.arange(len(sizes)) % 2  # every other one, group by group, in random order
+    up[np.argsort(keys)] = np.arange(len(sizes)) % 2  # alternate within each group, in random order
     sums = np.bincount(2 * partition + up, sizes, 2 * groups).reshape(groups, 2)
-    sums[(sums == 0).any(1)] = 1.0  # a group of one
+    sums[(sums == 0).any(1)] = 1.0  # a group with a single output
     ratio = np.sqrt(sums[:, 0] / sums[:, 1])[partition]
     return np.where(up, sizes * ratio, -sizes / ratio)
 
 
 def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: int) -> Reals:
-    """Return A(head): m numbers that follow anything added to the head along r_a.
+    """Return A(head): m numbers that change with any offset added to the head along r_a.
 
-    A(head + (g o r_a) 1^T) = A(head) + g, for any g with one number per group. Each column votes for g: the multiple of
-    r_a, within each group, that fits it best. A starts as the median vote and becomes the weighted mean of the votes,
-    repeatedly until it converges. A column's weight is 1 / (its square + that of the column at the lowest tenth) once
-    A is subtracted: columns made small by a large factor dominate, because they make alpha large.
+    A(head + (g o r_a) 1^T) = A(head) + g, for any g with one number per group. Each column votes for g: its vote is the
+    multiple of r_a, within each group, that fits the column best. A starts as the median vote, and is then replaced by
+    the weighted mean of the votes until it converges. The weight of a column is 1 / (its square + the square at the
+    lowest tenth of the columns), after A is subtracted. Columns that are small because of a large factor dominate,
+    because they make alpha large.
 
-    Differs from the paper, which sends the sum of head and noise. benchmarks/anchor.py measures the remaining noise.
+    This differs from the paper, which sends the sum of head and noise. benchmarks/anchor.py measures the noise left.
     """
     rows = direction[None] if groups == 1 else (partition == np.arange(groups)[:, None]) * direction
     energy = rows @ direction
@@ -279,7 +280,7 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
 
 
 def column_weights(squares: Reals) -> tuple[Reals, Reals]:
-    """Return the columns' weights, given their squares along the last axis, and the square of a small column."""
+    """Return the weights of columns, given their squares along the last axis, and the square of a small column."""
     columns = squares.shape[-1]
     tenth = min(max(1, int(QUANTILE * columns)), columns - 1)
     small: Reals = np.partition(squares, tenth, axis=-1)[..., tenth : tenth + 1]
@@ -288,50 +289,50 @@ def column_weights(squares: Reals) -> tuple[Reals, Reals]:
 
 @dataclass(frozen=True, repr=False)
 class Fit:
-    """A regression over shuffled heads, reused for several broadcasts: shuffling is slow, and results change slowly.
+    """A regression over shuffled heads, reused for several broadcasts because it is slow and its result changes slowly.
 
     Attributes:
-        slope: predicts the first estimate's error from the differences between the estimates.
-        rest: the residual of each shuffled head; each is used for one decoy.
+        slope: the coefficients that predict the first estimate's error from the differences between the estimates.
+        residuals: the residual of each shuffled head; each is used for one decoy.
     """
 
     slope: Reals
-    rest: list[float]
+    residuals: list[float]
 
 
 def draw_candidates(
     fits: list[Fit], head: Reals, factors: Reals, rows: Reals, offset: Reals, decoys: int, bias: bool, entropy: Entropy
 ) -> Reals:
-    """Return the rounded offset, followed by `decoys` false ones, one per row.
+    """Return the rounded offset, followed by `decoys` false offsets, one per row.
 
-    All are rounded to the same grid: otherwise the offset's last digits, or its position on the line through the
-    others, would reveal it.
+    All are rounded to the same grid. Otherwise, the last digits of the true offset, or its position on the line through
+    the others, would reveal it.
 
     Args:
-        fits: fits that may be reused; one is taken, and put back if the result is finite.
-        head: V, the head with its factors; a bias is its last column.
-        factors: the factors of its columns.
+        fits: fits that may be reused. One is removed, and put back if the result is finite.
+        head: V, the head multiplied by its factors; a bias is its last column.
+        factors: the factors of the head's columns.
         rows: one row per group: r_a at the group's outputs, 0 elsewhere.
-        offset: d, which may be any value close to the head's anchor.
+        offset: d, any value close to the head's anchor.
         decoys: the number of decoys.
-        bias: whether the last column is a bias, which is not shuffled.
-        entropy: source of random numbers.
+        bias: whether the last column is a bias; a bias is not shuffled.
+        entropy: the source of random numbers.
     """
     step = _draw_direction(rows, entropy)
     along = rows.T @ step
     try:
-        fit = fits.pop()  # so that no other thread uses it
+        fit = fits.pop()  # atomic, so that no other thread uses it
     except IndexError:
         fit = None
-    if fit is None or len(fit.rest) < decoys or entropy.for_tests_only:
+    if fit is None or len(fit.residuals) < decoys or entropy.for_tests_only:
         fit = _fit_shuffled_heads(head, factors, along, bias, entropy)
     votes = along @ head / (along @ along)
     error, apart, unit = _estimates(votes[None], (head * head).sum(0)[None], factors)
     rest = error - fit.slope @ apart
-    moved = (rest - [rest[0], *(fit.rest.pop() for _ in range(decoys))]) * unit
+    moved = (rest - [rest[0], *(fit.residuals.pop() for _ in range(decoys))]) * unit
     if np.isfinite(moved).all() and not entropy.for_tests_only:  # the model has not diverged
         fits.append(fit)
-    grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # the same for every candidate
+    grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # the same for all candidates
     found: Reals = np.round((offset + moved[:, None] * step) / grid) * grid
     return found
 
@@ -339,7 +340,7 @@ def draw_candidates(
 def _fit_shuffled_heads(head: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
     """Regress the first estimate's error on the differences (ridge), over heads with shuffled rows and columns.
 
-    Residuals are leave-one-out: if a head were part of its own fit, its residual would be too small.
+    Residuals are leave-one-out residuals; those of the fitted heads would be too small.
     """
     columns = head.shape[1]
     order = _draw_orders(columns, columns - bias, entropy)
@@ -355,10 +356,10 @@ def _fit_shuffled_heads(head: Reals, factors: Reals, along: Reals, bias: bool, e
 
 
 def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Reals, Reals]:
-    """Compare three means of the columns' votes: with the anchor's weights, the head's scale and equal weights.
+    """Compare three means of the columns' votes: with the anchor's weights, inverse squared factors and equal weights.
 
-    Return, for each head, the first (for the true head, its error) and its differences from the others, in units of its
-    standard error; and that unit.
+    Return, for each head, the first mean (the estimate's error) and its differences from the other two, in units of its
+    standard error, and that standard error.
     """
     weights = column_weights(squares + TINY)[0]
     weighted = weights * votes / weights.sum(1, keepdims=True)
@@ -370,10 +371,10 @@ def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Rea
 
 
 def _draw_direction(rows: Reals, entropy: Entropy) -> Reals:
-    """Draw the direction in R^m along which candidates differ: a random one that preserves the head's column sums.
+    """Draw the direction in R^m along which candidates differ, at random among those that preserve the column sums.
 
-    Decoys that differ in all m numbers would have to be plausible in all of them; along one direction, m > 1 reveals no
-    more than m = 1.
+    If decoys differed in all m numbers, they would have to be plausible in each of them. Along one direction, m > 1
+    reveals no more than m = 1.
     """
     groups = len(rows)
     if groups == 1:
@@ -388,7 +389,7 @@ def _draw_direction(rows: Reals, entropy: Entropy) -> Reals:
 
 
 def _draw_orders(size: int, moving: int, entropy: Entropy) -> NDArray[np.int64]:
-    """Draw random orders of the first `moving` indices, one per row."""
+    """Draw random permutations of the first `moving` indices, one per row."""
     found = np.tile(np.arange(size), (SHUFFLES, 1))
     found[:, :moving] = np.argsort(entropy.keys(SHUFFLES * moving).reshape(SHUFFLES, moving), axis=1)
     return found

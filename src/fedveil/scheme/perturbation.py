@@ -1,6 +1,6 @@
-"""Perturb a model (paper, Sec. 4.1, "Parameter perturbation"); the secrets of a run and of one broadcast.
+"""Perturb a model (paper, Sec. 4.1, "Parameter perturbation"), and keep the secrets of a run and of each broadcast.
 
-The last functions predict the ranges of the next round's passes, for the fixed-point numbers of secure aggregation.
+The last functions predict the range of the next round's passes, for the fixed-point numbers of secure aggregation.
 """
 
 import math
@@ -24,12 +24,12 @@ from fedveil.scheme.result import Aggregate, recover_each
 from fedveil.scheme.transform import BufferPool, Transform
 from fedveil.wire import Tensors
 
-SLOTS_AHEAD = 2**15  # slots for which noise is drawn ahead
-MOST_AHEAD = 16  # rounds for which noise is drawn ahead
+SLOTS_AHEAD = 2**15  # maximum number of slots, over all rounds, for which noise is drawn in advance
+MOST_AHEAD = 16  # maximum number of rounds for which noise is drawn in advance
 
 
 class MemoryOnly:
-    """Base class of secrets, which never leave the server's memory: they cannot be pickled, copied or printed."""
+    """Base class of secrets that never leave the server's memory: they cannot be pickled, copied or printed."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         what = "cannot be pickled or copied: it never leaves the server's memory"
@@ -42,7 +42,7 @@ class MemoryOnly:
 
 
 class Perturbation(MemoryOnly):
-    """A perturbed model and the secret that recovers the gradient from clients' updates, for one attempt of a round.
+    """A perturbed model, and the secret with which the gradient is recovered from updates, for one attempt of a round.
 
     Attributes:
         broadcast: the complete message to clients.
@@ -55,41 +55,42 @@ class Perturbation(MemoryOnly):
 
     @property
     def recovery(self) -> Recovery:
-        """The secret; refused after `release`."""
+        """The secret of the broadcast; raises BadArgument after `release`."""
         if self._recovery is None:
             what = "the secret of this round was released"
             raise BadArgument("recover", what, "recover the gradient before release(), or perturb the model again")
         return self._recovery
 
     def check(self, update: Update, position: int = 0) -> None:
-        """Refuse an update that does not answer this broadcast or is not finite; errors name client `position`."""
+        """Refuse an update that is not a reply to this broadcast or is not finite; errors name client `position`."""
         check_updates(self.recovery, [update], position)
         refuse_non_finite(f"client {position}", update)
 
     def recover(self, updates: Sequence[Update], weights: Sequence[float] | None = None) -> Aggregate:
         """Recover the weighted mean of the gradients that clients would have sent for the true model.
 
-        May be called repeatedly before `release`. See `fedveil.scheme.recover.recover`.
+        It may be called repeatedly until `release`. See `fedveil.scheme.recover.recover`.
 
         Args:
-            updates: one per client.
+            updates: one update per client.
             weights: |D_k| of each client; by default, the number of samples in each update.
         """
         return recover(self.recovery, updates, weights)
 
     def recover_each(self, updates: Sequence[Update]) -> list[Aggregate | UpdateRefused]:
-        """Recover each client's gradient separately; for an update that is refused, return the error instead."""
+        """Recover each client's gradient separately; for a refused update, return the error."""
         return recover_each(lambda update: recover(self.recovery, [update], [1.0]), updates)
 
     def template(self) -> Update:
-        """Return an update for this round on the meta device: names, shapes and dtypes without values."""
+        """Return an update for this round on the meta device, with names, shapes and dtypes but without values."""
         return self.recovery.template()
 
     def release(self, *, reuse: bool = False) -> None:
-        """Drop the secret; may be called repeatedly.
+        """Discard the secret. It may be called repeatedly.
 
         Args:
-            reuse: overwrite the broadcast's large tensors with the next one. Only safe if they are no longer in use.
+            reuse: whether later broadcasts may overwrite the memory of this broadcast's large tensors, which is safe
+                only if they are no longer in use.
         """
         if reuse and self._recovery is not None and self._recovery.memory is not None:
             self._pool.give(self._recovery.memory)
@@ -98,7 +99,7 @@ class Perturbation(MemoryOnly):
 
 @dataclass
 class _Reserve:
-    """The contents of a session; each noise and each fit is taken from it once."""
+    """The contents of a session: prepared noise and fits, which are removed when they are used."""
 
     process: int = field(default_factory=os.getpid)
     ahead: list[UnitNoise] = field(default_factory=list, repr=False)
@@ -108,15 +109,15 @@ class _Reserve:
 
 
 class VeilSession(MemoryOnly):
-    """The server's secret state for a run. Each call to `perturb` draws new noise.
+    """The server's secret state during a run. Each call to `perturb` draws new noise.
 
-    It may be used from several threads. In a forked process it starts empty, so that no two processes share noise.
+    A session may be used from several threads. It is empty in a forked process, so that processes never share noise.
 
     Args:
         plan: the result of `fedveil.analyse`.
         loss: the loss that clients minimise: a name, a loss, a torch loss module or a function (outputs, targets).
-        settings: how much noise to draw.
-        entropy: `Entropy.for_tests(seed)` for reproducible tests; by default, the operating system's.
+        settings: the amount of noise to draw.
+        entropy: the source of random numbers, by default the operating system; `Entropy.for_tests(seed)` for tests.
     """
 
     def __init__(
@@ -126,17 +127,17 @@ class VeilSession(MemoryOnly):
         self.plan, self.loss, self.settings = plan, find_loss(loss), settings
         self._decoys = settings.count_decoys(plan, self.loss)
         self._entropy, self._content = entropy or Entropy(), _Reserve()
-        self.draws = 0  # draws of noise that is kept; clients can see their number anyway
+        self.draws = 0  # how often kept noise was drawn, which is not secret
 
     @property
     def _reserve(self) -> _Reserve:
-        """The session's contents; empty in a process that was forked after they were filled."""
+        """The session's contents, which are empty in a newly forked process."""
         if self._content.process != os.getpid():
             self.forget()
         return self._content
 
     def forget(self) -> None:
-        """Discard noise that was drawn ahead or kept."""
+        """Discard noise that was drawn in advance or kept."""
         self._content = _Reserve()
 
     def perturb(self, model: nn.Module) -> Perturbation:
@@ -145,16 +146,16 @@ class VeilSession(MemoryOnly):
         Paper, Eq. (7)-(9): W^(l) = R(l) o W(l) with R(l)_ij = r(l)_i / r(l-1)_j, for every parameter and buffer; and
         W^(L) = R(L) o W(L) + R_a with R_a_ij = gamma_i r_a_i for the head.
 
-        Differs from the paper: the head is sent as a base and a public offset, which hold the same information, so that
-        a large gamma costs no precision; the head's bias gets noise too.
+        This differs from the paper in two ways. The head is sent as a base and a public offset, which contain the same
+        information, so that a large gamma does not reduce precision; and the head's bias gets noise too.
         """
         plan, layout, reserve = self.plan, self.plan.layout, self._reserve
         units, head = self._draw(reserve)
         token = self._entropy.token()
-        inside = check_model(plan, model)
-        tensors = inside.parameters | inside.buffers
+        state = check_model(plan, model)
+        tensors = state.parameters | state.buffers
         public, coefficients = None, [1.0]
-        # a model that diverged may overflow here; the clients' updates will show it
+        # a model that has diverged may overflow here, which clients' updates will show
         with torch.no_grad(), np.errstate(all="ignore"):
             transform = Transform.from_noise(plan, units)
             values, memory = transform.apply(tensors, reserve.pool)
@@ -173,11 +174,11 @@ class VeilSession(MemoryOnly):
     def _perturb_head(
         self, values: Tensors, transform: Transform, noise: HeadNoise, fits: list[Fit]
     ) -> tuple[PublicHead, list[float]]:
-        """Replace the scaled head by its base, in place; return its public part and the coefficients of recovery.
+        """Replace the scaled head by its base, in place; return its public part and the coefficients for recovery.
 
         base = V + (d o r_a) 1^T with d = -A(V): base + (offset o r_a) 1^T is the paper's head, with gamma = offset + d.
-        The offset is drawn, not gamma, so that it reveals nothing about d. A bias that is large enough is one more
-        column of V.
+        The offset is drawn instead of gamma, so that it reveals nothing about d. A bias that is large enough is an
+        additional column of V.
         """
         head, entropy = self.plan.head, self._entropy
         assert head is not None
@@ -222,7 +223,7 @@ class VeilSession(MemoryOnly):
         return units, head
 
     def _next_units(self, reserve: _Reserve) -> UnitNoise:
-        """Return unused noise. For small models, noise for several rounds is drawn at once, which costs little more."""
+        """Return unused noise. For small models, noise is drawn for several rounds at once, which costs little more."""
         if self._entropy.for_tests_only:
             return self.settings.draw_units(self.plan, 1, self._entropy)[0]
         try:
@@ -235,16 +236,16 @@ class VeilSession(MemoryOnly):
 
 
 def _squared_error_coefficients(offset: Reals, direction: Reals, partition: NDArray[np.int64]) -> list[float]:
-    """Return the coefficients of the passes: 1, -d_1 ... -d_m, v with v = |d o r_a|^2 (paper, Sec. 4.3)."""
+    """Return the coefficients of the passes: 1, -d_1 ... -d_m and v = |d o r_a|^2 (paper, Sec. 4.3)."""
     r = offset[partition] * direction
     return [1.0, *(-offset).tolist(), float(r @ r)]
 
 
 def _is_bias_small(V: Reals) -> bool:
-    """Return whether a bias (the last column) would reveal the noise rather than be hidden by it.
+    """Return whether the bias (the last column) is so small that it would reveal the noise.
 
-    A bias of zeros plus noise is the noise. A column estimates the noise as well as all others together if it is
-    smaller than they are by the square root of their number.
+    For example, zeros plus noise are the noise. A column that is smaller than the others by the square root of their
+    number estimates the noise as well as all others together.
     """
     squares = (V * V).sum(0)
     columns = len(squares) - 1
@@ -252,10 +253,10 @@ def _is_bias_small(V: Reals) -> bool:
 
 
 def _blur(base: Reals, V: Reals, dtype: torch.dtype, entropy: Entropy) -> Reals:
-    """Add a random fraction of V's last digit to each element of the base.
+    """Add a random fraction of the last digit of V to each element of the base.
 
-    V is rounded to a grid. Without this, where the base has finer digits than V, base - (d o r_a) 1^T would lie on that
-    grid only for the true d.
+    V is rounded to a grid. If the base has finer digits than V, base - (d o r_a) 1^T would otherwise lie on this grid
+    only for the true d.
     """
     digit = np.spacing(np.abs(V).astype(np.float32)) if dtype == torch.float32 else np.spacing(np.abs(V))
     return base + digit * entropy.fractions(V.size).reshape(V.shape)
@@ -263,7 +264,7 @@ def _blur(base: Reals, V: Reals, dtype: torch.dtype, entropy: Entropy) -> Reals:
 
 @torch.no_grad()
 def _unscale(secret: Recovery, passes: Tensors) -> Tensors:
-    """Return R times each pass, by name and with one row per pass, in the order of the true model."""
+    """Multiply passes by R and restore the order of the true model; return them by name, with one row per pass."""
     transform, found = secret.transform, dict[str, Tensor]()
     for group in transform.group(secret.plan.layout.trainable):
         own = [passes[entry.name] for entry in group.entries]
@@ -275,15 +276,15 @@ def _unscale(secret: Recovery, passes: Tensors) -> Tensors:
 
 
 def _find_factors(secret: Recovery) -> Tensors:
-    """Return R of each trainable tensor, in the order of the true model."""
+    """Return R for each trainable tensor, in the order of the true model."""
     layout = secret.plan.layout
     ones = torch.ones(1, dtype=layout.dtype, device=layout.device)
     found = _unscale(secret, {entry.name: ones.expand(1, *entry.shape) for entry in layout.trainable})
     return {name: rows[0] for name, rows in found.items()}
 
 
-def expect_passes(secret: Recovery, update: Update, last: Mapping[str, Tensor] | None) -> Tensors:
-    """Predict the next round's passes before its factors are applied; `last` is the previous prediction."""
+def predict_passes(secret: Recovery, update: Update, last: Mapping[str, Tensor] | None) -> Tensors:
+    """Predict the next round's passes, without its factors, from an update; `last` is the previous prediction."""
     scales = [_input_scale(secret) ** -power for power in _alpha_powers(secret)]
     found = {}
     for name, own in _unscale(secret, update.passes).items():
@@ -293,11 +294,11 @@ def expect_passes(secret: Recovery, update: Update, last: Mapping[str, Tensor] |
 
 
 def bound_passes(secret: Recovery, passes: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Bound the elements of each pass under a round's noise, by name, from a prediction of `expect_passes`.
+    """Bound the elements of each pass with a round's noise, by name, from passes that `predict_passes` predicted.
 
-    How much a pass changes from round to round depends on which unit has which factor. The larger the factors may be,
-    the more headroom passes get; terms that depend on the sum of the head's inputs get more than others. With decoys,
-    the true pass has a different index in every round, so every row gets the largest bound.
+    Passes change from round to round because units get other factors. The larger the factors may be, the more headroom
+    passes get; terms that depend on the sum of the head's inputs get more than others. With decoys, the true pass has a
+    different index in every round, so all rows get the largest bound.
     """
     factors, head, found = _find_factors(secret), _input_scale(secret), {}
     headroom = secret.multiplicative**0.25
@@ -310,7 +311,7 @@ def bound_passes(secret: Recovery, passes: Mapping[str, Tensor]) -> dict[str, li
 
 
 def _alpha_powers(secret: Recovery) -> list[int]:
-    """Return the power of alpha, the sum of the head's inputs, in each pass: 1 in sigma~, 2 in beta (`client`)."""
+    """Return the power of alpha, the sum of the head's inputs, in each pass: 1 in sigma~ and 2 in beta."""
     count = len(secret.coefficients)
     if secret.plan.head is None or secret.decoys:
         return [0] * count
@@ -318,7 +319,7 @@ def _alpha_powers(secret: Recovery) -> list[int]:
 
 
 def _input_scale(secret: Recovery) -> float:
-    """Return the root mean square of the factors of the head's inputs; 1 without a head."""
+    """Return the root mean square of the factors of the head's inputs, or 1 if there is no head."""
     head = secret.plan.head
     if head is None:
         return 1.0
@@ -326,7 +327,7 @@ def _input_scale(secret: Recovery) -> float:
 
 
 def bound_rounding(secret: Recovery, rounding: Mapping[str, Sequence[float]]) -> float:
-    """Bound the norm of the gradient error caused by rounding each element of each pass."""
+    """Bound the norm of the gradient error that is caused by rounding the elements of each pass."""
     coefficients = [float(bool(c)) if secret.decoys else abs(c) for c in secret.coefficients]
     total = 0.0
     for name, factors in _find_factors(secret).items():

@@ -1,4 +1,4 @@
-"""Remove the noise from clients' updates (paper, Sec. 4.3), and refuse updates that do not answer a broadcast."""
+"""Recover the gradient from clients' updates (paper, Sec. 4.3), and refuse invalid updates."""
 
 import math
 import sys
@@ -18,25 +18,25 @@ from fedveil.scheme.transform import Group, Transform
 from fedveil.wire import Tensors
 
 LARGEST = sys.float_info.max
-MOST_SAMPLES = 2**53  # counted exactly in float64
+MOST_SAMPLES = 2**53  # integers up to this size are exact in float64
 DROP = "drop this client from the round; lower the learning rate if all clients are affected"
-FADING = 0.5  # minimum size of a row, as a fraction of its last size
+FADING = 0.5  # minimum size of a row, relative to its previous size
 TensorForm = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Recovery:
-    """The secret that recovers the gradient from updates that answer one broadcast.
+    """The secret with which the gradient is recovered from replies to one broadcast.
 
     Attributes:
         plan: the model's plan.
         round: the name of the broadcast.
         transform: the factors and the permutation.
-        coefficients: the coefficients of the clients' passes; 0 for decoys.
-        decoys: whether there is one pass each for the true offset and for every decoy.
-        counters: shapes and dtypes of integer buffers, by name.
+        coefficients: the coefficient of each pass; 0 for decoys.
+        decoys: whether there are decoys, with one pass for the true offset and one for each decoy.
+        counters: the shapes and dtypes of integer buffers, by name.
         multiplicative: the bound on the factors.
-        memory: the memory of the broadcast's large tensors.
+        memory: the memory that contains the broadcast's large tensors.
     """
 
     plan: Plan
@@ -54,7 +54,7 @@ class Recovery:
         return self.plan.head is not None and self.plan.head.tail == "repeated"
 
     def template(self) -> Update:
-        """Return an update for this round on the meta device, as if for one record."""
+        """Return an update for this round on the meta device, with a sample count of 1."""
         passes, buffers = (
             {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forms.items()}
             for forms in self.find_forms()
@@ -62,7 +62,7 @@ class Recovery:
         return Update(self.round, self.plan.layout.name, 1, passes, buffers)
 
     def find_forms(self) -> tuple[dict[str, TensorForm], dict[str, TensorForm]]:
-        """Return the shapes and dtypes of an update's passes and buffers."""
+        """Return the shapes and dtypes that an update's passes and buffers must have."""
         layout, passes = self.plan.layout, (len(self.coefficients),)
         rows = passes if self.has_rows else ()
         return (
@@ -72,7 +72,7 @@ class Recovery:
 
 
 def check_updates(secret: Recovery, updates: Sequence[Update], first: int = 0) -> None:
-    """Refuse updates that cannot belong to this round; errors name the client by its index, counted from `first`."""
+    """Refuse updates that cannot belong to this round; errors name a client by its index, counted from `first`."""
     layout, (passes, buffers) = secret.plan.layout, secret.find_forms()
     for position, update in enumerate(updates, first):
         client = f"client {position}"
@@ -91,18 +91,18 @@ def check_updates(secret: Recovery, updates: Sequence[Update], first: int = 0) -
 
 
 def _shorten(text: str) -> str:
-    """Return the beginning of a client's text, without control characters."""
+    """Return the first characters of a client's text, with control characters escaped."""
     return ascii(text[:16])[1:-1] if isinstance(text, str) else type(text).__name__
 
 
 def check_tensors(
-    client: str, kind: str, found: Mapping[str, Tensor], wanted: Mapping[str, TensorForm], device: torch.device
+    client: str, kind: str, tensors: Mapping[str, Tensor], expected: Mapping[str, TensorForm], device: torch.device
 ) -> None:
     """Refuse a client's tensors that are missing, misshapen or unexpected, without reading their values."""
-    if not isinstance(found, dict):
-        raise MisshapenUpdate(client, f"each {kind} must be in a dict, got {type(found).__name__}")
-    for name, (shape, dtype) in wanted.items():
-        tensor = found.get(name)
+    if not isinstance(tensors, dict):
+        raise MisshapenUpdate(client, f"each {kind} must be in a dict, got {type(tensors).__name__}")
+    for name, (shape, dtype) in expected.items():
+        tensor = tensors.get(name)
         if tensor is None:
             raise IncompleteUpdate(client, f"{kind} {name} is missing")
         if type(tensor) is not Tensor and type(tensor) is not Parameter:
@@ -113,8 +113,8 @@ def check_tensors(
         if tensor.shape != shape or tensor.dtype is not dtype:
             form = f"{tuple(tensor.shape)} {tensor.dtype}"
             raise MisshapenUpdate(client, f"{kind} {name} is {form}, not {tuple(shape)} {dtype}")
-    if len(found) > len(wanted):
-        strange = next(name for name in found if name not in wanted)
+    if len(tensors) > len(expected):
+        strange = next(name for name in tensors if name not in expected)
         text = ascii(strange[:80]) if isinstance(strange, str) else type(strange).__name__
         raise MisshapenUpdate(client, f"{kind} {text} was not asked for")
 
@@ -126,14 +126,14 @@ def refuse_non_finite(client: str, update: Update) -> None:
 
 
 def check_finite(client: str, kind: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a client's tensors if they contain NaN or infinity."""
+    """Refuse a client's tensors if any of them contains NaN or infinity."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
-            raise NonFiniteUpdate(client, f"{kind} {name} holds NaN or infinity", DROP)
+            raise NonFiniteUpdate(client, f"{kind} {name} contains NaN or infinity", DROP)
 
 
 def are_moderate(tensors: Iterable[Tensor]) -> bool:
-    """Return whether no element is NaN, infinite, or so large that its square or product with a factor overflows."""
+    """Return whether all elements are finite and so small that their squares and products with factors are finite."""
     floats = [tensor for tensor in tensors if tensor.is_floating_point()]
     if not floats:
         return True
@@ -150,7 +150,7 @@ def select_floats(tensors: Mapping[str, object]) -> dict[str, Tensor]:
 def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """Return the name of the first floating-point tensor that contains NaN or infinity; None if all are finite.
 
-    One norm per tensor is enough, unless the squares of finite numbers overflow. It takes a few microseconds per round.
+    Elements are examined only if the norm of a tensor is not finite, so a round usually costs a few microseconds.
     """
     if not tensors:
         return None
@@ -162,18 +162,18 @@ def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def bound_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return the largest magnitude in each tensor, as its only row."""
+    """Return the largest magnitude in each tensor, as a list with one element."""
     return {name: [float(tensor.abs().max()) if tensor.numel() else 0.0] for name, tensor in tensors.items()}
 
 
-def smooth(now: Tensor, last: Tensor | None) -> Tensor:
-    """Scale each row up until its maximum is at least half of the last one: sums in a round may cancel by chance."""
+def smooth(current: Tensor, last: Tensor | None) -> Tensor:
+    """Scale up each row whose maximum is less than half of the last one, because sums may cancel by chance."""
     if last is None:
-        return now
-    sizes, before = now.abs().flatten(1).amax(1), FADING * last.abs().flatten(1).amax(1)
+        return current
+    sizes, before = current.abs().flatten(1).amax(1), FADING * last.abs().flatten(1).amax(1)
     grown = torch.where((sizes > 0) & (before > sizes), before / sizes, torch.ones_like(sizes))
-    shape = (-1, *[1] * (now.dim() - 1))
-    return torch.where((sizes > 0).view(shape), now * grown.view(shape), FADING * last)
+    shape = (-1, *[1] * (current.dim() - 1))
+    return torch.where((sizes > 0).view(shape), current * grown.view(shape), FADING * last)
 
 
 @torch.no_grad()
@@ -182,21 +182,21 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
 
     Paper, Sec. 4.3:   G(l) = R(l) o (sum_k w_k G^_k - sum_s gamma_s sum_k w_k sigma~_k,s + v sum_k w_k beta_k)
 
-    Differs from the paper: gamma is replaced by the anchor's d, because clients work on the base. Losses other than
-    squared error have one pass per candidate: the result is the one for d.
+    This differs from the paper in two ways. gamma is replaced by the anchor's d, because clients use the base. Losses
+    other than squared error have one pass per candidate, and the result is the pass for d.
 
     Args:
         secret: the secret of the round.
-        updates: one per client.
+        updates: one update per client.
         weights: |D_k| of each client; by default, the number of samples in each update.
 
-    Guarantees: equal to plain autograd up to rounding (tests/scheme/test_exactness.py); updates are not changed; if any
-      update is refused, nothing is recovered. Any object passed as an update is refused or gives a finite result
-      (tests/scheme/test_recover.py).
+    Guarantees: the result equals that of plain autograd up to rounding (tests/scheme/test_exactness.py). Updates are
+      not changed. If any update is refused, nothing is recovered. Any object passed as an update is refused or gives a
+      finite result (tests/scheme/test_recover.py).
 
     Raises:
-        BadArgument: unusable weights.
-        UpdateRefused: an update for another round or model, incomplete, misshapen or not finite; the message says why.
+        BadArgument: the weights cannot be used.
+        UpdateRefused: an update is for another round or model, incomplete, misshapen or not finite.
     """
     if not isinstance(updates, list | tuple):
         what = f"updates must be a list, got {type(updates).__name__}"
@@ -204,7 +204,7 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
     check_updates(secret, updates)
     shares = _client_shares(updates, weights)
     used = [number for number, coefficient in enumerate(secret.coefficients) if coefficient]
-    passes = range(used[0], used[-1] + 1)  # all of them, or only the one for the true offset if there are decoys
+    passes = range(used[0], used[-1] + 1)  # all passes, or only that of the true offset if there are decoys
     gradients, sums = _sum_passes(secret, updates, shares, passes)
     # also check the passes for decoys, so that a refusal does not reveal the true offset
     checked = [(*(update.passes.values() if secret.decoys else ()), *update.buffers.values()) for update in updates]
@@ -215,20 +215,20 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
 
 
 def _count_bytes(secret: Recovery) -> dict[str, float]:
-    """Return the sizes of a broadcast and of an update in bytes, without names and shapes."""
+    """Return the sizes of a broadcast and an update in bytes, not counting names and shapes."""
     plan, layout, passes = secret.plan, secret.plan.layout, len(secret.coefficients)
     item = layout.dtype.itemsize
     buffers = item * (layout.total - layout.parameters) + 8 * len(layout.counters)
     down, up = item * layout.parameters + buffers, item * layout.weights * passes + buffers
     if plan.head:
-        down += (item + 8) * plan.head.outputs + 8 + 8 * passes  # direction, partition, offset, candidates
+        down += (item + 8) * plan.head.outputs + 8 + 8 * passes  # for direction, partition, offset and candidates
     return {"bytes_down": down, "bytes_up": up}
 
 
 def _sum_passes(
     secret: Recovery, updates: Sequence[Update], shares: Sequence[float], passes: range
 ) -> tuple[Tensors, "_PassSums"]:
-    """Return the gradients recovered from some of the passes, and the norms of their terms."""
+    """Return the gradients that are recovered from these passes, and the norms of the terms."""
     layout, transform = secret.plan.layout, secret.transform
     coefficients = [1.0] * len(passes) if secret.decoys else secret.coefficients[passes.start : passes.stop]
     sums = _PassSums(coefficients, layout)
@@ -241,7 +241,7 @@ def _sum_passes(
 
 
 def _average(group: Group, updates: Sequence[Update], shares: Sequence[float], passes: range) -> Tensor:
-    """Return sum_k w_k times client k's passes, for a group of tensors and a range of passes, one row per pass."""
+    """Return the weighted mean of the clients' passes for a group of tensors, with one row per pass."""
     total: Tensor | None = None
     for update, share in zip(updates, shares, strict=True):
         own = [update.passes[entry.name][passes.start : passes.stop] for entry in group.entries]
@@ -271,7 +271,7 @@ def _recover_buffers(secret: Recovery, updates: Sequence[Update], shares: Sequen
 
 
 class _PassSums:
-    """Sums passes with their coefficients, tensor by tensor, and accumulates the norms of passes and sums."""
+    """Adds passes, multiplied by their coefficients, and accumulates the norms of the passes and of their sum."""
 
     def __init__(self, coefficients: Sequence[float], layout: Layout) -> None:
         self._weights = torch.tensor(coefficients, dtype=layout.dtype, device=layout.device)
@@ -292,7 +292,7 @@ class _PassSums:
     def error(self) -> float:
         """Return the estimated relative error: the rounding error of the passes divided by the norm of their sum.
 
-        Only passes that cancel to 300 digits would give more, and then no digit of the sum is known anyway.
+        The result is at most the largest float, which is exceeded only if passes cancel to 300 digits.
         """
         if not self._size:
             return self._eps
@@ -302,7 +302,7 @@ class _PassSums:
 
 
 def _norm(values: Tensor) -> float:
-    """Return the Euclidean norm; finite if all elements are, even if their squares overflow."""
+    """Return the Euclidean norm, which is finite if all elements are, even if their squares overflow."""
     size = float(torch.linalg.vector_norm(values))
     if math.isfinite(size):
         return size
@@ -313,9 +313,9 @@ def _norm(values: Tensor) -> float:
 
 
 def _refuse_overflow(secret: Recovery, updates: Sequence[Update], shares: Sequence[float]) -> None:
-    """Refuse updates that are not finite, or overflow once the noise is removed; passes for decoys count too.
+    """Refuse updates that are not finite or that overflow when the noise is removed, even in passes for decoys.
 
-    The error names a client that overflows alone, or else the one with the largest numbers.
+    The error names a client whose update overflows by itself or, if there is none, the one with the largest numbers.
     """
     for position, update in enumerate(updates):
         refuse_non_finite(f"client {position}", update)
@@ -325,12 +325,12 @@ def _refuse_overflow(secret: Recovery, updates: Sequence[Update], shares: Sequen
     tensors = [[*update.passes.values(), *update.buffers.values()] for update in updates]
     sizes = [math.hypot(*(_norm(t) for t in own if t.is_floating_point())) for own in tensors]
     position = alone[0] if alone else sizes.index(max(sizes))
-    what = f"its finite numbers overflow {secret.plan.layout.dtype} once the noise is removed"
+    what = f"its finite numbers overflow {secret.plan.layout.dtype} when the noise is removed"
     raise NonFiniteUpdate(f"client {position}", what, DROP)
 
 
 def _is_finite(secret: Recovery, updates: Sequence[Update], shares: Sequence[float]) -> bool:
-    """Return whether each pass for a candidate (or all terms together) and each row of buffers give finite results."""
+    """Return whether all results are finite: the gradient (with decoys, that of each candidate) and all buffers."""
     count = len(secret.coefficients)
     parts = [range(number, number + 1) for number in range(count)] if secret.decoys else [range(count)]
     rows = [_recover_buffers(secret, updates, shares, row) for row in range(count if secret.has_rows else 1)]
@@ -339,12 +339,12 @@ def _is_finite(secret: Recovery, updates: Sequence[Update], shares: Sequence[flo
 
 
 def _client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
-    """Return w_k = |D_k| / |D|, from weights in a list, a tuple, a vector or another sequence of numbers."""
+    """Return w_k = |D_k| / |D|, given weights as a list, tuple, vector or any other sequence of numbers."""
     given = [update.samples for update in updates] if weights is None else weights
     try:
         count = len(given)
-        numbers = np.asarray(given if count == len(updates) else [])  # if there are too many, none is read
-    except Exception as error:  # garbage may raise anything
+        numbers = np.asarray(given if count == len(updates) else [])  # not read if their number is wrong
+    except Exception as error:  # an invalid object may raise anything
         raise BadArgument("recover", f"weights cannot be used: {type(error).__name__}", "pass numbers") from error
     if count != len(updates) or not count:
         what = f"got {len(updates)} updates and {count} weights; there must be one weight per update, and at least one"

@@ -1,4 +1,4 @@
-"""The result of a round, for every defence."""
+"""The result of a round, which has the same type for every defence."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Aggregate:
-    """The result of a round, for every defence.
+    """The result of a round.
 
     Attributes:
         gradients: gradients by parameter name, for the server's optimizer.
-        buffers: new values of the model's buffers, by name: floating-point buffers are averaged over clients, counters
-            are the maximum.
-        error: estimated relative error that the defence itself adds to the gradient; 0 if it adds none.
+        buffers: new values of the model's buffers, by name: the mean over clients for floating-point buffers, the
+            maximum for counters.
+        error: estimated relative error that the defence adds to the gradient; 0 if it adds none.
         figures: further numbers for the round's record; those named "bytes_..." are per client.
-        notes: text for the round's record: faults, clients whose weight was capped, why there is no gradient.
+        notes: text for the round's record: faults, clients with a capped weight, or the reason for a missing gradient.
     """
 
     gradients: Mapping[str, Tensor]
@@ -33,7 +33,7 @@ class Aggregate:
 
 
 def recover_each(recover_one: Callable[[T], Aggregate], updates: Sequence[T]) -> list[Aggregate | UpdateRefused]:
-    """Recover each update separately; for an update that is refused, return the error that names its client instead."""
+    """Recover each update separately; for a refused update, return an error that names its client."""
     found: list[Aggregate | UpdateRefused] = []
     for position, update in enumerate(updates):
         try:

@@ -1,4 +1,4 @@
-"""Loss modules of torch, taken literally: a client minimises the module's value for its batch."""
+"""Use torch's loss modules as losses: a client minimises the module's value for its batch."""
 
 import copy
 import inspect
@@ -14,10 +14,10 @@ from fedveil.errors import BadArgument
 from fedveil.scheme.losses import IGNORED, AutogradLoss, CrossEntropy, Loss, match_targets
 from fedveil.wire import Values
 
-PREFIX = "torch.nn."  # of the modules' names in messages
-OF_INDICES = ("CrossEntropyLoss", "MultiLabelMarginLoss", "MultiMarginLoss", "NLLLoss")
+PREFIX = "torch.nn."  # prefix of the modules' names in messages
+INDEX_LOSSES = ("CrossEntropyLoss", "MultiLabelMarginLoss", "MultiMarginLoss", "NLLLoss")
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
-OBSOLETE = ("size_average", "reduce")  # arguments of torch's modules
+OBSOLETE = ("size_average", "reduce")  # deprecated arguments of torch's modules
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class TorchLoss(AutogradLoss):
 
     @property
     def couples(self) -> bool:
-        """Whether it is a sum, or a mean over class indices, which divides by the total weight of those not ignored."""
+        """Whether the module is a sum, or a mean over class indices, which divides by their total weight."""
         return self.reduction == "sum" or (self.reduction == "mean" and hasattr(self.module, "ignore_index"))
 
     def settings(self) -> Values:
@@ -48,17 +48,17 @@ class TorchLoss(AutogradLoss):
         return {name: own.tolist() if isinstance(own, Tensor) else own for name, own in options.items()}
 
     def weigh_part(self, weights: Tensor) -> Tensor:
-        """Weight batches so that they add up to the sum over all; refuse part of a mean whose divisor is unknown."""
+        """Return weights with which parts of a sum add up; refuse part of a mean, because its divisor is unknown."""
         alone = torch.full_like(weights, 1 / len(weights))
         if self.reduction != "sum" and not torch.equal(weights, alone):
-            what = "its mean divides by the weights of all samples, but this batch has only some of them"
+            what = "its mean divides by the weights of all samples, but this batch contains only some of them"
             fix = "choose a batch_size that covers all records of a client, or a loss that averages over samples"
             raise BadArgument(f"loss {self.name}", what, f"{fix}, such as fedveil.CrossEntropy(weight=...)")
         return alone
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return numbers whose mean is the module's value: one per sample, or the batch's value repeated for each."""
-        if type(self.module).__name__ not in OF_INDICES:
+        """Return values whose mean is the module's value: one per sample, or the batch's value for every sample."""
+        if type(self.module).__name__ not in INDEX_LOSSES:
             targets = match_targets(outputs, targets)
         if self.couples:
             return self._call(self.module, outputs, targets).expand(outputs.shape[0])
@@ -74,22 +74,22 @@ class TorchLoss(AutogradLoss):
             found: Tensor = torch.func.functional_call(module, buffers, (outputs, targets))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:  # its text may contain a target
             forms = [f"{own.dtype} of shape {tuple(own.shape)}" for own in (targets, outputs)]
-            what = f"{self.name} does not take {forms[0]} for outputs {forms[1]}, or not their values"
-            raise BadArgument("targets", what, "read torch's own error, which is the cause of this one") from error
+            what = f"{self.name} does not accept {forms[0]} for outputs {forms[1]}, or does not accept their values"
+            raise BadArgument("targets", what, "see torch's error, which is the cause of this one") from error
         return found
 
 
 def read_module(loss: object) -> Loss | None:
-    """Return a loss module of torch as a loss; None for anything else.
+    """Return a loss module of torch as a loss, or None for any other object.
 
-    Cross-entropy without weights becomes this library's own.
+    Cross-entropy without weights is replaced by `CrossEntropy`.
     """
     if not isinstance(loss, nn.Module) or type(loss).__module__ != torch_loss.__name__:
         return None
     found = _wrap(loss)
     smoothing = getattr(loss, "label_smoothing", None)
-    usual = {"weight": None, "ignore_index": IGNORED, "reduction": "mean", "label_smoothing": smoothing}
-    if isinstance(smoothing, float) and smoothing < 1 and found.settings() == usual:
+    defaults = {"weight": None, "ignore_index": IGNORED, "reduction": "mean", "label_smoothing": smoothing}
+    if isinstance(smoothing, float) and smoothing < 1 and found.settings() == defaults:
         return CrossEntropy(label_smoothing=smoothing, average_positions=True)
     return found
 
@@ -104,11 +104,11 @@ def _wrap(module: nn.Module) -> TorchLoss:
 
 
 def is_module(name: str) -> bool:
-    """Return whether a name is the name of a loss module of torch."""
+    """Return whether this is the name of a loss module of torch."""
     return name.startswith(PREFIX) and name.removeprefix(PREFIX) in torch_loss.__all__
 
 
 def build_module(name: str, options: Mapping[str, bool | int | float | str | tuple[float, ...] | None]) -> TorchLoss:
-    """Build a loss module of torch from its name and plain options."""
+    """Build a loss module of torch from its name and options."""
     own = {key: torch.tensor(v, dtype=torch.float64) if isinstance(v, tuple) else v for key, v in options.items()}
     return _wrap(getattr(torch_loss, name.removeprefix(PREFIX))(**own))

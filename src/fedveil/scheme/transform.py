@@ -1,4 +1,4 @@
-"""The factors and the permutation of one round, applied to a model's tensors and removed from gradients and buffers.
+"""Apply a round's factors and permutation to a model's tensors, and remove them from gradients and buffers.
 
 The pool of small tensors needs one product and one gather; a large tensor is gathered dim by dim and multiplied by
 broadcasting, so that no vector of the model's size is needed.
@@ -20,27 +20,27 @@ BLOCK = 2**18  # elements processed at a time
 
 
 class Group(NamedTuple):
-    """Tensors that are processed as one vector: several pooled ones, or a single large one."""
+    """Tensors that are processed as one vector: several pooled tensors, or a single large one."""
 
     entries: tuple[Entry, ...]
     pooled: bool
 
 
 class BufferPool:
-    """Memory for large tensors, reused from round to round: allocating new pages takes longer than writing to them."""
+    """Memory for large tensors, reused from round to round because allocating pages takes longer than writing them."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype, torch.device, bool], list[Tensor]] = {}
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device, *, scratch: bool = False) -> Tensor:
-        """Return an uninitialised vector that is not in use; scratch memory never becomes part of a broadcast."""
+        """Return an uninitialised vector that is not in use; scratch memory is never used for broadcasts."""
         try:
-            return self._free[size, dtype, device, scratch].pop()  # atomic, so that no other thread uses it
+            return self._free[size, dtype, device, scratch].pop()  # atomic, so that no other thread gets it
         except (KeyError, IndexError):
             return _allocate(size, dtype, device)
 
     def give(self, memory: Tensor, *, scratch: bool = False) -> None:
-        """Take back memory that is no longer in use."""
+        """Return memory that is no longer in use to the pool."""
         self._free.setdefault((memory.numel(), memory.dtype, memory.device, scratch), []).append(memory)
 
 
@@ -48,19 +48,19 @@ def _allocate(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu" or not size or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)  # a third of the page faults
+    memory.madvise(mmap.MADV_HUGEPAGE)  # reduces page faults to a third
     return torch.frombuffer(memory, dtype=dtype)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Transform:
-    """The factors and the permutation of one round.
+    """The factors and the permutation for one round.
 
     Attributes:
         plan: the model's plan.
-        factors, sources: R along the pool, and the index that each element comes from: factors o flat[sources].
+        factors, sources: R and the source index for each element of the pool: flat becomes factors o flat[sources].
         scale: the factor of each scale slot.
-        shift: the distance to the source of each order slot.
+        shift: the distance from each order slot to its source.
     """
 
     plan: Plan
@@ -71,14 +71,14 @@ class Transform:
 
     @classmethod
     def from_noise(cls, plan: Plan, noise: UnitNoise) -> "Transform":
-        """Place factors and shifts, one per slot of the plan, on the model's device."""
+        """Build the transform from noise, on the model's device."""
         layout = plan.layout
         scale = torch.from_numpy(noise.factors).to(layout.device, layout.dtype)
         shift = torch.from_numpy(noise.shifts).to(layout.device)
         return cls(plan, plan.pool.factors(scale), plan.pool.sources(shift), scale, shift)
 
     def apply(self, tensors: Mapping[str, Tensor], pool: BufferPool) -> tuple[Tensors, Tensor | None]:
-        """Perturb all tensors of the layout; return them, and the memory of the large ones."""
+        """Perturb all tensors of the layout; return them and the memory that the large ones use."""
         plan = self.plan
         flat = flatten(tensors, plan.pool.entries) if plan.pool.entries else self.factors
         perturbed = unflatten(self.factors * flat.index_select(0, self.sources), plan.pool.entries)
@@ -93,7 +93,7 @@ class Transform:
         return {entry.name: perturbed[entry.name] for entry in plan.layout.entries}, memory
 
     def _apply_large(self, entry: Entry, tensor: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
-        """Perturb a large tensor into `out`; intermediate steps use `scratch`."""
+        """Write a perturbed large tensor to `out`; `scratch` is memory for intermediate results."""
         pieces = self.plan.pieces.get(entry.name, [])
         source = tensor.detach().contiguous().view(-1)
         if sum(torch.Size(piece.shape).numel() for piece in pieces) < len(source):
@@ -115,7 +115,7 @@ class Transform:
     def _apply_rows(
         self, piece: TensorPart, indices: list[tuple[int, Tensor]], source: Tensor, target: Tensor, scratch: Tensor
     ) -> None:
-        """Process a few rows at a time, so that they stay in the processor's cache."""
+        """Perturb a few rows at a time, so that they stay in the processor's cache."""
         (first, index), *others = indices
         size, inner = len(index), torch.Size(piece.shape[first + 1 :]).numel()
         end = piece.offset + size * inner
@@ -133,7 +133,7 @@ class Transform:
             self._multiply(piece, part, first, start)
 
     def find_factors(self, name: str) -> Tensor:
-        """Return R for one tensor, in its shape."""
+        """Return R for one tensor, with the tensor's shape."""
         for entry in self.plan.pool.entries:
             if entry.name == name:
                 return self.factors[entry.start : entry.stop].view(entry.shape)
@@ -143,7 +143,7 @@ class Transform:
         return ones.view(entry.shape)
 
     def group(self, entries: Sequence[Entry]) -> list[Group]:
-        """Divide tensors into groups; the pooled ones are neighbours in the pool."""
+        """Divide tensors into groups; the pooled ones must be adjacent in the pool."""
         names = {entry.name for entry in entries}
         pooled = tuple([entry for entry in self.plan.pool.entries if entry.name in names])
         large = [Group((entry,), pooled=False) for entry in self.plan.large if entry.name in names]
@@ -168,7 +168,7 @@ class Transform:
                 part /= spread.select(self.scale)
 
     def restore_order(self, group: Group, flat: Tensor) -> Tensors:
-        """Move a group's elements back to where they came from; return its tensors."""
+        """Move a group's elements back to their original positions, and return its tensors."""
         first = group.entries[0]
         if group.pooled:
             stop = group.entries[-1].stop
@@ -183,7 +183,7 @@ class Transform:
         return {first.name: result.view(first.shape)}
 
     def _multiply(self, piece: TensorPart, part: Tensor, cut: int = -1, start: int = 0) -> None:
-        """Multiply in place; by whole rows if a middle dim varies, which is several times faster than broadcasting.
+        """Multiply in place. If factors vary along one dim, multiply whole rows, which is several times faster.
 
         `part` may begin at `start` along the dim `cut` of the piece, and may have extra leading dims.
         """
@@ -200,7 +200,7 @@ class Transform:
                 part.mul_(factor)
 
     def _restore_piece(self, piece: TensorPart, flat: Tensor) -> Tensor:
-        """Move the elements of a piece back to where they came from, in new memory."""
+        """Return the elements of a piece at their original positions, in new memory."""
         indices = self._find_indices(piece)
         part = piece.part(flat)
         if indices is None:
@@ -214,7 +214,7 @@ class Transform:
         return part
 
     def _find_indices(self, piece: TensorPart) -> list[tuple[int, Tensor]] | None:
-        """Return the source of each index, for each dim that is permuted separately; None if dims move jointly."""
+        """Return the source indices along each permuted dim; None if several dims are permuted jointly."""
         found = []
         for spread in piece.order:
             dims = [d for d, size in enumerate(spread.shape) if size > 1]
@@ -226,7 +226,7 @@ class Transform:
         return sorted(found, key=lambda pair: pair[0])
 
     def _find_sources(self, piece: TensorPart, elements: int) -> Tensor:
-        """Return the index that each element of a piece comes from, in a tensor with this number of elements."""
+        """Return the source index of each element of a piece, in a tensor with `elements` elements."""
         index = piece.part(torch.arange(elements, device=self.shift.device))
         for spread in piece.order:
             index = index + spread.select(self.shift)
@@ -234,7 +234,7 @@ class Transform:
 
 
 def _select(part: Tensor, dim: int, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Select indices along a dim: as rows of a matrix, or as its columns with torch.gather."""
+    """Select indices along a dim, as rows of a matrix or as columns (with torch.gather)."""
     ahead, inner = part.shape[:dim].numel(), part.shape[dim + 1 :].numel()
     rows = part.reshape(len(index) if ahead == 1 else ahead, -1)
     target = None if out is None else out.view(rows.shape)

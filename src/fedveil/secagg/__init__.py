@@ -14,12 +14,13 @@ per run and seeds derived for every attempt.
     M6  client   once: shares of b_k for k in V                                  Party.reveal   Tally.take_reveal_reply
                                                                                  Tally.total
 
-`rules` and `policy` define what a client refuses and what it is promised, `masks` what is derived from which secret,
-and `tally.Conduct` who is excluded. Messages come from one server, whose signature `identity` checks.
+`rules` and `policy` define what a client refuses and what it can rely on, `masks` defines how keys and masks are
+derived, and `tally.Conduct` decides who is excluded. All messages come from one server, whose signature `identity`
+checks.
 
 There is no protection against crafted models that are sent to all clients alike, against differences between sums over
-different members, or against poisoning: a hostile client can spoil the sum. Nor is a client protected whose disk is
-restored to an earlier state: it still has its key, but has forgotten how it was used.
+different members, or against poisoning: a hostile client can spoil the sum. Nor is a client protected if its disk is
+restored to an earlier state: it still has its key, but no longer knows how the key was used.
 """
 
 from fedveil.errors import Aborted

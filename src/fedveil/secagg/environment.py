@@ -1,4 +1,4 @@
-"""A member's keys, roster and policy, from files named by environment variables, never by a job."""
+"""Load a member's keys, roster and policy from files that environment variables name, and never a job."""
 
 import os
 from pathlib import Path
@@ -13,15 +13,15 @@ IDENTITY, ROSTER, POLICY = "FEDVEIL_IDENTITY", "FEDVEIL_ROSTER", "FEDVEIL_POLICY
 
 
 def load_party(identity: Path, roster: Path, policy: Path | None = None) -> Party:
-    """Load a client's party in secure aggregation from the files of `fedveil keys` and the roster.
+    """Load a client's party from its roster and the files that `fedveil keys` wrote.
 
-    The keys of a run, and the state that must not be lost before it ends, are stored in a file beside the identity, so
-    that a restarted client can continue.
+    The keys of a run, and the state that must not be lost before the run ends, are stored in a file next to the
+    identity, so that a restarted client can continue.
 
     Args:
         identity: the file written by `fedveil keys new`.
         roster: the file that lists who may take part.
-        policy: the file written by `fedveil keys policy`; by default the one beside the identity.
+        policy: the file written by `fedveil keys policy`; by default, the file next to the identity.
     """
     own = Policy.read(policy or identity.with_suffix(".policy"))
     memory = Memory(identity.with_suffix(".memory"))
@@ -31,7 +31,7 @@ def load_party(identity: Path, roster: Path, policy: Path | None = None) -> Part
 
 
 def own_party() -> Party | None:
-    """Return the party that this client's environment names; None if it names none."""
+    """Return the party that this client's environment defines, or None."""
     identity, roster, policy = (os.environ.get(name) for name in (IDENTITY, ROSTER, POLICY))
     if not identity:
         return None
@@ -41,12 +41,12 @@ def own_party() -> Party | None:
 
 
 def own_policy() -> Policy | None:
-    """Return the policy that the environment of a client without secure aggregation names; None if it names none."""
+    """Return the policy that the environment of a client without secure aggregation defines, or None."""
     path = os.environ.get(POLICY)
     return Policy.read(Path(path)) if path else None
 
 
 def server_files() -> tuple[Identity | None, Roster | None]:
-    """Return the server's signing key and roster; None for each that its environment does not name."""
+    """Return the server's signing key and roster; either is None if the environment does not name it."""
     identity, roster = os.environ.get(IDENTITY), os.environ.get(ROSTER)
     return Identity.load(Path(identity)) if identity else None, Roster.read(Path(roster)) if roster else None

@@ -1,4 +1,4 @@
-"""Fixed point in Z_2^64: real numbers as integers that add without error, modulo 2^64.
+"""Fixed-point numbers in Z_2^64: real numbers as integers whose sums are exact modulo 2^64.
 
 With b fractional bits, a value x is sent as rint(x 2^b) mod 2^64. For n clients and values below 2^e,
 
@@ -7,20 +7,20 @@ With b fractional bits, a value x is sent as rint(x 2^b) mod 2^64. For n clients
 so that the sum of n values stays below 2^62: the sum of the integers is exact, and each client's rounding costs at most
 2^-(b+1) per element. `decode` then rounds the sum to float64, which adds at most 2^-53 of its magnitude.
 
-Nothing is saturated or refused. Reduction modulo 2^64 is linear, so whatever exponents a server chooses, the sum of
-the words is a function of the sum of the integers alone. Saturation is not linear: with a well-chosen exponent, the sum
-would reveal the smallest client on its own. Nor may a client report that its values do not fit, since that would give
-whoever chose the exponent one bit of information about its data.
+Nothing is saturated or refused. Reduction modulo 2^64 is linear, so whatever exponents a server chooses, the sum of the
+words is a function of the sum of the integers alone. Saturation is not linear: with a well-chosen exponent, the sum
+would reveal the client with the smallest values. Nor may a client report that its values do not fit, since that would
+give whoever chose the exponent one bit of information about its data.
 
 Instead every row has two check words, which are linear too. With s_i the integers before their reduction, p = 2^31 - 1
 and r a fixed public vector of 15-bit integers, a client's check word is
 
     (sum_i r_i s_i mod p) + p u,    u random
 
-The sum of these words modulo p is that of r_i times the true sums. If the sum of some s_i leaves [-2^63, 2^63), the
-opened row is off by m_i 2^64, and disagrees unless p divides sum_i r_i m_i: never if one element wrapped, and with
-probability 2^-30 for several. u hides the quotient by p, which is not a function of the sum. r is fixed, since it only
-guards against accidents: a client that wants to spoil a sum can do so anyway.
+Modulo p, the sum of these words is the sum of r_i times the true sums. If the sum of some s_i leaves [-2^63, 2^63), the
+opened row is wrong by m_i 2^64, and does not match unless p divides sum_i r_i m_i. That never happens if one element
+wrapped around, and happens with probability 2^-30 if several did. u hides the quotient by p, which is not a function of
+the sum. r is fixed, since it only guards against accidents: a client that wants to spoil a sum can do so anyway.
 """
 
 import math
@@ -47,13 +47,13 @@ LOWEST, HIGHEST = -32, 96
 """The range of exponents that clients accept."""
 
 LARGEST = 2.0**512
-"""The largest magnitude of a client's mean: it still fits a float64 after scaling."""
+"""The largest magnitude of a client's mean: it still fits in a float64 after scaling."""
 
 CHECKS = 2
-"""Check words per row."""
+"""The number of check words per row."""
 
 PRIME = 2**31 - 1
-PIECE = 2**14  # values processed at a time: they stay in the cache
+PIECE = 2**14  # number of values processed at a time: they fit in the cache
 
 
 def exponent(largest: float) -> int:
@@ -125,10 +125,10 @@ def encode_rows(values: Floats, sizes: Sequence[int], bits: Sequence[int], n: in
     words = np.empty(len(values) + (CHECKS * len(sizes) if checks else 0), np.uint64)
     scales, hashes = np.exp2(np.array(bits, np.float64)), _Hashes(sizes)
     for piece in _pieces(tuple(sizes)):
-        integers = values[piece.own] * np.repeat(scales[piece.rows], piece.counts)
+        integers = values[piece.span] * np.repeat(scales[piece.rows], piece.counts)
         np.rint(integers, out=integers)
         small = fits(integers)
-        words[piece.own] = own = reduce(integers, small)
+        words[piece.span] = own = reduce(integers, small)
         if checks:
             hashes.add(piece, _residues(own) if small else np.fmod(integers, float(PRIME)).astype(np.int64))
     if checks:
@@ -145,7 +145,7 @@ def wrapped_rows(total: Words, sizes: Sequence[int]) -> list[int]:
     """Return the indices of the rows of a sum that wrapped around, according to their check words."""
     hashes, end = _Hashes(sizes), sum(sizes)
     for piece in _pieces(tuple(sizes)):
-        hashes.add(piece, _residues(total[piece.own]))
+        hashes.add(piece, _residues(total[piece.span]))
     differ = hashes.values() != total[end : end + CHECKS * len(sizes)] % np.uint64(PRIME)
     return np.flatnonzero(differ.reshape(-1, CHECKS).any(1)).tolist()
 
@@ -153,7 +153,7 @@ def wrapped_rows(total: Words, sizes: Sequence[int]) -> list[int]:
 class _Piece(NamedTuple):
     """Values that are processed together, and the rows that they belong to."""
 
-    own: "slice[int, int, None]"
+    span: "slice[int, int, None]"
     rows: Integers
     counts: Integers
     starts: Integers  # index in the piece at which each row begins
@@ -161,7 +161,7 @@ class _Piece(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _pieces(sizes: tuple[int, ...]) -> tuple[_Piece, ...]:
-    """Divide all values into pieces that stay in the cache; empty rows belong to none."""
+    """Divide all values into pieces that fit in the cache; empty rows are in none of them."""
     ends, found = np.cumsum(np.array(sizes, np.int64)), []
     total = int(ends[-1]) if sizes else 0
     for start in range(0, total, PIECE):
@@ -184,7 +184,7 @@ class _Hashes:
 
     def add(self, piece: _Piece, residues: Integers) -> None:
         """Add the products of one piece; each has 48 bits and is folded, so that their sum stays below 2^63."""
-        for sums, row in zip(self._sums, self._drawn[:, piece.own], strict=True):
+        for sums, row in zip(self._sums, self._drawn[:, piece.span], strict=True):
             products = row * residues
             sums[piece.rows] += np.add.reduceat((products & PRIME) + (products >> 31), piece.starts)
 

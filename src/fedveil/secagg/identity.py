@@ -1,11 +1,11 @@
 """Signing keys, the roster of members that may take part, and the server's mark on every message.
 
-A member creates an identity once (`fedveil keys new NAME`), keeps the file, and hands its roster line to the others
-through a channel that the server does not control. The roster is what keeps a server from inventing clients.
+A member creates an identity once (`fedveil keys new NAME`), keeps the file, and gives its roster line to the others
+through a channel that the server does not control. The roster prevents a server from inventing clients.
 
-A message to a client consists of bytes that all clients get and a few bytes for this client alone. The mark, which a
-client checks first, precedes the latter and covers both, so that the common bytes are identical for all clients, and
-masks are bound to their digest.
+A message to a client consists of bytes that all clients get and a few bytes for this client alone. The mark precedes
+the bytes for this client and covers both parts; a client checks it first. The common bytes are therefore identical for
+all clients, and masks are bound to their digest.
 
     signature   by the server's Ed25519 key, which the client's policy names
     tag         HMAC-SHA256 under a key that server and client agree on when the client says hello in reply to a signed
@@ -27,10 +27,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.files import OWNER, write_whole
+from fedveil.files import OWNER, write_atomically
 from fedveil.secagg.masks import LABEL, agree, derive, fields
 
-KEY = 32  # bytes of a private or public key
+KEY = 32  # size of a private or public key in bytes
 SIGNATURE = 64
 TAG = 32
 SIGNED, TAGGED = b"s", b"t"  # the first byte of a mark
@@ -81,7 +81,7 @@ def _read_file(path: Path, forbidden: int, what: str, fix: str) -> str:
 
 
 def parse_toml(path: Path, text: str) -> JsonObject:
-    """Parse the text of a TOML file; errors show nothing of it."""
+    """Parse the text of a TOML file; errors do not quote it."""
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -100,7 +100,7 @@ def is_signature(key: Ed25519PublicKey | bytes, signature: bytes, message: bytes
 
 
 class SecretHolder:
-    """An object that holds secrets: it is neither pickled nor copied, and its repr shows its name, if it has one."""
+    """An object that contains secrets. It cannot be pickled or copied, and its repr shows at most its name."""
 
     name = ""
 
@@ -108,7 +108,7 @@ class SecretHolder:
         return f"{type(self).__name__}({self.name!r})" if self.name else f"{type(self).__name__}()"
 
     def __reduce__(self) -> str:
-        raise BadArgument(type(self).__name__, "secrets are neither pickled nor copied", "create it where it is used")
+        raise BadArgument(type(self).__name__, "secrets cannot be pickled or copied", "create it where it is used")
 
 
 class Identity(SecretHolder):
@@ -135,7 +135,7 @@ class Identity(SecretHolder):
     def save(self, path: Path) -> Path:
         """Write the private key to a new file that only its owner can read."""
         private = self._key.private_bytes_raw().hex()
-        return write_whole(path, IDENTITY.format(name=self.name, private=private), OWNER, new=True)
+        return write_atomically(path, IDENTITY.format(name=self.name, private=private), OWNER, new=True)
 
     def public(self) -> bytes:
         """Return the public key, 32 bytes."""
@@ -185,17 +185,17 @@ class Roster:
         return cls(members)
 
     def write(self, path: Path) -> Path:
-        """Write a file for `read`."""
+        """Write a file that `read` accepts."""
         lines = "".join(f"{name} {key.hex()}\n" for name, key in self._members.items())
-        return write_whole(path, ROSTER + lines, 0o644)
+        return write_atomically(path, ROSTER + lines, 0o644)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All members, in the order of the file."""
+        """The names of all members, in the order of the file."""
         return tuple(self._members)
 
     def public_key(self, name: str) -> bytes:
-        """Return a member's public key; raise BadArgument for a stranger."""
+        """Return a member's public key; raise BadArgument if the roster does not list the name."""
         if name not in self._members:
             raise BadArgument("roster", f"{name!r} is not in it")
         return self._members[name]
@@ -227,32 +227,32 @@ class Digest(NamedTuple):
         return hashlib.sha256(self.head + self.body).digest()
 
 
-def channel_key(own: X25519PrivateKey, other: bytes, run: str) -> bytes:
+def channel_key(private: X25519PrivateKey, public: bytes, run: str) -> bytes:
     """Return the key for the tags between the server and one client in a run."""
-    return derive(agree(own, other), b"", "server", run)
+    return derive(agree(private, public), b"", "server", run)
 
 
-def sign_message(server: Identity, common: bytes, own: bytes = b"") -> bytes:
-    """Mark a message to one client: return the server's signature, followed by `own`."""
-    return SIGNED + server.sign(_covered_bytes(Digest.compute(common).combine(), own)) + own
+def sign_message(server: Identity, common: bytes, extra: bytes = b"") -> bytes:
+    """Sign a message to one client; return the signature, followed by `extra`, the bytes for this client."""
+    return SIGNED + server.sign(_covered_bytes(Digest.compute(common).combine(), extra)) + extra
 
 
-def tag_message(key: bytes, digest: bytes, own: bytes = b"") -> bytes:
-    """Mark a message to one client with a tag under its channel key; `digest` is the digest of the common bytes."""
-    return TAGGED + hmac.digest(key, _covered_bytes(digest, own), "sha256") + own
+def tag_message(key: bytes, digest: bytes, extra: bytes = b"") -> bytes:
+    """Tag a message, given its digest, with a client's channel key; return the tag, followed by `extra`."""
+    return TAGGED + hmac.digest(key, _covered_bytes(digest, extra), "sha256") + extra
 
 
-def admit_message(server: bytes, channels: Iterable[bytes], digest: bytes, own: bytes) -> bytes:
+def admit_message(server: bytes, channels: Iterable[bytes], digest: bytes, extra: bytes) -> bytes:
     """Return the bytes after the mark; abort if the mark is not the server's.
 
     Args:
         server: the server's public key.
         channels: keys for the tags in the runs that the client takes part in.
         digest: digest of the bytes that all clients get.
-        own: the bytes that arrived for this client alone.
+        extra: the bytes that arrived for this client alone.
     """
-    kind, size = own[:1], SIGNATURE if own[:1] == SIGNED else TAG
-    mark, rest = own[1 : 1 + size], own[1 + size :]
+    kind, size = extra[:1], SIGNATURE if extra[:1] == SIGNED else TAG
+    mark, rest = extra[1 : 1 + size], extra[1 + size :]
     covered = _covered_bytes(digest, rest)
     if kind == TAGGED and any(hmac.compare_digest(mark, hmac.digest(key, covered, "sha256")) for key in channels):
         return rest
@@ -262,5 +262,5 @@ def admit_message(server: bytes, channels: Iterable[bytes], digest: bytes, own: 
     raise Aborted("server", "message", what, "compare `server` in the policy with the server's public key") from None
 
 
-def _covered_bytes(digest: bytes, own: bytes) -> bytes:
-    return fields(LABEL, "message", digest, own)
+def _covered_bytes(digest: bytes, extra: bytes) -> bytes:
+    return fields(LABEL, "message", digest, extra)

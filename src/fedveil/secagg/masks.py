@@ -7,14 +7,14 @@
     commitment = SHA-256(context, seed)
 
 The context is a hash over everything that the clients of a round must have in common (`messages.context`): run, round,
-attempt, roster, exponents and the entire broadcast. Two clients whose broadcasts differ in one bit have masks that do
-not cancel, and no mask or key occurs twice. A seed is committed to and expanded under different labels, so that a
-commitment says nothing about the stream.
+attempt, roster, exponents and the entire broadcast. If the broadcasts of two clients differ in one bit, their masks do
+not cancel, and no mask or key is used twice. A seed is committed to and expanded under different labels, so that a
+commitment reveals nothing about the stream.
 
-Self seeds are shared as in Shamir (1979): any t of n shares give the secret, t - 1 of them say nothing about it. The
-secret is the value at 0 of a polynomial of degree t - 1 over GF(p) whose other coefficients are uniform; the share of
-member x = 1 .. n is its value at x. With p = 2^521 - 1, one element holds any 32-byte seed. A wrong share gives some
-other secret, which may also be below 2^256: only the dealer's commitment shows it, and `Tally` compares the two.
+Self seeds are shared as in Shamir (1979): any t of n shares determine the secret, and t - 1 reveal nothing about it.
+The secret is the value at 0 of a polynomial of degree t - 1 over GF(p) whose other coefficients are uniform; the share
+of member x = 1 .. n is its value at x. With p = 2^521 - 1, one element can represent any 32-byte seed. A wrong share
+gives another secret, which may also be below 2^256; `Tally` detects it by comparison with the dealer's commitment.
 """
 
 import hashlib
@@ -36,12 +36,12 @@ from fedveil.errors import Aborted, BadArgument
 from fedveil.secagg.fixed import Words
 
 LABEL = "fedveil secagg 1"
-SEED = 32  # bytes of a seed
+SEED = 32  # size of a seed in bytes
 PRIME = 2**521 - 1  # size of the field of shares
-WIDTH = 66  # bytes of a share
+WIDTH = 66  # size of a share in bytes
 NONCE, TAG = 12, 16
-SEALED = NONCE + WIDTH + TAG  # bytes of an encrypted share
-PIECE = 2**15  # words processed at a time: they and their stream stay in the cache
+SEALED = NONCE + WIDTH + TAG  # size of an encrypted share in bytes
+PIECE = 2**15  # number of words processed at a time: they and their stream fit in the cache
 ZEROS = memoryview(bytes(8 * PIECE))
 WORD = np.dtype("<u8")
 
@@ -63,16 +63,16 @@ def derive(secret: bytes, salt: bytes, *info: bytes | str | int) -> bytes:
     return HKDF(SHA256(), SEED, salt, fields(LABEL, *info)).derive(secret)
 
 
-def agree(own: X25519PrivateKey, key: bytes) -> bytes:
+def agree(private: X25519PrivateKey, public: bytes) -> bytes:
     """Return the secret that a member shares with the owner of a public key."""
     try:
-        return own.exchange(X25519PublicKey.from_public_bytes(key))
+        return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:  # a point of small order
         raise Aborted("roster", "roster", "a member's key is of small order") from None
 
 
 def proper_key(key: bytes) -> bool:
-    """Return whether a secret can be agreed with an X25519 key: not if it is a point of small order."""
+    """Return whether a secret can be agreed with the owner of an X25519 key: it must not be of small order."""
     try:
         agree(X25519PrivateKey.generate(), key)
     except Aborted:
@@ -124,14 +124,14 @@ def commitment(seed: bytes, context: bytes) -> bytes:
 
 
 def share_hash(context: bytes, dealer: str, index: int, share: bytes) -> bytes:
-    """Return the hash that binds a dealer to the share that it dealt to the member at an index, and that member too."""
+    """Return the hash that binds a dealer and the member at an index to the share dealt to that member."""
     return hashlib.sha256(fields(LABEL, "share hash", context, dealer) + index.to_bytes(8, "big") + share).digest()
 
 
 def split(
     secret: int, t: int, n: int, *, prime: int = PRIME, draw: Callable[[int], int] = secrets.randbelow
 ) -> list[int]:
-    """Return the shares at 1 .. n.
+    """Split a secret into shares at 1 .. n.
 
     Args:
         secret: an element of GF(prime).
@@ -155,7 +155,7 @@ def _evaluate(coefficients: list[int], x: int, prime: int) -> int:
 
 @lru_cache(maxsize=64)
 def weights(points: tuple[int, ...], prime: int = PRIME) -> tuple[int, ...]:
-    """Return the weights of the shares at these points: the Lagrange polynomials at 0."""
+    """Return the weights of the shares at these points: the values of the Lagrange polynomials at 0."""
     others = {own: [other for other in points if other != own] for own in points}
     below = [math.prod(other - own for other in others[own]) for own in points]
     return tuple([math.prod(others[own]) * pow(b, -1, prime) % prime for own, b in zip(points, below, strict=True)])
@@ -199,7 +199,7 @@ def keystream(seed: bytes, buffer: bytearray) -> Fill:
 
 
 def add_streams(
-    start: Words, plus: Seeds = (), minus: Seeds = (), also: Sequence[Words] = (), out: Words | None = None
+    start: Words, plus: Seeds = (), minus: Seeds = (), vectors: Sequence[Words] = (), out: Words | None = None
 ) -> Words:
     """Add the streams of some seeds to a vector, subtract those of others, and add further vectors, modulo 2^64.
 
@@ -207,7 +207,7 @@ def add_streams(
         start: the vector; not modified.
         plus: seeds whose streams are added.
         minus: seeds whose streams are subtracted.
-        also: vectors that are added.
+        vectors: further vectors to add.
         out: buffer for the result; a new vector by default.
     """
     buffer = bytearray(8 * min(PIECE, start.size) + 16)
@@ -217,7 +217,7 @@ def add_streams(
     for at in range(0, start.size, PIECE):
         piece = total[at : at + PIECE]
         so_far = start[at : at + PIECE]
-        for words in also:
+        for words in vectors:
             so_far = np.add(so_far, words[at : at + PIECE], out=piece)
         for combine, fill in streams:
             so_far = combine(so_far, fill(piece.size), out=piece)
@@ -226,28 +226,28 @@ def add_streams(
     return total
 
 
-def mask(words: Words, own: bytes, index: int, pairs: Mapping[int, bytes], out: Words | None = None) -> Words:
+def mask(words: Words, self_seed: bytes, index: int, pairs: Mapping[int, bytes], out: Words | None = None) -> Words:
     """Return y_k = x_k + PRG(b_k) + sum over j > k of PRG(s_kj) - sum over j < k of PRG(s_kj).
 
     Args:
         words: x_k; not modified.
-        own: b_k.
-        index: k, in the order of the roster.
-        pairs: s_kj by j.
+        self_seed: b_k.
+        index: k, the client's position in the roster.
+        pairs: s_kj, keyed by j.
         out: buffer for y_k; a new vector by default.
     """
-    plus = [own, *(seed for other, seed in pairs.items() if other > index)]
+    plus = [self_seed, *(seed for other, seed in pairs.items() if other > index)]
     return add_streams(words, plus, [seed for other, seed in pairs.items() if other < index], out=out)
 
 
-def unmask(uploads: Sequence[Words], own: Seeds, pairs: Mapping[tuple[int, int], bytes]) -> Words:
+def unmask(uploads: Sequence[Words], self_seeds: Seeds, pairs: Mapping[tuple[int, int], bytes]) -> Words:
     """Return the sum of x_k from the y_k of the survivors.
 
     Args:
         uploads: y_k of the survivors.
-        own: b_k of the survivors.
-        pairs: s_kd by (k, d), for each survivor k and each member d that dropped out.
+        self_seeds: b_k of the survivors.
+        pairs: s_kd, keyed by (k, d), for each survivor k and each member d that dropped out.
     """
     plus = [seed for (survivor, lost), seed in pairs.items() if lost < survivor]
-    minus = [*own, *(seed for (survivor, lost), seed in pairs.items() if lost > survivor)]
+    minus = [*self_seeds, *(seed for (survivor, lost), seed in pairs.items() if lost > survivor)]
     return add_streams(uploads[0], plus, minus, uploads[1:])

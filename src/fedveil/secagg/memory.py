@@ -1,4 +1,4 @@
-"""A client's memory between messages: its key for each run, how the key was used, and the sums that it opened.
+"""A client's memory between messages: its key for each run, how the key was used, and which sums were opened.
 
 The X25519 key and the last attempt are stored together: a key without its counter would mask twice with the same
 streams. Both are written before a reply is sent, so that a client that is killed and restarted refuses messages that it
@@ -27,14 +27,14 @@ from filelock import FileLock, Timeout
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.files import OWNER, refusals, write_whole
+from fedveil.files import OWNER, convert_os_errors, write_atomically
 from fedveil.secagg.identity import KEY, SecretHolder, read_private_file
 from fedveil.secagg.masks import WIDTH
 from fedveil.secagg.messages import HASH
 
-MOST_RUNS = 1024  # runs in a memory, tombstones included
-MOST_SUMS = 1000  # opened sums whose subject and members are stored
-SHORT = 16  # bytes of a stored digest
+MOST_RUNS = 1024  # maximum number of runs in a memory, including tombstones
+MOST_SUMS = 1000  # maximum number of opened sums whose subject and members are stored
+SHORT = 16  # size of a stored digest in bytes
 
 
 def _hex_field(*sizes: int) -> BeforeValidator:
@@ -64,13 +64,13 @@ class Current:
         context: context of the attempt.
         round: round of the federation.
         subject: digest of the sum's subject: the broadcast, and which records take part.
-        names: all who take part, in the order of the roster.
+        names: the names of all members of the attempt, in the order of its roster.
         keys: their X25519 keys.
         own: the client's share of its own seed.
-        step: the last step of settling that it answered; -1 before the first.
-        members: the members that it agreed to last; all before the first step.
-        shares: the shares that were dealt to it, by dealer.
-        least: the minimum number of members in its sum.
+        step: the last step of settling that the client answered; -1 before the first.
+        members: the members that the client agreed to last; all members before the first step.
+        shares: the shares that were dealt to the client, keyed by dealer.
+        least: the minimum number of members in the sum.
     """
 
     context: Hash
@@ -92,11 +92,11 @@ class RunMemory:
     Attributes:
         key: the private key; empty once it has been removed.
         public: the public key.
-        created: time of its creation, in seconds since 1970 by the client's clock.
+        created: time at which the key was created, in seconds since 1970 by the client's clock.
         uses: number of attempts that used the key.
-        attempt, round: those of the last admitted opening.
+        attempt, round: attempt and round of the last admitted opening.
         revealed: the last round in which the client revealed shares.
-        sums: number of sums that it has helped to open.
+        sums: number of sums that the client has helped to open.
         server: the server's X25519 key for the run; empty if there is none.
         current: the attempt in progress.
     """
@@ -126,7 +126,7 @@ class State:
     """Everything that a client remembers.
 
     Attributes:
-        member: the member whose memory it is.
+        member: the name of the member that the memory belongs to.
         runs: the memory of each run, by the run's name.
         ended: short digests of the names of runs that have ended.
         day: the day of the last opened sum, in days since 1970, and the number of sums opened on it.
@@ -173,22 +173,22 @@ class State:
 
 
 def short_digest(data: bytes) -> str:
-    """Return a digest as it is stored: shortened, in hex."""
+    """Return the digest of some bytes, shortened and in hex, as it is stored."""
     return hashlib.sha256(data).digest()[:SHORT].hex()
 
 
 class Turn(NamedTuple):
-    """The memory while one call uses it; changes take effect once they are written, to disk if there is a file."""
+    """Access to the memory during one call. Changes take effect when they are written, to disk if there is a file."""
 
     state: State
     write: Callable[[], None]
 
 
 class Memory(SecretHolder):
-    """A client's memory, in a file that only its owner can read or in this process; its repr shows nothing.
+    """A client's memory, in a file that only its owner can read or in this process. Its repr reveals nothing.
 
     Args:
-        path: path of the file; without one, the memory is lost when the process ends, and the next has a new key.
+        path: path of the file; without a file, the memory, and with it the key, is lost when the process ends.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -219,7 +219,7 @@ class Memory(SecretHolder):
     def _acquire(self) -> Callable[[], None]:
         """Lock the memory, against other processes if it has a file, and return a function that releases it."""
         if self._path is not None:
-            with refusals(self._path), contextlib.suppress(Timeout):
+            with convert_os_errors(self._path), contextlib.suppress(Timeout):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 lock = FileLock(self._path.with_name(self._path.name + ".lock"), timeout=0, mode=OWNER)
                 lock.acquire()
@@ -237,7 +237,7 @@ class Memory(SecretHolder):
         if self._path is None:
             self._text = text
         else:
-            write_whole(self._path, text, OWNER)
+            write_atomically(self._path, text, OWNER)
 
 
 @lru_cache(maxsize=1)
@@ -256,7 +256,7 @@ def _from_text(where: str, text: str) -> State:
         state = _adapter().validate_json(text)
         if _to_text(state) != text or len(bytes.fromhex(state.opened)) % (2 * SHORT):
             raise ValueError  # a counter that is missing must not get its default
-    except (ValueError, TypeError):  # not chained: pydantic's errors show values, here secrets
+    except (ValueError, TypeError):  # not chained: pydantic's errors quote values, which are secret here
         fix = "remove it; the client then generates a new key"
         raise BadArgument(where, "this memory is damaged", fix) from None
     return state

@@ -1,7 +1,7 @@
 """The messages of the protocol, as typed values and as bytes. Nothing is pickled; sizes are checked before reading.
 
 A message consists of the length of its head (8 bytes), the head (JSON, padded to a multiple of 8 bytes), and raw bytes
-whose number follows from the head and the roster. Malformed messages raise BadArgument. Secrets are sent in M2
+whose number is determined by the head and the roster. Malformed messages raise BadArgument. Secrets are sent in M2
 (encrypted), M4 and M6 (opened on purpose); those messages have no repr.
 """
 
@@ -52,7 +52,7 @@ class Hello:
 
     @classmethod
     def from_values(cls, values: object) -> "Hello":
-        """Invert `values`; raise BadArgument for anything else."""
+        """Parse the result of `values`; raise BadArgument for anything else."""
         found = _Fields("hello", values)
         run, name = check_run_name("hello", found.get("run")), check_member_name("hello", found.get("name"))
         return cls(run, name, found.raw("key", KEY), found.raw("signature", SIGNATURE))
@@ -63,7 +63,7 @@ class Opening:
     """The part of M1 that concerns secure aggregation: who takes part, in which attempt of which round.
 
     Attributes:
-        run: the run that all the M0s are for.
+        run: the run to which all the M0s belong.
         round: round of the federation.
         attempt: strictly increasing over a run.
         roster: the M0s of those who take part; a member's index is its position here.
@@ -87,7 +87,7 @@ class Opening:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of those who take part, in order."""
+        """The names of the members, in the order of the roster."""
         return tuple(hello.name for hello in self.roster)
 
     def values(self) -> JsonObject:
@@ -97,7 +97,7 @@ class Opening:
 
     @classmethod
     def from_values(cls, values: object) -> "Opening":
-        """Invert `values`; raise BadArgument for anything else."""
+        """Parse the result of `values`; raise BadArgument for anything else."""
         found = _Fields("opening", values)
         roster, checks = found.get("roster"), found.get("checks")
         if type(roster) is not list or not 0 < len(roster) <= MOST_MEMBERS:
@@ -130,10 +130,10 @@ class Upload:
 
     Attributes:
         context: context of the attempt.
-        commitments: to the self seed at the client's own index, elsewhere to pair seeds; in the order of the roster.
+        commitments: in the order of the roster: to the self seed at the client's own index, elsewhere to pair seeds.
         hashes: hashes of the shares, in the order of the roster.
         sealed: encrypted shares in the order of the roster, without the client's own.
-        words: y_k.
+        words: the masked words, y_k.
     """
 
     context: bytes
@@ -159,7 +159,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Settle:
-    """M3, the part for all: the members whose vectors are summed."""
+    """The part of M3 for all clients: the members whose vectors are summed."""
 
     context: bytes
     step: int
@@ -184,9 +184,9 @@ class Settle:
 
 
 def pack_dealt(sealed: Iterable[bytes], hashes: Iterable[bytes]) -> bytes:
-    """Encode M3, the part for one client at step 0: the encrypted shares that the others dealt to it, and their hashes.
+    """Encode the part of M3 for one client at step 0: the encrypted shares that others dealt to it, and their hashes.
 
-    Both are in the order of the members.
+    Shares and hashes are in the order of the members.
     """
     return pack("sealed", {}, [*sealed, *hashes])
 
@@ -199,13 +199,13 @@ def unpack_dealt(data: bytes, count: int) -> list[tuple[bytes, bytes]]:
 
 @dataclass(frozen=True, repr=False)
 class SettleReply:
-    """M4: a signature, the pair seeds with those who dropped out, and the dealers of unusable shares.
+    """M4: a signature, the seeds of pairs with members that dropped out, and the dealers of unusable shares.
 
     Attributes:
         context: context of the attempt.
-        step: as in M3.
+        step: the step of M3 that it answers.
         failed: dealers whose share the client cannot use.
-        signature: over `Settle.signed_bytes`.
+        signature: signature of `Settle.signed_bytes`.
         seeds: seeds of the pairs with members that dropped out, in the order of the roster.
     """
 

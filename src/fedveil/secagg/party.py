@@ -1,12 +1,12 @@
-"""The client's side: it answers four messages, and refuses any that could open a single client's update.
+"""The client's side: it answers the server's messages, and refuses any that could reveal a single client's update.
 
     hello   -> M0      its key for a run, signed
     admit   M1         checks the opening, and stores that it was admitted, before the client computes anything
     upload  -> M2      its words, masked
-    settle  M3 -> M4   agrees on the members left; opens its pair seeds with those who dropped out
-    reveal  M5 -> M6   once: its shares of the self seeds of the members left
+    settle  M3 -> M4   agrees on the remaining members; opens its pair seeds with those who dropped out
+    reveal  M5 -> M6   once: its shares of the self seeds of the remaining members
 
-It is independent of the transport. Every reply is recorded in the client's memory before it is returned.
+The party is independent of the transport. Every reply is recorded in the client's memory before it is returned.
 """
 
 import time
@@ -28,11 +28,11 @@ DAY = 86_400  # seconds
 
 
 class Ticket(SecretHolder):
-    """The right to upload once in an admitted attempt. It holds the self seed; its repr shows nothing."""
+    """The right to upload once in an admitted attempt. It contains the self seed; its repr reveals nothing."""
 
-    def __init__(self, opening: Opening, context: bytes, own: bytes, shares: list[bytes]) -> None:
+    def __init__(self, opening: Opening, context: bytes, self_seed: bytes, shares: list[bytes]) -> None:
         self.opening = opening
-        self._context, self._own, self._shares, self._used = context, own, shares, False
+        self._context, self._self_seed, self._shares, self._used = context, self_seed, shares, False
 
 
 class Party(SecretHolder):
@@ -40,7 +40,7 @@ class Party(SecretHolder):
 
     Args:
         identity: the client's signing key.
-        roster: who may take part, from the client's own file; it must include the client.
+        roster: the members that may take part, from the client's own file; the client must be one of them.
         memory: the client's memory; by default it lasts as long as this object.
         policy: the client's policy, which no server can change.
         clock: returns seconds since 1970.
@@ -66,7 +66,7 @@ class Party(SecretHolder):
         self._masked: Words = np.empty(0, np.uint64)  # reused in every round: new memory costs more than the masks
 
     def hello(self, run: str, server: bytes = b"") -> Hello:
-        """Return M0, this client's key for a run: a new key on the first call, and whenever the last one is due.
+        """Return M0, this client's key for a run. The first call generates it; an expired key is replaced.
 
         Args:
             run: name of the run.
@@ -83,7 +83,7 @@ class Party(SecretHolder):
             known = state.runs.get(run)
             if known is None or rules.needs_new_key(known, self.policy, now):
                 self._generate_key(state, run, now, server)
-                turn.write()  # this also stores that other keys are gone
+                turn.write()  # this also saves the removal of expired keys
             elif server and known.server != server:
                 known.server = server
                 turn.write()
@@ -101,24 +101,24 @@ class Party(SecretHolder):
         covered = hello.proof(challenge)
         return self._identity.sign(covered) + tag_message(self._channels[hello.run], covered)
 
-    def authenticate(self, digest: bytes, own: bytes) -> bytes:
+    def authenticate(self, digest: bytes, extra: bytes) -> bytes:
         """Check the server's signature or tag on a message, and return the bytes for this client alone.
 
         Args:
             digest: digest of the bytes that all clients get (`identity.Digest`).
-            own: the bytes that arrived for this client alone.
+            extra: the bytes that arrived for this client alone.
         """
         if self.policy.server is None:
             what = "this client's policy names no server, so it answers none under secure aggregation"
             fix = "run fedveil keys policy KEY_FILE --server HEX (docs/secure-aggregation.md)"
             raise BadArgument("policy", what, fix)
         try:
-            return admit_message(self.policy.server, self._channels.values(), digest, own)
+            return admit_message(self.policy.server, self._channels.values(), digest, extra)
         except Aborted:
-            if own[:1] != TAGGED:
+            if extra[:1] != TAGGED:
                 raise
             self._load_channels()  # this object may be new, or another process may have replaced a key
-            return admit_message(self.policy.server, self._channels.values(), digest, own)
+            return admit_message(self.policy.server, self._channels.values(), digest, extra)
 
     def _load_channels(self) -> None:
         with self._memory.turn() as turn:
@@ -152,15 +152,15 @@ class Party(SecretHolder):
         bound = context(opening, digest)
         with self._memory.turn() as turn:
             run = self._check_opening(turn.state, opening)
-            own, names = masks.new_seed(), opening.names
-            shares = masks.split_seed(own, rules.threshold(len(names)), len(names))
+            self_seed, names = masks.new_seed(), opening.names
+            shares = masks.split_seed(self_seed, rules.threshold(len(names)), len(names))
             keys = tuple(hello.key for hello in opening.roster)
             about, share = digest if subject is None else subject, shares[names.index(self.name)]
             run.current = Current(bound, opening.round, about, names, keys, share, members=names, least=least)
             run.attempt, run.round, run.uses = opening.attempt, opening.round, run.uses + 1
             self._pair_secrets(run, run.current)  # refuses a key of small order
             turn.write()
-        return Ticket(opening, bound, own, shares)
+        return Ticket(opening, bound, self_seed, shares)
 
     def upload(self, ticket: Ticket, words: Words) -> bytes:
         """Return M2: the masked words, with shares of the seed that masks them.
@@ -183,21 +183,21 @@ class Party(SecretHolder):
             index, count = opening.names.index(self.name), len(others)
             del others[index]
             seeds = {k: masks.pair_seed(pairs[name], bound, self.name, name) for k, name in others.items()}
-            shares, own = ticket._shares, ticket._own
+            shares, self_seed = ticket._shares, ticket._self_seed
             sealed = tuple(masks.seal(shares[k], pairs[name], bound, self.name, name) for k, name in others.items())
-            commitments = tuple(masks.commitment(seeds.get(k, own), bound) for k in range(count))
+            commitments = tuple(masks.commitment(seeds.get(k, self_seed), bound) for k in range(count))
             hashes = tuple(masks.share_hash(bound, self.name, k, shares[k]) for k in range(count))
             if self._masked.size != words.size:
                 self._masked = np.empty(words.size, np.uint64)
-            masks.mask(words, own, index, seeds, self._masked)
+            masks.mask(words, self_seed, index, seeds, self._masked)
             return Upload(bound, commitments, hashes, sealed, self._masked).to_bytes()
 
-    def settle(self, message: bytes, own: bytes = b"") -> bytes:
-        """Return M4: agreement on the members left, and the pair seeds with those who dropped out.
+    def settle(self, message: bytes, extra: bytes = b"") -> bytes:
+        """Return M4: agreement on the remaining members, and the pair seeds with those who dropped out.
 
         Args:
-            message: M3, the part for all.
-            own: M3, the part for this client: at step 0 the shares that the others dealt to it.
+            message: the part of M3 for all clients.
+            extra: the part of M3 for this client: at step 0, the shares that the others dealt to it.
         """
         settle = Settle.from_bytes(message)
         with self._memory.turn() as turn:
@@ -209,7 +209,7 @@ class Party(SecretHolder):
             failed: tuple[str, ...] = ()
             if settle.step == 0:
                 index = current.names.index(self.name)
-                current.shares = {self.name: current.own} | self._open_shares(settle, own, pairs, index)
+                current.shares = {self.name: current.own} | self._open_shares(settle, extra, pairs, index)
                 failed = tuple(name for name in settle.members if name not in current.shares)
             current.step, current.members = settle.step, settle.members
             turn.write()
@@ -219,7 +219,7 @@ class Party(SecretHolder):
         return SettleReply(settle.context, settle.step, failed, signature, seeds).to_bytes()
 
     def reveal(self, message: bytes) -> bytes:
-        """Return M6: this client's shares of the self seeds of the members left; its last message in the round."""
+        """Return M6, the last message: this client's shares of the self seeds of the remaining members."""
         reveal = Reveal.from_bytes(message)
         with self._memory.turn() as turn:
             state, day = turn.state, int(self._clock()) // DAY
@@ -294,11 +294,11 @@ class Party(SecretHolder):
             self._agreed |= {(run.key, key): masks.agree(private, key) for key in missing}
         return {name: self._agreed[run.key, key] for name, key in others.items()}
 
-    def _open_shares(self, settle: Settle, own: bytes, pairs: Mapping[str, bytes], index: int) -> dict[str, bytes]:
+    def _open_shares(self, settle: Settle, extra: bytes, pairs: Mapping[str, bytes], index: int) -> dict[str, bytes]:
         """Decrypt the others' shares, by dealer, and keep those that match their hashes."""
         dealers = [name for name in settle.members if name != self.name]
         found = {}
-        for dealer, (sealed, known) in zip(dealers, messages.unpack_dealt(own, len(dealers)), strict=True):
+        for dealer, (sealed, known) in zip(dealers, messages.unpack_dealt(extra, len(dealers)), strict=True):
             share = masks.unseal(sealed, pairs[dealer], settle.context, dealer, self.name)
             if share is None or not masks.is_field_element(share):
                 continue

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fedveil.checks import check_choice, check_count, check_range, is_number
 from fedveil.errors import BadArgument
-from fedveil.files import write_whole
+from fedveil.files import write_atomically
 from fedveil.secagg.identity import HEX, KEY, parse_toml, read_trusted_file
 
 TEXT = """# What this client requires of a server, and how often it answers. No server can change it.
@@ -50,14 +50,14 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True)
 class PrivacyLimits:
-    """What a client requires before its records take part in a round, whatever the server asks for.
+    """The privacy that a client requires before its records take part in a round, whatever the server asks for.
 
     Attributes:
         dataset: name of the records.
-        records: their declared number, the client's weight in a sum. It is public, and is not counted from the records.
+        records: the declared number of records, the client's weight in a sum. It is public; records are not counted.
         epsilon: the budget of a record over all runs.
         ledger: file with the rounds that these records have taken part in.
-        delta: for which epsilon is computed.
+        delta: the delta at which epsilon is computed.
         noise: minimum noise multiplier.
         rate: maximum sampling rate.
         colluding: minimum number of clients that may collude without weakening the guarantee.
@@ -107,7 +107,7 @@ class Policy:
         max_sums_per_day: maximum number of sums that it helps to open in a day, over all runs (UTC, by its own clock).
         key_rounds: number of rounds after which a run's key is replaced.
         key_hours: number of hours after which a run's key is replaced, by its own clock.
-        privacy: requirements for the privacy of each record; None for none.
+        privacy: requirements for the privacy of each record, or None.
     """
 
     server: bytes | None = None
@@ -150,8 +150,8 @@ class Policy:
             raise BadArgument(str(path), error.what, error.fix) from None
 
     def write(self, path: Path) -> Path:
-        """Write a file for `read`; refuse to replace an existing file."""
+        """Write a file that `read` accepts; refuse to replace an existing file."""
         if self.server is None:
             raise BadArgument("Policy", "it names no server", "pass a public key: Policy(server=...)")
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"server": self.server.hex()}
-        return write_whole(path, TEXT.format(**values), 0o644, new=True)
+        return write_atomically(path, TEXT.format(**values), 0o644, new=True)

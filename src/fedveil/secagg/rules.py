@@ -1,14 +1,14 @@
 """The rules by which a client refuses a message. Each check raises Aborted, with its reason, or returns None.
 
 With n members of an attempt, t = max(3, floor(2n/3) + 1) of them must agree, and t shares open a self seed. Clients
-compute t themselves. If c of the others tell the server all they know, only sums over at least t - c honest clients can
-be opened, provided that c <= t - 2 and 2t > n + c. `colluders` is the largest such c: 1 for n = 4, 3 for n = 10.
-The proof, and a check over all strategies of a server with up to 6 clients, are in tests/secagg/test_promise.py.
+compute t themselves. If c of the others reveal all they know to the server, only sums over at least t - c honest
+clients can be opened, provided that c <= t - 2 and 2t > n + c. `colluders` is the largest such c: 1 for n = 4, 3 for n
+= 10. The proof, and a check over all strategies of a server with up to 6 clients, are in tests/secagg/test_promise.py.
 
 There are at least 3 members: with 2, each could subtract its own vector from the sum. With 3, nobody may drop out.
 
 One rule is not in the published protocol: since the server chooses who takes part, it could put its colluders into a
-roster that is too small to withstand them (2 of 4 open a single client). A client's policy says how many colluders a
+roster that is too small to withstand them (2 of 4 open a single client). A client's policy sets how many colluders a
 roster must withstand, and smaller rosters are refused.
 """
 
@@ -86,7 +86,7 @@ def needs_new_key(run: RunMemory, policy: Policy, now: int) -> bool:
 
 
 def check_budget(state: State, run: RunMemory, policy: Policy, day: int) -> None:
-    """Require that the client's budget allows another sum."""
+    """Require that the client's policy allows it to open another sum."""
     limits = (run.sums, policy.max_sums_per_run, "run"), (state.sums_on(day), policy.max_sums_per_day, "day")
     for count, most, what in limits:
         if count >= most:
@@ -124,7 +124,7 @@ def check_membership(opening: Opening, name: str, key: bytes) -> None:
 
 
 def check_attempt(run: RunMemory, opening: Opening) -> None:
-    """Require an attempt above all that this key has been used for: no mask occurs twice."""
+    """Require a higher attempt than any for which this key has been used, so that no mask is used twice."""
     if opening.attempt <= run.attempt:
         raise Aborted("attempt", "opening", f"attempt {opening.attempt} is not above the last one, {run.attempt}")
 
@@ -144,7 +144,7 @@ def check_step(current: Current, settle: Settle) -> None:
 
 
 def check_members(current: Current, members: Collection[str]) -> None:
-    """Require a subset of the last members, and fewer after the first step: nobody comes back."""
+    """Require a subset of the last members, and fewer after the first step: no member may return."""
     if current.step >= 0 and len(members) >= len(current.members):
         raise Aborted("members", "settle", "every further step must have fewer members")
     if not set(members) <= set(current.members):
@@ -152,7 +152,7 @@ def check_members(current: Current, members: Collection[str]) -> None:
 
 
 def check_survivors(current: Current, members: Collection[str], name: str) -> None:
-    """Require that enough members are left, this client among them: t, or more if their noise is needed."""
+    """Require that this client and enough others are left: t members, or more if their noise is needed."""
     if name not in members:
         raise Aborted("members", "settle", "it does not include this client")
     n = len(current.names)
@@ -166,7 +166,7 @@ def check_agreement(current: Current, reveal: Reveal, roster: Roster, name: str)
     if (reveal.settle.step, reveal.settle.members) != (current.step, current.members):
         raise Aborted("members", "reveal", "it is not about the members that this client agreed to last")
     text, least = reveal.settle.signed_bytes(), threshold(len(current.names))
-    good = 1  # its own, which it need not check
+    good = 1  # its own signature need not be checked
     for other in current.members:
         if other != name and other in reveal.signatures and good < least:
             good += roster.verifies(other, reveal.signatures[other], text)

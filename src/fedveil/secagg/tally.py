@@ -2,14 +2,14 @@
 
     take_upload ...  settle  take_settle_reply ... (again while members drop out)  reveal  take_reveal_reply ...  total
 
-It is independent of the transport and never waits: whoever has not replied when the next step begins has dropped out.
+It is independent of the transport and never waits: a member that has not replied by the next step has dropped out.
 An invalid reply raises BadArgument, and its sender counts as dropped out; Aborted ends the attempt. Proven lies are
 recorded in the run's `Conduct`.
 
 Nobody is trusted: both ends of a pair must have committed to the same seed, an opened seed must match its commitment, a
 revealed share must match the hash that its dealer gave, and the first word of the sum must be the number of its
-members. A share that matches its hash is either right or its dealer's lie, so up to n - t wrong shares are discarded
-without decoding.
+members. A share that does not match its hash is discarded. If shares that match do not give the seed that the dealer
+committed to, the dealer has lied.
 """
 
 from collections import Counter
@@ -44,11 +44,11 @@ class Conduct:
     def __init__(self) -> None:
         self.excluded: dict[str, str] = {}  # the members that lied, with the reason
         self._partners: dict[str, set[str]] = {}
-        self._most = 1  # liars tolerated in the largest attempt
+        self._most = 1  # number of liars tolerated in the largest attempt
         self._left_out: Counter[str] = Counter()  # how often each member was left out because of a dispute
 
     def exclude(self, name: str, why: str) -> None:
-        """Exclude a member that is proven to have lied; the first reason stays."""
+        """Exclude a member that is proven to have lied; keep the first reason."""
         self.excluded.setdefault(name, why)
 
     def judge_complaints(self, complaints: Mapping[str, Collection[str]], n: int) -> None:
@@ -97,7 +97,7 @@ class Tally:
     Args:
         opening: as it was sent in M1.
         digest: SHA-256 of all the bytes of M1.
-        roster: who may take part.
+        roster: the members that may take part.
         conduct: the members' conduct in the run so far.
     """
 
@@ -119,7 +119,7 @@ class Tally:
         self._revealed: dict[str, dict[str, bytes]] = {}  # shares that match their hash, by revealer and dealer
 
     @property
-    def quarrelling(self) -> set[str]:
+    def conflicting_members(self) -> set[str]:
         """The members that complained about others, or disagree with others about the seed of their pair."""
         return set(self._complaints) | self._disputing
 
@@ -129,7 +129,7 @@ class Tally:
         return self._settle.members if self._settle else tuple(name for name in self._names if name in self._uploads)
 
     def take_upload(self, name: str, data: bytes) -> None:
-        """Take M2; a late one is discarded unread."""
+        """Accept M2; discard it unread if it is late."""
         self._expect("upload", name, self._names, self._settle is None)
         if name in self._uploads:
             raise BadArgument("upload", f"{name} has already uploaded")
@@ -138,7 +138,7 @@ class Tally:
         self._uploads[name] = upload
 
     def settle(self) -> tuple[bytes, dict[str, bytes]]:
-        """Return M3: the bytes for all members that are left, and additional bytes for each of them."""
+        """Return M3: the bytes for all remaining members, and additional bytes for each of them."""
         if self._reveal or (self._settle and self.has_agreement()):
             raise BadArgument("settle", "the members left have already agreed", "call reveal()")
         if self._settle is None:
@@ -154,7 +154,7 @@ class Tally:
         return self._settle.to_bytes(), own
 
     def take_settle_reply(self, name: str, data: bytes) -> None:
-        """Take M4."""
+        """Accept M4."""
         settle = self._settle
         self._expect("settled", name, settle.members if settle else (), settle is not None and self._reveal is None)
         assert settle is not None
@@ -186,7 +186,7 @@ class Tally:
         return len(self._check_signatures(self._settle)) == self._threshold
 
     def reveal(self) -> bytes:
-        """Return M5: the signatures of t of the members left."""
+        """Return M5: the signatures of t of the remaining members."""
         if not self.has_agreement():
             raise BadArgument("reveal", "the members left have not agreed yet", "call settle()")
         assert self._settle is not None
@@ -211,7 +211,7 @@ class Tally:
         return self._signatures
 
     def take_reveal_reply(self, name: str, data: bytes) -> None:
-        """Take M6. Shares that match their hash count, even if other shares from the same member do not."""
+        """Accept M6. Shares that match their hash count, even if other shares from the same member do not."""
         self._expect("revealed", name, self.survivors, self._reveal is not None)
         if name in self._revealed:
             raise BadArgument("revealed", f"{name} has already revealed")
@@ -244,7 +244,7 @@ class Tally:
         return total
 
     def _own_seed(self, name: str) -> bytes | None:
-        """Return a client's self seed from t shares that match their hashes; exclude it if the seed is not its own."""
+        """Return a client's self seed from t valid shares; exclude the client if the seed is not the committed one."""
         shares = {self._index[by] + 1: own[name] for by, own in sorted(self._revealed.items()) if name in own}
         if len(shares) < self._threshold:
             return None
@@ -253,7 +253,7 @@ class Tally:
             if masks.commitment(seed, self._context) == self._uploads[name].commitments[self._index[name]]:
                 return seed
         except Aborted:
-            pass  # the shares are not those of a seed
+            pass  # the shares do not represent a seed
         self.conduct.exclude(name, "the shares that it dealt do not give the seed that it committed to")
         return None
 
@@ -275,7 +275,7 @@ class Tally:
         return left
 
     def _unrecoverable(self, left: list[str]) -> set[str]:
-        """Return the members of `left` whose seed fewer than t members of `left` hold a usable share of."""
+        """Return the members of `left` for whose seed fewer than t members of `left` have a usable share."""
         lost = Counter(dealer for name in left for dealer in self._complaints.get(name, ()))
         return {name for name in left if len(left) - lost[name] < self._threshold}
 
@@ -309,6 +309,6 @@ class Tally:
 
 
 def check_count(total: Words, members: int) -> None:
-    """Require the first word of a sum, to which every client adds 1, to be the number of clients: no mask is left."""
+    """Require the first word of a sum, to which every client adds 1, to be the number of clients: masks cancel."""
     if int(total[0]) != members:
         raise Aborted("sum", "total", f"the masks of {members} clients do not cancel: one of them is wrong")

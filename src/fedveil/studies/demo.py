@@ -15,7 +15,7 @@ from fedveil.data import one_tensor
 from fedveil.federation import Federation, History
 from fedveil.federation.history import RoundRecord
 from fedveil.progress import Progress
-from fedveil.report import Beside, Facts, Matrix, Text, count
+from fedveil.report import Facts, Matrix, SideBySide, Text, count
 from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.choices import applicable_values
 from fedveil.runs.config import Config, Value, configure
@@ -133,7 +133,7 @@ class DemoStudy(Study[Demo, Runs]):
         matrices = [Matrix(view, veiled.classes, counts) for view, counts in veiled.matrices.items()]
         settings = applicable_values(CONFIG.changed(epochs=request.epochs))
         said = f"Test accuracy: {', '.join(f'{name} {accuracy}' for name, accuracy, _ in rows)}."
-        header, first = ["model", "test accuracy", "time"], [Beside("Answers on the test data", matrices)]
+        header, first = ["model", "test accuracy", "time"], [SideBySide("Predictions on the test data", matrices)]
         protection = Text("What is and is not protected", PROTECTION)
         facts = Facts("Configuration", {name: str(value) for name, value in settings.items()})
         sections = [*curve_sections(histories), protection, facts]

@@ -20,12 +20,12 @@ from fedveil.federation.evaluate import metrics, predict
 from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.local import Federation
 from fedveil.federation.state import RECORDS
-from fedveil.files import write_whole
+from fedveil.files import write_atomically
 from fedveil.plain_json import read_json, to_json
 from fedveil.progress import Progress
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
-from fedveil.runs.folder import RUN, holds_run, is_finished, resume_federation, train
+from fedveil.runs.folder import RUN, contains_run, is_finished, resume_federation, train
 from fedveil.runs.results import primary_metric
 from fedveil.studies.basis import AGAIN, Basis, explain_change
 from fedveil.studies.jobs import JobResults, Result
@@ -134,11 +134,11 @@ def remove_stale_run(folder: Path, basis: Basis, progress: Progress) -> None:
         if found is None:
             return
         changed = found
-    if holds_run(folder):
+    if contains_run(folder):
         progress(0.0, f"{AGAIN}: {changed}")
         for name in (*RUN, BEST):
             (folder / name).unlink(missing_ok=True)
-    write_whole(path, to_json(basis.to_plain(), indent=2) + "\n")
+    write_atomically(path, to_json(basis.to_plain(), indent=2) + "\n")
 
 
 def measure_quality(federation: Federation, data: Data) -> Quality:

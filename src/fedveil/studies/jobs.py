@@ -25,7 +25,7 @@ import torch
 from pydantic import TypeAdapter
 
 from fedveil.errors import FedveilError
-from fedveil.files import write_whole
+from fedveil.files import write_atomically
 from fedveil.plain_json import read_json, to_json
 from fedveil.progress import Progress
 from fedveil.studies.basis import AGAIN, Basis, Digests, explain_change
@@ -145,7 +145,7 @@ def run_job(job: StudyJob[R], folder: Path, progress: Progress, done: JobResults
     if isinstance(result, Failure):
         plain = {"failed": result.failed}
     stored = {"basis": done.basis.to_plain(), "asked": repr(job.work), "result": plain}
-    write_whole(path, to_json(stored, exact=True) + "\n")
+    write_atomically(path, to_json(stored, exact=True) + "\n")
     return result
 
 

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from pydantic_core import to_jsonable_python
 
-from fedveil.files import write_whole
-from fedveil.locks import locked
+from fedveil.files import write_atomically
+from fedveil.locks import lock_folder
 from fedveil.plain_json import to_json
 from fedveil.studies.basis import Digests
 from fedveil.studies.jobs import JobResults, Result, Show, StudyJob, run_jobs, show_nothing
@@ -55,7 +55,7 @@ def run_graph(
     digests: Digests | None = None,
 ) -> R:
     """Run the jobs that have no valid result in the folder, and combine all results."""
-    with locked(folder):
+    with lock_folder(folder):
         return graph.collect(run_jobs(graph.jobs, folder / "jobs", workers=workers, show=show, digests=digests))
 
 
@@ -69,7 +69,7 @@ def publish(study: Study[S, R], request: S, results: R, folder: Path, command: s
     from fedveil.report import write  # imported here because jobs do not need it
 
     plain, presented = {"command": command, "results": to_jsonable_python(results)}, study.present(request, results)
-    with locked(folder):
-        write_whole(folder / "results.json", to_json(plain, indent=1) + "\n")
+    with lock_folder(folder):
+        write_atomically(folder / "results.json", to_json(plain, indent=1) + "\n")
         write(presented.page(command), folder / "report.html")
     return presented

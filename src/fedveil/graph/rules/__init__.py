@@ -1,4 +1,4 @@
-"""The symmetry table: one small rule per ATen operation. Importing this package registers them all."""
+"""The rules, one for each ATen operation. Importing this package registers them all."""
 
 from fedveil.graph.rules import elementwise, linear, recurrent, reduce, shape
 

@@ -16,10 +16,10 @@ SYMMETRIES = {
     **dict.fromkeys(operations.ODD, Symmetry.SIGN),
     **dict.fromkeys(operations.OTHER, Symmetry.NOTHING),
 }
-MAX_FACTORS = 4  # of a product; further ones are limited to 1
+MAX_FACTORS = 4  # maximum number of factors in a product; any others are limited to 1
 
 
-# Functions of one number.
+# Functions of one tensor.
 
 
 def _apply(call: Call, symmetry: Symmetry) -> Units:
@@ -48,7 +48,7 @@ def convert(call: Call) -> Outcome:
 
 
 def apply_even(call: Call) -> Units:
-    """Apply an even function: its input may carry signs, its output carries none."""
+    """Apply an even function: the input may carry signs, and the output carries none."""
     call.limit(call.x.units.scale, Symmetry.SIGN)
     return Units((), call.x.units.order)
 
@@ -73,7 +73,7 @@ def _(call: Call) -> Outcome:
 
 @rule("prelu", "_prelu_kernel")
 def prelu(call: Call) -> Outcome:
-    """Let positive factors through; the weight cannot be scaled and is permuted with the channels."""
+    """Allow positive factors; the weight cannot be scaled, and is permuted with the channels."""
     units, weight = call.x.units, as_state(call["weight"])
     call.limit(units.scale, Symmetry.POSITIVE)
     if weight.value.numel() == 1:
@@ -95,7 +95,7 @@ def agree_order(call: Call, a: Traced, b: Traced) -> tuple[Tensor, ...]:
 
 
 def add_tensors(call: Call, a: Traced, b: Traced) -> Units:
-    """Return the units of a sum: both terms share their noise; zeros may carry any noise."""
+    """Return the units of a sum. Both terms must carry the same noise, unless one of them is zero."""
     if a.zero or b.zero:
         return call.broadcast(b if a.zero else a)
     left, right = call.broadcast(a), call.broadcast(b)
@@ -106,7 +106,7 @@ def add_tensors(call: Call, a: Traced, b: Traced) -> Units:
 
 
 def _combine(call: Call, a: object, b: object, why: str) -> Units:
-    """Return the units of a sum of two tensors, or of a tensor and a number; only adding 0 commutes with factors."""
+    """Return the units of a sum of two tensors, or of a tensor and a number, which must be 0 to allow factors."""
     if isinstance(a, Traced) and isinstance(b, Traced):
         return add_tensors(call, a, b)
     x, constant = (a, b) if isinstance(a, Traced) else (b, a)
@@ -120,7 +120,7 @@ rule("add", "sub", "rsub", "subtract", "__radd__")(
 
 
 def multiply_tensors(call: Call, a: Traced, b: Traced, inverse: bool = False) -> Units:
-    """Multiply the factors of both operands; those of a parameter come last, because the last are dropped first."""
+    """Multiply the factors of both operands. Factors of a parameter come last, because the last are dropped first."""
     if a.zero or (b.zero and not inverse):
         return Units(zero=True)
     left, right = call.broadcast(a), call.broadcast(b)
@@ -133,7 +133,7 @@ def multiply_tensors(call: Call, a: Traced, b: Traced, inverse: bool = False) ->
 @rule("mul", "multiply")
 def _(call: Call) -> Outcome:
     a, b = call["self"], call["other"]
-    if a is b:  # a square, which loses its signs
+    if a is b:  # a square has no signs
         return apply_even(call)
     return multiply_tensors(call, a, b) if isinstance(a, Traced) and isinstance(b, Traced) else call.broadcast(call.x)
 
@@ -169,7 +169,7 @@ def _(call: Call) -> Outcome:
 
 @rule("maximum", "minimum")
 def maximum(call: Call) -> Outcome:
-    """Make both tensors share their factors, which must be positive."""
+    """Require both tensors to have the same factors, which must be positive."""
     units = add_tensors(call, call.tensor("self"), call.tensor("other"))
     call.limit(units.scale, Symmetry.POSITIVE)
     return units
@@ -186,5 +186,5 @@ def _(call: Call) -> Outcome:
     units, weight = add_tensors(call, call.tensor("self"), call.tensor("end")), call["weight"]
     if not isinstance(weight, Traced):
         return units
-    call.limit(call.broadcast(weight).scale, Symmetry.NOTHING, "the weight of an interpolation takes no factor")
+    call.limit(call.broadcast(weight).scale, Symmetry.NOTHING, "the weight of an interpolation cannot be scaled")
     return Units(units.scale, agree_order(call, Activation(call.value, units), weight))

@@ -1,7 +1,7 @@
-"""Sums of products: Linear, convolutions, Embedding, matrix products, attention.
+"""Rules for sums of products: Linear, convolutions, Embedding, matrix products and attention.
 
-Dims are named by labels, as in torch.einsum. `project` is a product with a weight of the model: new units begin at its
-output, and the weight divides out those of its input. `contract` is a product of two activations, which must carry
+Dims have labels, as in torch.einsum. `project` multiplies an activation by a weight of the model: the weight cancels
+the factors of its input, and new units begin at its output. `contract` multiplies two activations, which must carry
 inverse factors along the dims that are summed over.
 """
 
@@ -19,15 +19,15 @@ from fedveil.graph.units import Dims, Symmetry, Units, distinct_dims, reshape_fa
 Labels = Sequence[str]
 
 
-def rearrange(factor: Tensor, own: Labels, wanted: Labels) -> Tensor:
-    """Return a factor over dims `own` as one over dims `wanted`, constant along those that it lacks."""
-    kept = [own.index(label) for label in wanted if label in own]
-    sizes = [factor.shape[own.index(label)] if label in own else 1 for label in wanted]
-    return factor.permute(kept + [d for d in range(len(own)) if d not in kept]).reshape(sizes)
+def rearrange(factor: Tensor, labels: Labels, wanted: Labels) -> Tensor:
+    """Rearrange a factor with dims `labels` to dims `wanted`; it is constant along new dims."""
+    kept = [labels.index(label) for label in wanted if label in labels]
+    sizes = [factor.shape[labels.index(label)] if label in labels else 1 for label in wanted]
+    return factor.permute(kept + [d for d in range(len(labels)) if d not in kept]).reshape(sizes)
 
 
 def find_dims(labels: Labels, chosen: Collection[str]) -> Dims:
-    """Return the dims of these labels."""
+    """Return the indices of the dims that have one of the chosen labels."""
     return frozenset(d for d, label in enumerate(labels) if label in chosen)
 
 
@@ -40,17 +40,17 @@ class Weight:
     labels: tuple[str, ...]
 
     def group(self, groups: int) -> "Weight":
-        """Split the first dim into groups."""
+        """Return the weight with its first dim split into groups."""
         return Weight(self.tensor, split_first_dim(self.view, groups), ("g", *self.labels))
 
     def attach(self, scale: Sequence[Tensor], order: Sequence[Tensor], space: Labels) -> None:
-        """Record its noise, given over the dims `space`."""
+        """Record the noise on the weight; the dims of the factors have the labels `space`."""
         units = Units(tuple(scale), tuple(order))
         self.tensor.attach(units.each(lambda factor: rearrange(factor, space, self.labels)), self.view)
 
 
 def project(call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight | None, out: Labels) -> Units:
-    """Multiply by a weight; dims that neither weight nor output has are mixed. No units begin at a head."""
+    """Multiply by a weight. Input dims that neither the weight nor the output has are mixed. Heads get no new units."""
     ledger, sizes = call.ledger, weight.view.shape
     space = list(dict.fromkeys([*weight.labels, *labels, *out]))
     own, inputs, outputs = (find_dims(space, names) for names in (weight.labels, labels, out))
@@ -63,9 +63,9 @@ def project(call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight |
             passing.append(factor)
         else:
             columns.append(-ledger.merge_scale(factor, inputs - own, call.where))
-    staying: list[Tensor] = []  # orders that bypass the weight
-    moving: list[Tensor] = []  # orders that the weight follows
-    parents: list[Tensor] = []  # of moving orders, along shared dims
+    staying: list[Tensor] = []  # order factors that do not affect the weight
+    moving: list[Tensor] = []  # order factors that also permute the weight
+    parents: list[Tensor] = []  # parents of the moving order factors, along shared dims
     for factor in x.order:
         dims = varying_dims(factor)
         if dims and dims <= outer:
@@ -80,7 +80,7 @@ def project(call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight |
     else:
         shape = [sizes[d] if d in own & outputs else 1 for d in range(len(space))]
         rows = ledger.fresh_scale(shape, weight.tensor.name)
-        if shared and all(sizes[d] == 1 for d in summed):  # depthwise: outputs are in the inputs' order
+        if shared and all(sizes[d] == 1 for d in summed):  # depthwise: the outputs have the same order as the inputs
             order = parents[0].expand(shape) if parents else torch.zeros_like(rows)
         else:
             order = ledger.fresh_order(shape)
@@ -95,7 +95,7 @@ def project(call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight |
 
 
 def _put_below(call: Call, order: Tensor, inner: Dims, parents: Sequence[Tensor]) -> None:
-    """Let the outputs of a group move only with the group's inputs."""
+    """Allow the outputs of a group to move only together with the group's inputs."""
     if varying_dims(order) - inner:
         (own,) = call.ledger.fold([order], inner)
         for parent in parents:
@@ -105,7 +105,7 @@ def _put_below(call: Call, order: Tensor, inner: Dims, parents: Sequence[Tensor]
 
 
 def contract(call: Call, x: Traced, labels: Labels, y: Traced, others: Labels, out: Labels) -> Units:
-    """Multiply two activations and sum over the labels that the output lacks."""
+    """Multiply two activations, and sum over the dims that are not in the output."""
     ledger = call.ledger
     shared_labels = [label for label in labels if label in others and label in out]
     summed_labels = sorted(label for label in labels if label in others and label not in out)
@@ -136,7 +136,7 @@ def contract(call: Call, x: Traced, labels: Labels, y: Traced, others: Labels, o
     return Units(tuple(scale), tuple(order)).each(lambda factor: rearrange(factor, space, out))
 
 
-# The operations.
+# Operations.
 
 
 def _bias(call: Call, label: str) -> Weight | None:
@@ -159,7 +159,7 @@ def linear(call: Call) -> Outcome:
 
 @rule(*CONVOLUTIONS)
 def convolution(call: Call) -> Outcome:
-    """Convolve; the weight is (outputs, inputs / groups, ...), or (inputs, outputs / groups, ...) if transposed."""
+    """Convolve with a weight (outputs, inputs / groups, ...), or (inputs, outputs / groups, ...) if transposed."""
     spatial, (groups,) = count_spatial_dims(call.name), call.integers("groups")
     kernel, pixels, results = ([f"{kind}{n}" for n in range(spatial)] for kind in ("kernel", "pixel", "result"))
     rows = ("i", "o") if "transpose" in call.name else ("o", "i")
@@ -180,7 +180,7 @@ def convolution(call: Call) -> Outcome:
 
 @rule("matmul", "bmm", "mm", "mv", "dot")
 def matmul(call: Call) -> Outcome:
-    """Multiply two activations, or an activation and a parameter."""
+    """Multiply two activations, or an activation and a parameter, as matrices."""
     return _multiply_matrices(call, call.tensor("self"), call.tensor("other", "mat2", "vec", "tensor"))
 
 
@@ -201,19 +201,19 @@ def _multiply_matrices(call: Call, a: Traced, b: Traced) -> Units:
 
 
 def _multiply(call: Call, a: Traced, left: Labels, b: Traced, right: Labels, out: Labels) -> Units:
-    """Use `project` if one of the tensors is a parameter itself, else `contract`."""
+    """Use `project` if one of the tensors is a parameter, otherwise `contract`."""
     for x, own, weight, labels in ((a, left, b, right), (b, right, a, left)):
         if isinstance(weight, StateTensor) and weight.is_parameter and not isinstance(x, StateTensor):
             sizes = zip(weight.value.shape, labels, strict=True)
             if any(n == 1 and label in own and label.startswith("b") for n, label in sizes):
-                break  # a weight that is broadcast over heads counts as an activation
+                break  # a weight that is broadcast over heads is treated as an activation
             return project(call, x.units, own, Weight(weight, weight.value, tuple(labels)), None, out)
     return contract(call, a, left, b, right, out)
 
 
 @rule("einsum")
 def einsum(call: Call) -> Outcome:
-    """Multiply two tensors according to an equation without an ellipsis or a repeated letter."""
+    """Multiply two tensors as an einsum equation without ellipsis or repeated letters specifies."""
     equation, operands = str(call["equation"]).replace(" ", ""), call.sequence("tensors")
     inputs, _, out = equation.partition("->")
     terms = inputs.split(",")
@@ -228,7 +228,7 @@ def einsum(call: Call) -> Outcome:
 
 @rule("embedding", "embedding_bag", "_embedding_bag")
 def embedding(call: Call) -> Outcome:
-    """Look up rows, or sum or average them: columns take any factor and any order. Maxima need positive factors."""
+    """Look up rows and possibly reduce them. Columns may be permuted and scaled; maxima allow only positive factors."""
     if call["sparse"]:
         raise NoRule("its gradient is sparse")
     samples = call.get("per_sample_weights")
@@ -245,7 +245,7 @@ def embedding(call: Call) -> Outcome:
 
 
 def _repeat_heads(operand: Traced, times: int) -> Traced:
-    """Repeat the keys or values of grouped-query attention, one per query head."""
+    """Repeat the keys or values of grouped-query attention, so that there is one for each query head."""
     if times == 1:
         return operand
     units = operand.units.each(lambda f: f.repeat_interleave(times, -3) if f.shape[-3] > 1 else f)
@@ -254,7 +254,7 @@ def _repeat_heads(operand: Traced, times: int) -> Traced:
 
 @rule("scaled_dot_product_attention")
 def attention(call: Call) -> Outcome:
-    """Compose softmax(q k^T + mask) v from the rules for its parts: queries and keys carry inverse factors."""
+    """Compute softmax(q k^T + mask) v with the rules for its parts; queries and keys carry inverse factors."""
     q, k, v = (call.tensor(name) for name in ("query", "key", "value"))
     times = q.value.shape[-3] // k.value.shape[-3] if call["enable_gqa"] else 1
     k, v = _repeat_heads(k, times), _repeat_heads(v, times)

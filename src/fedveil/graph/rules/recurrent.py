@@ -1,7 +1,7 @@
-"""LSTM, GRU and RNN: each unit may change sign and position, together with the rows of all its gates.
+"""Rules for LSTM, GRU and RNN: each unit may change sign and position, together with the rows of all its gates.
 
-The gates' sigmoids let no factor through, but their inputs carry none: only the rows of the gate that computes the new
-state (an odd function) change sign with the state, and so do all columns that read it.
+The sigmoids of the gates allow no factors, but their inputs carry none. If the state changes sign, so do the rows of
+the gate that computes the new state (an odd function) and all columns that read the state, but no other rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from fedveil.graph.units import Symmetry, Units, align, split_first_dim
 
 
 class Cell(NamedTuple):
-    """A recurrent cell: the number of gates, the gate that computes the state, and the factors that pass."""
+    """A recurrent cell: the number of gates, the gate that computes the state, and the factors that are allowed."""
 
     gates: int
     state: int
@@ -31,7 +31,7 @@ CELLS = {
 
 
 class Parameters(NamedTuple):
-    """The tensors of one layer and direction."""
+    """The parameters of one layer and direction."""
 
     w_ih: StateTensor
     w_hh: StateTensor
@@ -40,7 +40,7 @@ class Parameters(NamedTuple):
 
 
 def _attach(weight: StateTensor, cell: Cell, rows: Units, columns: Units | None) -> None:
-    """Record the noise on a (gates x units, inputs) weight, or a bias."""
+    """Record the noise on a weight of shape (gates x units, inputs), or on a bias."""
     if columns is not None:
         scale = [f.unsqueeze(-1) for f in rows.scale] + [-f.reshape(1, 1, -1) for f in columns.scale]
         order = [f.unsqueeze(-1) for f in rows.order] + [f.reshape(1, 1, -1) for f in columns.order]
@@ -51,7 +51,7 @@ def _attach(weight: StateTensor, cell: Cell, rows: Units, columns: Units | None)
 def _step(
     call: Call, cell: Cell, own: Parameters, inputs: Units, states: Sequence[Units | None]
 ) -> tuple[Units, Units]:
-    """Return the units of h and of c; `states` are the units of the initial state, None for zeros."""
+    """Return the units of h and c. `states` are the units of the initial state, or None if it is zero."""
     ledger = call.ledger
     size = own.w_ih.value.shape[0] // cell.gates
     sign, order = ledger.fresh_scale([size], own.w_hh.name), ledger.fresh_order([size])
@@ -65,7 +65,8 @@ def _step(
         own.w_hr.attach(Units(scale, (h.order[0].unsqueeze(1), order.unsqueeze(0))))
     gates = torch.zeros((cell.gates, size), dtype=torch.int64)
     gates[cell.state] = sign
-    rows = Units((gates,), (order.expand(cell.gates, -1),))  # all rows of a unit move, those of the state change sign
+    # all rows of a unit are permuted, but only those of the state change sign
+    rows = Units((gates,), (order.expand(cell.gates, -1),))
     for state, first in zip((h, c), states, strict=False):
         if first is not None:
             why = "its initial state carries other factors, or none"
@@ -79,7 +80,7 @@ def _step(
 
 
 def _features(call: Call, operand: Traced, layer: int | None = None) -> Units | None:
-    """Return the units along the last dim, of one layer if the first dim counts layers; None for zeros."""
+    """Return the units along the last dim, for one layer if the first dim counts layers; None if the tensor is zero."""
     if operand.zero:
         return None
     units, rank = operand.units, operand.value.dim()
@@ -89,13 +90,13 @@ def _features(call: Call, operand: Traced, layer: int | None = None) -> Units | 
 
 
 def _join(call: Call, parts: Sequence[Units], join: Callable[[Sequence[Tensor]], Tensor]) -> Units:
-    """Join the only factor of each part, for scale and order."""
+    """Join the scale factors of all parts, and their order factors; each part has one of each."""
     return Units((join([p.scale[0] for p in parts]),), (call.ledger.move_order(join, [p.order[0] for p in parts]),))
 
 
 @rule(*CELLS)
 def layers(call: Call) -> Outcome:
-    """Apply layers and directions one by one."""
+    """Apply the layers one by one, in each direction."""
     if "batch_sizes" in call.arguments:
         raise NoRule("its input is a PackedSequence")
     x, states = call.tensor("input"), [as_tensor(state) for state in call.sequence("hx")]

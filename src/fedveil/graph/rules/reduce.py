@@ -1,4 +1,4 @@
-"""Reductions, pooling and normalisations: operations that combine elements along some dims."""
+"""Rules for reductions, pooling and normalisation, which combine elements along some dims."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def _(call: Call) -> Outcome:
 
 
 def _reduce(call: Call, units: Units) -> Units:
-    """Return the units of a sum: the terms share their factor and may be in any order."""
+    """Return the units of a sum, whose terms must have the same factor and may be permuted."""
     rank = call.x.value.dim()
     dims = frozenset(d % rank for d in call.integers("dim") or range(rank)) if rank else frozenset[int]()
     order = call.ledger.fold(units.order, dims)
@@ -50,7 +50,7 @@ rule("cumsum")(lambda call: mix_neighbours(call, call.x.units, frozenset({call.d
 
 @rule("softmax", "_softmax", "log_softmax", "_log_softmax")
 def softmax(call: Call) -> Outcome:
-    """Let no factor through; the elements of a row may be permuted."""
+    """Allow no factors; the elements of a row may be permuted."""
     units = call.drop_scale(call.x.units)
     call.ledger.fold(units.order, frozenset({call.dim()}))
     return units
@@ -64,11 +64,11 @@ def glu(call: Call) -> Outcome:
     return multiply_tensors(call, Activation(call.value, value), Activation(call.value, call.drop_scale(gate)))
 
 
-# Normalisations: which factors their statistics absorb exactly.
+# Normalisation layers, with the factors that their statistics absorb exactly.
 
 
 def _apply_affine(call: Call, inputs: Units) -> Units:
-    """Return the output's units along the channels: a new axis if there is a weight, else the input's."""
+    """Return the output's units along the channels: new ones if there is a weight, otherwise those of the input."""
     weight, bias = call.state("weight"), call.state("bias")
     outputs = inputs
     if weight is not None:
@@ -82,7 +82,7 @@ def _apply_affine(call: Call, inputs: Units) -> Units:
 
 @rule("batch_norm", "instance_norm", "_native_batch_norm_legit_functional")
 def batch_norm(call: Call) -> Outcome:
-    """Normalise channels: because of eps, batch statistics absorb only signs exactly; running statistics absorb all."""
+    """Normalise channels. Because of eps, batch statistics absorb only signs; running statistics absorb all factors."""
     inputs = call.channels(call.x.units, 1, call.x.value.dim())
     if call.get("training", "use_input_stats", "train"):
         call.limit(inputs.scale, Symmetry.SIGN, "batch statistics let only signs through, because of eps")
@@ -95,7 +95,7 @@ def batch_norm(call: Call) -> Outcome:
 
 @rule("group_norm")
 def group_norm(call: Call) -> Outcome:
-    """Normalise groups of channels: no factor passes; channels within a group may be permuted, and so may groups."""
+    """Normalise groups of channels. Allows no factors; channels within a group and whole groups may be permuted."""
     inputs = call.channels(call.x.units, 1, call.x.value.dim())
     inputs = call.drop_scale(inputs, "statistics over several channels let no factor through")
     groups = [factor.reshape(*call.integers("num_groups"), -1) for factor in inputs.order]
@@ -105,7 +105,7 @@ def group_norm(call: Call) -> Outcome:
 
 @rule("layer_norm", "rms_norm")
 def normalise_last_dims(call: Call) -> Outcome:
-    """Normalise over the last dims, which commutes with permutations; a weight is permuted with the features."""
+    """Normalise over the last dims, which commutes with permutations; the weight is permuted with the features."""
     symmetry, why = Symmetry.NOTHING, "statistics over several features let no factor through"
     if call.name == "rms_norm":
         symmetry, why = Symmetry.SIGN, "a mean square over several features lets only signs through"
@@ -131,7 +131,7 @@ def normalise_last_dims(call: Call) -> Outcome:
 
 
 def _merge_orders(call: Call, orders: Sequence[Tensor], inside: Dims) -> tuple[tuple[Tensor, ...], ...]:
-    """Return the order after a norm over the dims `inside`, and the order of its weight."""
+    """Return the order after normalisation over the dims `inside`, and the order of the weight."""
     result, own = [], []
     for factor in orders:
         if varying_dims(factor) & inside:
@@ -143,24 +143,24 @@ def _merge_orders(call: Call, orders: Sequence[Tensor], inside: Dims) -> tuple[t
 
 @dataclass(eq=False)
 class NormedWeight(StateTensor):
-    """A weight under weight_norm: g v / |v|, row by row.
+    """A weight normalised by weight_norm: each row is g v / |v|.
 
-    Factors of its rows go to g. Its columns only change sign, because the norms of the rows must not change. Rows and
-    columns of v are permuted, and g with the rows.
+    The factors of its rows multiply g. Its columns can only change sign, because the norms of the rows must not change.
+    The rows and columns of v are permuted, and g is permuted with the rows.
     """
 
     norm: StateTensor | None = None
 
     @property
     def units(self) -> Units:
-        """No noise when treated as an activation."""
+        """The noise on this tensor if it is treated as an activation: none."""
         for tensor in (self, self.norm):
             if tensor is not None:
                 StateTensor.leave_bare(tensor, tensor.name, "it is normalised and then not used as a weight")
         return Units()
 
     def attach(self, units: Units, view: Tensor | None = None) -> None:
-        """Record the noise on v and g, given that on the weight."""
+        """Record the noise on v and g that corresponds to noise on the weight."""
         assert self.norm is not None
         shape = (self.value if view is None else view).shape
         rows = _row_dims(shape, self.value.shape[0])
@@ -174,13 +174,13 @@ class NormedWeight(StateTensor):
 
 
 def _row_dims(shape: Sequence[int], count: int) -> Dims:
-    """Return the leading dims of a weight, possibly in groups, that index its rows."""
+    """Return the leading dims of a weight that index its rows: two dims if the rows are grouped."""
     return frozenset(dim for dim in range(len(shape)) if math.prod(shape[: dim + 1]) <= count)
 
 
 @rule("_weight_norm")
 def weight_norm(call: Call) -> Outcome:
-    """Normalise a weight over all but the first dim, as torch.nn.utils.weight_norm does."""
+    """Normalise a weight over all dims except the first, as torch.nn.utils.weight_norm does."""
     direction, norm = call["v"], call["g"]
     if not isinstance(direction, StateTensor) or not isinstance(norm, StateTensor) or call["dim"] != 0:
         raise NoRule("the parameters of weight_norm are computed, or its dim is not 0")

@@ -1,4 +1,4 @@
-"""Operations that only move elements, repeat them, or add zeros: units move along with their elements."""
+"""Rules for operations that only move elements, repeat them or add zeros; units move with their elements."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from fedveil.graph.units import Dims, Symmetry, Units, compress, factor_along, r
 
 
 def _move_along(call: Call, dim: int, operation: Callable[[Tensor], Tensor]) -> Units:
-    """Apply an operation along one dim; factors that are constant along it do not change."""
+    """Apply an operation along one dim; factors that are constant along this dim do not change."""
     return call.ledger.move(call.x.units, lambda factor: operation(factor) if factor.shape[dim] > 1 else factor)
 
 
@@ -31,7 +31,7 @@ def _select(call: Call, dim: int, index: int) -> Units:
     "squeeze_copy", "unsqueeze_copy", "view_copy",
 )  # fmt: skip
 def reshape(call: Call) -> Outcome:
-    """Keep the same elements in the same order."""
+    """Reshape, which keeps all elements in the same order."""
     before, after = tuple(call.x.value.shape), tuple(call.value.shape)
     return call.x.units.each(lambda factor: reshape_factor(factor, before, after))
 
@@ -40,7 +40,7 @@ def reshape(call: Call) -> Outcome:
 def permute(call: Call) -> Outcome:
     """Permute the dims, or the elements along a dim."""
     if call.name == "roll" and not call["dims"]:
-        raise NoRule("it rolls over all dims")
+        raise NoRule("it rolls the flattened tensor")
     return call.ledger.move(call.x.units, call.replay)
 
 
@@ -60,7 +60,7 @@ def _(call: Call) -> Outcome:
 
 @rule("repeat", "tile")
 def repeat(call: Call) -> Outcome:
-    """Repeat along any dim."""
+    """Repeat a tensor along any dims."""
     times = call.integers("repeats", "dims")
     times = [1] * (call.rank - len(times)) + times
 
@@ -79,7 +79,7 @@ def _(call: Call) -> Outcome:
 
 @rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle", "im2col", "unfold")
 def replay(call: Call) -> Outcome:
-    """Apply the operation itself to the factors, expanded to full size as float64, which every operation supports."""
+    """Apply the operation to the factors, expanded to full size in float64, which all these operations support."""
     if call.name == "im2col" and any(call.integers("padding")):
         raise NoRule("it pads with zeros in between")
 
@@ -92,8 +92,8 @@ def replay(call: Call) -> Outcome:
 def _concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Units:
     """Concatenate tensors along `dim`.
 
-    If no tensor's noise varies along `dim`, all share the same noise, such as tokens prepended to a sequence. Otherwise
-    each keeps its own noise; zeros get new units.
+    If the noise of no tensor varies along `dim`, all tensors share their noise, as when a token is prepended to a
+    sequence. Otherwise, each tensor keeps its noise, and zeros get new units.
     """
     ledger = call.ledger
     if all(operand.zero for operand in operands):
@@ -112,7 +112,7 @@ def _concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Units:
 
 
 def _join_factors(call: Call, operands: Sequence[Traced], dim: int, *, is_order: bool) -> tuple[Tensor, ...]:
-    """Join one scale or order factor of each operand into one that varies along `dim`."""
+    """Join scale or order factors, one of each operand, into a factor that varies along `dim`."""
     ledger = call.ledger
     lists = [operand.units.order if is_order else operand.units.scale for operand in operands]
     common = [f for f in lists[0] if f.shape[dim] == 1 and all(any(f is g for g in other) for other in lists[1:])]
@@ -124,7 +124,7 @@ def _join_factors(call: Call, operands: Sequence[Traced], dim: int, *, is_order:
         if is_order:
             ledger.fix(*factors[1:])
         else:
-            call.limit(factors[1:], Symmetry.NOTHING, "it concatenates tensors, one of which is a product")
+            call.limit(factors[1:], Symmetry.NOTHING, "it concatenates tensors, one of which has several factors")
         size = [shape[d] if operand.zero and d == dim else 1 for d in range(call.rank)]
         if factors:
             first = factors[0]
@@ -158,7 +158,7 @@ def stack(call: Call) -> Outcome:
 
 
 def mix_neighbours(call: Call, units: Units, dims: Dims) -> Units:
-    """Return the units after mixing neighbours along `dims`, which allows one factor and no permutation there."""
+    """Return the units after neighbours are mixed along `dims`, which forbids permutations and unequal factors."""
     return Units(call.merge_scale(units.scale, dims), call.ledger.fix_along(units.order, dims))
 
 
@@ -173,7 +173,7 @@ def pad(call: Call) -> Outcome:
         return mix_neighbours(call, call.drop_scale(units, "it pads with a constant that is not 0"), frozenset(ends))
 
     def widen(factor: Tensor, fresh: Callable[[Sequence[int]], Tensor]) -> Callable[[Tensor], Tensor]:
-        index = torch.arange(factor.numel()).reshape(factor.shape)  # the source of each element
+        index = torch.arange(factor.numel()).reshape(factor.shape)  # the source index of each element
         for dim in [dim for dim in ends if factor.shape[dim] > 1]:
             row = torch.arange(1, factor.shape[dim] + 1, dtype=torch.float64).reshape(1, 1, -1)
             source = F.pad(row, ends[dim], mode=mode).long().flatten() - 1  # -1 for added zeros
@@ -191,7 +191,7 @@ def pad(call: Call) -> Outcome:
 
 @rule("index_select", "index")
 def index(call: Call) -> Outcome:
-    """Select elements along a dim by an index tensor; all of them share their noise, since any may be selected."""
+    """Select elements along a dim by an index tensor. All elements share their noise, because any may be selected."""
     if call.name == "index_select":
         return _share(call, frozenset({call.dim()}))
     indices = {dim: as_tensor(found) for dim, found in enumerate(call.sequence("indices")) if found is not None}
@@ -203,7 +203,7 @@ def index(call: Call) -> Outcome:
 
 
 def _share(call: Call, dims: Dims) -> Units:
-    """Return the units, made equal along `dims`."""
+    """Make the units of the first operand equal along `dims`, and return them."""
     order = []
     for factor in call.x.units.order:
         if varying_dims(factor) and varying_dims(factor) <= dims:

@@ -17,7 +17,7 @@ from fedveil.attacks.whitebox import Recipe
 from fedveil.data import Data
 from fedveil.defences.registry import find
 from fedveil.federation.evaluate import predict
-from fedveil.progress import Progress, silent
+from fedveil.progress import Progress, ignore_progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_model
 from fedveil.runs.config import Config, Value
@@ -201,7 +201,7 @@ def infer_members(attacks: membership.RecordAttacks, observed: Observation, clea
     elif not attacks.shadows.count:
         left_out[membership.SHADOWS] = "no shadows were requested"
     scored: dict[str, membership.AttackScores] = {}
-    for name, found in attacks.run(observed, cleaned, silent).items():
+    for name, found in attacks.run(observed, cleaned, ignore_progress).items():
         if isinstance(found, Failure):
             left_out[name] = found.failed
         else:

@@ -14,7 +14,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_for, save_for
 from fedveil.federation.evaluate import evaluating
 from fedveil.graph.inputs import record_calls
-from fedveil.progress import Progress, silent
+from fedveil.progress import Progress, ignore_progress
 from fedveil.records.shards import generator as source
 from fedveil.studies.inversion.results import SuccessRate
 
@@ -59,7 +59,7 @@ def train_judge(
     device: str = "cpu",
     path: Path | None = None,
     key: str = "",
-    progress: Progress = silent,
+    progress: Progress = ignore_progress,
 ) -> nn.Module:
     """Train an image classifier with cross-entropy, AdamW, cosine annealing, and shifted and mirrored images.
 
@@ -102,7 +102,7 @@ def outputs_and_features(model: nn.Module, inputs: Tensor, *, batch_size: int = 
             outputs.append(model(part))
             if not calls:
                 raise BadArgument("features", "the model does not call any module with parameters")
-            features.append(calls[-1].entered.flatten(1))
+            features.append(calls[-1].first_input.flatten(1))
             calls.clear()
     return torch.cat(outputs), torch.cat(features)
 

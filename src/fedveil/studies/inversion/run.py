@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedveil.attacks.inversion import CODE, Gan, accept_pixels, search, search_pixels, train_gan
 from fedveil.data import Data, keep_labels, other_labels, parse_labels
 from fedveil.errors import BadArgument
-from fedveil.progress import Progress, silent
+from fedveil.progress import Progress, ignore_progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import load_data
 from fedveil.runs.config import Config
@@ -81,7 +81,7 @@ class NetworkTraining:
     options: InversionOptions
     folder: Path
 
-    def train_gan(self, basis: Basis, progress: Progress = silent) -> tuple[Gan, list[float], int]:
+    def train_gan(self, basis: Basis, progress: Progress = ignore_progress) -> tuple[Gan, list[float], int]:
         """Train or load the generator; return it with the critic's distances and the number of public images."""
         options, seed, path = self.options, self.config.training.seed, self.folder / "gan.pt"
         images, width, lr = public_images(self.config, options.public_size), options.gan_width, options.gan_lr
@@ -91,7 +91,7 @@ class NetworkTraining:
         )
         return gan, curve, len(images)
 
-    def train_judge(self, data: Data, basis: Basis, progress: Progress = silent) -> nn.Module:
+    def train_judge(self, data: Data, basis: Basis, progress: Progress = ignore_progress) -> nn.Module:
         """Train the evaluator on the private images, or load it."""
         epochs, width = self.options.judge_epochs, self.options.judge_width
         seed, device = self.config.training.seed, self.config.training.device

@@ -21,7 +21,7 @@ from fedveil.data import Data, DataPart, split
 from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import metrics, predict
-from fedveil.files import write_whole
+from fedveil.files import write_atomically
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_federation, load_data
@@ -136,7 +136,9 @@ class TrainShadow:
         federation.fit(own.training.epochs, on_round=round_progress(own.training.epochs, progress))
         views = observe(federation).model, federation.model
         outputs = [predict(view, pool.tensor.to(federation.device)).cpu() for view in views]
-        write_whole(path, partial(np.savez, received=outputs[0].numpy(), cleaned=outputs[1].numpy(), inside=inside))
+        write_atomically(
+            path, partial(np.savez, received=outputs[0].numpy(), cleaned=outputs[1].numpy(), inside=inside)
+        )
         return Shadow(own.training.seed, metrics(outputs[1][inside], pool.targets[inside]))
 
 

@@ -12,8 +12,8 @@ from pydantic import JsonValue, TypeAdapter
 
 from fedveil.checks import check_choice
 from fedveil.errors import BadArgument
-from fedveil.files import write_whole
-from fedveil.locks import locked
+from fedveil.files import write_atomically
+from fedveil.locks import lock_folder
 from fedveil.plain_json import read_json, to_json
 from fedveil.report import Facts, Page, Section, Table, Text, write
 from fedveil.runs.build import load_data
@@ -97,7 +97,7 @@ def compute(plan: ExhibitPlan, folder: Path, workers: int | None, show: Show, di
         "with": f"fedveil {version('fedveil')}, torch {torch.__version__}, Python {platform.python_version()}",
         "results": results,
     }
-    write_whole(folder / f"{plan.name}.json", to_json(made, indent=1, exact=True) + "\n")
+    write_atomically(folder / f"{plan.name}.json", to_json(made, indent=1, exact=True) + "\n")
     return made
 
 
@@ -128,7 +128,7 @@ def reproduce(
     def add(name: str, stored: StoredExhibit) -> None:
         found[name] = plans[name], stored, EXHIBITS[name].present(plans[name], stored["results"])
 
-    with locked(folder):
+    with lock_folder(folder):
         for name, plan in plans.items():
             if stored := read_exhibit(plan, folder):
                 if why := explain_stale(plan, stored, folder / "work", digests):

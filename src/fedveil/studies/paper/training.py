@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from fedveil.report import NOTHING, Beside, Curves, Section, Table, count
+from fedveil.report import NOTHING, Curves, Section, SideBySide, Table, count
 from fedveil.runs.choices import format_command
 from fedveil.runs.config import Config, configure
 from fedveil.studies.compare import BASELINE, baseline_settings
@@ -307,7 +307,7 @@ def present_fig3(plan: ExhibitPlan, results: list[Run]) -> Presentation:
         charts.setdefault(tuple(words[:2]), []).append(_chart(count(int(one.where["clients"]), "client"), lines))
     note = f"Means over {len({run.seed for run in results})} seeds; bands show one standard deviation up and down."
     sections: list[Section] = [
-        Beside(f"Figure 3: {net}, {loss}, {results[0].data}", parts, note) for (net, loss), parts in charts.items()
+        SideBySide(f"Figure 3: {net}, {loss}, {results[0].data}", parts, note) for (net, loss), parts in charts.items()
     ]
     ours = f"veil and plain agree within their spread over seeds in {sum(epochs)} of {len(epochs)} epochs"
     headline = [("Figure 3, training curves", "the curves coincide", ours)] if epochs else []
