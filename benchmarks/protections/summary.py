@@ -22,7 +22,7 @@ from fedveil.attacks.scores import average
 
 Cells = Mapping[str, Any]
 Row = dict[str, Any]
-ATTACKS = ("LiRA", "LiRA offline", "RMIA", "loss")
+ATTACKS = ("LiRA", "LiRA offline", "RMIA", "RMIA, losses", "loss")
 
 
 def summarise(cells: Cells, seeds: Mapping[str, int], machine: str) -> Row:

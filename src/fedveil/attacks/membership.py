@@ -79,7 +79,7 @@ def shadow_scores(
     """
     temperature, classes = shadows.temperature, shadows.classes
     phi, others = confidence(outputs / temperature, classes), confidence(shadows.outputs / temperature, classes)
-    target, shadow = likelihoods(phi, others, shadows.inside)
+    target, shadow = (np.exp(-np.logaddexp(0, -odds)) for odds in (phi, others))  # probabilities
     a = choose_a(shadow, shadows.inside)
     found = {"RMIA": rmia(target, shadow, shadows.inside, population, a=a)}
     if include_lira and not shadows.inside.any(0).all():
@@ -97,16 +97,6 @@ def confidence(logits: Array, classes: NDArray[np.int64]) -> Array:
     others = logits.copy()
     np.put_along_axis(others, index, -math.inf, -1)
     return np.asarray(true - logsumexp(others, axis=-1))
-
-
-def likelihoods(phi: Array, shadow: Array, inside: Mask) -> tuple[Array, Array]:
-    """Return exp(-loss / v) for the target and the shadows; v is the median loss of records outside a shadow.
-
-    RMIA compares these. With v = 1 they are probabilities, which round to 1.0 for most records of a confident model.
-    """
-    losses, others = np.logaddexp(0, -phi), np.logaddexp(0, -shadow)
-    scale = max(float(np.median(others[~inside])), np.finfo(np.float64).tiny)
-    return np.exp(-losses / scale), np.exp(-others / scale)
 
 
 def lira(phi: Array, shadow: Array, inside: Mask, *, online: bool = True) -> Array:
@@ -141,10 +131,10 @@ def _normal(shadow: Array, chosen: Mask) -> tuple[Array, Array]:
 def rmia(target: Array, shadow: Array, inside: Mask, population: NDArray[np.int64], *, a: float = FALLBACK) -> Array:
     """Return the offline RMIA score (Zarifzadeh et al. 2024): the fraction of the population z with R_x > R_z.
 
-        R_x = p(x) / P(x),    P(x) = ((1 + a) P_out(x) + (1 - a)) / 2
+        R_x = p_y(x) / P(x),    P(x) = ((1 + a) P_out(x) + (1 - a)) / 2
 
-    Here P_out is the mean of p over the shadows that do not contain x, and gamma = 1. `target` is p for the attacked
-    model (`likelihoods`), and `population` contains the indices of the records z.
+    Here P_out is the mean of p_y over the shadows that do not contain x, and gamma = 1. `target` is p_y for the
+    attacked model, and `population` contains the indices of the records z.
     """
     outside = np.where(inside, math.nan, shadow)
     reference = ((1 + a) * np.nanmean(outside, 0) + (1 - a)) / 2
