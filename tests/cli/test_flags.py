@@ -117,7 +117,7 @@ def test_help_names_every_command_and_attack(capsys):
         (["train", "--model", "resnet21"], ["there is no model 'resnet21'", "'resnet20'"]),
         (["attack", GUESS, "--defence", "plain,dbcl", "--sigma", "1"], ["--sigma does not apply to"]),
         (["train", "--clip", "2"], ["fedveil train", "clip has no effect without epsilon or noise", "--epsilon 3"]),
-        (["train", "gone.toml"], ["gone.toml: cannot be read", "Fix: name a TOML file that exists"]),
+        (["train", "gone.toml"], ["gone.toml: cannot be read", "Fix: pass the path of a readable TOML file"]),
         (["train", "mine.csv", "--target", "y"], ["mine.csv: this is a table", "--data csv --path mine.csv"]),
         (["train", "--data", "mine.csv", "--target", "y"], ["is a file or folder", "--data csv --path mine.csv"]),
         (["train", "--data", "."], ["is a file or folder", "--data images --path ."]),

@@ -111,8 +111,8 @@ def test_epsilon_is_counted_and_training_stops_at_the_budget(caplog):
     rounds = len(history.records)
     assert epsilon(rounds, 2.0, 1e-5) <= 4.0 < epsilon(rounds + 1, 2.0, 1e-5)
     assert history.last["epsilon"] == pytest.approx(epsilon(rounds, 2.0, 1e-5))
-    assert "exceed the budget" in caplog.text
-    with pytest.raises(BadArgument, match="exceed the budget"):
+    assert "exceed the epsilon budget" in caplog.text
+    with pytest.raises(BadArgument, match="exceed the epsilon budget"):
         own.step()
 
 

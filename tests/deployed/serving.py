@@ -33,7 +33,7 @@ DEFAULTS = {
     "late": 0.0,  # seconds that a client sleeps whose fault is "late"
     "capture": "",  # folder into which clients write what they were sent
     "keys": "",  # folder of identities and roster, for secure aggregation
-    "privacy": None,  # arguments of `fedveil.Privacy`
+    "privacy": "",  # arguments of `fedveil.Privacy`, as JSON
     "tap": "",  # folder into which the server writes what it receives
     "evaluate-every": 0,  # rounds; then the server records its run, and resumes it
     "kill-at": 0,  # round after which the server kills itself
@@ -134,7 +134,7 @@ def serve(make_server, config):
         patience=config["patience"],
         attempts=config["attempts"],
         pause=0.5,
-        privacy=Privacy(**config["privacy"]) if config["privacy"] else None,
+        privacy=Privacy(**json.loads(config["privacy"])) if config["privacy"] else None,
         **keys_of(config),
     )
     if config["tap"]:

@@ -98,7 +98,7 @@ def test_veil_secure_aggregation_and_record_privacy_with_one_client_killed_and_b
     for part, size in enumerate(SIZES):
         policy = tmp_path / "keys" / f"site-{part + 1}.policy"
         policy.write_text(policy.read_text() + LIMITS.format(records=size))
-    found, out = run_with_a_kill(tmp_path, privacy=PRIVACY)
+    found, out = run_with_a_kill(tmp_path, privacy=json.dumps(PRIVACY))
     counted = [record["records"] for record in found]
     assert set(counted) <= set(SURVIVORS)  # the declared numbers of those in the sum: at most one is missing
     assert counted[-1] == sum(SIZES)
