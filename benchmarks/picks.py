@@ -39,7 +39,7 @@ from benchmarks.picks_rules import (
 from benchmarks.timing import table
 from fedveil.data import Data, load, one_tensor
 from fedveil.graph.plan import Plan
-from fedveil.scheme.messages import Broadcast
+from fedveil.scheme.broadcast import Broadcast
 from fedveil.scheme.noise import Entropy
 
 GROUPS, CANDIDATES = (1, 10), (2, 3, 4)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedveil.scheme.messages import Broadcast, PublicHead
+from fedveil.scheme.broadcast import Broadcast, PublicHead
 from fedveil.scheme.noise import column_weights
 
 GAMMA = (0.5, 2.0)  # between which the size of the public offset is drawn, by default

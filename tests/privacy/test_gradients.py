@@ -14,8 +14,8 @@ from fedveil.graph.inputs import call
 from fedveil.models import mlp
 from fedveil.privacy import gradients
 from fedveil.privacy.gradients import RecordGradients, clipped_sums
+from fedveil.scheme.broadcast import Update
 from fedveil.scheme.losses import find_loss
-from fedveil.scheme.messages import Update
 
 CLIP = 0.3
 

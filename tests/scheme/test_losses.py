@@ -11,8 +11,8 @@ from torch.nn import functional as F
 import fedveil
 from fedveil.errors import BadArgument
 from fedveil.models import mlp
+from fedveil.scheme.broadcast import resolve_loss
 from fedveil.scheme.losses import LOSSES, BatchLoss, CrossEntropy, Huber, find_loss
-from fedveil.scheme.messages import resolve_loss
 
 FLOAT64 = 1e-9  # rounding of float64, amplified by the noise
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2])

@@ -39,7 +39,7 @@ from fedveil.attacks.leaked_gradients import Gradients, Leak, mean_gradients
 from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_values
 from fedveil.attacks.veil import analyse_architecture, calibrate, candidate_models
 from fedveil.graph.plan import Entry, Plan, flatten, unflatten
-from fedveil.scheme.messages import Broadcast, PublicHead
+from fedveil.scheme.broadcast import Broadcast, PublicHead
 
 LEAST_SGD = 3  # minimum number of elements in a block to measure k: Q removes two dimensions
 LEAST_ADAM = 4  # minimum number of elements in a block to fit its two unknowns, a and f, and to check the fit

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fedveil.attacks.leaked_gradients import Leak, from_difference, from_masked_difference, sketched_layers
 from fedveil.attacks.observation import DoesNotApply, Observation
-from fedveil.scheme.messages import Broadcast
+from fedveil.scheme.broadcast import Broadcast
 
 TINY = 1e-30
 SMOOTH = 1e-3  # ridge added to the covariance of few records, relative to the mean square of a coordinate

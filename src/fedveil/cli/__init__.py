@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if name else 2
     try:
         check_choice("fedveil", "command", name, COMMANDS)
-        from fedveil.cli.flags import run_command
+        from fedveil.cli.parser import run_command
 
         run_command(name, words)
     except BrokenPipeError:  # the reader has stopped, as in `fedveil data list | head -1`

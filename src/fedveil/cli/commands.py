@@ -22,7 +22,7 @@ COMMANDS = {
     "keys": ("deployment:keys", "manage signing keys and policies for secure aggregation", "new alice --out keys"),
     "flare-kit": ("deployment:flare_kit", "prepare an NVIDIA FLARE startup kit", "runs/kits/bank/prod_00/site-1"),
     "schema": ("training:schema", "print the JSON schema of run.toml, for editors", "> run.schema.json"),
-    "completion": ("flags:completion", "print a shell completion script", "bash > ~/.fedveil-completion"),
+    "completion": ("parser:completion", "print a shell completion script", "bash > ~/.fedveil-completion"),
 }
 """For each command: its module with the function or class, a summary, and the arguments of an example."""
 

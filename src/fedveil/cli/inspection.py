@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import UseAppendAction, arg
 
-from fedveil.cli.flags import Json, Switch
+from fedveil.cli.parser import Json, Switch
 from fedveil.errors import BadArgument
 from fedveil.files import require_memory
 from fedveil.plain_json import to_json

@@ -13,7 +13,7 @@ from tyro.conf import Suppress, arg
 
 from fedveil.checks import check_count
 from fedveil.cli.commands import AUDIT, attack_names, find_attack
-from fedveil.cli.flags import HELP, FederationCommand, Json, Switch, parse_command
+from fedveil.cli.parser import HELP, FederationCommand, Json, Switch, parse_command
 from fedveil.cli.show import print_progress, print_result
 from fedveil.defences import registry
 from fedveil.errors import BadArgument

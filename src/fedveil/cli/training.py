@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from tyro.conf import Positional, arg
 
-from fedveil.cli.flags import FederationCommand, Json, Switch, parse_command
+from fedveil.cli.parser import FederationCommand, Json, Switch, parse_command
 from fedveil.cli.show import print_progress, round_callback
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json

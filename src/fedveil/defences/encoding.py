@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fedveil.errors import ModelMismatch
 from fedveil.graph.plan import ModelState
-from fedveil.scheme.messages import SAME_CODE, check_trainable, match_model
+from fedveil.scheme.broadcast import SAME_CODE, check_trainable, match_model
 from fedveil.scheme.recover import check_finite, check_tensors
 from fedveil.wire import Packed, Tensors, Values, add_prefix, check_fields, strip_prefix
 

@@ -22,7 +22,7 @@ from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Loss
-from fedveil.scheme.messages import LARGEST
+from fedveil.scheme.broadcast import LARGEST
 from fedveil.wire import Packed, Tensors, Values, add_prefix
 
 MEDIAN_ROUNDS = 100

@@ -18,8 +18,8 @@ from fedveil.graph.export import export
 from fedveil.graph.head import find_head
 from fedveil.graph.inputs import Inputs, record_calls
 from fedveil.scheme import Entropy, Loss
+from fedveil.scheme.broadcast import LARGEST
 from fedveil.scheme.losses import sample_weights
-from fedveil.scheme.messages import LARGEST
 from fedveil.scheme.outputs import compute_outputs
 
 MOST_BITS = 2**10  # maximum length of a code: a client draws and stores one number per bit and feature

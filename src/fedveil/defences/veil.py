@@ -14,9 +14,9 @@ from fedveil.defences.state import State, StateValue, read_state
 from fedveil.graph import Plan, analyse
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, Perturbation, Update, VeilSession
+from fedveil.scheme.broadcast import check_broadcast
 from fedveil.scheme.client import client_step, client_view
 from fedveil.scheme.losses import Function
-from fedveil.scheme.messages import check_broadcast
 from fedveil.scheme.noise import DEFAULT_DECOYS
 from fedveil.scheme.perturbation import bound_passes, bound_rounding, predict_passes
 from fedveil.scheme.recover import bound_magnitudes

@@ -30,8 +30,8 @@ from fedveil.federation.prepare import make_shards
 from fedveil.federation.protocol import Answer, Ask, LastAsk, MaskedAnswer, SecureTerms, Step, read, write
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Source, UserRecords, as_source, check_sources
+from fedveil.scheme.broadcast import MOST_PASSES, resolve_loss
 from fedveil.scheme.losses import Function, Loss, find_loss
-from fedveil.scheme.messages import MOST_PASSES, resolve_loss
 from fedveil.wire import Packed, as_tensor, read_kind, read_layout
 
 if TYPE_CHECKING:  # a client without secure aggregation does not import it

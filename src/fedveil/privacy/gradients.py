@@ -26,9 +26,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
 from fedveil.privacy.row_layers import ForwardVaries, RowLayer, find_row_layers, run_with_taps
+from fedveil.scheme.broadcast import Broadcast, PublicHead
 from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward, walk_back
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, Loss
-from fedveil.scheme.messages import Broadcast, PublicHead
 from fedveil.scheme.outputs import are_class_indices, compute_outputs, expand_classes, head_axis, output_gradient
 from fedveil.wire import Tensors
 

@@ -30,8 +30,8 @@ from fedveil.graph.head import INNER_TAILS
 from fedveil.graph.inputs import Inputs, LayerOutputMode, call, count
 from fedveil.graph.plan import ModelState
 from fedveil.graph.units import factor_along
+from fedveil.scheme.broadcast import SAME_CODE, Broadcast, PublicHead, Update, check_broadcast, select_row
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, CrossEntropy, Loss, match_targets, sample_weights
-from fedveil.scheme.messages import SAME_CODE, Broadcast, PublicHead, Update, check_broadcast, select_row
 from fedveil.scheme.outputs import head_axis, output_gradient
 from fedveil.wire import Tensors
 

@@ -22,8 +22,8 @@ from fedveil.checks import check_range
 from fedveil.errors import BadArgument
 from fedveil.graph.plan import Plan
 from fedveil.graph.solve import Integers
+from fedveil.scheme.broadcast import MOST_DECOYS, MOST_GROUPS
 from fedveil.scheme.losses import Loss, SquaredError
-from fedveil.scheme.messages import MOST_DECOYS, MOST_GROUPS
 
 SMALLEST_SIZE, LARGEST_SIZE = 1e-30, 1e30  # minimum and maximum size of the offset
 DEFAULT_DECOYS = 2  # as many passes as for squared error with one group

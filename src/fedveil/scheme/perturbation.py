@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.plan import Plan, check_model
+from fedveil.scheme.broadcast import Broadcast, PublicHead, Update
 from fedveil.scheme.losses import Function, Loss, find_loss
-from fedveil.scheme.messages import Broadcast, PublicHead, Update
 from fedveil.scheme.noise import Entropy, Fit, HeadNoise, NoiseSettings, Reals, UnitNoise, anchor, draw_candidates
 from fedveil.scheme.recover import Recovery, check_updates, recover, refuse_non_finite, smooth
 from fedveil.scheme.result import Aggregate, recover_each

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from fedveil.errors import BadArgument, ForeignUpdate, IncompleteUpdate, MisshapenUpdate, NonFiniteUpdate, StaleUpdate
 from fedveil.graph.plan import Layout, Plan, flatten
-from fedveil.scheme.messages import Update, select_row
+from fedveil.scheme.broadcast import Update, select_row
 from fedveil.scheme.result import Aggregate
 from fedveil.scheme.transform import Group, Transform
 from fedveil.wire import Tensors
