@@ -150,7 +150,7 @@ def divide_groups(groups: Indices, share: float, seed: int = SEED) -> tuple[Indi
 def choose_subset(where: str, option: str, targets: Indices, size: int | None) -> Indices:
     """Choose a stratified subset with a fixed seed, in random order; all records if `size` is None.
 
-    A larger subset contains a smaller one, except for at most one record per class.
+    Each larger subset contains every smaller one, except for at most one record per class.
     """
     rng = np.random.default_rng(SEED)
     order = rng.permutation(len(targets))

@@ -46,7 +46,7 @@ class DefenceRound(ABC, Generic[B, U]):
 
     @abstractmethod
     def recover(self, updates: Sequence[U], weights: Sequence[float]) -> Aggregate:
-        """Return the gradient of the round; weights are |D_k|."""
+        """Return the gradient for this round; weights are |D_k|."""
 
     def recover_each(self, updates: Sequence[U]) -> list[Aggregate | UpdateRefused]:
         """Return the gradient from each update separately, or the error if it is refused."""

@@ -19,15 +19,15 @@ class RoundRecord(Mapping[str, Value]):
     """The record of one round; `record["accuracy"]` is short for `record.metrics["accuracy"]`.
 
     Attributes:
-        round: number of the round, from 1.
-        epoch: how often the largest client has gone through its records.
+        round: the round number, starting at 1.
+        epoch: the number of passes of the largest client through its records.
         error: estimated relative error of the recovered gradient.
         lr: learning rate of the step.
-        seconds: time since the start of the run.
-        evaluated: whether the metrics are available; None if no evaluation was due.
+        seconds: seconds since the start of the run.
+        evaluated: whether the model could be evaluated; None if no evaluation was due.
         metrics: metrics on the test data.
-        figures: further numbers, such as counts of replies, bytes and epsilon.
-        notes: faults, clients whose weight was capped, or the reason why no step was taken.
+        figures: other numbers, such as the number of replies, bytes sent and epsilon.
+        notes: faults, clients whose weight was capped, or why no step was taken.
     """
 
     round: int

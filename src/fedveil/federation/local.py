@@ -260,7 +260,7 @@ class Federation(Server):
 
     @property
     def rounds_per_epoch(self) -> int:
-        """The number of rounds in which the largest client sees each of its records once."""
+        """The number of rounds that the largest client needs to see each of its records once."""
         if self.defence.sampling_rate is not None:
             return math.ceil(1 / self.defence.sampling_rate)
         return 1 if self.whole_shard else self.shards.rounds_per_epoch

@@ -53,7 +53,7 @@ class _Attempt:
 
 
 class SecureRound:
-    """The rounds of a run under secure aggregation. Stores the clients' keys and conduct, and the format of sums.
+    """Runs rounds under secure aggregation. Stores the clients' keys and conduct, and the format of sums.
 
     A round takes three exchanges, and one more whenever a client drops out between them. If it fails before the reveal,
     it is repeated with new noise and new masks. Once clients have been asked to reveal, it is never repeated: its sum

@@ -125,7 +125,7 @@ class Server(StoredServer):
     @property
     @abstractmethod
     def rounds_per_epoch(self) -> int:
-        """The number of rounds in which the largest client sees each of its records once."""
+        """The number of rounds that the largest client needs to see each of its records once."""
 
     def _start_secure(
         self, client: AnyClient, example: Inputs, roster: "Roster", session: str, records: int | None = None

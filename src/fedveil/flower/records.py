@@ -20,7 +20,9 @@ DIGEST = hashlib.sha256().digest_size
 
 
 def cache_records(path: Path, make: Callable[[], Batch]) -> Batch:
-    """Return (inputs, targets) from a file; create it if needed. Useful since a SuperNode starts a process per message.
+    """Load (inputs, targets) from a file, and create the file if it does not exist.
+
+    This saves time, since a SuperNode starts a new process for every message.
 
     Args:
         path: the file, in a folder on the node. A file that is damaged or was written by another version is replaced.

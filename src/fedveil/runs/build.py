@@ -204,7 +204,7 @@ def sampling_rate(config: Config, largest: int) -> float | None:
 
 
 def rounds_per_epoch(config: Config, largest: int) -> int:
-    """Return the number of rounds in which the largest client sees each of its records once."""
+    """Return the number of rounds that the largest client needs to see each of its records once."""
     rate, training = sampling_rate(config, largest), config.training
     if rate is not None:
         return math.ceil(1 / rate)

@@ -274,7 +274,7 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
         records, wanted = len(data.train.targets), training.batch_size + request.options.images
         if records < wanted:
             what = f"there are {records} training records, but the attacker and the victim need {wanted}"
-            raise BadArgument(data.name, what, "use a larger --train-size, or fewer --images")
+            raise BadArgument(data.name, what, "use a larger --train-size or a smaller --images")
         known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
         if not request.run and (not known or training.weight_decay):
             what = "the difference of two models reveals the gradient or its signs only with plain SGD or Adam"
