@@ -93,7 +93,7 @@ def shadow_defence(defence: str) -> str:
 
 
 def shadow_file(folder: Path, defence: str, number: int) -> Path:
-    """Return the file with a shadow model's training records and the outputs of the client's and the server's models."""
+    """Return the file with a shadow model's training records and the outputs of its client's and server's models."""
     return folder / "shadows" / f"{shadow_defence(defence).replace(':', '.')}-{number}.npz"
 
 
