@@ -115,7 +115,7 @@ class PPDL(Plain):
     ) -> "PPDL":
         """Return a preset: "sel" only selects, "noise" clips at the median and adds noise, and "both" does all three.
 
-        `fraction` defaults to 0.1 and is not allowed for "noise"; `sigma` to 1e-2 and is not allowed for "sel".
+        `fraction` defaults to 0.1 and cannot be set for "noise"; `sigma` defaults to 1e-2 and cannot be set for "sel".
         """
         values = dict(SETTINGS[check_choice("PPDL.from_setting", "setting", setting, SETTINGS)])
         for name, value in (("fraction", fraction), ("sigma", sigma)):
