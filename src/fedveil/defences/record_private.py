@@ -42,7 +42,7 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
 
     Guarantees: epsilon and delta (`fedveil.privacy.accounting`) bound how much can be learned about a record from the
       models after all rounds, even if all other clients collude. If clients add the noise under secure aggregation,
-      this also holds for a server that follows the protocol.
+      this also holds for a server that follows the protocol. If one record changes, only the sums in messages change.
     Not covered: the numbers N_k, choices that depend on the data (settings, preprocessing, when to stop), and the
       time that a client needs for a sample larger than `Privacy.capacity`.
 

@@ -1,4 +1,4 @@
-"""Our re-implementation of secret polarization networks (SPN; Fan et al. 2020, arXiv 2006.11601)."""
+"""Secret polarization networks (SPN; Fan et al. 2020, arXiv 2006.11601), re-implemented: no code is public."""
 
 import math
 from collections.abc import Mapping
@@ -77,7 +77,8 @@ class SPN(Plain):
         weight: weight of the private loss (alpha_2 in the paper; alpha_1 is 1). With 0, training is plain.
         bits: number of outputs of the private head, at most 1024.
         margin: margin of the private loss (m in the paper).
-        lr: learning rate of the private heads; it should equal the server's learning rate.
+        lr: learning rate of the private heads; pass the server's learning rate. The default is the learning rate of
+            `Federation`'s default optimizer.
         seed: makes every client's secrets reproducible, for tests. By default, the operating system provides
             randomness.
     """

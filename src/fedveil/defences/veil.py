@@ -43,7 +43,7 @@ class Veil(Defence[Broadcast, Update]):
         additive: size of the noise on the head.
         multiplicative: bound on the factors of hidden units.
         permute: also apply a secret permutation to hidden units.
-        head: "exposed" for models whose last layer cannot be perturbed; clients then see true predictions.
+        head: "exposed" for models without a layer to which noise can be added; clients then see true predictions.
         min_coverage: refuse a model if less than this fraction of its parameter values can be perturbed.
         public: names of parameters whose values clients know; see `analyse`.
         decoys: number of false head offsets sent with the true one, at most 64; by default `DEFAULT_DECOYS` (2), or
