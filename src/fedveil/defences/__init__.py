@@ -1,10 +1,10 @@
-"""Defences: one interface, and one module for each. Names are imported when they are first used."""
+"""Defences, each in its own module, and the interface that they share. Names are imported on first use."""
 
 from typing import TYPE_CHECKING
 
 from fedveil.lookup import lazy_getattr
 
-__all__ = ["DBCL", "PPDL", "SPN", "Plain", "Private", "Veil"]  # each in the module of its name
+__all__ = ["DBCL", "PPDL", "SPN", "Plain", "Private", "Veil"]  # each is in a module with the same name in lower case
 _HOMES = {name: name.lower() for name in __all__}
 __all__ += ["Codec", "Defence", "DefenceClient", "DefenceRound", "DefenceServer", "Ranges", "Samples"]
 

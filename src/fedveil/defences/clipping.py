@@ -1,4 +1,4 @@
-"""Clip a gradient, as one vector, to a norm, and split it into tensors again."""
+"""Clip a flattened gradient to a maximum norm, and split it back into tensors."""
 
 import math
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from fedveil.errors import NonFiniteUpdate
 def clip_vector(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Tensor, float, bool]:
     """Return a float64 vector with norm at most `clip`, that norm, and whether it was clipped.
 
-    The bound on the norm holds in exact arithmetic: the slack is the maximum that rounding can add to the norm of such
-    a vector and to its product with a factor. Dividing by the largest magnitude first keeps squares from overflowing.
+    The bound holds in exact arithmetic: `slack` is an upper bound on the relative rounding error of the norm and of the
+    scaled vector. The vector is first divided by its largest magnitude, so that squares do not overflow.
     """
     largest = float(flat.abs().max()) if len(flat) else 0.0
     if not math.isfinite(largest):

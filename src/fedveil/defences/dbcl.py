@@ -1,11 +1,13 @@
 """Double-blind collaborative learning (Zhang and Wang, ICML 2021): clients train on a CountSketch of the weights.
 
-A weight W of m units with n inputs each leaves the server as W~ = W S; S, new in every round and the same for all
-clients, adds q of the n inputs, with random signs, into each of s = floor(n / q) buckets. A client forms X~ = X S and
-Z = X~ W~^T + b, and sends Gamma = delta^T X~. The server steps along sum_k |D_k| / |D| Gamma_k S^T: the exact gradient
-of the loss with weights W S S^T, not an unbiased gradient of the plain loss (docs/defences/dbcl.md).
+The server sends W~ = W S in place of a weight W with m units and n inputs. The sketch S is the same for all clients
+and is drawn anew in every round. It adds q of the n inputs, with random signs, into each of s = floor(n / q) buckets. A
+client computes X~ = X S and Z = X~ W~^T + b, and sends Gamma = delta^T X~. The server uses the gradient
+sum_k |D_k| / |D| Gamma_k S^T. This is the exact gradient of the loss with weights W S S^T, but not an unbiased estimate
+of the plain gradient (docs/defences/dbcl.md).
 
-Differs from the original: one gradient per round, not local epochs; clients hold W~, never W; any convolution.
+Differences from the original: clients compute one gradient per round instead of training for local epochs, they receive
+W~ but never W, and all kinds of convolutions are supported.
 """
 
 import copy
@@ -32,15 +34,15 @@ from fedveil.wire import Packed, Tensors, Values, check_fields
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
-    """S, as a list of its nonzero entries."""
+    """The sketch S, stored as its nonzero entries."""
 
-    inputs: Tensor  # (q, s): the inputs in each bucket; the others of the n inputs are dropped
-    signs: Tensor  # (q, s): 1 or -1 for each
-    fan_in: int  # n
+    inputs: Tensor  # (q, s): the indices of the inputs in each bucket; all other inputs are dropped
+    signs: Tensor  # (q, s): 1 or -1 for each of these inputs
+    fan_in: int  # the number of inputs, n
 
     @classmethod
     def draw(cls, fan_in: int, q: int, chance: np.random.Generator) -> "Sketch":
-        """Draw a uniform permutation, cut into buckets, and independent signs; fan_in mod q inputs are dropped."""
+        """Draw random buckets and independent random signs; fan_in mod q inputs are dropped."""
         shape = q, fan_in // q
         inputs = chance.permutation(fan_in)[: shape[0] * shape[1]].reshape(shape)
         signs = 1.0 - 2.0 * chance.integers(0, 2, shape)
@@ -51,22 +53,22 @@ class Sketch:
         return self.map(lambda tensor: tensor.to(like) if tensor.is_floating_point() else tensor.to(like.device))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Sketch":
-        """Apply a function to both tensors."""
+        """Return a sketch with a function applied to both tensors."""
         return Sketch(change(self.inputs), change(self.signs), self.fan_in)
 
     def down(self, rows: Tensor) -> Tensor:
-        """Return X S: (..., n) to (..., s)."""
+        """Return X S for rows X of shape (..., n); the result has shape (..., s)."""
         taken = rows.index_select(-1, self.inputs.flatten()) * self.signs.flatten()
         return taken.reshape(*rows.shape[:-1], *self.inputs.shape).sum(-2)
 
     def up(self, rows: Tensor) -> Tensor:
-        """Return C S^T: (..., s) to (..., n), with 0 for the inputs that were dropped."""
+        """Return C S^T for rows C of shape (..., s); the result has shape (..., n), with 0 for dropped inputs."""
         spread = (rows.unsqueeze(-2) * self.signs).flatten(-2)
         return rows.new_zeros((*rows.shape[:-1], self.fan_in)).index_copy(-1, self.inputs.flatten(), spread)
 
 
 class SketchedLayer(nn.Module):
-    """A layer as a client sees it: `weight` is W~ = W S, (m, s), `sketch` is S, and the bias is unchanged."""
+    """A layer as clients receive it: `weight` is W~ = W S of shape (m, s), and the bias is unchanged."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -80,25 +82,25 @@ class SketchedLayer(nn.Module):
         self.training = layer.training
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SketchedLayer":
-        """Move S with the module. It is not a buffer, because clients do not send it back."""
+        """Move or cast S with the module. S is not a buffer, because clients do not send it back."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.sketch = self.sketch.map(fn)
         return self
 
 
 class SketchedLinear(SketchedLayer):
-    """(X S) W~^T + b."""
+    """A sketched Linear, which computes (X S) W~^T + b."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sketch the batch, and apply the small weight."""
+        """Sketch the inputs and apply the sketched weight."""
         return F.linear(self.sketch.down(x), self.weight, self.bias)
 
 
 class SketchedConv2d(SketchedLayer):
-    """`SketchedLinear` over the patches of an image.
+    """A sketched Conv2d, which applies the sketched weight to every patch of an image.
 
-    Computed as a convolution with W~ S^T, which clients can compute: (U S) W~^T = U (W~ S^T)^T for the unfolded
-    patches U. Sketching U itself takes 2 to 6 times as long (measured, docs/defences/dbcl.md).
+    It is computed as a convolution with the kernel W~ S^T: for unfolded patches U, (U S) W~^T = U (W~ S^T)^T. Sketching
+    U itself takes 2 to 6 times as long (see the measurements in docs/defences/dbcl.md).
     """
 
     def __init__(self, layer: nn.Conv2d, sketch: Sketch) -> None:
@@ -108,17 +110,17 @@ class SketchedConv2d(SketchedLayer):
         self.dilation, self.groups = layer.dilation, layer.groups
 
     def forward(self, x: Tensor) -> Tensor:
-        """Expand the sketched kernel, and convolve."""
+        """Expand the sketched kernel and apply the convolution."""
         spread = self.sketch.up(self.weight).reshape(-1, *self.kernel)
         return F.conv2d(x, spread, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
-KINDS = (nn.Linear, nn.Conv2d)  # layers that have a sketch
+KINDS = (nn.Linear, nn.Conv2d)  # types of layers that can be sketched
 
 
 def sketch_network(model: nn.Module, sketches: Mapping[str, Sketch]) -> nn.Module:
     """Return a copy of a model with a `SketchedLayer` in place of each layer whose weight has a sketch."""
-    memo: dict[int, nn.Module | nn.Parameter] = {}  # deepcopy uses these instead of the originals
+    memo: dict[int, nn.Module | nn.Parameter] = {}  # deepcopy uses these objects instead of copying the originals
     for name, sketch in sketches.items():
         layer = model.get_submodule(name.rpartition(".")[0])
         assert isinstance(layer, KINDS)
@@ -131,7 +133,7 @@ def sketch_network(model: nn.Module, sketches: Mapping[str, Sketch]) -> nn.Modul
 class SketchedBroadcast:
     """The broadcast of a round: the model with a `SketchedLayer` for each layer whose weight is sketched."""
 
-    number: int  # the number of the server's broadcasts so far
+    number: int  # counts the server's broadcasts, from 1
     network: nn.Module
 
     @property
@@ -143,24 +145,24 @@ class SketchedBroadcast:
 
 @dataclass(frozen=True, eq=False)
 class SketchedUpdate(PlainUpdate):
-    """Gradients of the sketched network, (m, s) for sketched weights, its buffers, and the broadcast they answer."""
+    """The gradients and buffers of the sketched network, and the number of the broadcast they were computed from."""
 
     number: int
 
 
 class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
-    """A new CountSketch of every layer in every round.
+    """Send clients a new CountSketch of the weights in every round.
 
-    It hides the weights of all Linear and Conv2d layers, except the first Conv2d and the last Linear that the model
-    calls. These, biases, norms and buffers are sent unchanged. A weight that cannot be sketched is refused, unless
-    `skip` names it.
+    This hides the weights of all Linear and Conv2d layers except the first Conv2d and the last Linear that the model
+    calls. The weights of these two layers, all biases, normalisation layers and buffers are sent unchanged. A model
+    with a weight that cannot be sketched is refused, unless `skip` names that weight.
 
     Args:
         q: number of inputs that share a bucket.
         skip_first_conv: send the first convolution unchanged.
         skip_last: send the last Linear unchanged.
         skip: paths of further modules or parameters that are sent unchanged.
-        seed: makes sketches reproducible, for tests; by default, the operating system seeds every broadcast.
+        seed: makes sketches reproducible, for tests. By default, the operating system seeds every broadcast.
     """
 
     name = "dbcl"
@@ -186,7 +188,7 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
         return DBCLCodec()
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "DBCLServer":
-        """Choose the weights to sketch."""
+        """Prepare the server for a run: choose the weights to sketch."""
         twin = copy.deepcopy(model).eval()
         paths = {module: path for path, module in twin.named_modules()}
         with torch.no_grad(), record_calls(m for m in paths if isinstance(m, nn.Conv2d | nn.Linear)) as calls:
@@ -209,7 +211,7 @@ class DBCLServer(DefenceServer[SketchedBroadcast, SketchedUpdate]):
     """Draws new sketches for each broadcast."""
 
     def __init__(self, q: int, seed: int | None, sketched: tuple[str, ...]) -> None:
-        self.sketched = sketched  # names of the weights that clients never get
+        self.sketched = sketched  # names of the weights that clients never receive
         self._q, self._seed, self._number = q, seed, 0
 
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "DBCLRound":
@@ -222,11 +224,11 @@ class DBCLServer(DefenceServer[SketchedBroadcast, SketchedUpdate]):
         return DBCLRound(broadcast, model)
 
     def state(self) -> State:
-        """Return the number of broadcasts so far, which, with a seed, determines the next sketch."""
+        """Return the number of broadcasts so far, which determines the next sketch if there is a seed."""
         return {"number": self._number}
 
     def restore(self, state: Mapping[str, StateValue]) -> None:
-        """Continue counting."""
+        """Continue counting broadcasts from `state`."""
         self._number = read_state("dbcl", state, "number", int)
 
 
@@ -234,13 +236,13 @@ SketchedRound = DefenceRound[SketchedBroadcast, SketchedUpdate]
 
 
 class DBCLRound(SketchedRound):
-    """A sketched broadcast and its sketches."""
+    """Maps the gradients of the sketched network back to the shapes of the model."""
 
     def __init__(self, broadcast: SketchedBroadcast, model: nn.Module) -> None:
         self.broadcast, self._model = broadcast, model
 
     def check_number(self, number: int, position: int = 0) -> None:
-        """Refuse an update that answers another broadcast."""
+        """Refuse an update that was computed from another broadcast."""
         if number != self.broadcast.number:
             what = f"it answers broadcast {number}, whose sketch is gone; the current one is {self.broadcast.number}"
             raise StaleUpdate(f"client {position}", what)
@@ -248,8 +250,8 @@ class DBCLRound(SketchedRound):
     def recover(self, updates: Sequence[SketchedUpdate], weights: Sequence[float]) -> Aggregate:
         """Return sum_k |D_k| / |D| Gamma_k S^T for sketched weights, and the weighted mean of everything else.
 
-        Its error is 0: it is the sketched network's gradient up to rounding. The server cannot know how far that is
-        from the plain gradient.
+        The reported error is 0, because the result is the gradient of the sketched network up to rounding. The server
+        cannot know how much it differs from the plain gradient.
         """
         for position, update in enumerate(updates):
             self.check_number(update.number, position)
@@ -259,7 +261,8 @@ class DBCLRound(SketchedRound):
             entries += sketch.inputs.numel()
             if name in gradients:
                 gradients[name] = sketch.up(gradients[name]).reshape(self._model.get_parameter(name).shape)
-        down = encoding.count_bytes([*network.parameters(), *network.buffers()]) + 4 * entries  # an index and its sign
+        # an entry of a sketch takes 4 bytes, for its index and its sign
+        down = encoding.count_bytes([*network.parameters(), *network.buffers()]) + 4 * entries
         up = encoding.count_bytes([*updates[0].gradients.values(), *mean.buffers.values()])
         return dataclasses.replace(mean, gradients=gradients, figures={"bytes_down": down, "bytes_up": up})
 
@@ -284,7 +287,7 @@ class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
 
 
 def _choose(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the weights to sketch; refuse those that cannot be sketched, and a model without any."""
+    """Return the names of the weights to sketch; refuse weights that cannot be sketched and models without any."""
     named = dict(model.named_parameters(remove_duplicate=False))
     homes = Counter(id(parameter) for parameter in named.values())
 
@@ -311,7 +314,7 @@ def _choose(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) 
 
 
 def _obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, shared: bool) -> str | None:
-    """Return why a parameter of a layer cannot be sketched, or None."""
+    """Return the reason why a parameter cannot be sketched, or None if it can."""
     if type(layer) not in KINDS or name != "weight":
         known = " and ".join(kind.__name__ for kind in KINDS)
         return f"a {type(layer).__name__} has no sketch; only the weights of {known} have one"
@@ -323,7 +326,7 @@ def _obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, shared: bool)
 
 
 def check_sketch(name: str, inputs: Tensor, signs: Tensor, fan_in: int) -> None:
-    """Refuse a sketch that is not a matrix of valid indices, at most one per input, with a sign for each."""
+    """Refuse a sketch with invalid indices or dtypes, more entries than inputs, or a different number of signs."""
     fits = inputs.dim() == 2 and inputs.shape == signs.shape and 0 < inputs.numel() <= fan_in
     fits = fits and inputs.dtype == torch.int32 and signs.dtype == torch.int8
     if not fits or not 0 <= int(inputs.min()) <= int(inputs.max()) < fan_in:
@@ -331,22 +334,22 @@ def check_sketch(name: str, inputs: Tensor, signs: Tensor, fan_in: int) -> None:
 
 
 class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
-    """The sketched network and its sketches are sent to clients, its gradients to the server."""
+    """Encodes the sketched network and its sketches for clients, and its gradients for the server."""
 
     def encode_broadcast(self, broadcast: SketchedBroadcast) -> Packed:
-        """Encode sketches as the inputs of each bucket, and their signs as int8."""
+        """Encode the sketched network; the inputs in each bucket are sent as int32, their signs as int8."""
         values, tensors = encoding.pack_model(broadcast.network)
         for name, sketch in broadcast.sketches.items():
             tensors |= {f"inputs/{name}": sketch.inputs.int(), f"signs/{name}": sketch.signs.to(torch.int8)}
         return values | {"number": broadcast.number, "sketched": list(broadcast.sketches)}, tensors
 
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> SketchedBroadcast:
-        """Put a `SketchedLayer` in place of each sketched layer."""
+        """Decode the sketched network, with a `SketchedLayer` in place of each sketched layer."""
         found = check_fields("broadcast", values, {"number": int, "sketched": list[str]})
         layers, sketches = dict(model.named_modules()), dict[str, Sketch]()
         for name in found["sketched"]:
             path = name.rpartition(".")[0]
-            layer = layers.pop(path, None)  # no layer is sketched twice
+            layer = layers.pop(path, None)  # so that no layer is sketched twice
             inputs, signs = (tensors.get(f"{kind}/{name}") for kind in ("inputs", "signs"))
             if type(layer) not in KINDS or name != f"{path}.weight".lstrip(".") or inputs is None or signs is None:
                 raise ModelMismatch(name[:80], "the broadcast has a sketch for it, but the model has no such layer")
@@ -366,12 +369,12 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
     def decode_update(
         self, own: SketchedRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> SketchedUpdate:
-        """Decode an update; refuse one that answers another broadcast."""
+        """Decode an update; refuse one that was computed from another broadcast."""
         assert isinstance(own, DBCLRound)
         number = check_fields("update", values, {"number": int})["number"]
         own.check_number(number, position)
         return SketchedUpdate(*encoding.unpack_gradients(self.template(own, model)[1], tensors, position), number)
 
     def template(self, own: SketchedRound, model: nn.Module) -> Packed:
-        """Return tensors like those of an update, whose gradients have the shapes of the sketched weights."""
+        """Return an example of an encoded update; gradients have the shapes of the sketched weights."""
         return {"number": own.broadcast.number}, encoding.template(own.broadcast.network)

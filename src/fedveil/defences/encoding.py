@@ -13,7 +13,7 @@ from fedveil.wire import Packed, Tensors, Values, add_prefix, check_fields, stri
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the size of some tensors in bytes."""
+    """Return the total size of the tensors in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -23,17 +23,17 @@ def trainable_tensors(model: nn.Module) -> Tensors:
 
 
 def template(model: nn.Module) -> Tensors:
-    """Return tensors like the gradients and buffers of a model, as they are sent."""
+    """Return tensors with the names, shapes and dtypes of the gradients and buffers that a client sends."""
     return pack_gradients(trainable_tensors(model), dict(model.named_buffers()))
 
 
 def pack_gradients(gradients: Mapping[str, Tensor], buffers: Tensors) -> Tensors:
-    """Return gradients and buffers by the names under which they are sent."""
+    """Return gradients and buffers in one dictionary, with the names under which they are sent."""
     return add_prefix("gradient", gradients) | add_prefix("buffer", buffers)
 
 
 def unpack_gradients(like: Tensors, tensors: Tensors, position: int) -> tuple[Tensors, Tensors]:
-    """Return the gradients and buffers of the client at a position; refuse any that do not match, or are not finite."""
+    """Return the gradients and buffers of a client; refuse tensors that do not match `like` or are not finite."""
     client, device = f"client {position}", next(iter(like.values())).device
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     check_tensors(client, "tensor", tensors, {name: (t.shape, t.dtype) for name, t in like.items()}, device)
@@ -42,7 +42,7 @@ def unpack_gradients(like: Tensors, tensors: Tensors, position: int) -> tuple[Te
 
 
 def pack_model(model: nn.Module) -> Packed:
-    """Return a model's tensors, the names of those that are trained, and the paths of modules in training mode."""
+    """Return a model's tensors, the names of its trainable parameters, and the paths of modules in training mode."""
     modes = [path for path, module in model.named_modules() if module.training]
     kinds = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
     tensors = {f"{kind}/{name}": tensor.detach() for kind, named in kinds.items() for name, tensor in named}
@@ -50,7 +50,7 @@ def pack_model(model: nn.Module) -> Packed:
 
 
 def unpack_model(model: nn.Module, values: Values, tensors: Tensors) -> nn.Module:
-    """Return a copy of a client's model with the values of a broadcast; refuse a broadcast for another model."""
+    """Return a copy of a client's model with the values of a broadcast; refuse a broadcast of a different model."""
     found = check_fields("broadcast", values, {"trainable": list[str], "training": list[str]})
     trainable, training = set(found["trainable"]), set(found["training"])
     parameters, buffers = strip_prefix("parameter", tensors), strip_prefix("buffer", tensors)

@@ -1,4 +1,4 @@
-"""The interface of a defence: its settings, the server's part of a round, and the client's part."""
+"""The interface of a defence: its settings, the server's part in a round, and the client's part."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -29,98 +29,98 @@ RECORDS_FIX = 'use defence="plain", or fedveil.Veil(multiplicative=1.0, decoys=2
 class Samples:
     """A client's batch."""
 
-    inputs: Inputs  # the arguments of the model's forward (`fedveil.graph.inputs`)
+    inputs: Inputs  # the arguments of the model's `forward` (see `fedveil.graph.inputs`)
     targets: Tensor
-    weights: Tensor | None = None  # the weight of each sample in the loss, by default 1 / samples
+    weights: Tensor | None = None  # the weight of each sample in the loss; by default, 1 / number of samples
 
 
 class DefenceRound(ABC, Generic[B, U]):
-    """The server's part in one attempt of a round: a broadcast, and the recovery of gradients from its updates."""
+    """The server's part in one attempt at a round: it creates a broadcast and recovers gradients from the updates."""
 
     broadcast: B
 
     @property
     def base(self) -> "DefenceRound[B, U]":
-        """The round of the defence whose messages are sent: this one, or the one that it wraps."""
+        """The round of the defence that defines the messages: this round, or the one that it wraps."""
         return self
 
     @abstractmethod
     def recover(self, updates: Sequence[U], weights: Sequence[float]) -> Aggregate:
-        """Return the gradient for this round; weights are |D_k|."""
+        """Return the gradient of the round; `weights` are the numbers of records |D_k|."""
 
     def recover_each(self, updates: Sequence[U]) -> list[Aggregate | UpdateRefused]:
-        """Return the gradient from each update separately, or the error if it is refused."""
+        """Recover a gradient from each update separately; for an update that is refused, return the error."""
         return recover_each(lambda update: self.recover([update], [1.0]), updates)
 
     def combine(self, results: Sequence[Aggregate]) -> Aggregate | None:
-        """Combine results of `recover_each`; return None to leave this to the server's aggregation rule."""
+        """Combine the results of `recover_each`, or return None to use the server's aggregation rule."""
         return None
 
     def sum_template(self) -> Tensors:
-        """Return tensors like the sums of per-record gradients that `from_sums` takes, on the meta device."""
+        """Return tensors on the meta device, shaped like the sums of per-record gradients for `from_sums`."""
         raise BadArgument("privacy", NO_RECORDS, RECORDS_FIX)
 
     def from_sums(self, sums: Tensors) -> U:
-        """Return an update with these sums of per-record gradients, one row per pass, in place of gradients."""
+        """Return an update that contains sums of per-record gradients, one row per pass."""
         raise BadArgument("privacy", NO_RECORDS, RECORDS_FIX)
 
     def recover_total(self, total: Tensors, records: float, members: int | None, survivors: int = 0) -> Aggregate:
         """Return the gradient from a sum of integers.
 
         Args:
-            total: the sum, by the names of `sum_template`.
-            records: of all clients in the sum.
+            total: the sum, with the names of `sum_template`.
+            records: the number of records of all clients in the sum.
             members: the number of clients that were asked, under secure aggregation.
             survivors: the number of clients in the sum, under secure aggregation.
         """
         raise BadArgument("sum", "only sums of integers are recovered without a mean")
 
     def count_lost(self) -> None:
-        """Take note that clients have revealed a sum that the server could not open."""
+        """Account for a sum that clients have revealed, but that the server could not recover."""
 
     def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
-        """Complete the result of secure aggregation, a mean over `clients` clients."""
+        """Complete the result of secure aggregation, given as a mean over `clients` clients."""
         return mean
 
     def release(self, *, reuse: bool = False) -> None:
-        """Drop the secret: the round is over, however it ended.
+        """Discard the secret. Called at the end of every round, whether or not it succeeded.
 
         Args:
-            reuse: the broadcast is no longer in use, and its memory may be reused for the next one.
+            reuse: whether the memory of the broadcast may be reused for the next one.
         """
         return
 
 
 class Ranges(ABC, Generic[U]):
-    """The value ranges that secure aggregation needs; part of a linear defence's round."""
+    """The value ranges that secure aggregation needs, implemented by the rounds of linear defences."""
 
     @abstractmethod
     def expect(self, update: U, last: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
-        """Predict the next round's update, whatever its noise, from a mean update; `last` is the last prediction."""
+        """Predict the next round's update, before noise, from a mean update and the last prediction."""
 
     @abstractmethod
     def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """Bound each row of an update that answers this round's broadcast, by the name under which it is sent."""
+        """Return a bound for each row of this round's updates, by the name under which the tensor is sent."""
 
     @abstractmethod
     def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
-        """Bound the norm of the gradient error caused by rounding every element of each row."""
+        """Bound the norm of the gradient error, given the rounding error of the elements in each row."""
 
 
 class DefenceServer(ABC, Generic[B, U]):
-    """The server's state for a run."""
+    """The server's part in a run."""
 
-    accountant: "Accountant | None" = None  # of a differentially private defence
-    plan: Plan | None = None  # of a veil: which part of the model is perturbed
-    draws: int = 0  # of a veil that keeps its noise: how often it was drawn
-    has_budget: bool = True  # of a differentially private defence: whether one more round is within its epsilon
+    accountant: "Accountant | None" = None  # only for differentially private defences
+    plan: Plan | None = None  # only for a veil: which parts of the model are perturbed
+    draws: int = 0  # only for a veil that keeps its noise: how often noise was drawn
+    has_budget: bool = True  # whether one more round stays within the privacy budget, if there is one
 
     @abstractmethod
     def start_round(self, model: nn.Module, members: "Members" = None) -> DefenceRound[B, U]:
-        """Create the broadcast for an attempt; `members` are the clients that will answer, if known."""
+        """Create a broadcast; `members` are the clients that will take part, if known."""
 
     def state(self) -> State:
-        """Return the state needed to resume the run, without secrets."""
+        """Return the state that is needed to resume the run; it contains no secrets."""
         return {}
 
     def restore(self, state: Mapping[str, StateValue]) -> None:
@@ -129,7 +129,7 @@ class DefenceServer(ABC, Generic[B, U]):
 
 
 class DefenceClient(ABC, Generic[B, U]):
-    """A client's part, for one or several clients; `client` says whose private state to use."""
+    """The client's part in a run. One object can serve several clients; `client` selects the private state."""
 
     @abstractmethod
     def step(self, broadcast: B, samples: Samples, client: int = 0) -> U:
@@ -137,22 +137,22 @@ class DefenceClient(ABC, Generic[B, U]):
 
     @abstractmethod
     def accumulate(self, broadcast: B, total: U | None, update: U) -> tuple[B, U]:
-        """Add the update of the same client's next batch; return the broadcast to continue with, and the sum."""
+        """Add the update for a client's next batch; return the broadcast for the following batch, and the sum."""
 
     def sample(self, records: int) -> tuple[Tensor, Tensor] | None:
-        """Return the indices of a round's records, and which of these count; None leaves the choice to the seed."""
+        """Return indices of records for a round and a mask of those that count, or None to use the seeded order."""
         return None
 
     def record_gradients(self, broadcast: B) -> "RecordGradients":
-        """Return how to compute the gradients of single records."""
+        """Return an object that computes per-record gradients."""
         raise BadArgument("privacy", NO_RECORDS, RECORDS_FIX)
 
     def upload(self, update: U, client: int = 0) -> U:
-        """Return the update to send, given the one computed in this round; by default, the same."""
+        """Return the update to send, given the update computed in this round; by default, they are the same."""
         return update
 
     def prepare_sum(self, update: U, members: int | None) -> U:
-        """Return an upload as it enters a sum over `members` clients; None without secure aggregation."""
+        """Prepare an update for a sum over `members` clients; `members` is None without secure aggregation."""
         return update
 
     def state(self, client: int) -> State:
@@ -165,7 +165,7 @@ class DefenceClient(ABC, Generic[B, U]):
 
 
 class Codec(ABC, Generic[B, U]):
-    """The encoding of a defence's messages as plain values and tensors, which `fedveil.wire` serialises."""
+    """Encodes a defence's messages as plain values and tensors, which `fedveil.wire` serialises."""
 
     @abstractmethod
     def encode_broadcast(self, broadcast: B) -> Packed:
@@ -173,7 +173,7 @@ class Codec(ABC, Generic[B, U]):
 
     @abstractmethod
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> B:
-        """Client: decode a broadcast; refuse one for a model other than the client's."""
+        """Client: decode a broadcast; refuse one that does not match the client's model."""
 
     @abstractmethod
     def encode_update(self, update: U) -> Packed:
@@ -183,48 +183,48 @@ class Codec(ABC, Generic[B, U]):
     def decode_update(
         self, own: DefenceRound[B, U], model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> U:
-        """Server: decode the update of the client at a position; refuse one that cannot be aggregated."""
+        """Server: decode a client's update; refuse one that cannot be aggregated."""
 
     @abstractmethod
     def template(self, own: DefenceRound[B, U], model: nn.Module) -> Packed:
-        """Server: return an encoded update for this round, with arbitrary values."""
+        """Server: return an example of an encoded update for this round, with arbitrary values."""
 
 
 class Defence(ABC, Generic[B, U]):
-    """A defence: its settings and traits. Derive yours from this class or from `Plain`."""
+    """The settings and traits of a defence. To write a defence, derive a class from this one or from `Plain`."""
 
-    name: str  # as printed
-    fusable: bool = True  # batches of several clients may go through one `step` as if they were one client's
-    integer_sums: bool = False  # updates are integers, which are added and not averaged
-    linear: bool = False  # the weighted mean of updates may stand for all of them; its rounds have `Ranges`
-    durable: bool = False  # a round must be on disk before the next broadcast, for privacy accounting
-    repeatable: bool = False  # secrets follow from a seed; a server and clients on a network refuse that
-    dp_clip: float | None = None  # maximum norm of a client's gradient, of a differentially private defence
+    name: str  # the name to print
+    fusable: bool = True  # one call of `step` may process the batches of several clients together
+    integer_sums: bool = False  # updates are integers, which are summed instead of averaged
+    linear: bool = False  # updates may be replaced by their weighted mean; rounds implement `Ranges`
+    durable: bool = False  # a round must be saved to disk before the next broadcast, for privacy accounting
+    repeatable: bool = False  # secrets are derived from a seed; refused by servers and clients on a network
+    dp_clip: float | None = None  # maximum norm of a client's gradient, for differential privacy
     has_record_gradients: bool = False  # clients can compute the gradient of a single record
-    sampling_rate: float | None = None  # at which clients draw their own samples of records
-    planned_rounds: int | None = None  # for which the noise was chosen
-    clippable: bool = False  # clients compute the gradient itself, and can clip it
-    largest_factor: float = 1.0  # maximum factor on an update's values
-    remote_settings: ClassVar[tuple[str, ...]] = ()  # attributes, also arguments, that a server may set on clients
+    sampling_rate: float | None = None  # the rate at which clients sample records, if they do so themselves
+    planned_rounds: int | None = None  # the number of rounds for which the noise was chosen
+    clippable: bool = False  # clients compute true gradients, which they can clip
+    largest_factor: float = 1.0  # largest factor by which the values of an update are multiplied
+    remote_settings: ClassVar[tuple[str, ...]] = ()  # names of arguments that a server may set
 
     @property
     def base(self) -> "Defence[B, U]":
-        """The defence whose messages are sent: this one, or the one that it wraps."""
+        """The defence that defines the messages: this defence, or the one that it wraps."""
         return self
 
     @property
     def asked(self) -> "AnyDefence":
-        """The registered defence that a server asks its clients for."""
+        """The registered defence that a server asks its clients to use."""
         return self.base
 
     @property
     def record_terms(self) -> Values:
-        """If records are protected, the settings that clients need for it (`fedveil.Privacy.terms`)."""
+        """The settings that clients need to protect records (`fedveil.Privacy.terms`); empty if they need not."""
         return {}
 
     @property
     def codec(self) -> Codec[B, U] | None:
-        """The encoding of messages; None if they cannot be sent."""
+        """The encoding of messages, or None if messages cannot be sent over a network."""
         return None
 
     @abstractmethod
@@ -236,25 +236,25 @@ class Defence(ABC, Generic[B, U]):
         """Prepare clients for a run; `model` defines the architecture."""
 
     def require_record_gradients(self) -> None:
-        """Refuse if clients cannot compute the gradient of a single record."""
+        """Raise an error if clients cannot compute per-record gradients."""
         if not self.has_record_gradients:
             raise BadArgument("privacy", f"{self.name}: {NO_RECORDS}", RECORDS_FIX)
 
     def least_members(self, members: int) -> int:
-        """Return how many of the members of a sum must be in it, if clients add noise in shares."""
+        """Return the minimum number of members that must contribute to a sum if clients add shares of the noise."""
         return 0
 
     def check_records(self, model: nn.Module, loss: Loss) -> None:
-        """Refuse a model or a loss in which records influence one another, if records are protected."""
+        """If records are protected, refuse a model or loss in which records influence one another."""
         return
 
     def for_records(self) -> "Defence[B, U]":
-        """Return the variant of this defence that a guarantee for records needs; by default itself."""
+        """Return the variant of this defence to use with differential privacy for records; by default, itself."""
         return self
 
     @abstractmethod
     def client_view(self, model: nn.Module, broadcast: B) -> nn.Module:
-        """Return the model as a client receives it: the target of published attacks."""
+        """Return the model as a client receives it, which published attacks target."""
 
 
 AnyDefence = Defence[Any, Any]  # type: ignore[explicit-any]

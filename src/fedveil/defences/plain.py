@@ -1,4 +1,4 @@
-"""No defence: clients get the model and send gradients (the paper's FedAvg)."""
+"""No defence: clients receive the model and send plain gradients (the paper's FedAvg)."""
 
 import copy
 import math
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PlainUpdate:
-    """Unchanged gradients and buffers."""
+    """Plain gradients and buffers."""
 
     gradients: Tensors
     buffers: Tensors
@@ -35,11 +35,11 @@ AnyPlainRound = DefenceRound[nn.Module, PlainUpdate]
 
 
 class Plain(Defence[nn.Module, PlainUpdate]):
-    """Weighted mean of plain gradients.
+    """No defence: the server computes the weighted mean of plain gradients.
 
     Args:
-        rounding: a seed that makes it a rounding baseline (docs/maths.md, 'What "equal" means'): every gradient tensor
-            gets noise of one unit in the last place, to show the effect of floating point alone on a run.
+        rounding: a seed for a rounding baseline (docs/maths.md, 'What "equal" means'): noise of the size of a rounding
+            error is added to every gradient, to show how much floating-point rounding alone affects a run.
     """
 
     linear = True
@@ -47,7 +47,7 @@ class Plain(Defence[nn.Module, PlainUpdate]):
     has_record_gradients = True
 
     def __init_subclass__(cls, **named: object) -> None:
-        """Require each class to say whether clients can clip: one that changes gradients must not inherit it."""
+        """Reset these traits, which a subclass that changes gradients must not inherit."""
         super().__init_subclass__(**named)
         for trait in ("clippable", "has_record_gradients"):
             setattr(cls, trait, cls.__dict__.get(trait, False))
@@ -75,7 +75,7 @@ class Plain(Defence[nn.Module, PlainUpdate]):
 
 
 class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
-    """Averages gradients and buffers."""
+    """A round that averages gradients and buffers."""
 
     def __init__(
         self, model: nn.Module, figures: Mapping[str, float], rounding_noise: torch.Generator | None = None
@@ -97,32 +97,32 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
         return gradient + torch.finfo(gradient.dtype).eps * size * draw
 
     def sum_template(self) -> Tensors:
-        """Return one row per parameter that gets a gradient."""
+        """Return tensors with one row for each trainable parameter."""
         own = encoding.trainable_tensors(self.broadcast)
         return {name: p.new_empty((1, *p.shape), device="meta", dtype=torch.float64) for name, p in own.items()}
 
     def from_sums(self, sums: Tensors) -> PlainUpdate:
-        """Return the sums as gradients."""
+        """Return an update with the sums as gradients."""
         own = encoding.trainable_tensors(self.broadcast)
         return PlainUpdate({name: sums[name][0].to(p.dtype) for name, p in own.items()}, {})
 
     def expect(self, update: PlainUpdate, last: Mapping[str, Tensor] | None = None) -> Tensors:
-        """Predict the gradients, each as one row."""
+        """Predict the gradients; each is one row."""
         rows = {name: gradient.unsqueeze(0) for name, gradient in update.gradients.items()}
         return {name: smooth(own, last[name] if last else None) for name, own in rows.items()}
 
     def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """Bound gradients by the last ones, and buffers by their values."""
+        """Bound gradients by the predicted values, and buffers by their current values."""
         return bound_magnitudes(encoding.pack_gradients(expected, dict(self.broadcast.named_buffers())))
 
     def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
-        """Bound the gradient error: every element has the error of its row, once."""
+        """Bound the gradient error, given an equal error in every element of a row."""
         sizes = {name: math.sqrt(p.numel()) for name, p in self.broadcast.named_parameters()}
         return math.hypot(*(own * sizes[name] for name, (own,) in strip_prefix("gradient", rows).items()))
 
 
 class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
-    """Broadcasts the model itself: within one process, nothing needs to be copied."""
+    """Broadcasts the model itself, without copying it."""
 
     def __init__(
         self, model: nn.Module, rounding: int | None = None, round_type: type[PlainRound] = PlainRound
@@ -138,7 +138,7 @@ class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
 
 
 def average(updates: Sequence[PlainUpdate], weights: Sequence[float], figures: Mapping[str, float]) -> Aggregate:
-    """Return the weighted mean of gradients and buffers; an error names a client whose update is not finite."""
+    """Return the weighted mean of gradients and buffers; refuse updates that are not finite."""
     shares = [weight / sum(weights) for weight in weights]
     gradients = _average([update.gradients for update in updates], shares)
     buffers = _average([update.buffers for update in updates], shares)
@@ -150,7 +150,7 @@ def average(updates: Sequence[PlainUpdate], weights: Sequence[float], figures: M
 
 
 def _average(clients: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Tensors:
-    """Return the weighted mean by name; for counters, the maximum."""
+    """Return the weighted mean of each tensor, or the maximum for integer tensors such as counters."""
     if len(clients) == 1:
         return dict(clients[0])
     mean = {}
@@ -164,13 +164,13 @@ def _average(clients: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -
 
 
 class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
-    """Computes gradients of the loss."""
+    """Computes plain gradients of the loss."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.loss, self.axis = loss, head_axis(model)
 
     def step(self, broadcast: nn.Module, samples: Samples, client: int = 0) -> PlainUpdate:
-        """Compute the gradients for one batch; buffers are the client's own copies."""
+        """Compute gradients for one batch; the buffers of the broadcast are copied, not changed."""
         buffers = encoding.copy_buffers(broadcast)
         outputs = compute_outputs(broadcast, samples.inputs, buffers)
         with torch.no_grad():
@@ -179,13 +179,13 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
         return PlainUpdate(compute_gradients(broadcast, [outputs], [delta]), buffers)
 
     def record_gradients(self, broadcast: nn.Module) -> "RecordGradients":
-        """Return the gradients of the loss of each record."""
+        """Return an object that computes the gradient of the loss for each record."""
         from fedveil.privacy.gradients import RecordGradients  # most runs do not need it
 
         return RecordGradients.from_model(broadcast, self.loss)
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
-        """Sum gradients, and put the buffers of the last batch into a copy of the broadcast."""
+        """Sum gradients, and copy the buffers after the last batch into a copy of the broadcast."""
         if update.buffers:
             broadcast = copy.deepcopy(broadcast)
             broadcast.load_state_dict(update.buffers, strict=False)
@@ -196,7 +196,7 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
 
 
 def compute_gradients(model: nn.Module, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensors:
-    """Return the gradient of each parameter that requires one; 0 if the outputs do not depend on it."""
+    """Return the gradient of each trainable parameter; it is 0 if the outputs do not depend on the parameter."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     used = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
     found: Sequence[Tensor | None] = [None] * len(trainable)
@@ -208,14 +208,14 @@ def compute_gradients(model: nn.Module, outputs: Sequence[Tensor], cotangents: S
 
 
 class PlainCodec(Codec[nn.Module, PlainUpdate]):
-    """The model is sent to clients, its gradients and buffers to the server."""
+    """Encodes the model for clients, and its gradients and buffers for the server."""
 
     def encode_broadcast(self, broadcast: nn.Module) -> Packed:
         """Encode a model."""
         return encoding.pack_model(broadcast)
 
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> nn.Module:
-        """Decode a model into a copy of the client's own."""
+        """Decode a broadcast into a copy of the client's model."""
         return encoding.unpack_model(model, values, tensors)
 
     def encode_update(self, update: PlainUpdate) -> Packed:
@@ -225,9 +225,9 @@ class PlainCodec(Codec[nn.Module, PlainUpdate]):
     def decode_update(
         self, own: AnyPlainRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> PlainUpdate:
-        """Decode gradients and buffers; they must have the model's names, shapes and dtypes."""
+        """Decode gradients and buffers; refuse names, shapes or dtypes that do not match the model."""
         return PlainUpdate(*encoding.unpack_gradients(self.template(own, model)[1], tensors, position))
 
     def template(self, own: AnyPlainRound, model: nn.Module) -> Packed:
-        """Return tensors like those of an update."""
+        """Return an example of an encoded update."""
         return {}, encoding.template(model)

@@ -1,6 +1,6 @@
 """PPDL (Shokri and Shmatikov, CCS 2015) in synchronous rounds: clients clip, select and add noise to their gradients.
 
-docs/defences/ppdl.md says how it differs from the paper, what it costs and what it leaks.
+See docs/defences/ppdl.md for differences from the paper, cost and weaknesses.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from fedveil.scheme.broadcast import LARGEST
 from fedveil.wire import Packed, Tensors, Values, add_prefix
 
 MEDIAN_ROUNDS = 100
-KEY = 16  # bytes: a torch.Generator would use 32 bits of a seed, few enough for exhaustive search
+KEY = 16  # bytes; torch.Generator uses only 32 bits of a seed, which can be searched exhaustively
 SETTINGS = {"sel": {"fraction": 0.1}, "noise": {"sigma": 1e-2}, "both": {"fraction": 0.1, "sigma": 1e-2}}
 
 
@@ -39,7 +39,7 @@ class _PPDLState:
     norms: list[float] = field(default_factory=list)
 
     def normal(self, count: int) -> Tensor:
-        """Draw standard normal numbers; every draw is a separate Philox stream with a 128-bit key."""
+        """Draw standard normal values; every call uses a new Philox stream with the same 128-bit key."""
         self.draws += 1
         stream = np.random.Philox(key=int.from_bytes(self.key, "little"), counter=self.draws << 192)
         return torch.from_numpy(np.random.Generator(stream).standard_normal(count))
@@ -47,49 +47,49 @@ class _PPDLState:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measurements of how an upload changed a gradient; they stay in this process."""
+    """The difference between an upload and the true gradient, measured and used only within this process."""
 
-    size: float
-    change: float
-    noise: float  # its standard deviation
-    rms: float  # root mean square of the values that it was added to
-    clipped: bool | None  # None if no gradient is clipped
-    numbers: int | None  # bytes of the selected numbers, and of their indices or bitmap; None if all are sent
+    size: float  # norm of the true gradient
+    change: float  # norm of the difference between upload and gradient
+    noise: float  # standard deviation of the noise
+    rms: float  # root mean square of the values to which the noise was added
+    clipped: bool | None  # None if clipping is disabled
+    numbers: int | None  # bytes of the selected values and their indices or bitmap; None if all values are sent
 
 
 @dataclass(frozen=True, eq=False)
 class PPDLUpdate(PlainUpdate):
-    """A clipped, sparsified and noisy gradient; no message contains the measurement."""
+    """A clipped, sparsified and noisy gradient, and a measurement that is never sent."""
 
     measurement: Measurement | None = field(default=None, repr=False)
 
     def __reduce__(self) -> tuple[type["PPDLUpdate"], tuple[Tensors, Tensors]]:
-        return PPDLUpdate, (self.gradients, self.buffers)  # the measurement stays in this process
+        return PPDLUpdate, (self.gradients, self.buffers)  # the measurement must not leave this process
 
 
 class PPDL(Plain):
-    """Weighted mean of gradients that clients have clipped, sparsified and added noise to, in this order.
+    """Clients clip their gradients, select the largest elements and add noise to these, in this order.
 
         1. clip      g <- g min(1, bound / |g|), |g| over the whole gradient
-        2. select    all but the max(1, round(fraction n)) largest of |g_1| ... |g_n| become 0; ties go to the first, in
-                     the order of the model's parameters
-        3. noise     g_j <- g_j + N(0, sigma^2) where g_j was selected
+        2. select    set all but the max(1, round(fraction n)) largest of |g_1| ... |g_n| to 0; among equal values, the
+                     first in the order of the model's parameters are kept
+        3. noise     g_j <- g_j + N(0, sigma^2) for every selected g_j
 
-    A step whose argument is at its neutral value (clip None, fraction 1, sigma 0) leaves gradients unchanged to the
-    last bit. Buffers are sent unchanged. A gradient with NaN or infinity is not clipped: the server refuses it.
+    With clip None, fraction 1 or sigma 0, the respective step is skipped. Buffers are sent unchanged. A gradient with
+    NaN or infinity is not clipped, and the server refuses it.
 
-    With clip "median", a client's bound is the median of its norms in the first 100 rounds in which it took part;
-    until then, of its norms so far, including this round's. Norms of 0 do not count. No message is needed.
+    With clip "median", a client's bound is the median of its gradient norms in the first 100 rounds in which it took
+    part, or in all rounds so far if there were fewer. Norms of 0 are ignored. No additional messages are sent.
 
     A round's `error` is sum_k w_k |upload_k - g_k| / sum_k w_k |g_k|. Its figures are "noise_over_rms" (sigma over the
-    root mean square of the values it is added to) and "clipped" (the fraction of clients that were clipped). No message
-    contains them: they are known only where server and clients share this object. Elsewhere, error is 0.
+    root mean square of the values it is added to) and "clipped" (the fraction of clients that were clipped). They are
+    never sent, so they are available only if server and clients share this object. Otherwise, the error is 0.
 
     Args:
         fraction: fraction of a gradient's elements that a client uploads.
-        sigma: standard deviation of the noise. It gives no meaningful differential privacy.
-        clip: maximum norm of a client's gradient, "median", or None.
-        seed: makes the noise reproducible, for tests. By default, it comes from the operating system.
+        sigma: standard deviation of the noise, which does not provide meaningful differential privacy.
+        clip: maximum norm of a client's gradient, "median", or None to disable clipping.
+        seed: makes the noise reproducible, for tests. By default, the operating system provides randomness.
     """
 
     name = "ppdl"
@@ -113,9 +113,9 @@ class PPDL(Plain):
     def from_setting(
         cls, setting: str = "sel", *, fraction: float | None = None, sigma: float | None = None, seed: int | None = None
     ) -> "PPDL":
-        """Return one of three settings: "sel" selects, "noise" clips at the median and adds noise, "both" does both.
+        """Return a preset: "sel" only selects, "noise" clips at the median and adds noise, and "both" does all three.
 
-        `fraction` is 0.1 by default and not allowed for "noise"; `sigma` is 1e-2 by default and not allowed for "sel".
+        `fraction` defaults to 0.1 and cannot be set for "noise"; `sigma` defaults to 1e-2 and cannot be set for "sel".
         """
         values = dict(SETTINGS[check_choice("PPDL.from_setting", "setting", setting, SETTINGS)])
         for name, value in (("fraction", fraction), ("sigma", sigma)):
@@ -131,11 +131,11 @@ class PPDL(Plain):
 
     @property
     def codec(self) -> "PPDLCodec":
-        """The encoding of the model, selected elements and buffers."""
+        """The encoding of the model, the selected elements and the buffers."""
         return PPDLCodec(self.fraction)
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PlainServer:
-        """Prepare the server for a run, whose rounds measure uploads."""
+        """Prepare the server for a run."""
         return PlainServer(model, round_type=PPDLRound)
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "PPDLClient":
@@ -144,7 +144,7 @@ class PPDL(Plain):
 
 
 class PPDLClient(PlainClient):
-    """Clips, selects and adds noise; holds each client's source of noise and first norms."""
+    """Clips gradients, selects elements and adds noise; stores each client's noise key and first norms."""
 
     def __init__(self, settings: PPDL, model: nn.Module, loss: Loss) -> None:
         super().__init__(model, loss)
@@ -152,7 +152,7 @@ class PPDLClient(PlainClient):
         self._states: dict[int, _PPDLState] = {}
 
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
-        """Clip and sparsify the client's gradient for this round and add noise; entries not selected are zero."""
+        """Clip and sparsify the client's gradient and add noise; elements that are not selected become 0."""
         fraction, sigma = self._settings.fraction, self._settings.sigma
         if fraction == 1 and self._settings.clip is None and not sigma:
             return update
@@ -190,14 +190,14 @@ class PPDLClient(PlainClient):
         return statistics.median(norms) if norms else math.inf
 
     def state(self, client: int) -> State:
-        """Return the client's noise source and first norms; nothing for a client that has used neither."""
+        """Return the client's noise key and first norms, or an empty state if it has used neither."""
         if client not in self._states:
             return {}
         own = self._states[client]
         return {"key": torch.tensor(list(own.key), dtype=torch.uint8), "draws": own.draws, "norms": list(own.norms)}
 
     def restore(self, client: int, state: Mapping[str, StateValue]) -> None:
-        """Continue from `state`: a repeated round gets the same noise, so that nobody can average it away."""
+        """Continue from `state`. A repeated round uses the same noise, so that it cannot be averaged out."""
         self._states.pop(client, None)
         if state:
             key = bytes(read_state("PPDL", state, "key", Tensor).tolist())
@@ -228,11 +228,11 @@ class PPDLRound(PlainRound):
 
 
 def _norm(flat: Tensor) -> float:
-    return float(torch.linalg.vector_norm(flat, dtype=torch.float64))  # squares of float32 might overflow or vanish
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float64))  # in float32, squares might overflow or underflow
 
 
 def _select_largest(flat: Tensor, count: int) -> Tensor:
-    """Mark the `count` largest magnitudes, the first of equal ones. NaN counts as the largest, so it is never lost."""
+    """Return a mask of the `count` largest magnitudes. NaN counts as the largest, so that it is always sent."""
     sizes = flat.abs().nan_to_num(nan=math.inf, posinf=math.inf)
     least = sizes.topk(count, sorted=False).values.min()
     found = sizes > least
@@ -242,7 +242,7 @@ def _select_largest(flat: Tensor, count: int) -> Tensor:
 
 
 class PPDLCodec(PlainCodec):
-    """Like `PlainCodec`, but only the selected elements of a sparsified gradient and their indices are sent."""
+    """Like `PlainCodec`, but encodes only the selected elements of a sparsified gradient and their indices."""
 
     def __init__(self, fraction: float) -> None:
         self._fraction = fraction
@@ -261,7 +261,7 @@ class PPDLCodec(PlainCodec):
     def decode_update(
         self, own: AnyPlainRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> PlainUpdate:
-        """Decode an update, with 0 where nothing was selected."""
+        """Decode an update; elements that were not selected are 0."""
         if self._fraction < 1:
             gradients = _spread(tensors, trainable_tensors(model))
             others = {name: own for name, own in tensors.items() if name not in ("selected", "indices")}
@@ -270,7 +270,7 @@ class PPDLCodec(PlainCodec):
 
 
 def _spread(tensors: Tensors, like: Tensors) -> Tensors:
-    """Return tensors with these names and shapes, with the selected elements at their indices and 0 elsewhere."""
+    """Return tensors shaped like `like`, with the selected elements at their indices and 0 elsewhere."""
     count = sum(tensor.numel() for tensor in like.values())
     numbers, indices = tensors.get("selected"), tensors.get("indices")
     if numbers is None or indices is None or numbers.dim() != 1 or indices.dim() != 1:

@@ -1,4 +1,4 @@
-"""Differential privacy for clients, added to any other defence (docs/defences/privacy.md)."""
+"""Differential privacy for clients, on top of any other defence (see docs/defences/privacy.md)."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ from fedveil.scheme import Aggregate, Entropy, Loss
 from fedveil.scheme.outputs import compute_outputs
 from fedveil.wire import Tensors
 
-LEAST, MOST = 1e-30, 1e30  # bounds on clip: squares and products stay far inside float64
+LEAST, MOST = 1e-30, 1e30  # bounds on `clip`, so that squares and products do not overflow in float64
 
 
 class PrivateDefence(Defence[B, U]):
-    """Differential privacy, added to another defence: the settings, the accountant and the source of noise.
+    """Base class of defences that add differential privacy to another defence.
 
     Args:
         inner: the other defence.
-        accountant: counts the rounds of all runs with this object.
+        accountant: counts the rounds of all runs that use this object.
         entropy: `Entropy.for_tests(seed)` for repeatable tests, in which nothing is private; otherwise noise comes from
             the operating system.
     """
@@ -42,14 +42,14 @@ class PrivateDefence(Defence[B, U]):
 
     @abstractmethod
     def wrap(self, inner: AnyRound, model: nn.Module, members: Members) -> DefenceRound[B, U]:
-        """Return a private round around a round of the inner defence."""
+        """Wrap a round of the inner defence in a private round."""
 
     @abstractmethod
     def settings(self) -> Mapping[str, float | str]:
-        """Return the settings that must not change within a run, because the rounds so far were counted with them."""
+        """Return the settings that must not change during a run, because the accounting depends on them."""
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "PrivateServer[B, U]":
-        """Prepare the inner server; refuse a model whose buffers reveal clients' data."""
+        """Prepare the inner server; refuse a model whose buffers depend on the clients' data."""
         if moving := find_moving_buffers(model, example):
             what = f"buffer {moving[0]} depends on the clients' data, but is neither clipped nor protected by noise"
             fix = "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet), or model.eval()"
@@ -57,7 +57,7 @@ class PrivateDefence(Defence[B, U]):
         return PrivateServer(self, self.inner.server(model, example, loss))
 
     def client_view(self, model: nn.Module, broadcast: B) -> nn.Module:
-        """Return the inner defence's view."""
+        """Return the model as a client of the inner defence receives it."""
         return self.inner.client_view(model, broadcast)
 
 
@@ -71,7 +71,7 @@ class PrivateServer(DefenceServer[B, U]):
 
     @property
     def draws(self) -> int:  # type: ignore[override]
-        """The number of times the inner server drew noise to keep."""
+        """How often the inner server has drawn the noise that it keeps."""
         return self.inner.draws
 
     @property
@@ -80,15 +80,15 @@ class PrivateServer(DefenceServer[B, U]):
         return self.accountant.has_budget
 
     def start_round(self, model: nn.Module, members: Members = None) -> DefenceRound[B, U]:
-        """Create the inner server's broadcast."""
+        """Start a round of the inner server, and wrap it in a private round."""
         return self.defence.wrap(self.inner.start_round(model, members), model, members)
 
     def state(self) -> State:
-        """Return the inner server's state, the settings, and the rounds spent with these settings."""
+        """Return the inner server's state, the settings, and the number of rounds so far."""
         return {"inner": self.inner.state(), **self.defence.settings(), **self.accountant.state()}
 
     def restore(self, state: Mapping[str, StateValue]) -> None:
-        """Continue counting; refuse a state whose rounds had other settings."""
+        """Continue from `state`; refuse a state with different settings."""
         for name, own in self.defence.settings().items():
             spent = read_state("privacy", state, name, type(own))
             if spent != own:
@@ -99,51 +99,51 @@ class PrivateServer(DefenceServer[B, U]):
 
 
 class PrivateRound(DefenceRound[B, U]):
-    """A round of the inner defence, whose result gets noise."""
+    """A round of the inner defence, with noise added to its result."""
 
     def __init__(self, defence: PrivateDefence[B, U], inner: AnyRound, members: Members) -> None:
         self.inner, self.broadcast, self._members = inner, inner.broadcast, members
         self._accountant, self._entropy = defence.accountant, defence.entropy
 
     def recover_each(self, updates: Sequence[U]) -> list[Aggregate | UpdateRefused]:
-        """Refuse: single updates have too little noise, or none."""
+        """Raise an error, because single updates contain too little noise or none."""
         raise BadArgument("privacy", "it recovers noisy sums, not single updates", "leave limits= out")
 
     def release(self, *, reuse: bool = False) -> None:
-        """Drop the inner secret."""
+        """Discard the secret of the inner round."""
         self.inner.release(reuse=reuse)
 
 
 class Private(PrivateDefence[B, U]):
-    """A defence whose rounds are differentially private: clients' gradients are clipped, and their sum gets noise.
+    """Differential privacy for clients: their gradients are clipped, and noise is added to the sum.
 
-        g_k   client k's gradient, as the inner defence recovers it from k's update alone
+        g_k   client k's gradient, recovered by the inner defence from k's update alone
         c_k = g_k min(1, clip / |g_k|),  |.| over all parameters together
         G   = (sum_k c_k + noise) / K,  K the number of clients in the round
 
-    The noise is discrete Gaussian on a fine grid, of standard deviation noise x clip (`fedveil.privacy.mechanism`).
+    The noise is discrete Gaussian on a fine grid, with standard deviation noise x clip (`fedveil.privacy.mechanism`).
 
-    Every client has weight 1 / K, not |D_k| / |D|, which would reveal how much data it has.
+    Every client has weight 1 / K instead of |D_k| / |D|, which would reveal how many records it has.
 
-    Guarantees: |c_k| <= clip, even after rounding (test_no_contribution_is_longer_than_clip). So the accountant's
-      epsilon bounds how much anyone who sees the models after the rounds, even all other clients together, learns
-      about a client's data. docs/defences/privacy.md defines the terms.
-    Not guaranteed: any protection from the server, which sees g_k and, without noise, "dp_clipped" and "error".
+    Guarantees: |c_k| <= clip, even after rounding (test_no_contribution_is_longer_than_clip). The accountant's epsilon
+      therefore bounds how much can be learned about a client's data from the models after all rounds, even if all
+      other clients collude. docs/defences/privacy.md defines the terms.
+    Not guaranteed: protection from the server, which sees g_k, and the figures "dp_clipped" and "error" without noise.
 
-    A model whose buffers depend on the data (BatchNorm in training mode) is refused: noise does not protect them. The
-    server's buffers do not change.
+    A model whose buffers depend on the data (BatchNorm in training mode) is refused, because noise does not protect
+    them. The server's buffers do not change.
 
-    A round's `error` is the inner defence's, averaged over clients with weights |c_k|; noise does not count as error.
-    Its figures are the means of the inner defence's figures, "dp_clipped" (the fraction of clients that were clipped)
-    and "epsilon" (spent so far).
+    A round's `error` is the error of the inner defence, averaged over clients with weights |c_k|; it does not include
+    the noise. The figures are the means of the inner defence's figures, "dp_clipped" (the fraction of clients that
+    were clipped) and "epsilon" (spent so far).
 
     Args:
         inner: any other defence.
         clip: maximum norm of a client's contribution.
         noise: noise multiplier (standard deviation of the noise on the sum / clip). With 0, gradients are clipped, but
-            nothing is guaranteed.
-        delta: for which epsilon is computed; far below 1 / clients.
-        budget: the epsilon that the rounds of a run may spend; by default any.
+            there is no guarantee.
+        delta: the delta for which epsilon is computed; choose it far below 1 / number of clients.
+        budget: the maximum epsilon that a run may spend; by default, unlimited.
         entropy: `Entropy.for_tests(seed)` for repeatable tests, in which nothing is private; otherwise noise comes from
             the operating system.
     """
@@ -164,13 +164,13 @@ class Private(PrivateDefence[B, U]):
         self.noise = check_range("Private", "noise", noise, 0, MOST, "use noise=1.0; 0 gives no guarantee")
         self.delta = check_delta("Private", delta)
         if noise:
-            import_library()  # refuse to start if it is missing
+            import_library()  # raises an error if dp-accounting is not installed
         super().__init__(inner, Accountant(self.noise, self.delta, budget=budget), entropy)
         self.clippable, self.largest_factor = inner.clippable, inner.largest_factor
 
     @property
     def base(self) -> Defence[B, U]:
-        """The inner defence, whose messages clients receive and send."""
+        """The inner defence, which defines the messages."""
         return self.inner
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> AnyClient:
@@ -178,7 +178,7 @@ class Private(PrivateDefence[B, U]):
         return self.inner.client(model, example, loss)
 
     def wrap(self, inner: AnyRound, model: nn.Module, members: Members) -> "ClientPrivateRound[B, U]":
-        """Return a round that clips and adds noise."""
+        """Return a round that clips gradients and adds noise."""
         return ClientPrivateRound(self, inner, members)
 
     def settings(self) -> dict[str, float]:
@@ -187,14 +187,14 @@ class Private(PrivateDefence[B, U]):
 
 
 class ClientPrivateRound(PrivateRound[B, U]):
-    """Clips each client's gradient, which the inner defence recovers, and adds noise to the sum."""
+    """Clips the gradient recovered from each client's update, and adds noise to the sum."""
 
     def __init__(self, defence: Private[B, U], inner: DefenceRound[B, U], members: Members) -> None:
         super().__init__(defence, inner, members)
         self._clip, self._noise = defence.clip, defence.noise
 
     def recover(self, updates: Sequence[U], weights: Sequence[float]) -> Aggregate:
-        """Clip each client's gradient, sum them, add noise and divide by their number; `weights` are ignored."""
+        """Clip and sum the clients' gradients, add noise, and divide by the number of clients; ignore `weights`."""
         found = []
         for one in self.inner.recover_each(updates):
             if isinstance(one, UpdateRefused):
@@ -208,7 +208,7 @@ class ClientPrivateRound(PrivateRound[B, U]):
         return self.inner
 
     def combine(self, results: Sequence[Aggregate]) -> Aggregate:
-        """Clip, sum, add noise, and divide by the number of clients."""
+        """Clip and sum the gradients, add noise, and divide by the number of clients."""
         if not results:
             raise BadArgument("Private", "a round needs at least one update")
         like = results[0].gradients
@@ -222,7 +222,7 @@ class ClientPrivateRound(PrivateRound[B, U]):
         return Aggregate(gradients, {}, wrong / size if size else 0.0, figures | self._spent())
 
     def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
-        """Add noise to the mean of gradients that clients clipped themselves, for secure aggregation."""
+        """Add noise to a mean from secure aggregation, for which clients have clipped their gradients."""
         total = clients * torch.cat([gradient.reshape(-1).double() for gradient in mean.gradients.values()])
         gradients = self._add_noise(total, clients, mean.gradients)
         return Aggregate(gradients, {}, mean.error, {**mean.figures, **self._spent()}, mean.notes)
@@ -231,10 +231,10 @@ class ClientPrivateRound(PrivateRound[B, U]):
         return {"epsilon": self._accountant.epsilon()} if self._noise else {}
 
     def _add_noise(self, total: Tensor, clients: int, like: Mapping[str, Tensor]) -> Tensors:
-        """Return a sum of gradients with noise, divided by the number of clients.
+        """Add noise to a sum of gradients, and divide it by the number of clients.
 
-        The round counts for its members if all of them are in the sum, otherwise for everyone. It is counted before the
-        noise is drawn, in case drawing is interrupted.
+        The round counts for its members if all of them are in the sum, and otherwise for all clients. It is counted
+        before the noise is drawn, in case the process is interrupted.
         """
         known = self._members is not None and len(self._members) == clients
         self._accountant.count(self._members if known else None)
@@ -245,7 +245,7 @@ class ClientPrivateRound(PrivateRound[B, U]):
 
 
 def find_moving_buffers(model: nn.Module, example: Inputs) -> list[str]:
-    """Return the names of the buffers that a forward pass changes; the model's own buffers are not changed."""
+    """Return the names of the buffers that a forward pass would change, without changing them."""
     before, own = dict(model.named_buffers()), copy_buffers(model)
     if not own:
         return []

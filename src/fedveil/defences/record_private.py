@@ -1,4 +1,4 @@
-"""Differential privacy for records, added to plain training or to a veil (docs/defences/privacy.md)."""
+"""Differential privacy for records, on top of plain training or a veil (see docs/defences/privacy.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,34 +21,34 @@ from fedveil.scheme import Aggregate, Entropy, Loss
 from fedveil.scheme.recover import check_tensors
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 
-SUM = "sum"  # prefix of the tensors of an update
+SUM = "sum"  # prefix of tensor names in an update
 
 
 @dataclass(frozen=True, eq=False)
 class SumUpdate:
-    """Sums of clipped gradients by parameter, in float64 with one row per candidate; once uploaded, in grid units."""
+    """Sums of clipped gradients in float64, with one row per candidate. Uploaded sums are in units of the grid."""
 
     sums: Tensors
 
 
 class RecordPrivate(PrivateDefence[object, SumUpdate]):
-    """A defence whose rounds are differentially private for single records.
+    """Differential privacy for records: each record's gradient is clipped, and noise is added to the sum.
 
         S_k  the sum of client k's sampled per-record gradients, each clipped to norm C (`fedveil.privacy.gradients`)
         G  = (sum_k S_k + noise) / (rate sum_k N_k),  N_k the declared number of client k's records
 
-    Each client draws a Poisson sample of its own records from the operating system's entropy. Independent samples at
-    one rate are a sample of all records together, whatever the clients' sizes.
+    Each client draws a Poisson sample of its records with randomness from the operating system. Since all clients use
+    the same rate, these samples together are a Poisson sample of all records.
 
-    Guarantees: anyone who sees the models after the rounds, even all other clients together, learns about one record
-      no more than epsilon and delta allow (`fedveil.privacy.accounting`). With noise by clients and secure aggregation
-      the same holds for a server that follows the protocol. Messages about neighbouring data differ only in the sum.
+    Guarantees: epsilon and delta (`fedveil.privacy.accounting`) bound how much can be learned about a record from the
+      models after all rounds, even if all other clients collude. If clients add the noise under secure aggregation,
+      this also holds for a server that follows the protocol. If one record changes, only the sums in messages change.
     Not covered: the numbers N_k, choices that depend on the data (settings, preprocessing, when to stop), and the
-      time that a client takes for a sample larger than `Privacy.capacity`.
+      time that a client needs for a sample larger than `Privacy.capacity`.
 
     Args:
-        inner: plain, or a veil with decoys. Factors other than 1 (`multiplicative`) distort norms and noise.
-        privacy: the settings, resolved.
+        inner: plain training, or a veil with decoys. Factors other than 1 (`multiplicative`) distort norms and noise.
+        privacy: the settings, as returned by `Privacy.resolve`.
         entropy: `Entropy.for_tests(seed)` for repeatable tests, in which nothing is private.
     """
 
@@ -67,22 +67,22 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
 
     @property
     def asked(self) -> AnyDefence:
-        """The inner defence; `record_terms` tell clients the rest."""
+        """The inner defence; clients receive all other settings in `record_terms`."""
         return self.inner
 
     @property
     def record_terms(self) -> Values:
-        """The settings of the sums that clients compute."""
+        """The settings that clients need to compute their sums."""
         return self.privacy.terms()
 
     @property
     def codec(self) -> "Codec[object, SumUpdate] | None":
-        """The inner defence's codec for broadcasts, and sums as float64."""
+        """The encoding of the inner defence's broadcast and of the sums."""
         inner = self.inner.codec
         return None if inner is None else SumCodec(inner)
 
     def least_members(self, members: int) -> int:
-        """Return how many of the members of a sum must be in it, so that it has enough shares of noise."""
+        """Return the minimum number of members that must contribute to a sum for it to contain enough noise."""
         return self.privacy.least_members(members)
 
     def check_records(self, model: nn.Module, loss: Loss) -> None:
@@ -116,7 +116,7 @@ def count_numbers(model: nn.Module) -> int:
 
 
 def refuse_batch_norm(model: nn.Module) -> None:
-    """Refuse a model whose outputs for one record depend on the others of its batch."""
+    """Refuse a model whose outputs for a record depend on other records in the batch."""
     for path, module in model.named_modules():
         couples = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
         if couples and (module.training or module.running_mean is None):
@@ -126,7 +126,7 @@ def refuse_batch_norm(model: nn.Module) -> None:
 
 
 class RecordPrivateRound(PrivateRound[object, SumUpdate]):
-    """Adds up the clients' sums, adds noise unless clients did, and recovers the gradient."""
+    """Adds the clients' sums, adds noise unless clients have added it, and recovers the gradient."""
 
     def __init__(self, defence: RecordPrivate, inner: AnyRound, model: nn.Module, members: Members) -> None:
         super().__init__(defence, inner, members)
@@ -134,16 +134,16 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         self._device = next(model.parameters()).device
 
     def check(self, update: SumUpdate, position: int) -> None:
-        """Refuse sums with other names, shapes or dtypes, and numbers that are not finite or exceed the grid."""
+        """Refuse sums with wrong names, shapes or dtypes, or with values that are not finite or too large."""
         client = f"client {position}"
         forms = {name: (like.shape, torch.float64) for name, like in self.template.items()}
         check_tensors(client, "sum", update.sums, forms, self._device)
         for name, own in update.sums.items():
-            if not bool((own.abs() < LARGEST).all()):  # NaN too
+            if not bool((own.abs() < LARGEST).all()):  # also refuses NaN
                 raise NonFiniteUpdate(client, f"sum {name} is not finite, or too large")
 
     def recover(self, updates: Sequence[SumUpdate], weights: Sequence[float]) -> Aggregate:
-        """Return the noisy mean; weights are the clients' declared numbers of records."""
+        """Return the noisy mean; `weights` are the declared numbers of records of the clients."""
         for position, update in enumerate(updates):
             self.check(update, position)
         total = {name: torch.stack([one.sums[name] for one in updates]).sum(0) for name in self.template}
@@ -163,7 +163,7 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
             what = f"{survivors} of {members} clients are in it; its noise allows for {privacy.vanishing} missing"
             raise Aborted("few", "the sum", what)
         grid = privacy.grid(self._numbers, len(next(iter(self.template.values()))), members)
-        self._accountant.count(self._members)  # before the noise is drawn, in case that is interrupted
+        self._accountant.count(self._members)  # count the round first, in case drawing the noise is interrupted
         if privacy.noise and not by_clients:
             total = {name: add_noise(own, self._entropy) for name, own in total.items()}
         assert privacy.rate is not None
@@ -182,14 +182,14 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
 
 
 class RecordPrivateClient(DefenceClient[object, SumUpdate]):
-    """Samples records, clips and sums their gradients, and adds a share of the noise if clients add it."""
+    """Samples records, clips and sums their gradients, and adds a share of the noise if clients add noise."""
 
     def __init__(self, settings: RecordPrivate, inner: AnyClient, numbers: int) -> None:
         self._privacy, self._entropy = settings.privacy, settings.entropy
         self._inner, self._numbers = inner, numbers
 
     def sample(self, records: int) -> tuple[Tensor, Tensor]:
-        """Draw the records of a round, padded to a public number; return their indices and which of them count."""
+        """Return the indices of a sample, padded to a public length, and a mask that excludes the padding."""
         privacy = self._privacy
         assert privacy.rate is not None
         drawn = torch.from_numpy(poisson_sample(self._entropy, records, privacy.rate))
@@ -198,23 +198,23 @@ class RecordPrivateClient(DefenceClient[object, SumUpdate]):
         return rows, torch.arange(len(rows)) < len(drawn)
 
     def step(self, broadcast: object, samples: Samples, client: int = 0) -> SumUpdate:
-        """Compute the clipped sum of a sample; records of weight 0 do not count."""
+        """Compute the sum of clipped gradients over a sample; records with weight 0 are excluded."""
         own, count = self._privacy, len(samples.targets)
         included = torch.ones(count, dtype=torch.bool) if samples.weights is None else samples.weights > 0
         task, device = self._inner.record_gradients(broadcast), samples.targets.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout must not follow from a seed
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout must be unpredictable
             torch.manual_seed(int(self._entropy.words(1)[0] >> 1))
             found = clipped_sums(task, samples.inputs, samples.targets, included.to(device), own.clip, own.memory)
         return SumUpdate(found)
 
     def accumulate(self, broadcast: object, total: SumUpdate | None, update: SumUpdate) -> tuple[object, SumUpdate]:
-        """Add sums."""
+        """Add the sums of the next batch."""
         if total is not None:
             update = SumUpdate({name: total.sums[name] + own for name, own in update.sums.items()})
         return broadcast, update
 
     def prepare_sum(self, update: SumUpdate, members: int | None) -> SumUpdate:
-        """Round to the grid; add a share of the noise if clients add it."""
+        """Round the sums to the grid, and add a share of the noise if clients add noise."""
         candidates = len(next(iter(update.sums.values())))
         grid = self._privacy.grid(self._numbers, candidates, members)
         sums = {name: quantise(own, grid) for name, own in update.sums.items()}
@@ -224,7 +224,7 @@ class RecordPrivateClient(DefenceClient[object, SumUpdate]):
 
 
 class SumCodec(Codec[object, SumUpdate]):
-    """The inner broadcast, and sums as float64."""
+    """Encodes the inner defence's broadcast, and sums in float64."""
 
     def __init__(self, inner: AnyCodec) -> None:
         self._inner = inner
@@ -244,7 +244,7 @@ class SumCodec(Codec[object, SumUpdate]):
     def decode_update(
         self, own: AnyRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> SumUpdate:
-        """Decode sums of the model's names and shapes."""
+        """Decode sums; refuse names and shapes that do not match the model."""
         assert isinstance(own, RecordPrivateRound)
         device = next(model.parameters()).device
         update = SumUpdate({name: tensor.to(device) for name, tensor in strip_prefix(SUM, tensors).items()})

@@ -1,7 +1,7 @@
-"""All defences, with one record for each: its class and its settings.
+"""The registry of defences: the class and the settings of each.
 
-Nothing is imported before it is used. Another package registers its defences as entry points in the group
-"fedveil.defences"; or name them as `package.module:Name`.
+Defences are imported on first use. Other packages can register defences as entry points in the group
+"fedveil.defences". A defence can also be referred to as `package.module:Name`.
 """
 
 import contextlib
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 GROUP = "fedveil.defences"
 EXAMPLE = "my_package.defences:Mine"
 ASK = "ask"
-LONGEST_SETTING = 2**12  # characters in a setting that a server sends
+LONGEST_SETTING = 2**12  # maximum number of characters in a setting sent by a server
 NOTHING: Mapping[str, object] = {}
 
 
 @dataclass(frozen=True)
 class Record:
-    """A defence as the rest of the library knows it. Code is named as `package.module:name`."""
+    """The entry of a defence in the registry. Classes and functions are given as `package.module:name`."""
 
-    name: str  # the name to look it up by
+    name: str  # the name by which it is found
     summary: str  # one line of help
     target: str  # its class, or a function that returns an instance
-    settings: Mapping[str, str] = field(default_factory=dict)  # key of a configuration -> argument of the target
+    settings: Mapping[str, str] = field(default_factory=dict)  # maps configuration keys to arguments
     attackers: str | None = None  # a `fedveil.attacks.registry.Attackers`, if another package defines it
 
 
@@ -51,16 +51,16 @@ BUILT_IN = (
     Record("dbcl", "clients train on a random sketch of the weights", f"{_HERE}.dbcl:DBCL", {"sketch": "q"}),
     Record("spn", "a private head at every client (our re-implementation)", f"{_HERE}.spn:SPN", _SPN),
 )
-_KNOWN = {record.name: record for record in BUILT_IN}  # and those of other packages, once found
+_KNOWN = {record.name: record for record in BUILT_IN}  # defences of other packages are added when they are first used
 
 
 def names() -> list[str]:
-    """Return the names of all defences: the library's, then those of installed packages."""
+    """Return the names of all defences, including those registered by installed packages."""
     return list(dict.fromkeys([*(record.name for record in BUILT_IN), *list_installed(GROUP)]))
 
 
 def find(name: str) -> Record:
-    """Return the record of a defence, by its name or by `package.module:Name` of a record, a class or a function."""
+    """Return the record for a name, or for `package.module:Name`, which may be a record, a class or a function."""
     if name in _KNOWN:
         return _KNOWN[name]
     spec = list_installed(GROUP).get(name, name)
@@ -78,9 +78,9 @@ def find(name: str) -> Record:
 
 
 def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, object] = NOTHING) -> "AnyDefence":
-    """Build a defence with the configuration values that it has settings for, except those that are None.
+    """Build a defence from the configuration values that apply to it; values of None are ignored.
 
-    `more` are further arguments of its class, by name.
+    `more` contains further keyword arguments for its class.
     """
     from fedveil.defences.interface import Defence
 
@@ -105,12 +105,12 @@ def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, 
 
 
 def add_privacy(defence: "str | AnyDefence", privacy: "Privacy", default_rate: float) -> "AnyDefence":
-    """Return a defence with differential privacy on top.
+    """Add differential privacy to a defence.
 
     Args:
-        defence: the defence; by its name, the variant that the guarantee needs.
-        privacy: settings.
-        default_rate: probability that a record is in a round, unless `privacy` has one.
+        defence: the defence; if given by name, the variant that suits the guarantee is used.
+        privacy: the settings of differential privacy.
+        default_rate: the sampling rate to use if `privacy` does not have one.
     """
     from fedveil.defences.private import Private
     from fedveil.defences.record_private import RecordPrivate
@@ -123,7 +123,7 @@ def add_privacy(defence: "str | AnyDefence", privacy: "Privacy", default_rate: f
 
 
 def protect_records(defence: "AnyDefence", terms: "Values") -> "AnyDefence":
-    """Client: return a defence whose updates are sums of clipped per-record gradients, for these terms of a server."""
+    """Client: add differential privacy for records to a defence, with the settings that a server sends."""
     from fedveil.defences.record_private import RecordPrivate
     from fedveil.privacy.settings import Privacy
 
@@ -133,13 +133,13 @@ def protect_records(defence: "AnyDefence", terms: "Values") -> "AnyDefence":
 def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
     """Client: build the defence that a server asks for.
 
-    Servers choose among the defences that are installed here, and may set only what a defence lists in
-    `remote_settings`, to plain values. The client decides everything else: seeds and sources of noise, files, code. A
-    defence whose secrets follow from a seed is refused.
+    A server can choose only defences that are installed on the client, and can set only the arguments listed in
+    `remote_settings`, to plain values. The client controls everything else, such as randomness, files and code. A
+    defence with secrets derived from a seed is refused.
     """
-    check_choice(ASK, "defence", name, names())  # never imports what a server names
+    check_choice(ASK, "defence", name, names())  # never import code that a server names
     kind = _find_class(name, find(name).target)
-    own = vars(kind)  # not inherited: each class must allow servers to ask for it, and list what they may set
+    own = vars(kind)  # without inherited attributes: each class must explicitly allow servers to use it
     if not {"codec", "remote_settings"} & own.keys():
         raise BadArgument(ASK, f"servers may not ask for {name}", "define codec or remote_settings in its class")
     allowed = own.get("remote_settings", ())
@@ -168,14 +168,14 @@ def _is_plain(value: object) -> bool:
 
 
 def refuse_repeatable(where: str, defence: "AnyDefence") -> None:
-    """Refuse a defence whose secrets follow from a seed."""
+    """Refuse a defence with secrets derived from a seed."""
     if defence.repeatable:
         what = f"{defence.name} with a seed is for tests: seeded noise is not secret"
         raise BadArgument(where, what, "leave seed= and entropy= out of the defence")
 
 
 def find_record(defence: object) -> Record | None:
-    """Return the record of an object's class, or of the nearest class that it derives from."""
+    """Return the record for the class of a defence, or for its nearest base class that has one."""
     records = [*_KNOWN.values(), *(find(name) for name in list_installed(GROUP))]
     for kind in type(defence).__mro__[:-1]:
         for record in records:
@@ -185,14 +185,14 @@ def find_record(defence: object) -> Record | None:
 
 
 def _import_target(target: str) -> object:
-    """Import what a record names; a class method stands for its class."""
+    """Import the target of a record; for a class method, return its class."""
     found = import_object(target, "a defence", EXAMPLE)
     return getattr(found, "__self__", found)
 
 
 @lru_cache(maxsize=64)
 def _find_class(name: str, target: str) -> "type[AnyDefence]":
-    """Return the class that a record names; a client needs it in every round."""
+    """Return the class of a defence; cached, because clients need it in every round."""
     from fedveil.defences.interface import Defence
 
     kind = _import_target(target)
@@ -203,7 +203,7 @@ def _find_class(name: str, target: str) -> "type[AnyDefence]":
 
 
 def find_codec(defence: "AnyDefence") -> "AnyCodec":
-    """Return the codec of a defence; a defence without one cannot be used over a network or with secure aggregation."""
+    """Return the codec of a defence; raise an error if it has none and its messages cannot be sent."""
     codec = defence.base.codec
     if codec is None:
         fix = f"give it a codec (fedveil.defences.Codec); {', '.join(names())} have one"

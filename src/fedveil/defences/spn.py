@@ -1,4 +1,4 @@
-"""SPN, secret polarization networks (Fan et al. 2020, arXiv 2006.11601): our re-implementation; no code is public."""
+"""Secret polarization networks (SPN; Fan et al. 2020, arXiv 2006.11601), re-implemented: no code is public."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from fedveil.scheme.losses import sample_weights
 from fedveil.scheme.outputs import compute_outputs
 
 MOST_BITS = 2**10  # maximum length of a code: a client draws and stores one number per bit and feature
-SLACK = 1e-3  # tolerance on the sum of a row of probabilities, far from the sums 0 and 2 that other rows may have
+SLACK = 1e-3  # tolerance on the sum of a row of probabilities
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +34,14 @@ class PrivateHead:
     codes: Tensor = field(repr=False)
 
     def pull(self, features: Tensor, classes: Tensor, margin: float) -> Tensor:
-        """Return the slope of sum_j max(0, margin - v_j T[class, j]) in v = P h, for each row h of features."""
+        """Return the gradient of sum_j max(0, margin - v_j T[class, j]) with respect to v = P h, for each row h."""
         codes = self.codes[classes]
         return -codes * (features @ self.head.T * codes < margin)
 
 
 @dataclass(frozen=True)
 class Split:
-    """The split of the public network into body and classifier: the path, inputs and outputs of its last Linear."""
+    """The last Linear of the public network: its path, and the numbers of its inputs and outputs."""
 
     path: str
     features: int
@@ -49,42 +49,43 @@ class Split:
 
     @property
     def classes(self) -> int:
-        """The number of codes that a client needs; one output means two classes."""
+        """The number of classes; a single output represents two classes."""
         return max(2, self.outputs)
 
 
 @dataclass(frozen=True, eq=False)
 class SPNUpdate(PlainUpdate):
-    """A plain update of the public network; `step`, the gradient of the private head, stays with the client."""
+    """An update of the public network, and the gradient `step` of the private head, which is never sent."""
 
     step: Tensor = field(repr=False)
 
 
 class SPN(Plain):
-    """A private head at every client polarizes the features of the shared network; our re-implementation.
+    """Each client has a private head that polarizes the features of the shared network (our re-implementation).
 
-    With h the input of the model's last Linear and u the model's outputs, client k minimises
+    Let h be the input of the model's last Linear, and u the model's outputs. Client k minimises
 
         loss(u, y) + weight * mean_i sum_j max(0, margin - v_ij T_k[y_i, j]),    v = P_k h.
 
-    It sends the gradient with respect to the public network. It never sends P_k, which takes an SGD step in each round,
-    or the fixed codes T_k. The last Linear's gradient is that of the loss alone. `client_view` is the public network,
-    which is all that predictions need. docs/defences/spn.md has sources, cost and weaknesses.
+    It sends the gradient with respect to the public network. It never sends its head P_k, which it updates by SGD in
+    each round, or its codes T_k, which are fixed. The private loss does not affect the gradient of the last Linear.
+    Predictions need only the public network. See docs/defences/spn.md for sources, cost and weaknesses.
 
     A target is a class index, a row of probabilities (its largest entry is the class), or, for one output, 0 or 1.
 
     Args:
-        weight: alpha_2, the weight of the private loss; alpha_1, that of the loss, is 1. With 0, the run is plain.
+        weight: weight of the private loss (alpha_2 in the paper; alpha_1 is 1). With 0, training is plain.
         bits: number of outputs of the private head, at most 1024.
-        margin: the margin m.
-        lr: learning rate of the private heads; pass the server's. Default: that of `Federation`'s default optimizer.
-        seed: for tests only: it determines every client's secrets. By default, secrets come from the operating
-            system.
+        margin: margin of the private loss (m in the paper).
+        lr: learning rate of the private heads; pass the server's learning rate. The default is the learning rate of
+            `Federation`'s default optimizer.
+        seed: makes every client's secrets reproducible, for tests. By default, the operating system provides
+            randomness.
     """
 
     name = "SPN (our re-implementation)"
     fusable = linear = False  # every client has its own head
-    remote_settings = ("weight", "bits", "margin", "lr")  # heads and codes stay with clients
+    remote_settings = ("weight", "bits", "margin", "lr")  # heads and codes never leave the clients
 
     def __init__(
         self, weight: float = 0.1, bits: int = 32, margin: float = 1.0, lr: float = 1e-3, seed: int | None = None
@@ -104,12 +105,12 @@ class SPN(Plain):
         return PlainServer(model)
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "SPNClient":
-        """Find the split of the model into body and classifier, and prepare clients."""
+        """Prepare clients for a run."""
         return SPNClient(self, find_split(model, example), model, loss)
 
 
 class SPNClient(PlainClient):
-    """Holds each client's private head and codes."""
+    """Stores and trains each client's private head, and stores its codes."""
 
     def __init__(self, settings: SPN, split: Split, model: nn.Module, loss: Loss) -> None:
         super().__init__(model, loss)
@@ -117,7 +118,7 @@ class SPNClient(PlainClient):
         self._heads: dict[int, PrivateHead] = {}
 
     def step(self, broadcast: nn.Module, samples: Samples, client: int = 0) -> SPNUpdate:
-        """Compute gradients of the public network and of the client's head; the first step draws its secrets."""
+        """Compute the gradients of the public network and of the client's head, which is drawn on first use."""
         buffers = copy_buffers(broadcast)
         with record_calls([broadcast.get_submodule(self.split.path)]) as calls:
             outputs = compute_outputs(broadcast, samples.inputs, buffers)
@@ -143,24 +144,24 @@ class SPNClient(PlainClient):
         return self._heads[client]
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
-        """Sum both gradients; the head does not change before the end of the round."""
+        """Sum both gradients; the head is updated only at the end of the round."""
         if isinstance(total, SPNUpdate) and isinstance(update, SPNUpdate):
             update = replace(update, step=total.step + update.step)
         return super().accumulate(broadcast, total, update)
 
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
-        """Update the client's head, and return the rest."""
+        """Update the client's head, and return the update of the public network."""
         assert isinstance(update, SPNUpdate)
         private = self._find_head(client, update.step)
         self._heads[client] = PrivateHead(private.head - self._settings.lr * update.step, private.codes)
         return PlainUpdate(update.gradients, update.buffers)
 
     def state(self, client: int) -> State:
-        """Return the client's head and codes; nothing before its first step."""
+        """Return the client's head and codes, or an empty state before its first step."""
         return dict(vars(self._heads[client])) if client in self._heads else {}
 
     def restore(self, client: int, state: Mapping[str, StateValue]) -> None:
-        """Continue with that head and those codes."""
+        """Continue with the head and codes in `state`."""
         head, codes = (read_state("SPN", state, name, Tensor) for name in ("head", "codes"))
         bits = self._settings.bits
         wanted = (bits, self.split.features), (self.split.classes, bits)
@@ -171,7 +172,7 @@ class SPNClient(PlainClient):
 
 
 def find_split(model: nn.Module, example: Inputs) -> Split:
-    """Find the last Linear: the layer that would get additive noise under a veil."""
+    """Find the last Linear, the layer to which a veil would add noise."""
     what = "SPN reads the input of the model's last Linear, which must end the model and be used once"
     fix = "end the model in nn.Linear, move later operations into the loss, and check that torch.export can trace it"
     try:
@@ -196,7 +197,7 @@ def find_classes(targets: Tensor, rows: int, outputs: int, client: int) -> Tenso
         return numbers[:, 0].long()
     if outputs == numbers.shape[1] > 1 and (numbers >= 0).all() and ((numbers.sum(1) - 1).abs() < SLACK).all():
         return numbers.argmax(1)
-    indices = numbers.shape[1] == 1 < outputs and not targets.is_floating_point()  # from a user's function as loss
+    indices = numbers.shape[1] == 1 < outputs and not targets.is_floating_point()  # if the loss is a user's function
     if indices and ((numbers >= 0) & (numbers < outputs)).all():
         return numbers[:, 0].long()
     want = "0 or 1" if outputs == 1 else f"class indices from 0 to {outputs - 1}, or rows of probabilities"
@@ -205,7 +206,7 @@ def find_classes(targets: Tensor, rows: int, outputs: int, client: int) -> Tenso
 
 
 def draw_head(split: Split, bits: int, entropy: Entropy) -> PrivateHead:
-    """Draw P ~ N(0, 1 / features) and uniform signs T, each element from a random 64-bit word."""
+    """Draw a head P with elements from N(0, 1 / features), and codes T of uniformly random signs."""
     normal = torch.from_numpy(entropy.normal(bits * split.features))
     head = normal.reshape(bits, split.features) / math.sqrt(split.features)
     signs = 1.0 - 2.0 * (entropy.words(split.classes * bits) & np.uint64(1))

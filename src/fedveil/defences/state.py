@@ -13,7 +13,7 @@ V = TypeVar("V")
 
 
 def read_state(where: str, state: Mapping[str, StateValue], name: str, kind: type[V]) -> V:
-    """Return a value from a state; refuse a state that lacks it, because another defence wrote it."""
+    """Return a value from a state; refuse a state without it, which must come from another defence."""
     value = state.get(name)
     if not isinstance(value, kind):
         raise BadArgument(where, "the state belongs to another defence", "resume with the defence that wrote it")

@@ -1,4 +1,4 @@
-"""The paper's defence: one-time noise on the model, removed from the updates that clients send."""
+"""The paper's defence: perturb the model with one-time noise, and remove its effect from the clients' updates."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ HeadMode = Literal["linear", "exposed"]
 class Veil(Defence[Broadcast, Update]):
     """Perturb the model with new noise in every round.
 
-    Without a federation::
+    To use a veil without a federation::
 
         plan = fedveil.analyse(model, example)
         perturbation = fedveil.Veil().perturb(model, plan, loss)
@@ -42,8 +42,8 @@ class Veil(Defence[Broadcast, Update]):
         groups: the paper's m, at most 64: clients compute groups + 2 gradients, and refuse more.
         additive: size of the noise on the head.
         multiplicative: bound on the factors of hidden units.
-        permute: also permute units secretly.
-        head: "exposed" for models without a layer that can take additive noise; clients then read true predictions.
+        permute: also apply a secret permutation to hidden units.
+        head: "exposed" for models without a layer to which noise can be added; clients then see true predictions.
         min_coverage: refuse a model if less than this fraction of its parameter values can be perturbed.
         public: names of parameters whose values clients know; see `analyse`.
         decoys: number of false head offsets sent with the true one, at most 64; by default `DEFAULT_DECOYS` (2), or
@@ -86,7 +86,7 @@ class Veil(Defence[Broadcast, Update]):
         return VeilSession(plan, loss, self.noise, self._entropy)
 
     def perturb(self, model: nn.Module, plan: Plan, loss: str | Loss | Function = "squared_error") -> Perturbation:
-        """Perturb a model once; `start` is faster for many rounds."""
+        """Perturb a model once; for many rounds, `start` is faster."""
         return self.start(plan, loss).perturb(model)
 
     @property
@@ -95,11 +95,11 @@ class Veil(Defence[Broadcast, Update]):
         return VeilCodec()
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "VeilServer":
-        """Analyse the model."""
+        """Analyse the model, and prepare the server for a run."""
         return VeilServer(self.start(self._analyse(model, example), loss))
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "VeilClient":
-        """Return a client, which needs only the model and the broadcast."""
+        """Prepare clients for a run."""
         return VeilClient(model)
 
     def for_records(self) -> "Veil":
@@ -110,7 +110,7 @@ class Veil(Defence[Broadcast, Update]):
         return found
 
     def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
-        """Return the model as the paper sends it: base plus offset."""
+        """Return the perturbed model as in the paper: base plus offset."""
         with torch.no_grad():
             return client_view(model, broadcast)
 
@@ -123,7 +123,7 @@ class VeilServer(DefenceServer[Broadcast, Update]):
 
     @property
     def draws(self) -> int:  # type: ignore[override]
-        """The number of times noise to keep was drawn."""
+        """How often the noise that is kept has been drawn."""
         return self.session.draws
 
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "VeilRound":
@@ -131,39 +131,39 @@ class VeilServer(DefenceServer[Broadcast, Update]):
         return VeilRound(self.session.perturb(model))
 
     def state(self) -> State:
-        """Return the number of times noise to keep was drawn, which clients see anyway; never the noise."""
+        """Return how often the noise that is kept has been drawn, but never the noise itself."""
         return {"draws": self.draws} if self.session.settings.keep_noise else {}
 
     def restore(self, state: Mapping[str, StateValue]) -> None:
-        """Continue with new noise: no checkpoint contains the noise of the run so far."""
+        """Continue with new noise, because checkpoints never contain noise."""
         self.session.forget()
         self.session.draws = read_state("veil", state, "draws", int) if "draws" in state else 0
 
 
 class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
-    """A `Perturbation` and its recovery."""
+    """A round with one `Perturbation` of the model."""
 
     def __init__(self, perturbation: Perturbation) -> None:
         self.perturbation, self.broadcast = perturbation, perturbation.broadcast
 
     def recover(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
-        """Recover the gradient from the weighted sum."""
+        """Recover the gradient from the weighted sum of the updates."""
         return self.perturbation.recover(updates, weights)
 
     def sum_template(self) -> Tensors:
-        """Return one row per pass."""
+        """Return tensors with one row per pass."""
         passes = self.perturbation.template().passes
         return {name: own.to(torch.float64) for name, own in passes.items()}
 
     def from_sums(self, sums: Tensors) -> Update:
-        """Return an update with these passes; its buffers are the broadcast's."""
+        """Return an update with these sums as passes and with the buffers of the broadcast."""
         like = self.perturbation.template()
         passes = {name: own.to(like.passes[name].dtype) for name, own in sums.items()}
         buffers = {name: self.broadcast.buffers[name].expand(own.shape) for name, own in like.buffers.items()}
         return dataclasses.replace(like, passes=passes, buffers=buffers)
 
     def release(self, *, reuse: bool = False) -> None:
-        """Drop the secret; noise that is kept for all rounds stays with the server."""
+        """Discard the secret, except for noise that the server keeps for all rounds."""
         self.perturbation.release(reuse=reuse)
 
     def expect(self, update: Update, last: Mapping[str, Tensor] | None = None) -> Tensors:
@@ -171,13 +171,13 @@ class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
         return predict_passes(self.perturbation.recovery, update, last)
 
     def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """Bound passes by the last ones with the new noise, and buffers by their perturbed values."""
+        """Bound passes by the predicted values with the new noise, and buffers by their perturbed values."""
         passes = bound_passes(self.perturbation.recovery, expected)
         buffers = bound_magnitudes(add_prefix("buffer", self.broadcast.buffers))
         return {f"passes/{name}": own for name, own in passes.items()} | buffers
 
     def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
-        """Bound the gradient error by each pass's error, times its coefficient and its factors."""
+        """Bound the gradient error, given the error of each pass."""
         return bound_rounding(self.perturbation.recovery, strip_prefix("passes", rows))
 
 
@@ -192,13 +192,13 @@ class VeilClient(DefenceClient[Broadcast, Update]):
         return client_step(self._model, broadcast, samples.inputs, samples.targets, samples.weights)
 
     def record_gradients(self, broadcast: Broadcast) -> "RecordGradients":
-        """Return the gradients of each record for each candidate."""
+        """Return an object that computes the gradients of each record for each candidate."""
         from fedveil.privacy.gradients import RecordGradients  # most runs do not need it
 
         return RecordGradients.from_broadcast(self._model, broadcast)
 
     def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:
-        """Sum passes; perturbed running statistics continue from the last batch."""
+        """Sum passes; the next batch continues with the updated running statistics."""
         if update.buffers:
             rows = broadcast.head is not None and broadcast.head.tail == "repeated"
             broadcast = dataclasses.replace(broadcast, buffers=update.buffers, continued=rows)
@@ -209,7 +209,7 @@ class VeilClient(DefenceClient[Broadcast, Update]):
 
 
 class VeilCodec(Codec[Broadcast, Update]):
-    """`Broadcast` and `Update` as plain values and tensors."""
+    """Encodes `Broadcast` and `Update` as plain values and tensors."""
 
     def encode_broadcast(self, broadcast: Broadcast) -> Packed:
         """Encode the broadcast without its loss, which the server sends separately for every defence."""
@@ -217,7 +217,7 @@ class VeilCodec(Codec[Broadcast, Update]):
         return {name: value for name, value in values.items() if name not in ("loss", "loss_settings")}, tensors
 
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> Broadcast:
-        """Decode a broadcast; refuse one for another model."""
+        """Decode a broadcast; refuse one that does not match the model."""
         broadcast = Broadcast.unpack(values, tensors, loss)
         check_broadcast(model, broadcast)
         return broadcast
@@ -229,7 +229,7 @@ class VeilCodec(Codec[Broadcast, Update]):
     def decode_update(
         self, own: DefenceRound[Broadcast, Update], model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> Update:
-        """Decode an update that `recover` accepts."""
+        """Decode an update; refuse one that `recover` would not accept."""
         assert isinstance(own, VeilRound)
         device = next(model.parameters()).device
         update = Update.unpack(values, {name: tensor.to(device) for name, tensor in tensors.items()})
@@ -237,6 +237,6 @@ class VeilCodec(Codec[Broadcast, Update]):
         return update
 
     def template(self, own: DefenceRound[Broadcast, Update], model: nn.Module) -> Packed:
-        """Return an `Update` for this round, as if for one record."""
+        """Return an example of an encoded update for this round."""
         assert isinstance(own, VeilRound)
         return own.perturbation.template().pack()

@@ -1,9 +1,9 @@
-"""A client's part in rounds that protect each of its records under secure aggregation.
+"""A client's part in rounds with differential privacy for records and secure aggregation.
 
 Since the server chooses the model, the loss and the settings of a round, the client first checks them against its own
-limits and enters the round in its ledger. From then on, the effect of every record on the sum is bounded: a record on
-which the computation fails contributes nothing, the others contribute as usual, and the client's share of the noise is
-always in the sum.
+limits and enters the round in its ledger. After that, the effect of every record on the sum is bounded: a record for
+which the computation fails contributes nothing, all other records contribute as usual, and the sum always contains the
+client's share of the noise.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ DTYPES = (torch.float32, torch.float64)  # in smaller dtypes, ordinary values ov
 
 @dataclass(frozen=True, eq=False)
 class RecordRound:
-    """A round that protects the client's records."""
+    """A round with differential privacy for the client's records."""
 
     privacy: Privacy
     policy: Policy
@@ -46,7 +46,7 @@ class RecordRound:
 
     @classmethod
     def from_terms(cls, terms: Values, policy: Policy) -> "RecordRound":
-        """Return a round with the terms of an ask; abort if the client's limits do not allow them."""
+        """Return a round with the settings that a server sends; abort if the client's policy does not allow them."""
         if not terms:
             what = "this client requires differential privacy for each record, but the server does not offer it"
             raise Aborted("policy", "ask", what, 'set privacy=fedveil.Privacy(noise_by="clients", ...) on the server')
@@ -67,13 +67,13 @@ class RecordRound:
         return cls(privacy, policy, open_ledger(limits.ledger, limits.epsilon, limits.delta))
 
     def check_format(self, opening: Opening, clip: float | None) -> None:
-        """Refuse a format in which the client would round or check its sum again, or clip it as a whole."""
+        """Refuse a format with fractional bits, check words or a clipping norm, since sums are integers."""
         if clip is not None or opening.checks or any(row_bits(opening)):
             what = "sums over records are integers, without fractional bits, check words or a clipping norm"
             raise BadArgument("ask", what)
 
     def enter(self, task: "ClientTask", model: nn.Module, records: int) -> None:
-        """Refuse everything that can be refused without reading records; then enter the round in the ledger."""
+        """Make all checks that do not require reading records, then enter the round in the ledger."""
         noise, rate, least = self.privacy.noise, self.privacy.rate, self.policy.min_records
         assert noise is not None
         assert rate is not None
@@ -95,7 +95,7 @@ class RecordRound:
         records: int,
         opening: Opening,
     ) -> Words:
-        """Return the words of the sum over a sample; records on which the computation fails contribute nothing.
+        """Return the encoded sum over a sample; records for which the computation fails contribute nothing.
 
         Args:
             task: the server's request.
@@ -113,14 +113,14 @@ class RecordRound:
             update = own.step(task.broadcast, Samples(*shards.take(sample[0]), sample[1].to(task.dtype)))
         except Exception as error:
             why = error.what if isinstance(error, FedveilError) else type(error).__name__
-            with contextlib.suppress(Exception):  # the server must not learn that there was something to write
+            with contextlib.suppress(Exception):  # a failure to print must not be visible to the server
                 print(f"fedveil: computing records one by one, and leaving out those that fail: {why}", file=sys.stderr)
             own, update = _sum_each(task, model, source)
         _, tensors = task.codec.encode_update(own.prepare_sum(update, len(opening.roster)))
         return encode_words(tensors, records, opening, integers=True)
 
     def no_words(self, opening: Opening) -> Words:
-        """Return the words of a client whose records contribute nothing: its share of the noise, if it adds one."""
+        """Return an encoded sum without records, which contains only the client's share of the noise, if any."""
         if self.privacy.noise_by == "server" or not self.privacy.noise:
             return no_words(opening)
         values = discrete_gaussian(Entropy(), sum(opening.rows)).astype(np.float64)
@@ -130,11 +130,11 @@ class RecordRound:
 
 
 def _sum_each(task: "ClientTask", model: nn.Module, source: Source) -> tuple[AnyClient, object]:
-    """Return the sum over a new sample, one record after another, and the client that computed it."""
+    """Process a new sample one record at a time; return the client that computed the sum, and the sum."""
     rate, found, total = task.defence.sampling_rate, None, None
     assert rate is not None
     for index in poisson_sample(Entropy(), len(source), rate):
-        with contextlib.suppress(Exception):  # silently: a message would be about the record
+        with contextlib.suppress(Exception):  # print nothing, because a message could reveal the record
             single = as_source("this client", source.take([int(index)]))
             shards = make_shards(model, task.loss, [single], 1, task.ask.seed, task.dtype)
             own = task.defence.client(model, shards.example, task.loss)

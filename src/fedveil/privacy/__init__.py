@@ -1,4 +1,4 @@
-"""Differential privacy: what a client adds to its update, what the server adds to a sum, and what both cost."""
+"""Differential privacy: settings, per-record gradients, noise and privacy accounting."""
 
 from fedveil.privacy.settings import Privacy
 

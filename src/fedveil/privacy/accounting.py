@@ -1,9 +1,9 @@
-"""The cost of rounds with noise: epsilon, and the noise that a target epsilon needs, by Google's dp-accounting.
+"""Compute epsilon, and the noise for a target epsilon, with Google's dp-accounting library.
 
 A round adds noise of standard deviation noise x clip to a sum that one unit (a record, or a client) can change by at
-most clip. With a sampling rate below 1 each record is in a round's sum with that probability, independently, and
-it is secret which are. Data sets are neighbours if one record is replaced by a null record, whose gradient is 0: the
-number of records is public (dp-accounting's REPLACE_SPECIAL). The epsilon of replacing a record by any other is larger.
+most clip. With a sampling rate below 1, each record is in a round's sum independently with that probability, and the
+sample is secret. Two data sets are neighbours if one record is replaced by a null record, whose gradient is 0, so the
+number of records is public (dp-accounting's REPLACE_SPECIAL). Replacing a record by any other has a larger epsilon.
 """
 
 import math
@@ -17,15 +17,15 @@ from fedveil.checks import check_count, check_fraction, check_positive, is_numbe
 from fedveil.errors import BadArgument
 
 Members = Sequence[int | str] | None  # the clients of a round; None if they are unknown
-_INTERVAL = 1e-3  # of privacy loss; the result is an upper bound at any interval, here by less than 2e-4
+_INTERVAL = 1e-3  # discretisation of the privacy loss; epsilon is an upper bound, too large by less than 2e-4
 _LOWEST, _HIGHEST = 1e-2, 1e6  # range of the search for a noise multiplier
-_STEPS = 1.02  # ratio of successive numbers of rounds for which a running epsilon is computed
-MOST_ROUNDS = 2**20  # maximum number of rounds that a budget is computed for
-_EVERY = 50  # up to this round, it is computed for each
+_STEPS = 1.02  # ratio of successive milestones
+MOST_ROUNDS = 2**20  # upper limit of `affordable_rounds`
+_EVERY = 50  # up to this number of rounds, every round is a milestone
 
 
 def import_library() -> ModuleType:
-    """Return dp-accounting, an optional dependency."""
+    """Import dp-accounting, an optional dependency."""
     try:
         return import_module("dp_accounting")
     except ImportError as error:
@@ -37,16 +37,16 @@ def import_library() -> ModuleType:
 def epsilon(
     rounds: int, noise: float, delta: float, rate: float = 1.0, *, replace: bool = False, group: int = 1
 ) -> float:
-    """Return the epsilon that rounds spend, at a delta.
+    """Return the epsilon of a number of rounds, for a given delta.
 
-    Rounds may be chosen with knowledge of those before. Without sampling they are together as private as one round
-    with noise / sqrt(rounds) (Dong, Roth and Su, arXiv 1905.02383), whose epsilon is known exactly (Balle and Wang,
-    arXiv 1805.06530). With sampling, their privacy loss distributions are composed numerically (Koskela et al., arXiv
-    1906.03049), with an upper bound of the error in the result.
+    Rounds may depend on the results of earlier rounds. Without sampling, they are together as private as one round
+    with noise / sqrt(rounds) (Dong, Roth and Su, arXiv 1905.02383), and epsilon is exact (Balle and Wang, arXiv
+    1805.06530). With sampling, privacy loss distributions are composed numerically (Koskela et al., arXiv 1906.03049),
+    and the result includes an upper bound on the numerical error.
 
     Args:
         rounds: the number of rounds in which the unit could take part.
-        noise: noise multiplier: standard deviation of the noise on the sum over clip.
+        noise: noise multiplier (standard deviation of the noise on the sum / clip).
         delta: above 0 and below 1.
         rate: probability that a record is in a round's sample.
         replace: neighbours differ in what a record or client contributes, not in whether it contributes.
@@ -87,7 +87,7 @@ def _distribution(noise: float, rate: float, replace: bool, group: int):  # type
 
 
 def composed_epsilon(spent: Mapping[tuple[float, float], int], delta: float) -> float:
-    """Return the epsilon that rounds of several kinds spend together.
+    """Return the epsilon of rounds with different settings.
 
     Args:
         spent: the number of rounds with each noise multiplier and sampling rate.
@@ -106,7 +106,7 @@ def composed_epsilon(spent: Mapping[tuple[float, float], int], delta: float) -> 
 
 
 def renyi_epsilon(rounds: int, noise: float, delta: float, rate: float = 1.0) -> float:
-    """Return an epsilon from Rényi divergences of integer orders: larger, but proven without numerical integration."""
+    """Return an epsilon from Rényi divergences, which is larger but needs no numerical integration."""
     if not rounds:
         return 0.0
     library = import_library()
@@ -118,7 +118,7 @@ def renyi_epsilon(rounds: int, noise: float, delta: float, rate: float = 1.0) ->
 
 @lru_cache(maxsize=64)
 def solve_noise(target: float, rounds: int, delta: float, rate: float = 1.0) -> float:
-    """Return the smallest noise multiplier, up to 0.1 %, with which `rounds` rounds spend at most `target`."""
+    """Return the smallest noise multiplier, to within 0.1 %, for which epsilon is at most `target`."""
     check_positive("privacy", "epsilon", target, "use epsilon=3")
     low, high = _LOWEST, 1.0
     while epsilon(rounds, high, delta, rate) > target:
@@ -134,7 +134,7 @@ def solve_noise(target: float, rounds: int, delta: float, rate: float = 1.0) -> 
 
 @lru_cache(maxsize=64)
 def affordable_rounds(budget: float, noise: float, delta: float, rate: float = 1.0) -> int:
-    """Return the largest number of rounds that spend at most a budget of epsilon, up to a million."""
+    """Return the largest number of rounds within a budget of epsilon, but at most `MOST_ROUNDS`."""
     if not noise:
         return 0
 
@@ -150,7 +150,7 @@ def affordable_rounds(budget: float, noise: float, delta: float, rate: float = 1
 def milestone(rounds: int) -> int:
     """Return the number of rounds, at least `rounds` and at most 2 % more, for which a running epsilon is computed.
 
-    Rounds take milliseconds, and so does epsilon: it need not be computed for each of them.
+    Computing epsilon takes about as long as a round, so it is not computed for every round.
 
     >>> [milestone(rounds) for rounds in (7, 50, 51, 1000)]
     [7, 50, 51, 1014]
@@ -162,13 +162,13 @@ def milestone(rounds: int) -> int:
 
 
 class Accountant:
-    """Counts the rounds in which each client took part.
+    """Counts the rounds in which each client took part, and computes epsilon.
 
     Args:
         noise: noise multiplier.
-        delta: for which epsilon is computed.
+        delta: the delta for which epsilon is computed.
         rate: sampling rate of records; 1 if the unit is a client.
-        budget: the epsilon that may be spent; by default any.
+        budget: the maximum epsilon that may be spent; by default, unlimited.
     """
 
     def __init__(self, noise: float, delta: float, rate: float = 1.0, budget: float | None = None) -> None:
@@ -177,16 +177,16 @@ class Accountant:
 
     @property
     def rounds(self) -> int:
-        """The maximum number of rounds of a client. A round whose clients are unknown counts for all."""
+        """The largest number of rounds of any client. A round with unknown clients counts for all clients."""
         return self._all + max(self._by_client.values(), default=0)
 
     def epsilon(self, *, replace: bool = False, group: int = 1, running: bool = False) -> float:
-        """Return the epsilon that the rounds so far have spent, for the client with most of them.
+        """Return the epsilon spent so far, for the client that took part in the most rounds.
 
         Args:
             replace: neighbouring data differ in what a record or client contributes, not in whether it contributes.
             group: the number of records that belong together.
-            running: return an upper bound that is computed for few numbers of rounds only.
+            running: return an upper bound, which is recomputed only at milestones.
         """
         rounds = milestone(self.rounds) if running and self.rate < 1 else self.rounds
         if self.budget is not None and rounds > self.rounds:
@@ -199,14 +199,14 @@ class Accountant:
         return self.budget is None or self.rounds < affordable_rounds(self.budget, self.noise, self.delta, self.rate)
 
     def by_client(self) -> dict[int | str, float]:
-        """Return the epsilon of each client that is known by name."""
+        """Return the epsilon of each known client."""
         return {
             client: epsilon(self._all + rounds, self.noise, self.delta, self.rate)
             for client, rounds in self._by_client.items()
         }
 
     def count(self, clients: Members = None) -> None:
-        """Count a round: for its clients, or for everyone if these are unknown."""
+        """Count a round for the given clients, or for all clients if they are unknown."""
         if clients is None:
             self._all += 1
             return
@@ -214,11 +214,11 @@ class Accountant:
             self._by_client[client] = self._by_client.get(client, 0) + 1
 
     def state(self) -> dict[str, int | dict[int | str, int]]:
-        """Return the counts."""
+        """Return the numbers of rounds."""
         return {"rounds": self._all, "own": dict(self._by_client)}
 
     def restore(self, rounds: int, own: Mapping[int | str, int]) -> None:
-        """Continue from the counts."""
+        """Continue from the numbers of rounds in a state."""
         self._all, self._by_client = rounds, dict(own)
 
 

@@ -1,8 +1,8 @@
-"""Default settings for a guarantee for records; they depend only on the number of records, which is public."""
+"""Default settings of differential privacy for records; they depend only on the public number of records."""
 
 SAMPLE = 1024  # expected number of records in a round
 LARGEST_RATE = 0.5
-PASSES = 30  # over the records
+PASSES = 30  # expected number of passes over the records
 FEWEST_ROUNDS, MOST_ROUNDS = 150, 600
 CLIP = 2.0
 

@@ -2,16 +2,16 @@
 
     S_j = sum_i g_ij min(1, clip / |g_ij|)
 
-g_ij is the gradient of record i's loss for candidate j of a veil's head; without a veil there is one j. The norm is
-over all parameters together. Three ways give the same sum (tests/privacy/test_gradients.py):
+Here, g_ij is the gradient of record i's loss for candidate j of a veil's head. Without a veil, there is only one
+candidate. The norm is over all parameters. The sum is computed in one of three ways (tests/privacy/test_gradients.py):
 
-- a stack of Linear and ReLU: a gradient of a layer is a product of two vectors, so its norm is the product of theirs,
-  and one product of matrices gives the clipped sum; no per-record gradient is formed;
-- torch.func.vmap over records, in chunks; a Linear that takes one row per record is treated as in a stack;
-- one record after another, for models that vmap cannot run, and for operations after a veiled head.
+- For a stack of Linear and ReLU layers, the gradient of a layer is an outer product, so its norm is a product of two
+  norms, and one matrix product gives the clipped sum. No per-record gradient is computed.
+- Otherwise, torch.func.vmap runs over chunks of records. Linear layers with one row per record are treated as above.
+- Models that vmap does not support, and operations after a veiled head, are run for one record at a time.
 
-Gradients are computed in the model's dtype; they are scaled and summed in float64. So each contribution has a norm of
-at most `clip` in exact arithmetic, and the rounding error of the sum is bounded by `summation_error`.
+Gradients are computed in the model's dtype, then scaled and summed in float64. Each contribution has a norm of at most
+`clip` in exact arithmetic, and `summation_error` bounds the rounding error of the sum.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ from fedveil.scheme.outputs import are_class_indices, compute_outputs, expand_cl
 from fedveil.wire import Tensors
 
 EPS = torch.finfo(torch.float64).eps
-MEMORY = 2**28  # bytes for per-record gradients, by default
+MEMORY = 2**28  # default limit for per-record gradients, in bytes
 RECORDS, CHEAP = 32, 2**25  # chunks of more than RECORDS records have at most CHEAP bytes: more take longer to allocate
 Single = Callable[[Inputs, Tensor], Tensors]
 Back = Callable[[Tensor], tuple[Tensors, Tensors]]
@@ -41,7 +41,7 @@ Back = Callable[[Tensor], tuple[Tensors, Tensors]]
 
 @dataclass(frozen=True, eq=False)
 class RecordGradients:
-    """Computes the gradients of each record.
+    """Computes per-record gradients.
 
     Attributes:
         model: the architecture.
@@ -50,7 +50,7 @@ class RecordGradients:
         slopes: returns the derivatives of the records' losses with respect to the outputs, one row per candidate.
         candidates: the number of candidates.
         head: the head of a veil.
-        single: the gradients of one record, one row per candidate, by autograd.
+        single: a function that returns the gradients of one record, one row per candidate.
         loss: the loss whose derivatives `slopes` returns.
     """
 
@@ -65,7 +65,7 @@ class RecordGradients:
 
     @classmethod
     def from_model(cls, model: nn.Module, loss: Loss) -> "RecordGradients":
-        """Return the gradients of plain training."""
+        """Return an object that computes the gradients of a plain model."""
         refuse_coupling(loss)
         axis = head_axis(model)
         parameters = {name: own.detach() for name, own in model.named_parameters()}
@@ -88,7 +88,7 @@ class RecordGradients:
 
     @classmethod
     def from_broadcast(cls, model: nn.Module, broadcast: Broadcast) -> "RecordGradients":
-        """Return the gradients of a veiled model, for each candidate of its head."""
+        """Return an object that computes the gradients of a veiled model for each candidate of its head."""
         refuse_coupling(broadcast.loss)
         head = broadcast.head
         if head is not None and not head.decoys:
@@ -111,7 +111,7 @@ class RecordGradients:
         return sum(self.trim_alpha(name, self.values[name].unsqueeze(0)).numel() for name in self.trainable)
 
     def trim_alpha(self, name: str, rows: Tensor) -> Tensor:
-        """Return gradients of a parameter, one per row, without alpha's part."""
+        """Return the gradients of a parameter, one per row, without the part for alpha."""
         head = self.head
         if head is None or name not in (head.weight, head.bias):
             return rows
@@ -127,7 +127,7 @@ def dense_targets(loss: Loss, head: PublicHead | None, outputs: Tensor, targets:
 
 
 def refuse_coupling(loss: Loss) -> None:
-    """Refuse a loss for which the gradient of a single record does not exist."""
+    """Refuse a loss that does not have a separate gradient for each record."""
     if loss.couples:
         what = f"{loss.name} compares records of a batch with one another, so no record has its own gradient"
         raise BadArgument("privacy", what, "use a loss with one value per record, such as cross_entropy")
@@ -142,17 +142,17 @@ def summation_error(records: int, clip: float) -> float:
 def clipped_sums(
     task: RecordGradients, inputs: Inputs, targets: Tensor, included: Tensor, clip: float, memory: int = MEMORY
 ) -> Tensors:
-    """Return the clipped sums by parameter, in float64, one row per candidate.
+    """Return the sum of clipped gradients of each parameter in float64, with one row per candidate.
 
-    A record whose gradient is not finite contributes 0. There is no error, which would reveal it.
+    A record whose gradient is not finite contributes 0. No error is raised, because it would reveal the record.
 
     Args:
         task: computes the gradients.
         inputs: the inputs of the records.
         targets: their targets.
-        included: True for each record that counts; the others are computed and dropped.
+        included: a mask of the records to include; gradients of the other records are computed and discarded.
         clip: maximum norm of a record's contribution.
-        memory: bytes for per-record gradients; records are taken in chunks that need no more.
+        memory: maximum number of bytes for per-record gradients; larger batches are processed in chunks.
     """
     links = find_links(task.model, inputs, task.values) if task.head is None or not task.head.is_inner else None
     chunks: Iterable[tuple[slice, Found]] = _chunks(task, inputs, targets, memory)
@@ -179,8 +179,8 @@ def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> 
 def norms(rows: Tensor) -> Tensor:
     """Return the norms of the rows in float64.
 
-    Numbers whose squares underflow count as 0. With another factor so large that their product exceeds a clip of 1e-6,
-    that factor's squares overflow, the product is NaN, and the record is dropped.
+    Values whose squares underflow count as 0. If the other factor of a product is so large that the product still
+    exceeds a clip of 1e-6, its squares overflow, the product is NaN, and the record is excluded.
     """
     found: Tensor = torch.linalg.vector_norm(rows.double(), dim=-1)
     return found
@@ -188,7 +188,7 @@ def norms(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A Linear's gradients for records: products of the cotangent of its output and its input.
+    """The per-record gradients of a Linear layer, as products of output cotangents and inputs.
 
     Attributes:
         weight, bias: names of the parameters that get a gradient.
@@ -217,11 +217,11 @@ class Product:
         return torch.square(own * entered * bool(self.weight)) + torch.square(own * bool(self.bias))
 
     def sums(self, factors: Tensor, whole: bool) -> Tensors:
-        """Return the sums for factors with dims (candidates, records); a factor of 0 drops a record."""
+        """Return sums weighted by factors with dims (candidates, records); a factor of 0 excludes a record."""
         scaled, entered, found = self.own * factors.unsqueeze(2), self.entered.double(), Tensors()
         if not whole:
             scaled = scaled.masked_fill_((factors == 0).unsqueeze(2), 0.0)
-            entered = entered.nan_to_num(0.0, 0.0, 0.0)  # of a record that is dropped
+            entered = entered.nan_to_num(0.0, 0.0, 0.0)  # inputs of excluded records may not be finite
         if self.weight:
             found[self.weight] = torch.bmm(scaled.transpose(1, 2), entered.expand(len(scaled), -1, -1))
         if self.bias:
@@ -235,7 +235,7 @@ Found = tuple[Tensors, list[Product]]  # gradients with dims (records, candidate
 def _stack_chunks(
     task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, memory: int
 ) -> Iterator[tuple[slice, Found]]:
-    """Yield chunks of records whose activations and cotangents need so many bytes in float64."""
+    """Yield chunks of records whose activations and cotangents in float64 need at most `memory` bytes."""
     widths = [task.values[f"{path}.weight"].shape for path in links if path is not None]
     each_needs = 8 * sum(entered + (1 + task.candidates) * left for left, entered in widths)
     size = max(1, min(CHEAP, memory) // each_needs)
@@ -255,13 +255,13 @@ def _stack_products(
 
 
 def _clip(task: RecordGradients, gradients: Tensors, products: list[Product], included: Tensor, clip: float) -> Tensors:
-    """Return the clipped sums of a chunk, and empty `gradients`."""
+    """Return the clipped sums of a chunk; `gradients` is emptied to free memory."""
     parts = [torch.square(norms(own.flatten(2))).T for own in gradients.values()]
     squares = torch.stack(parts + [product.squares() for product in products]).sum(0)
     factors = clip_factors(squares, included, clip, task.parameters())
     whole, found = bool(factors.all()), Tensors()
     for name in list(gradients):
-        own = gradients.pop(name)  # frees it
+        own = gradients.pop(name)  # to free memory
         flat = own.flatten(2) if whole else own.flatten(2).masked_fill((factors.T == 0).unsqueeze(2), 0.0)
         found[name] = torch.einsum("kr,rkp->kp", factors, flat.double()).view(own.shape[1:])
     for product in products:
@@ -285,7 +285,7 @@ def _chunks(task: RecordGradients, inputs: Inputs, targets: Tensor, memory: int)
             found = (_run_loop(task, some, wanted), []) if loop else _run_vmap(task, layers, some, wanted, inside)
         except ForwardVaries:
             found = _run_vmap(task, [], some, wanted, inside)
-        except RuntimeError:  # vmap has no rule for an operation of the model, or forward looks at values
+        except RuntimeError:  # vmap does not support an operation, or `forward` depends on values
             loop, found = True, (_run_loop(task, some, wanted), [])
         yield rows, found
 
@@ -322,11 +322,11 @@ def _run_vmap(task: RecordGradients, layers: list[RowLayer], inputs: Inputs, tar
         outputs, back, entered = cast(tuple[Tensor, Back, Tensors], run)
         slopes = task.slopes(outputs.unsqueeze(0), target.unsqueeze(0)).squeeze(1) if inside else target
         rows = [back(row) for row in slopes]
-        join = torch.cat if len(rows) > 1 else itemgetter(0)  # without a copy
+        join = torch.cat if len(rows) > 1 else itemgetter(0)  # avoids a copy
         found = {name: join([task.trim_alpha(name, row[0][name].unsqueeze(0)) for row in rows]) for name in leaves}
         return found, {name: join([row[1][name].reshape(1, -1) for row in rows]) for name in taps}, entered
 
-    with sdpa_kernel(SDPBackend.MATH):  # the others have no rule for vmap
+    with sdpa_kernel(SDPBackend.MATH):  # vmap does not support the other backends
         found, cotangents, entered = torch.func.vmap(gradients, randomness="different")(inputs, targets)
     pairs = [(cotangents[own.weight].movedim(1, 0), entered[own.weight].flatten(1)) for own in layers]
     return found, [
@@ -335,6 +335,6 @@ def _run_vmap(task: RecordGradients, layers: list[RowLayer], inputs: Inputs, tar
 
 
 def _run_loop(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Tensors:
-    """Compute the gradients of one record after another."""
+    """Compute the gradients of one record at a time."""
     found = [task.single(_take(inputs, slice(i, i + 1)), targets[i : i + 1]) for i in range(count(inputs))]
     return {name: torch.stack([one[name] for one in found]) for name in task.trainable}

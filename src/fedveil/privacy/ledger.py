@@ -1,8 +1,8 @@
-"""A client's ledger: the rounds in which each of its data sets has been used, over all runs and servers.
+"""A client's ledger counts the rounds in which a data set has been used, over all runs and servers.
 
-A round is written to the ledger before anything about it leaves the client: a server can open a sum without the last
-message of one client, and a client may be killed at any time. So a round that fails is counted, too. The ledger holds
-numbers of rounds, from which epsilon follows; it does not depend on the names or keys of runs.
+A round is written to the ledger before the client sends any message for it, because a server may recover a sum without
+the client's last message, and a client may be killed at any time. Failed rounds are therefore counted, too. The ledger
+contains only numbers of rounds, from which epsilon is computed; it does not depend on the names or keys of runs.
 """
 
 import json
@@ -16,7 +16,7 @@ from fedveil.files import OWNER, convert_os_errors, make_folder, write_atomicall
 from fedveil.privacy.accounting import composed_epsilon, milestone
 
 SCHEMA = 1
-MOST_KINDS = 64  # different settings in one ledger: each makes epsilon slower to compute
+MOST_KINDS = 64  # maximum number of different settings; each makes epsilon slower to compute
 
 
 Spent = dict[tuple[float, float], int]  # the number of rounds, by noise multiplier and sampling rate
@@ -26,14 +26,14 @@ class PrivacyLedger:
     """The rounds that a data set has taken part in, in a file that only its owner can read.
 
     Args:
-        path: path of the file; it is created with the first round.
+        path: path of the file, which is created in the first round.
         budget: the epsilon that may be spent over all runs.
-        delta: for which epsilon is computed.
+        delta: the delta for which epsilon is computed.
     """
 
     def __init__(self, path: Path, budget: float, delta: float) -> None:
         self.path, self.budget, self.delta = path, budget, delta
-        self._affordable: Spent = {}  # known to stay within the budget
+        self._affordable: Spent = {}  # numbers of rounds that are known to stay within the budget
 
     def spent(self) -> Spent:
         """Return the number of rounds, by noise multiplier and sampling rate."""
@@ -57,7 +57,7 @@ class PrivacyLedger:
         return composed_epsilon(self.spent(), self.delta)
 
     def charge(self, noise: float, rate: float) -> None:
-        """Count one more round, durably; refuse a round that exceeds the budget."""
+        """Count one more round on disk; refuse a round that would exceed the budget."""
         kind = (noise, rate)
         make_folder(self.path.parent)
         with convert_os_errors(self.path), FileLock(self.path.with_name(self.path.name + ".lock"), mode=OWNER):
@@ -73,7 +73,7 @@ class PrivacyLedger:
             write_atomically(self.path, json.dumps({"schema": SCHEMA, "rounds": rows}), OWNER)
 
     def _is_affordable(self, kind: tuple[float, float], spent: Spent) -> bool:
-        """Return whether rounds stay within the budget; computed for few numbers of rounds, since it takes a while."""
+        """Return whether the rounds stay within the budget; results are reused, because epsilon is slow to compute."""
         others = {other: count for other, count in spent.items() if other != kind}
         known = {other: count for other, count in self._affordable.items() if other != kind}
         if others == known and spent[kind] <= self._affordable.get(kind, 0):

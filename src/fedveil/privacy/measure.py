@@ -1,9 +1,9 @@
-"""Measure epsilon: an auditor guesses which canaries were in the data, and so bounds the true epsilon from below.
+"""Compute a lower bound on the true epsilon from an auditor's guesses of which canaries were in the data.
 
-Each of m canaries is in the data with probability 1/2. The auditor sees the run, and guesses r of them; v guesses are
-right. If the run were (epsilon, delta)-private, v right guesses would be unlikely: the bound is the smallest epsilon
-for which they are not (Steinke, Nasr and Jagielski, arXiv 2305.08846, theorem 5.2). The number of guesses must be fixed
-before the run. At delta = 1e-5 and 95 % the bound cannot exceed about 8, however many canaries there are.
+Each of m canaries is in the data with probability 1/2. The auditor observes the run and makes r guesses, of which v are
+right. The bound is the smallest epsilon for which v right guesses are not too unlikely in an (epsilon, delta)-private
+run (Steinke, Nasr and Jagielski, arXiv 2305.08846, theorem 5.2). The number of guesses must be fixed before the run. At
+delta = 1e-5 and 95 % confidence, the bound cannot exceed about 8, regardless of the number of canaries.
 """
 
 import math
@@ -21,7 +21,7 @@ LARGEST = 50.0  # upper end of the search for epsilon
 
 
 def epsilon_lower_bound(right: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95) -> float:
-    """Return an epsilon that the true one exceeds, except with probability 1 - confidence."""
+    """Return a lower bound on the true epsilon, which is wrong with probability at most 1 - confidence."""
 
     def excess(epsilon: float) -> float:
         return p_value(right, guesses, canaries, epsilon, delta) - (1 - confidence)
@@ -43,9 +43,10 @@ def p_value(right: int, guesses: int, canaries: int, epsilon: float, delta: floa
 
 
 def gaussian_estimate(inside: Reals, outside: Reals, delta: float, confidence: float = 0.95) -> float:
-    """Return the epsilon of the Gaussian mechanism that scores of canaries inside and outside the data look like.
+    """Estimate epsilon from the scores of canaries inside and outside the data, as for a Gaussian mechanism.
 
-    Sharper than the bound, and not proven: it assumes normal scores. The lower end of an interval of their distance.
+    The estimate is sharper than the bound, but not a proof, because it assumes normally distributed scores. It uses the
+    lower end of a confidence interval for the distance between the means.
     """
     if not outside.std():  # there is no noise
         return math.inf if inside.mean() > outside.mean() else 0.0
@@ -65,7 +66,7 @@ class MeasuredEpsilon:
         claimed: the epsilon that the accountant claims.
         bound: a lower bound on the true epsilon, with 95 % confidence.
         estimate: an estimate of the true epsilon, sharper than the bound but not a proof: it assumes Gaussian scores.
-        delta: the delta for which these three hold.
+        delta: the delta of these three values of epsilon.
         right: number of right guesses.
         guesses: number of guesses.
         canaries: number of canaries.
@@ -97,11 +98,11 @@ def measure(scores: Reals, included: Booleans, claimed: float, delta: float, gue
     """Guess that the canaries with the highest scores were included and those with the lowest were not.
 
     Args:
-        scores: of each canary, higher if it was probably included.
-        included: the truth.
-        claimed: epsilon.
-        delta: of the claim.
-        guesses: their number, fixed beforehand.
+        scores: the score of each canary; a higher score means that it was more likely included.
+        included: whether each canary was included.
+        claimed: the claimed epsilon.
+        delta: the delta of the claim.
+        guesses: the number of guesses, which must be fixed before the run.
     """
     order = np.argsort(scores)
     low, high = order[: guesses // 2], order[len(order) - (guesses - guesses // 2) :]

@@ -1,7 +1,7 @@
-"""Linear layers that take one row per record: found by a probe, and tapped while records run through vmap.
+"""Find the Linear layers whose input has one row per record, and avoid computing their per-record gradients.
 
-The gradient of this layer for one record is the product of the cotangent of its output and its input, so it need not
-be formed: a zero added to the output, the *tap*, has the cotangent as its gradient.
+The gradient of such a layer for one record is the outer product of the output's cotangent and the input. To obtain the
+cotangent, zeros are added to the output: the gradient of these zeros, called the *tap*, is the cotangent.
 """
 
 from collections import Counter
@@ -31,12 +31,12 @@ class AtLinear(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Named | None = None
     ) -> object:
-        """Run the function, or what replaces it."""
+        """Call the function or its replacement."""
         return (self._act if func is F.linear else func)(*args, **(kwargs or {}))
 
 
 class RowLayer(NamedTuple):
-    """A Linear that takes one row per record, and whose parameters have no other use; `tap`: zeros like its output."""
+    """A Linear with one row per record whose parameters are used only once; `tap` is zeros shaped like its output."""
 
     weight: str
     bias: str | None
@@ -45,9 +45,10 @@ class RowLayer(NamedTuple):
 
 @torch.enable_grad()
 def find_row_layers(task: "RecordGradients", inputs: Inputs) -> tuple[list[RowLayer], Tensor]:
-    """Run the model for one record; return its layers of this kind and its outputs.
+    """Run the model for one record; return its row layers and its outputs.
 
-    The parameters of such layers are detached where F.linear takes them, so any gradient they get is of another use.
+    The parameters of such layers are detached in calls of F.linear, so they receive a gradient only if the model also
+    uses them elsewhere.
     """
     leaves = {name: task.values[name].detach().requires_grad_() for name in task.trainable}
     names = {id(own): name for name, own in leaves.items()}
@@ -71,11 +72,11 @@ def find_row_layers(task: "RecordGradients", inputs: Inputs) -> tuple[list[RowLa
 
 
 class ForwardVaries(Exception):
-    """A layer is not called as it was for the first record."""
+    """The calls of a layer differ from those for the first record."""
 
 
 def run_with_taps(task: "RecordGradients", leaves: Tensors, taps: Tensors, record: Inputs) -> tuple[Tensor, Tensors]:
-    """Return the outputs for one record with `taps` added to the outputs of layers, and the inputs of these."""
+    """Run the model for one record, with taps added to layer outputs; return its outputs and the layers' inputs."""
     names = {id(task.values[name]): name for name in taps}
     seen: Tensors = {}
 

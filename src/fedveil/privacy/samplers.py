@@ -1,9 +1,9 @@
 """Exact random draws: Bernoulli trials, Poisson samples and discrete Gaussian noise.
 
-Nothing here rounds a probability. A trial compares 53 random bits with a probability that was computed in float64; the
-few that are too close to tell, about one in 2^46, are decided in exact arithmetic with further bits.
-Floating-point noise would be wrong in two ways: some values near the tail cannot occur, and which ones can depends on
-the sum that the noise is added to.
+Probabilities are not rounded. A trial compares 53 random bits with a probability in float64. If the two are too close
+to decide, which happens about once in 2^46 trials, further bits are drawn and compared in exact arithmetic.
+Floating-point noise would not be safe: some values in the tail cannot occur, and the set of possible values depends on
+the sum to which the noise is added.
 """
 
 import math
@@ -19,8 +19,8 @@ Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 SCALE = 2**20  # standard deviation of discrete Gaussian noise, in units of its grid
 _BITS = 53
-_GUARD = 2.0**-46  # relative error of a probability in float64 is far below it
-_DIGITS = 60  # decimal, of the exact arithmetic
+_GUARD = 2.0**-46  # far above the relative error of a probability in float64
+_DIGITS = 60  # initial number of decimal digits in exact arithmetic
 
 
 def poisson_sample(entropy: Entropy, records: int, rate: float) -> Integers:
@@ -36,7 +36,7 @@ def poisson_sample(entropy: Entropy, records: int, rate: float) -> Integers:
 
 
 def _trial(entropy: Entropy, probability: Fraction) -> bool:
-    """Return True with a rational probability, bit by bit."""
+    """Return True with a rational probability."""
     while True:
         probability *= 2**64
         word, whole = int(entropy.words(1)[0]), math.floor(probability)
@@ -48,7 +48,7 @@ def _trial(entropy: Entropy, probability: Fraction) -> bool:
 def exponential_trials(entropy: Entropy, numerators: NDArray[np.uint64], denominator: int) -> Booleans:
     """Return True with probability exp(-n / denominator) for each integer n."""
     words = entropy.words(len(numerators)) >> np.uint64(64 - _BITS)
-    uniform = words.astype(np.float64) * 2.0**-_BITS  # the drawn number is at least this, by less than 2^-53
+    uniform = words.astype(np.float64) * 2.0**-_BITS  # the drawn number, rounded down by less than 2^-53
     chance = np.exp(-(numerators.astype(np.float64) / denominator))
     found: Booleans = uniform + 2.0**-_BITS <= chance * (1 - _GUARD)
     for index in np.flatnonzero(~found & (uniform < chance * (1 + _GUARD))):
@@ -57,7 +57,7 @@ def exponential_trials(entropy: Entropy, numerators: NDArray[np.uint64], denomin
 
 
 def _exponential_trial(entropy: Entropy, word: int, exponent: Fraction) -> bool:
-    """Complete a trial of probability exp(-exponent) whose first bits are known."""
+    """Complete a trial with probability exp(-exponent) whose first bits have been drawn."""
     bits = _BITS
     if not exponent:
         return True
@@ -65,7 +65,7 @@ def _exponential_trial(entropy: Entropy, word: int, exponent: Fraction) -> bool:
         while True:
             context.prec = _DIGITS + bits // 3
             chance = Fraction((-(Decimal(exponent.numerator) / Decimal(exponent.denominator))).exp())
-            error = chance / 10 ** (context.prec - 10)  # the exponent is rounded before, by much less
+            error = chance / 10 ** (context.prec - 10)  # also covers the much smaller rounding error of the exponent
             if Fraction(word + 1, 2**bits) <= chance - error:
                 return True
             if Fraction(word, 2**bits) >= chance + error:
@@ -76,8 +76,8 @@ def _exponential_trial(entropy: Entropy, word: int, exponent: Fraction) -> bool:
 def discrete_gaussian(entropy: Entropy, count: int) -> Integers:
     """Draw integers n with probability proportional to exp(-n^2 / (2 SCALE^2)).
 
-    Rejection from a discrete Laplace distribution (Canonne, Kamath and Steinke, arXiv 2004.00010, algorithm 3), many at
-    a time. The tail is complete: only draws beyond 2^31, 2,048 standard deviations, would overflow.
+    Uses vectorised rejection sampling from a discrete Laplace distribution (Canonne, Kamath and Steinke, arXiv
+    2004.00010, algorithm 3). The tail is not truncated; only draws beyond 2^31, or 2,048 standard deviations, overflow.
     """
     found, filled = np.empty(count, np.int64), 0
     while filled < count:
@@ -93,18 +93,18 @@ def discrete_gaussian(entropy: Entropy, count: int) -> Integers:
 def _discrete_laplace(entropy: Entropy, attempts: int) -> Integers:
     """Draw at most `attempts` integers n with probability proportional to exp(-|n| / SCALE)."""
     words = entropy.words(attempts)
-    low = words % np.uint64(SCALE)  # SCALE is a power of two: uniform
+    low = words % np.uint64(SCALE)  # uniform, because SCALE is a power of two
     negative = (words >> np.uint64(63)).astype(bool)
     kept = exponential_trials(entropy, low, SCALE)
     low, negative = low[kept], negative[kept]
     size = low.astype(np.int64) + SCALE * _geometric(entropy, len(low))
-    kept = ~(negative & (size == 0))  # 0 must not count twice
+    kept = ~(negative & (size == 0))  # otherwise, 0 would be twice as likely
     found: Integers = np.where(negative, -size, size)[kept]
     return found
 
 
 def _geometric(entropy: Entropy, count: int) -> Integers:
-    """Draw the number of successes before the first failure, of trials that succeed with probability exp(-1)."""
+    """Draw the number of successes before the first failure, with success probability exp(-1)."""
     found, going = np.zeros(count, np.int64), np.arange(count)
     while len(going):
         going = going[exponential_trials(entropy, np.ones(len(going), np.uint64), 1)]

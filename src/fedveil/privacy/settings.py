@@ -1,4 +1,4 @@
-"""The settings of differential privacy, as users give them, and with everything filled in."""
+"""The settings of differential privacy."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,22 +15,22 @@ from fedveil.wire import Values
 Unit = Literal["record", "client"]
 NoiseSource = Literal["server", "clients"]
 TERMS = ("noise", "clip", "rate", "noise_by", "colluding", "vanishing")  # settings that clients need
-LOWEST, HIGHEST = 1e-6, 1e6  # of clip: squares and products stay far inside float64
+LOWEST, HIGHEST = 1e-6, 1e6  # bounds on `clip`, so that squares and products do not overflow in float64
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """Differential privacy of a run.
+    """The settings of differential privacy for a run.
 
-    Give a target `epsilon`, and the noise follows from it and the number of `rounds`; or give `noise`, and epsilon is
-    reported.
+    Set either a target `epsilon`, from which the noise for the number of `rounds` is computed, or set `noise`, and
+    epsilon is reported.
 
     Attributes:
         epsilon: the budget. Training stops before it is exceeded.
-        noise: noise multiplier (standard deviation of the noise on the sum / clip); 0 only clips.
-        delta: the probability with which epsilon may not hold; far below 1 / records.
+        noise: noise multiplier (standard deviation of the noise on the sum / clip). With 0, gradients are only clipped.
+        delta: the probability with which epsilon may not hold; choose it far below 1 / number of records.
         clip: maximum norm of a record's gradient, or of a client's.
-        unit: what is protected: one "record", or all records of a "client".
+        unit: the unit of protection: one "record", or all records of a "client".
         rate: the probability that a record is in a round's sample. By default, if a batch size is given, batch_size /
             the largest client's records; else 1,024 / all records, at most 0.5. Only for records: the clients of a
             round are not secret.
@@ -42,8 +42,8 @@ class Privacy:
             knows its share.
         vanishing: the number of clients that may drop out of a sum and still leave enough noise in it.
         memory: bytes that a client may use for per-record gradients.
-        allow_factors: accept a veil with factors. The guarantee holds, and accuracy suffers: norms and noise are those
-            of perturbed gradients.
+        allow_factors: accept a veil with factors. The guarantee holds, but accuracy suffers, because norms and noise
+            are computed from perturbed gradients.
     """
 
     epsilon: float | None = None
@@ -90,20 +90,20 @@ class Privacy:
 
     @classmethod
     def from_terms(cls, terms: Values) -> "Privacy":
-        """Client: invert `terms`; refuse anything else. A veil's factors do not weaken the guarantee."""
+        """Client: return the settings for `terms`. Factors are allowed, because they do not weaken the guarantee."""
         if terms.keys() != set(TERMS) or terms["noise"] is None or terms["rate"] is None:
             raise BadArgument("ask", f"privacy must have the settings {', '.join(TERMS)}")
         return cls(**terms, allow_factors=True)
 
     def least_members(self, members: int) -> int:
-        """Return how many of the members of a sum must be in it, so that it has enough shares of noise."""
+        """Return the minimum number of members that must contribute to a sum for it to contain enough noise."""
         return members - self.vanishing if self.noise_by == "clients" else 0
 
     def resolve(self, default_rate: float) -> "Privacy":
-        """Return the settings with a rate and a noise multiplier and, for an epsilon, the number of rounds.
+        """Return settings with the rate, the noise multiplier and, for a target epsilon, the number of rounds set.
 
         Args:
-            default_rate: used unless a rate is given.
+            default_rate: the sampling rate to use if `rate` is None.
         """
         rounds = self.rounds
         rate = 1.0 if self.unit == "client" else self.rate if self.rate is not None else default_rate
@@ -113,11 +113,11 @@ class Privacy:
             rounds = rounds or default_rounds(rate)
             noise = solve_noise(self.epsilon, rounds, self.delta, rate)
         elif noise:
-            import_library()  # refuse to start if it is missing
+            import_library()  # raises an error if dp-accounting is not installed
         return replace(self, rate=rate, noise=noise, rounds=rounds)
 
     def grid(self, numbers: int, candidates: int, members: int | None) -> Grid:
-        """Return the grid of a sum of gradients, from public numbers alone.
+        """Return the grid for a sum of gradients, which depends only on public numbers.
 
         Args:
             numbers: the number of values in one gradient.
@@ -134,9 +134,10 @@ class Privacy:
         return make_grid(self.noise, self.clip, numbers, candidates=candidates, shares=shares)
 
     def capacity(self, records: int) -> int:
-        """Return the number of records for which a client computes gradients in every round, whatever its sample.
+        """Return the number of records for which a client computes gradients in every round.
 
-        So the time reveals nothing. With probability below 1e-8 a sample is larger and takes longer.
+        It does not depend on the sample, so that the time of a round reveals nothing. With probability below 1e-8, a
+        sample is larger and takes longer.
         """
         assert self.rate is not None
         if self.rate * records > MOST_RECORDS / 2:
