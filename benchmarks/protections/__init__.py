@@ -1,1 +1,1 @@
-"""What each protection costs, and what it protects from whom."""
+"""Measure the cost of each protection, and which attackers it stops."""

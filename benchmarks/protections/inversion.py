@@ -56,7 +56,7 @@ def invert_updates(name: str, protection: Protection, count: int, trained: bool)
     return {
         "known": [known.value, known.low, known.high],
         "gain": statistics.median(gains),
-        "chance": sum(value >= KNOWN for value in chance) / ROUNDS,  # of another record, which is no attack
+        "chance": sum(value >= KNOWN for value in chance) / ROUNDS,  # the same rate for an unrelated record
         "records": len(truth),
     }
 

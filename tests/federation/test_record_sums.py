@@ -253,3 +253,13 @@ def test_a_record_on_which_the_computation_fails_is_left_out_alone(spoil):
     eps = torch.finfo(torch.float32 if spoil == "overflow" else torch.float64).eps
     rounding = 5 * unit + 116 * 64 * eps * quiet.clip  # of five clients, and of 116 gradients
     assert float((found[0] - found[1]).abs().max()) <= rounding
+
+
+def test_the_server_does_not_learn_where_a_damaged_ledger_is(tmp_path):
+    known = limited(tmp_path)
+    for name in known:
+        (tmp_path / f"{name}.ledger").write_text("{}")
+    with pytest.raises(TooFewAnswers, match="ledger cannot be used") as caught:
+        server_of("plain", privacy=PRIVATE, known=known, attempts=1).step()
+    assert str(tmp_path) not in str(caught.value)
+    assert all((tmp_path / f"{name}.ledger").read_text() == "{}" for name in known)

@@ -81,10 +81,20 @@ class RecordRound:
             raise BadArgument("ask", f"records are protected in float32 and float64, not in {task.dtype}")
         task.defence.check_records(model, task.loss)
         if self.ledger is not None:
-            self.ledger.charge(noise, rate)
+            self._charge(self.ledger, noise, rate)
         elif rate * records < least:  # without limits, the noise may be too small to hide a single record
             what = f"samples of about {rate * records:.3g} records are too small: this client's policy requires {least}"
             raise Aborted("policy", "ask", what)
+
+    def _charge(self, ledger: PrivacyLedger, noise: float, rate: float) -> None:
+        """Enter the round in the ledger; the server does not see why a ledger cannot be used, or where it is."""
+        try:
+            ledger.charge(noise, rate)
+        except BadArgument as error:
+            with contextlib.suppress(Exception):
+                print(f"fedveil: {error}", file=sys.stderr)
+            what = "this client's ledger cannot be used; its log has the reason"
+            raise Aborted("budget", "ledger", what) from None
 
     def sum(
         self,

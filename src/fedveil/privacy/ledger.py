@@ -17,8 +17,6 @@ from fedveil.privacy.accounting import composed_epsilon, milestone
 
 SCHEMA = 1
 MOST_KINDS = 64  # maximum number of different settings; each makes epsilon slower to compute
-
-
 Spent = dict[tuple[float, float], int]  # the number of rounds, by noise multiplier and sampling rate
 
 
