@@ -196,6 +196,12 @@ def test_what_cannot_be_private_is_refused_with_its_fix(build, text):
         build().step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_models_in_small_dtypes_are_refused(dtype):
+    with pytest.raises(BadArgument, match=r"model\.float\(\)"):
+        Federation(network().to(dtype), records(), "plain", privacy=Privacy(noise=1.0, rate=0.5))
+
+
 def test_factors_are_accepted_when_asked_for():
     own = private(defence=fedveil.Veil(decoys=2), privacy=Privacy(noise=1.0, allow_factors=True))
     assert own.step().figures["epsilon"] > 0

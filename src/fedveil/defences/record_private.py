@@ -89,6 +89,9 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
         """Refuse a model or a loss in which records influence one another."""
         refuse_coupling(loss)
         refuse_batch_norm(model)
+        if (dtype := next(model.parameters()).dtype) not in (torch.float32, torch.float64):
+            what = f"the model is in {dtype}, in which ordinary gradients overflow or vanish before they are clipped"
+            raise BadArgument("privacy", what, "use model.float()")
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PrivateServer[object, SumUpdate]:
         """Prepare the inner server; refuse a model or a loss in which records influence one another."""
