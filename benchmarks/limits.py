@@ -46,14 +46,14 @@ def federation(network: str, defence: str, limits: Limits | None) -> Federation:
 def server_part(run: Federation) -> Callable[[], object]:
     """What follows the answers of one round, again and again."""
     clients = list(range(CLIENTS))
-    own_round = run.defence_server.start_round(run.model, clients)
-    updates = run.answers(own_round.broadcast, clients)
+    defence_round = run.defence_server.start_round(run.model, clients)
+    updates = run.answers(defence_round.broadcast, clients)
     sizes = [float(size) for size in run.shards.sizes]
 
     def work() -> object:
         if run.limits is None:
-            return own_round.recover(updates, sizes)
-        return run._aggregate_limited(own_round, run.limits, clients, updates)
+            return defence_round.recover(updates, sizes)
+        return run._aggregate_limited(defence_round, run.limits, clients, updates)
 
     return work
 

@@ -90,10 +90,10 @@ affine map of the outputs to the client's own labels. On the command line, with 
 
 # %%
 values = {"data": "digits", "train_size": 300, "clients": 2, "epochs": 60, "loss": "squared_error"}
-asked = AttackRequest(configure(values), (f"{__name__}:Shifted",), AuditOptions(trials=5, server=False))
+request = AttackRequest(configure(values), (f"{__name__}:Shifted",), AuditOptions(trials=5, server=False))
 with tempfile.TemporaryDirectory() as folder:
-    results = gather(AUDIT, asked, Path(folder), workers=1)
-    shown = publish(AUDIT, asked, results, Path(folder), "this script")  # report.html, with every table
+    results = gather(AUDIT, request, Path(folder), workers=1)
+    shown = publish(AUDIT, request, results, Path(folder), "this script")  # report.html, with every table
 found = results[f"{__name__}:Shifted"].attackers
 for attacker, figures in {**found, "(undefended)": results["undefended"].attackers["as published"]}.items():
     share = figures.agreement.value

@@ -1,12 +1,12 @@
-"""A custom training loop that makes the calls of each round itself.
+"""A custom training loop that runs each step of a round itself.
 
 - Shows: analyse, perturb, client_step and recover instead of a Federation, with a custom loss function.
 - Who attacks: nobody here. What is protected: clients receive a perturbed model, never `model` itself.
 - Needs: pip install fedveil
 - Last line: test accuracy 94.7 %; relative error of the recovered gradient 5e-07
 
-`fedveil.Federation` does the same in one call. Write your own loop if you need something else, such as clients that
-come and go, several models, or a custom transport.
+`fedveil.Federation` does the same in one call. Write your own loop if you need, for example, clients that come
+and go, several models, or a custom transport.
 """
 
 import torch
@@ -44,7 +44,7 @@ for number in range(60):
     found = perturbation.recover(updates).gradients
     perturbation.release()
 
-    # For comparison, compute the gradient of all batches on the true model, which nobody can do in a real federation.
+    # For comparison, compute the true gradient on all batches, which is impossible in a real federation.
     pooled = [torch.cat(parts) for parts in zip(*batches, strict=True)]
     true = torch.autograd.grad(margin(model(pooled[0]), pooled[1]).mean(), list(model.parameters()))
     flat_true = torch.cat([gradient.flatten() for gradient in true])

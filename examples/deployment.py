@@ -1,6 +1,6 @@
 """Deployment: a server and two sites as separate processes on NVIDIA FLARE.
 
-- Shows: the parts of a deployed federation, which are a class for the server, a class for the sites, and a job.
+- Shows: the parts of a deployed federation: a class for the server, a class for the sites, and a job.
 - Who attacks: nobody here. What is protected: sites receive a perturbed model; their records never leave them.
 - Needs: pip install 'fedveil[nvflare]'
 - Last line: 40 rounds with 2 sites, each in a separate process: test accuracy 95.0 %
@@ -66,7 +66,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Start the processes, and then load the model that the server has written."""
+    """Start the processes, then load the model that the server has written."""
     with tempfile.TemporaryDirectory() as folder:
         simulate(Job("digits", Trainer(folder), Site(), sites=SITES), SITES, Path(folder) / "simulator")
         model = fedveil.load_model(folder, model=network())

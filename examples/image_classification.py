@@ -21,7 +21,7 @@ from fedveil.report import Picture
 """## The clients
 
 1,438 images of 8 x 8 pixels are divided among five clients. A Dirichlet split gives each of them a different mixture,
-as with real hospitals or banks: most clients have hardly any images of some digits. Another 359 images are for testing.
+as with real hospitals or banks: most clients have hardly any images of some digits. The other 359 are test images.
 """
 
 # %%
@@ -53,8 +53,8 @@ def train(defence: str) -> fedveil.Federation:
 
 plain, veil = train("plain"), train("veil")
 curves = zip(plain.history.curve("accuracy"), veil.history.curve("accuracy"), strict=True)
-for (number, without), (_, under) in list(curves)[::2]:
-    print(f"round {number:3}: test accuracy plain {100 * without:.1f} %, veil {100 * under:.1f} %")
+for (number, without), (_, veiled) in list(curves)[::2]:
+    print(f"round {number:3}: test accuracy plain {100 * without:.1f} %, veil {100 * veiled:.1f} %")
 
 # %% [markdown]
 """## What a client has
@@ -66,18 +66,18 @@ of the three models, with one row for each true digit and one column for each pr
 """
 
 # %%
-own_round = veil.defence_server.start_round(veil.model)
-broadcast = own_round.broadcast
+defence_round = veil.defence_server.start_round(veil.model)
+broadcast = defence_round.broadcast
 views = {
     "the server's model": veil.model,
     "as received by a client": fedveil.client_view(veil.model, broadcast),
     "public offset removed": fedveil.client_view(veil.model, broadcast, centred=True),
 }
-own_round.release()  # drop the secret of this broadcast, as after every round
+defence_round.release()  # drop the secret of this broadcast, as after every round
 
 
 def answers(model: nn.Module) -> Tensor:
-    """Return the digit that a model predicts for each test image."""
+    """Return the predicted digit for each test image."""
     with torch.no_grad():
         return model(data.test.inputs).argmax(1)
 
@@ -106,8 +106,8 @@ runs on two machines. Even after 180 rounds, the two models make the same predic
 
 # %%
 with torch.no_grad():
-    apart = (plain.model(data.test.inputs).softmax(1) - veil.model(data.test.inputs).softmax(1)).abs().max()
-print(f"largest difference of a probability: {apart:.1g}")
+    difference = (plain.model(data.test.inputs).softmax(1) - veil.model(data.test.inputs).softmax(1)).abs().max()
+print(f"largest difference between probabilities: {difference:.1g}")
 accuracy = [f"{run.defence.name} {100 * run.history.last['accuracy']:.1f} %" for run in (plain, veil)]
 same = 100 * (answers(plain.model) == answers(veil.model)).float().mean()
 print(f"accuracy: {', '.join(accuracy)}; the same answer for {same:.1f} % of the test images")

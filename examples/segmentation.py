@@ -17,12 +17,12 @@ RANGES = (4, 16), (4, 16), (3, 6)  # ranges of a shape's row, column and size
 
 
 def block(channels: int, out: int) -> nn.Module:
-    """Return a block of a convolution, a BatchNorm and a ReLU."""
+    """Build a block with a convolution, a BatchNorm and a ReLU."""
     return nn.Sequential(nn.Conv2d(channels, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
 
 
 class UNet(nn.Module):
-    """A U-Net with one level, which concatenates fine features with upsampled coarse ones."""
+    """A U-Net with one level, which concatenates fine and upsampled coarse features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,17 +36,17 @@ class UNet(nn.Module):
         return self.head(torch.cat([fine, self.coarse(fine)], 1))
 
 
-def shapes(count: int, chance: torch.Generator) -> tuple[Tensor, Tensor]:
+def shapes(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw noisy images of a disc with a cross on top, and return them with the class of every pixel."""
     rows, columns = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
     classes = torch.zeros(count, SIDE, SIDE, dtype=torch.long)
     for label in (1, 2):
-        top, left, size = (torch.randint(low, high, (count, 1, 1), generator=chance) for low, high in RANGES)
+        top, left, size = (torch.randint(low, high, (count, 1, 1), generator=generator) for low, high in RANGES)
         down, across = (rows - top).abs(), (columns - left).abs()
         disc = down**2 + across**2 <= size**2
         cross = (torch.minimum(down, across) <= 1) & (torch.maximum(down, across) <= size + 1)
         classes[disc if label == 1 else cross] = label
-    images = (classes > 0).float() + 0.2 * torch.randn(classes.shape, generator=chance)
+    images = (classes > 0).float() + 0.2 * torch.randn(classes.shape, generator=generator)
     return images.unsqueeze(1), classes
 
 
@@ -56,9 +56,9 @@ def mean_iou(answers: Tensor, classes: Tensor) -> float:
     return sum(float((found & true).sum() / (found | true).sum()) for found, true in pairs) / len(pairs)
 
 
-chance = torch.Generator().manual_seed(0)
-clients = [DataLoader(TensorDataset(*shapes(count, chance)), batch_size=16) for count in (200, 150, 100)]
-images, classes = shapes(100, chance)
+generator = torch.Generator().manual_seed(0)
+clients = [DataLoader(TensorDataset(*shapes(count, generator)), batch_size=16) for count in (200, 150, 100)]
+images, classes = shapes(100, generator)
 iou, right = [], []
 for defence in ("plain", "veil"):
     torch.manual_seed(0)  # start both from the same weights

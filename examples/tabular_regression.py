@@ -52,5 +52,5 @@ with tempfile.TemporaryDirectory() as folder:
     data = load("csv", path=path, target="progression", missing="impute")
 print(data, *data.notes, sep="\n")
 guess = float(data.original_units(data.test.targets).sub(data.original_units(torch.zeros(1))).pow(2).mean().sqrt())
-told = ", ".join(f"{defence} {train(defence, data):.1f}" for defence in ("plain", "veil"))
-print(f"RMSE on new patients: {told}; always predicting the mean {guess:.1f}")
+errors = ", ".join(f"{defence} {train(defence, data):.1f}" for defence in ("plain", "veil"))
+print(f"RMSE on new patients: {errors}; always predicting the mean {guess:.1f}")

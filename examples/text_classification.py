@@ -18,14 +18,14 @@ THINGS = ("film", "book", "song", "meal", "hotel", "teacher", "phone", "garden",
 NEGATIONS, DEGREES = ("not", "never", "hardly"), ("", "very", "rather", "truly")
 GOOD = ("good", "great", "lovely", "clever", "funny", "warm", "brilliant", "charming")
 BAD = ("bad", "awful", "boring", "weak", "rude", "cold", "terrible", "clumsy")
-LENGTH = 10  # number of words in the longest sentence
+LENGTH = 10  # maximum number of words in a sentence
 
 
-def sentence(chance: random.Random) -> tuple[str, int]:
+def sentence(rng: random.Random) -> tuple[str, int]:
     """Return a random sentence, and 1 if it is praise or 0 if not."""
-    praise, negated = chance.random() < 0.5, chance.random() < 0.5
-    start, negation = chance.choice(OPENINGS).format(chance.choice(THINGS)), chance.choice(NEGATIONS) * negated
-    words = start, negation, chance.choice(DEGREES), chance.choice(GOOD if praise != negated else BAD)
+    praise, negated = rng.random() < 0.5, rng.random() < 0.5
+    start, negation = rng.choice(OPENINGS).format(rng.choice(THINGS)), rng.choice(NEGATIONS) * negated
+    words = start, negation, rng.choice(DEGREES), rng.choice(GOOD if praise != negated else BAD)
     return " ".join(filter(None, words)), int(praise)
 
 
@@ -48,18 +48,18 @@ class Transformer(nn.Module):
     def __init__(self, words: int) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(words, 24), nn.Linear(24, 2)
-        self.places = nn.Parameter(0.1 * torch.randn(LENGTH, 24))
+        self.positions = nn.Parameter(0.1 * torch.randn(LENGTH, 24))
         self.block = nn.TransformerEncoderLayer(24, 4, 48, dropout=0.0, batch_first=True, norm_first=True)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return two logits per sentence."""
-        return self.head(self.block(self.embedding(ids) + self.places).mean(1))
+        return self.head(self.block(self.embedding(ids) + self.positions).mean(1))
 
 
-chance = random.Random(0)
-praise = dict(sentence(chance) for _ in range(1500))  # duplicates are dropped
-number = {word: place for place, word in enumerate(["", *sorted(set(" ".join(praise).split()))])}
-ids = torch.tensor([[0] * (LENGTH - len(s.split())) + [number[word] for word in s.split()] for s in praise])
+rng = random.Random(0)
+praise = dict(sentence(rng) for _ in range(1500))  # duplicates are dropped
+index = {word: i for i, word in enumerate(["", *sorted(set(" ".join(praise).split()))])}
+ids = torch.tensor([[0] * (LENGTH - len(s.split())) + [index[word] for word in s.split()] for s in praise])
 targets = torch.tensor([*praise.values()])
 test, clients = (ids[:400], targets[:400]), [(ids[k::3], targets[k::3]) for k in (400, 401, 402)]
 
@@ -67,14 +67,14 @@ test, clients = (ids[:400], targets[:400]), [(ids[k::3], targets[k::3]) for k in
 def accuracy(network: type[nn.Module], defence: str) -> str:
     """Train a network with three clients, and return its accuracy on sentences that none of them has."""
     torch.manual_seed(0)  # plain and veil start from the same weights
-    model = network(len(number))
+    model = network(len(index))
     federation = fedveil.Federation(model, clients, defence, torch.optim.Adam(model.parameters(), lr=1e-2))
     return f"{100 * federation.fit(epochs=12, test=test).last['accuracy']:.1f} %"
 
 
 networks = {"LSTM": Lstm, "transformer": Transformer}
 for name, network in networks.items():
-    shares = fedveil.analyse(network(len(number)), ids[:2]).shares
+    shares = fedveil.analyse(network(len(index)), ids[:2]).shares
     print(f"{name}, coverage:", ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in shares.items()))
-told = [f"{name} plain {accuracy(own, 'plain')}, veil {accuracy(own, 'veil')}" for name, own in networks.items()]
-print(f"accuracy: {'; '.join(told)}")
+results = [f"{name} plain {accuracy(net, 'plain')}, veil {accuracy(net, 'veil')}" for name, net in networks.items()]
+print(f"accuracy: {'; '.join(results)}")

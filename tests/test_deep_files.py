@@ -62,7 +62,7 @@ def test_the_records_in_a_checkpoint_are_refused_and_the_holder_of_a_lock_is_ano
     (tmp_path / ".holder").write_text(JSON)
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(BadArgument, match="another process is working in this folder"):
+        with pytest.raises(BadArgument, match="another process is using this folder"):
             federation().save(tmp_path)
 
 

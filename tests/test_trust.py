@@ -72,7 +72,7 @@ def run(tmp_path):
 def test_a_folder_that_names_code_runs_none_of_it(sprung, run, key, tmp_path, capsys):
     folder = run(key)
     for read in (open_run, read_config):
-        with pytest.raises(BadArgument, match=rf"config.json: {key} = '{KEYS[key]}' names code"):
+        with pytest.raises(BadArgument, match=rf"config.json: {key} = '{KEYS[key]}' refers to code"):
             read(folder)
     out = ["--out", str(tmp_path / "out")]
     attacks = [["attack", name, "--run", str(folder), *out] for name in ("membership", "gradients")]
@@ -95,7 +95,7 @@ def test_a_file_that_names_code_runs_it_only_if_it_is_asked_to(sprung, key, tmp_
     words = ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out")]
     for more in ([], ["--out", key]):  # a value is not a flag
         assert main([*words, *more]) == 2
-        assert f"run.toml: {key} = '{KEYS[key]}' names code" in capsys.readouterr().err
+        assert f"run.toml: {key} = '{KEYS[key]}' refers to code" in capsys.readouterr().err
     path = ["--data", "csv", "--target", "y", "--path", "trap:data"]  # a path is only a path
     assert main(["train", *path, "--out", str(tmp_path / "o")]) == 2
     assert not sprung()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
-from fedveil.report.axes import ChartAxis, linear
+from fedveil.report.axes import ChartAxis, linear_axis
 
 LABELS, PANEL, GAP, COST = 142, 126, 36, 66  # widths
 ROW, HEAD, FOOT = 26, 92, 40  # heights
@@ -85,7 +85,7 @@ def panels(rows: Mapping[str, Any], metric: str) -> list[Panel]:
     inferred = [interval_marks(own[own["best"]]["auc"], own["from"] == label) for label, own in final.items()]
     top = max(60.0, *(mark.high or 0.0 for own in inferred for mark in own))
     constant = next(row["copy"]["constant"][0] for row in rows.values() if "copy" in row)
-    everything = linear(0, 100, max_intervals=2, extend=True)
+    everything = linear_axis(0, 100, max_intervals=2, extend=True)
     copies, rebuilt = ([marks(label, row) for label, row in rows.items()] for marks in (copy_marks, server_marks))
     return [
         Panel(("The model", f"test {'AUC' if metric == 'auc' else metric}, %"), _axis(low, 100), None, quality),
@@ -96,7 +96,7 @@ def panels(rows: Mapping[str, Any], metric: str) -> list[Panel]:
 
 
 def _axis(low: float, high: float) -> ChartAxis:
-    return linear(low, high, max_intervals=3, extend=True)
+    return linear_axis(low, high, max_intervals=3, extend=True)
 
 
 def _scaled(values: Sequence[float]) -> list[float]:

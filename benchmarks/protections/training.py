@@ -117,10 +117,10 @@ def message_sizes(federation: Federation) -> tuple[int, int]:
         sizes["down"] += clients * len(to_bytes("ask", *codec.encode_broadcast(broadcast)))
         sizes["up"] += sum(len(to_bytes("answer", *codec.encode_update(update))) for update in updates)
 
-    def count_masked(number, own_round, members, terms, channels):  # type: ignore[no-untyped-def]
-        values, tensors = codec.encode_broadcast(own_round.broadcast)
+    def count_masked(number, defence_round, members, terms, channels):  # type: ignore[no-untyped-def]
+        values, tensors = codec.encode_broadcast(defence_round.broadcast)
         sizes["down"] += clients * len(to_bytes("ask", {**values, "secure": terms.values()}, tensors))
-        digest, uploads = ask_masked(number, own_round, members, terms, channels)
+        digest, uploads = ask_masked(number, defence_round, members, terms, channels)
         return digest, count_replies(uploads)
 
     def count_step(step, own, channels, timeout=None):  # type: ignore[no-untyped-def]

@@ -50,10 +50,10 @@ __all__ = [
 ]
 
 # the module that defines each public name; names that are not listed are in fedveil.scheme
-_HOMES = {"FedveilError": "errors", "Privacy": "privacy", "Veil": "defences", "load_model": "runs.folder"}
-_HOMES |= dict.fromkeys(("Federation", "History", "Limits"), "federation")
-_HOMES["measure_epsilon"] = "attacks.canaries"
-_HOMES |= dict.fromkeys(("Plan", "Symmetry", "analyse"), "graph")
+_MODULES = {"FedveilError": "errors", "Privacy": "privacy", "Veil": "defences", "load_model": "runs.folder"}
+_MODULES |= dict.fromkeys(("Federation", "History", "Limits"), "federation")
+_MODULES["measure_epsilon"] = "attacks.canaries"
+_MODULES |= dict.fromkeys(("Plan", "Symmetry", "analyse"), "graph")
 
 
 def __getattr__(name: str) -> object:
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         return metadata.version("fedveil")
     if name in __all__:
-        return getattr(import_module(f"fedveil.{_HOMES.get(name, 'scheme')}"), name)
+        return getattr(import_module(f"fedveil.{_MODULES.get(name, 'scheme')}"), name)
     try:
         if not name.startswith("_"):
             return import_module(f"fedveil.{name}")

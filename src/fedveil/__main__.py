@@ -1,4 +1,4 @@
-"""Entry point of `python -m fedveil`. Removes the working directory, which Python puts first on the import path."""
+"""Entry point for `python -m fedveil`; first removes the working directory from the front of `sys.path`."""
 
 import os
 import sys

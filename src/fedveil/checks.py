@@ -1,4 +1,4 @@
-"""Argument checks. Each returns the value, or raises BadArgument with the same wording for the same mistake."""
+"""Argument checks. Each check returns the value or raises BadArgument, with the same wording for the same mistake."""
 
 import difflib
 import math
@@ -9,7 +9,7 @@ from fedveil.errors import BadArgument
 
 
 def check_choice(where: str, name: str, value: str, allowed: Iterable[str]) -> str:
-    """Check that a value is one of the allowed strings; the error suggests the closest one.
+    """Check that a value is one of the allowed strings; the error suggests the closest match.
 
     >>> check_choice("load", "task", "regression", ("classification", "regression"))
     'regression'
@@ -38,7 +38,7 @@ def check_integer(where: str, name: str, value: object) -> int:
 
 
 def check_boolean(where: str, name: str, value: object) -> bool:
-    """Check that a value is a bool; a string such as "no" is refused because it would count as True."""
+    """Check that a value is a bool; a string such as "no" is refused because it would be truthy."""
     if type(value) is not bool:
         raise BadArgument(where, f"{name} must be True or False, got {value!r:.60}", f"use {name}=True or {name}=False")
     return value

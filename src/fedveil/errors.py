@@ -10,7 +10,7 @@ FedveilError
 ├── ModelMismatch        the model differs from the one that was analysed or broadcast
 ├── Diverged             training diverged to NaN or infinity
 ├── TooFewAnswers        too few clients sent a valid reply in a round, even after all attempts
-├── Aborted              secure aggregation stopped rather than reveal an update; `reason` says why
+├── Aborted              secure aggregation stopped rather than reveal an update; see `reason`
 └── UpdateRefused        an update cannot be aggregated; the message names the client and the tensor
     ├── StaleUpdate      it was computed for another round
     ├── ForeignUpdate    it was computed for another model
@@ -74,7 +74,7 @@ class Aborted(FedveilError):
     """Secure aggregation stopped rather than reveal an update.
 
     Attributes:
-        reason: the cause, as a key of `fedveil.secagg.REASONS`.
+        reason: the cause: a key of `fedveil.secagg.REASONS`.
     """
 
     def __init__(self, reason: str, where: str, what: str, fix: str | None = None) -> None:
@@ -95,15 +95,15 @@ class ForeignUpdate(UpdateRefused):
 
 
 class IncompleteUpdate(UpdateRefused):
-    """An update lacks a tensor."""
+    """An update is missing a tensor."""
 
 
 class MisshapenUpdate(UpdateRefused):
-    """A tensor of an update has the wrong shape or dtype."""
+    """A tensor in an update has the wrong shape or dtype."""
 
 
 class NonFiniteUpdate(UpdateRefused):
-    """A tensor of an update contains NaN or infinity."""
+    """A tensor in an update contains NaN or infinity."""
 
 
 class ExcessiveUpdate(UpdateRefused):

@@ -12,7 +12,7 @@ from fedveil.errors import BadArgument
 
 OWNER = 0o600  # file mode for private files: only the owner may read and write them
 PART = ".part"  # suffix of a file that is being written
-_FIX = "choose another folder, free space on the disk, or change permissions"
+_FIX = "choose another folder, free up disk space, or change the permissions"
 
 
 @contextlib.contextmanager
@@ -27,10 +27,10 @@ def convert_os_errors(path: Path | str, action: str = "written", fix: str = _FIX
 
 @contextlib.contextmanager
 def require_memory(where: str, what: str, fix: str, needed: int | None = None) -> Iterator[None]:
-    """Raise a FedveilError with the amount of memory needed, if the machine does not have enough.
+    """Raise a FedveilError that states how much memory is needed if the machine does not have enough.
 
     Args:
-        where: the location to name in the error.
+        where: the location to report in the error.
         what: the objects that need the memory, as a plural noun.
         fix: the fix to suggest in the error.
         needed: number of bytes, if known. If the machine has less memory, the error is raised immediately.
@@ -89,7 +89,8 @@ def write_atomically(
                 os.replace(partial, path)
         except FileExistsError:
             partial.unlink(missing_ok=True)
-            raise BadArgument(str(path), "this file exists and is not overwritten", "choose another name") from None
+            what = "the file already exists and will not be overwritten"
+            raise BadArgument(str(path), what, "choose another name") from None
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
@@ -113,6 +114,6 @@ def flush_folder(folder: Path) -> None:
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove incomplete files that killed processes left in a folder; no other process may be writing there."""
+    """Remove incomplete files that killed processes left behind in a folder; no other process may be writing there."""
     for partial in folder.glob(f".*{PART}"):
         partial.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Lock folders, so that each has one writer. The operating system releases the lock if its process is killed."""
+"""Lock folders, so that each has only one writer. The operating system releases a lock if its process is killed."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ HELD: ContextVar[frozenset[tuple[int, Path]]] = ContextVar("held", default=froze
 def lock_folder(folder: Path) -> Iterator[None]:
     """Lock a folder while this thread writes to it; calls may be nested.
 
-    If the call creates the folder and nothing is written to it, the folder is removed again.
+    If the call creates the folder and nothing is written to it, the folder is removed on exit.
     """
     key = os.getpid(), folder.resolve()
     if key in HELD.get():
@@ -36,8 +36,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
         try:
             lock.acquire()
         except Timeout:
-            fix = "wait until it has finished, or choose another folder"
-            raise BadArgument(str(folder), f"{_describe_holder(folder)} is working in this folder", fix) from None
+            fix = "wait until it finishes, or choose another folder"
+            raise BadArgument(str(folder), f"{_describe_holder(folder)} is using this folder", fix) from None
     token = HELD.set(HELD.get() | {key})
     try:
         with convert_os_errors(folder):
@@ -51,11 +51,11 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse symbolic links in place of the lock's files, because they may point to any of the user's files."""
+    """Refuse symbolic links in place of the lock files, because they may point to any of the user's files."""
     for path in (folder / LOCK, folder / HOLDER):
         if path.is_symlink():
             fix = "remove it, or choose another folder"
-            raise BadArgument(str(path), "it is a link, not a regular file", fix)
+            raise BadArgument(str(path), "it is a symbolic link, not a regular file", fix)
 
 
 def _write_holder(path: Path) -> None:

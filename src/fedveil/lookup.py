@@ -26,23 +26,23 @@ def import_object(spec: str, kind: str, example: str) -> object:
     if "/" in path or path.endswith(".py"):
         dotted = ".".join(Path(path).with_suffix("").parts).lstrip(".")
         what = f"{path} is a file, but {kind} must be given as package.module:name"
-        raise BadArgument(spec, what, f"use {dotted}:{name}, and run it where `import {dotted}` works")
+        raise BadArgument(spec, what, f"use {dotted}:{name}, and run Fedveil where `import {dotted}` works")
     if path.partition(".")[0] != "fedveil":
         _search_working_directory()
     try:
         module: object = importlib.import_module(path)
     except ImportError as error:
-        raise BadArgument(spec, f"cannot import {path}: {error}", f"run it where `import {path}` works") from error
+        raise BadArgument(spec, f"cannot import {path}: {error}", f"run Fedveil where `import {path}` works") from error
     try:
         return attrgetter(name)(module)
     except AttributeError as error:
         near = difflib.get_close_matches(name, [known for known in vars(module) if not known.startswith("_")], 1, 0.5)
         fix = f"use {path}:{near[0]}" if near else f"use a name that {path} defines"
-        raise BadArgument(spec, f"module {path} has no {name!r}", fix) from error
+        raise BadArgument(spec, f"module {path} has no attribute {name!r}", fix) from error
 
 
 def _search_working_directory() -> None:
-    """Append the working directory to `sys.path`, where its files cannot hide installed modules."""
+    """Append the working directory to `sys.path`, where its files cannot shadow installed modules."""
     here = str(Path.cwd())
     if not {here, ""} & set(sys.path):
         sys.path.append(here)

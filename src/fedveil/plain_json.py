@@ -1,4 +1,4 @@
-"""Write JSON without NaN or infinity, so that any program can read it; read JSON and TOML files, even damaged ones."""
+"""Write JSON without NaN or infinity, so that any program can read it; read JSON and TOML with clear errors."""
 
 import json
 import math
@@ -20,7 +20,7 @@ def to_json(value: Any, indent: int | None = None, *, exact: bool = False) -> st
     Args:
         value: any value that `json.dumps` accepts.
         indent: number of spaces per level; by default, everything is on one line.
-        exact: write infinity and NaN as strings such as "inf", which pydantic reads as numbers; by default, as null.
+        exact: write infinity and NaN as strings such as "inf", which pydantic reads as numbers; if False, as null.
 
     >>> to_json({"loss": math.inf, "rounds": 3}), to_json([math.nan, -math.inf], exact=True)
     ('{"loss": null, "rounds": 3}', '["nan", "-inf"]')
@@ -28,21 +28,21 @@ def to_json(value: Any, indent: int | None = None, *, exact: bool = False) -> st
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
     except ValueError:  # it contains infinity or NaN
-        return json.dumps(_replace_infinite(value, exact), indent=indent, allow_nan=False)
+        return json.dumps(_replace_nonfinite(value, exact), indent=indent, allow_nan=False)
 
 
-def _replace_infinite(value: Any, exact: bool) -> Any:
+def _replace_nonfinite(value: Any, exact: bool) -> Any:
     if isinstance(value, dict):
-        return {key: _replace_infinite(inner, exact) for key, inner in value.items()}
+        return {key: _replace_nonfinite(inner, exact) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_replace_infinite(inner, exact) for inner in value]
+        return [_replace_nonfinite(inner, exact) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value)) if exact else None
     return value
 
 
 def parse_json(where: str, text: str) -> Any:
-    """Parse a JSON text; `where` names it in errors.
+    """Parse JSON text; `where` identifies it in errors.
 
     >>> parse_json("config.json", "[1, 2")
     Traceback (most recent call last):

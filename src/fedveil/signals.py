@@ -12,12 +12,12 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit code
 
 
 class Termination(KeyboardInterrupt):
-    """Raised on SIGTERM; ends a command in the same way as Ctrl-C."""
+    """Raised on SIGTERM; ends a command the way Ctrl-C does."""
 
 
 @contextlib.contextmanager
 def handle(number: signal.Signals, handler: Handler) -> Iterator[None]:
-    """Replace a signal's handler temporarily. Does nothing outside the main thread, which alone handles signals."""
+    """Replace a signal's handler temporarily. Does nothing outside the main thread, which handles all signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -28,7 +28,7 @@ def handle(number: signal.Signals, handler: Handler) -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL if before is None else before)  # None: the handler was not set from Python
 
 
-def end_at_once() -> AbstractContextManager[None]:
+def kill_on_interrupt() -> AbstractContextManager[None]:
     """Let Ctrl-C kill the process during imports, because torch turns KeyboardInterrupt into other exceptions."""
     return handle(signal.SIGINT, signal.SIG_DFL)
 

@@ -36,8 +36,8 @@ def from_bytes(data: bytes, kind: str, max_tensors: int | None = None, max_heade
     Args:
         data: the message.
         kind: the expected kind.
-        max_tensors: maximum number of tensors, or None for a trusted message. Larger messages are refused before they
-            are decoded, as are messages with a larger header or with integers of more than 64 bits.
+        max_tensors: maximum number of tensors, or None for a trusted message. Messages with more tensors, too large a
+            header or integers of more than 20 digits are refused before their tensors are decoded.
         max_header: maximum number of bytes for the values, if `max_tensors` is given.
     """
     size = int.from_bytes(data[:8], "little")
@@ -47,7 +47,7 @@ def from_bytes(data: bytes, kind: str, max_tensors: int | None = None, max_heade
         if size > len(data) - 8:
             raise ValueError
         raw = data[8 : 8 + size]
-        # the entry of a tensor has 3 lists and dicts
+        # each tensor's entry contains 3 lists and dicts
         if max_tensors is not None and raw.count(b"[") + raw.count(b"{") > MAX_NESTED + 3 * max_tensors:
             raise BadArgument(kind, f"its header has too many lists and dicts for {max_tensors} tensors")
         names = json.loads(raw)
@@ -61,7 +61,7 @@ def from_bytes(data: bytes, kind: str, max_tensors: int | None = None, max_heade
         values = dict(top["values"])
     except BadArgument:
         raise
-    except Exception as error:  # safetensors and json raise many types for invalid data
+    except Exception as error:  # safetensors and json raise many exception types for invalid data
         what = f"it cannot be read: {type(error).__name__}"
         raise BadArgument(kind, what, "send a message that Fedveil encoded") from error
     if found != (kind, FORMAT):
@@ -81,7 +81,7 @@ _BOUNDED = json.JSONDecoder(parse_int=_parse_integer)
 
 
 def read_kind(data: bytes) -> str:
-    """Return the kind of a message, which its first bytes contain; "" if the data are not a message."""
+    """Return the kind of a message from its first bytes, or "" if the data are not a message."""
     found = HEAD_PATTERN.match(data, 8, 8 + MAX_ENTRY)
     return found[1].decode() if found else ""
 
@@ -135,6 +135,6 @@ def add_prefix(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def strip_prefix(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return the tensors whose names start with the prefix, without the prefix; the inverse of `add_prefix`."""
+    """Return the tensors whose names start with the prefix, and strip it; the inverse of `add_prefix`."""
     start = prefix + "/"
     return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}

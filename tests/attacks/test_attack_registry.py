@@ -53,7 +53,7 @@ def test_a_record_keeps_its_attackers_or_names_those_of_another_package_or_gets_
     assert find_attackers(harder) is OWN
     monkeypatch.setitem(registry._KNOWN, "harder", harder)
     assert {f"{__name__}:OWN", __name__} <= set(list_specs(config_of(defence="harder")))
-    for name, why in (("fail", "it is function, not"), ("NONE", "has no 'NONE'")):
+    for name, why in (("fail", "Attackers, got function"), ("NONE", "has no attribute 'NONE'")):
         with pytest.raises(BadArgument, match=why):
             find_attackers(dataclasses.replace(harder, attackers=f"{__name__}:{name}"))
 
@@ -77,4 +77,4 @@ def test_each_rebuilder_applies_or_says_why_not(monkeypatch):
     assert left_out == {**BUGGY, "sketches": "the first layer is not sketched"}
     psnr, left_out = rebuild(lambda share, what: None, config_of(data="digits", defence="plain", bias=False), DIGITS, 1)
     assert not psnr
-    assert left_out[PUBLISHED].startswith("the network does not start with a Linear with a bias")
+    assert left_out[PUBLISHED].startswith("the first layer of the network is not a Linear with a bias")

@@ -164,8 +164,8 @@ def test_the_claim_of_another_package_is_measured(defence, named):
 @pytest.mark.parametrize(
     ("named", "why"),
     [
-        ({"rounds": 3}, "does not protect single records"),
-        ({"privacy": Privacy(noise=1.0, unit="client"), "rounds": 3}, "does not protect single records"),
+        ({"rounds": 3}, "does not protect individual records"),
+        ({"privacy": Privacy(noise=1.0, unit="client"), "rounds": 3}, "does not protect individual records"),
         ({"privacy": Privacy(noise=1.0, rate=0.1)}, "the number of rounds is missing"),
         ({"rounds": 3, "claimed": 1.0, "canaries": 2}, "canaries must be"),
     ],

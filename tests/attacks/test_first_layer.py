@@ -59,7 +59,7 @@ def test_ppdl_s_noise_averages_out_over_rounds_and_its_selection_hides_little(se
 def test_networks_and_rounds_that_do_not_fit_are_refused():
     veiled, plain = (observe_digits(one, batch=65)[0] for one in (Veil(entropy=Entropy.for_tests(0)), Plain()))
     for call, given, why in (
-        (first_layer.first_linear, cnn(1, 10, size=8), "does not start with a Linear"),
+        (first_layer.first_linear, cnn(1, 10, size=8), "is not a Linear with a bias"),
         (first_layer.rebuild_veiled_record, veiled, "the attacker's 65 records span all directions"),
         (first_layer.rebuild_veiled_record, plain, "not veiled"),
         (first_layer.rebuild_selected_record, dataclasses.replace(plain, rounds=plain.rounds[-1:]), "two broadcasts"),

@@ -122,9 +122,9 @@ def test_a_record_comes_from_a_dense_first_layer_or_by_a_search_for_an_image(mon
 
 def test_a_search_needs_images_with_classes_and_calibration_labels_and_a_row_of_finite_outputs():
     model = built(lambda: nn.Sequential(nn.Linear(12, 8, bias=False), nn.Linear(8, OUTPUTS)))
-    with pytest.raises(DoesNotApply, match="does not start with a Linear with a bias, and records are not images"):
+    with pytest.raises(DoesNotApply, match="the network is not a Linear with a bias, and records are not images"):
         rebuild_record(observe_plain(model, (12,))[0])
-    with pytest.raises(DoesNotApply, match="needs classes"):
+    with pytest.raises(DoesNotApply, match="needs class labels"):
         invert_gradient(observe_models([network()], torch.rand(3, 1, 8, 8), torch.rand(3, 1)), "it is convolutional")
     model, broken = network(), network()
     nn.init.constant_(broken[-1].bias, float("nan"))

@@ -144,7 +144,7 @@ def test_networks_fit_their_images(size, channels):
 
 @pytest.mark.parametrize(
     ("count", "size", "why"),
-    [*((2, size, f"{size} pixels per side") for size in (4, 28, 48)), (1, 8, "at least 2 images")],
+    [*((2, size, f"a side length of {size} pixels") for size in (4, 28, 48)), (1, 8, "at least 2 images")],
 )
 def test_sizes_that_doubling_does_not_reach_and_single_images_are_refused(count, size, why):
     with pytest.raises(BadArgument, match=why):

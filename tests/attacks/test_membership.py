@@ -114,12 +114,12 @@ def test_every_record_is_in_half_of_the_shadows(records, pairs, seed):
 def test_shadows_that_do_not_fit_are_refused(pool):
     own = pool["shadows"]
     for call, why in (
-        (lambda: halves(10, 3, torch.Generator()), "the number must be even, got 3"),
+        (lambda: halves(10, 3, torch.Generator()), "the number of shadows must be even, got 3"),
         (lambda: Shadows(own.outputs[:1], own.inside[:1], own.targets, own.loss), "a record is in every shadow"),
         (lambda: Shadows(own.outputs[:3], own.inside, own.targets, own.loss), "4 shadows and 400 records"),
         (
             lambda: shadow_scores(own.outputs[0], replace(own, inside=own.inside & False), [0], include_lira=True),
-            "a record is in none of the shadows",
+            "a record is not in any shadow",
         ),
         (lambda: replace(own, loss=LogCosh()).temperature, "log_cosh does not define class probabilities"),
     ):

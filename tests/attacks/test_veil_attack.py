@@ -11,7 +11,7 @@ from torch import nn
 
 from fedveil.attacks import veil
 from fedveil.attacks.observation import DoesNotApply
-from fedveil.attacks.veil import Heads, fit_noise, fit_own_labels, remove_noise, remove_offset
+from fedveil.attacks.veil import CanonicalHead, fit_noise, fit_own_labels, remove_noise, remove_offset
 from fedveil.defences import Plain, Veil
 from fedveil.federation.evaluate import predict
 from fedveil.scheme import CrossEntropy, Entropy, SquaredError
@@ -96,7 +96,7 @@ def test_while_the_model_moves_the_error_is_about_as_large_as_a_step(name, group
 def test_two_broadcasts_of_different_rounds_are_needed_and_no_record(monkeypatch):
     model, observed = veiled("mlp", groups=OUTPUTS)
     for count in (1, 2):
-        with pytest.raises(DoesNotApply, match="two broadcasts of different rounds"):
+        with pytest.raises(DoesNotApply, match="two broadcasts from different rounds"):
             remove_noise(dataclasses.replace(observed, rounds=observed.rounds[-1:] * count))
     blind = {"inputs": torch.zeros_like(observed.inputs), "targets": torch.zeros_like(observed.targets)}
     found = remove_noise(dataclasses.replace(observed, **blind))
@@ -117,7 +117,7 @@ def plant(rounds, groups, generator, *, redraw=True, drift=0.0, uneven=1.0):
     values, noise, sizes, heads = draw(60), draw(groups, 60), draw(rounds, groups), []
     for size in sizes:
         noise = draw(groups, 60) if redraw else noise
-        heads.append(Heads(values + size @ noise, noise))
+        heads.append(CanonicalHead(values + size @ noise, noise))
         values = values + drift * draw(60) * torch.tensor([uneven, 1.0]).repeat_interleave(30)
     return heads, sizes
 

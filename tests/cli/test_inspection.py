@@ -40,13 +40,13 @@ class Both(nn.Module):
 def test_inspect_prints_axes_symmetry_coverage_and_limits_as_text_and_as_json(capsys):
     assert main(["inspect", MODEL, "--input", "3,8,8"]) == 0
     text = capsys.readouterr().out
-    assert "Plan of Sequential: 1,570 parameters: 92.9% scaled or with additive noise, 7.1% changed in sign" in text
+    assert "Plan of Sequential: 1,570 parameters: 92.9% scaled or with additive noise, 7.1% with changed signs" in text
     assert "the final layer, 4 with 10 outputs, receives additive noise" in text
     assert "  1.weight           4  positive  2 (ReLU): it lets only positive factors through\n" in text
     assert main(["inspect", MODEL, "--input", "3,8,8", "--eval"]) == 0
     assert "  0.weight           4  any" in capsys.readouterr().out
     assert main(["inspect", f"{HERE}:sigmoid", "--input", "3", "--head", "exposed"]) == 0
-    assert "HEAD EXPOSED: no additive noise, clients see the true predictions" in capsys.readouterr().out
+    assert "HEAD EXPOSED: no additive noise; clients see the true predictions" in capsys.readouterr().out
     assert main(["inspect", MODEL, "--input", "3,8,8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["coverage"], plan["known"]["names"], plan["head"]) == (1.0, ["1.weight"], "4")
@@ -79,7 +79,7 @@ def test_sizes_names_and_types_make_what_forward_takes():
         ("builtins:dict", ["3"], ["returned dict, not a torch.nn.Module"]),
         (f"{HERE}:headless", ["3"], ["Sequential: no layer can take additive noise"]),
         ("./nets.py:Net", ["3"], ["./nets.py is a file", "nets:Net"]),
-        ("torch.nn:Identiti", ["3"], ["module torch.nn has no 'Identiti'", "torch.nn:Identity"]),
+        ("torch.nn:Identiti", ["3"], ["module torch.nn has no attribute 'Identiti'", "torch.nn:Identity"]),
         (MODEL, ["3,x"], ["--input 3,32,32"]),
         (MODEL, ["ids=5:int", "3"], ["some arguments are named and some are not"]),
         (MODEL, ["ids=5", "ids=5"], ["ids is given twice"]),

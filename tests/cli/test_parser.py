@@ -126,12 +126,12 @@ def test_help_names_every_command_and_attack(capsys):
         (["train", "."], ["this is a folder, not a file", "--resume to continue it"]),
         (["train", "--split", "column"], ["Fix: use 'iid' or 'dirichlet': 'digits' has no columns"]),
         (["inspect", "tests.cli.test_inspection:small"], ["--input: no input is given"]),
-        (["reproduce"], ["no table or figure is named", "table1"]),
+        (["reproduce"], ["no table or figure is given", "table1"]),
         (["compare", "--defences", "plain,viel"], ["there is no defence 'viel'", "use 'veil'"]),
         (["attack", GUESS, "--defence", "plain", "--workers", "0"], ["--workers", "at least 1, got 0"]),
         (["attack", GUESS, "--defence", "plain", "--run", "here"], ["the defence of a run cannot be changed"]),
         (["data", "gte"], ["gte", "list", "get"]),
-        (["data", "get"], ["no data set is named"]),
+        (["data", "get"], ["no data set is given"]),
     ],
 )
 def test_misuse_is_refused_with_the_flag_and_what_is_allowed(words, texts, capsys, tmp_path, monkeypatch):

@@ -114,7 +114,7 @@ def test_flags_toml_and_a_pasted_command_mean_the_same(houses):
             FLAGS[:4],
             ["the column to predict is not specified", "with one of id, size in m2, zip, region, label, stars, price"],
         ),
-        (FLAGS, ["houses.csv, line 9, column 'size in m2': 'NA' means missing", "3 in 1 column", "--missing drop"]),
+        (FLAGS, ["houses.csv, line 9, column 'size in m2': 'NA' counts as missing", "3 in 1 column", "--missing drop"]),
         ([*TABLE, "--loss", "cross_entropy"], ["cross_entropy compares classes, but the model has one output"]),
         ([*TABLE, "--label-smoothing", "0.1"], ["label_smoothing does not apply to squared_error", "leave it out"]),
         ([*TABLE, "--target", "region", "--loss", "binary_cross_entropy"], ["has one class", "--loss cross_entropy"]),

@@ -48,7 +48,7 @@ def test_missing_files_are_named_with_their_folder(name, tmp_path, monkeypatch):
     with refused(tmp_path / name, "no such folder", "put ", f"into {tmp_path / name}", f"`fedveil data get {name}`"):
         load(name)
     (tmp_path / name).mkdir()
-    with refused(tmp_path / name, f"there are no files of '{name}' here", f"`fedveil data get {name}`"):
+    with refused(tmp_path / name, f"it does not contain '{name}'", f"`fedveil data get {name}`"):
         load(name)
     with refused(tmp_path / "gone.zip", "there is no such file", "put "):
         load(name, path=tmp_path / "gone.zip")
@@ -72,7 +72,7 @@ def test_the_catalogue_says_what_is_there(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_path_that_cannot_be_opened_is_named(name, tmp_path):
-    with refused(tmp_path / TOO_LONG, "cannot be read: File name too long", "Fix: use files and folders that can"):
+    with refused(tmp_path / TOO_LONG, "cannot be read: File name too long", "Fix: use readable files and folders"):
         load(name, path=tmp_path / TOO_LONG)
     for target in ("gone", "link"):  # a link to nothing, and to itself
         (tmp_path / "link").unlink(missing_ok=True)

@@ -132,7 +132,7 @@ GAPS += [f"{n},red,{n}.5" for n in range(8)]
 
 def test_missing_cells_are_refused_with_their_number_and_the_choices(tmp_path):
     with refused(
-        "mine.csv, line 3, column 'age': 'NA' means missing. 5 of 15 records have missing cells: "
+        "mine.csv, line 3, column 'age': 'NA' counts as missing. 5 of 15 records have missing cells: "
         "5 in 3 columns (age: 2, colour: 2, y: 1)",
         "use --missing drop to leave these records out, or --missing impute to fill in the cells",
     ) as caught:
@@ -144,7 +144,9 @@ def test_missing_cells_are_refused_with_their_number_and_the_choices(tmp_path):
 
 def test_a_word_for_missing_may_be_a_value(tmp_path):
     path = write_rows(tmp_path, "region,y", *(f"{('NA', 'EU', '?')[n % 3]},{n}" for n in range(12)))
-    with refused("line 2, column 'region': 'NA' means missing", "--categorical region", "if 'NA' is an ordinary value"):
+    with refused(
+        "line 2, column 'region': 'NA' counts as missing", "--categorical region", "if 'NA' is an ordinary value"
+    ):
         load("csv", path=path, target="y")
     found = load("csv", path=path, target="y", categorical="region")
     assert set(found.columns["region"]) == {"NA", "EU", "?"}
@@ -185,7 +187,7 @@ def test_records_with_missing_cells_are_dropped_or_imputed_on_request_and_target
         ({"ignore": ["size", "colour"]}, ["no columns are left as inputs"]),
         ({"ignore": ["kind"]}, ["'kind' is both the target and an ignored column"]),
         ({"test_share": 0.001}, ["20 records are too few to divide"]),
-        ({"delimiter": ";;"}, ["delimiter is ';;'", 'or "tab"']),
+        ({"delimiter": ";;"}, ["delimiter must be one character, got ';;'", 'or "tab"']),
         ({"delimiter": ";"}, ["line 1: with the delimiter ';' there is only one column, 'size,colour,kind'", "--del"]),
         ({"decimal": ",", "delimiter": ","}, ["',' is both the decimal mark and the delimiter", "--delimiter ';'"]),
         ({"task": "regression"}, ["line 2, column 'kind': 'b' is not a number", "--task classification"]),
@@ -260,6 +262,6 @@ def test_identifiers_and_a_category_per_record_are_pointed_out(tmp_path):
     rows = (f"{k},2026-01-{k:02} {k}h,{k % 7},{k % 2}" for k in range(100))
     path = write_rows(tmp_path, "id,day,size,kind", *rows)
     notes = load("csv", path=path, target="kind").notes
-    assert any("'day': nearly one category per record" in note and "--ignore for dates" in note for note in notes)
-    assert any("'id' numbers the rows" in note and "--ignore id" in note for note in notes)
-    assert not any("numbers the rows" in note for note in load("csv", path=path, target="kind", ignore="id").notes)
+    assert any("'day': too many categories" in note and "--ignore for dates" in note for note in notes)
+    assert any("'id' contains row numbers" in note and "--ignore id" in note for note in notes)
+    assert not any("row numbers" in note for note in load("csv", path=path, target="kind", ignore="id").notes)

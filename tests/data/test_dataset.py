@@ -71,7 +71,7 @@ def test_records_stay_together_when_some_are_taken():
         ([(torch.zeros(2), -1)], [": targets range from -1"]),
         ((IDS, HUGE), [", record 0: targets contain a number that is infinite in torch.float32"]),
         ((HUGE, LABELS), [", record 0: inputs contain a number that is infinite in torch.float32"]),
-        (PAIRS, [": inputs is integer of shape (3,), that of mine.train is float"]),
+        (PAIRS, [": inputs is integer of shape (3,), but that of mine.train is float"]),
     ],
 )
 def test_records_that_cannot_be_read_are_refused(given, texts):
@@ -84,7 +84,7 @@ def test_records_that_cannot_be_read_are_refused(given, texts):
 def test_floating_targets_that_look_like_classes_are_a_regression_with_a_note():
     found = read((IDS, LABELS.double().numpy()))
     assert (found.classes, found.outputs) == ((), 1)
-    assert "2 distinct integer values and are treated as a regression" in found.notes[0]
+    assert "2 distinct integer values and are treated as regression targets" in found.notes[0]
     for targets in (LABELS, torch.tensor([0.5, 1, 2, 3]), torch.arange(8.0).reshape(4, 2)):
         assert read((IDS, targets)).notes == ()
 

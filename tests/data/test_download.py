@@ -74,18 +74,18 @@ def test_a_download_lands_in_its_folder_once_and_replaces_no_other_file(server, 
     get("cifar10", tmp_path)
     assert server.asked == 1
     path.write_bytes(b"mine")
-    with refused(path, "a different file with this name exists", "move it away"):
+    with refused(path, "a different file with this name exists", "move it elsewhere"):
         get("cifar10", tmp_path)
     assert path.read_bytes() == b"mine"
     path.unlink()
     path.mkdir()
-    with refused(path, "a different file with this name exists", "move it away"):
+    with refused(path, "a different file with this name exists", "move it elsewhere"):
         get("cifar10", tmp_path)
 
 
 def test_a_download_that_fails_is_not_kept_and_the_error_says_which_file_to_put_where(server, tmp_path, monkeypatch):
     server.limit = 700_000
-    with refused(server.url, "closed after 700000 of 1024000 bytes", "run again"):
+    with refused(server.url, "closed after 700000 of 1024000 bytes", "run the command again"):
         get("cifar10", tmp_path)
     server.content, server.limit = CONTENT[:-1] + b"?", None
     with refused(server.url, "its checksum is not sha256:", "was discarded", f"put {TAR} into"):
@@ -106,7 +106,7 @@ def test_a_server_that_sends_too_much_is_cut_off(server, tmp_path, monkeypatch, 
     offer(monkeypatch, server.url, most=10**5)
     if not stated:
         monkeypatch.setattr(server.RequestHandlerClass, "send_header", lambda *_: None)
-    with refused(server.url, "the server sends more than the maximum of 100000 bytes", "put cifar-10"):
+    with refused(server.url, "the file is larger than the maximum of 100000 bytes", "put cifar-10"):
         get("cifar10", tmp_path)
     assert files_in(tmp_path) == []
 
@@ -146,7 +146,7 @@ def test_a_wrong_zip_is_not_kept(served, text, server, tmp_path, monkeypatch):
     ("name", "texts"),
     [
         ("digit", ["get: there is no data set 'digit'", "use 'digits'"]),
-        ("images", ["'images' needs no download"]),
+        ("images", ["'images' does not need to be downloaded"]),
         ("lesion", ["'lesion' cannot be downloaded automatically", "https://doi.org", "HAM10000_metadata.csv into"]),
     ],
 )

@@ -129,7 +129,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm_and_none_is_written_in_part
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_bad_files_are_named(changes, texts, packed, tmp_path, monkeypatch):
-    monkeypatch.setattr(archives, "MOST_BYTES", 10**5)
+    monkeypatch.setattr(archives, "MAX_BYTES", 10**5)
     monkeypatch.setattr(archives.read_member, "__defaults__", (10**5,))
     path, files = tmp_path / "pets.zip", class_folders() | changes
     path = write_zip(path, files, zipfile.ZIP_DEFLATED) if packed else write_folder(tmp_path / "pets", files)

@@ -94,9 +94,9 @@ def test_a_division_that_does_not_exist_is_refused(options, texts):
 
 
 def test_only_one_class_per_record_can_be_divided_by_class():
-    with refused("a Dirichlet split needs one class per record, but 'diabetes' is a regression", 'how="iid"'):
+    with refused("a Dirichlet split needs one class per record, but 'diabetes' is for regression", 'how="iid"'):
         split(load("diabetes"), 2, how="dirichlet")
-    with refused("is a regression and has no classes"):
+    with refused("is for regression, without classes"):
         keep_labels(load("diabetes"), (0,))
     part = DataPart(torch.zeros(4, 3), torch.tensor([[0, 1, 0]] * 4))
     each = Data("mine", part, part, classes=("a", "b"))
@@ -128,7 +128,7 @@ def test_labels_are_read_or_refused():
         "": "not a class index",
         "a-b": "not a class index",
         "4-2": "not a class",
-        "0-9": "are 9",
+        "0-9": "from 0 to 8",
     }.items():
         with refused(why):
             parse_labels(text, 9)

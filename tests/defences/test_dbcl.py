@@ -315,12 +315,12 @@ def bilinear():
 @pytest.mark.parametrize(
     ("build", "options", "text"),
     [
-        (lambda: nn.Linear(4, 3), {}, r"dbcl: nothing in this model would be sketched(?s:.*)Fix: .*skip_last=False"),
+        (lambda: nn.Linear(4, 3), {}, r"dbcl: none of the weights would be sketched(?s:.*)Fix: .*skip_last=False"),
         (tied, {}, r"dbcl, 0.weight: several layers share this weight(?s:.*)Fix: use DBCL\(skip=\('0',\)\)"),
         (small_first, {}, r"dbcl, 1.weight: it has 1 inputs per unit, fewer than q = 2(?s:.*)Fix: .*skip=\('1',\)"),
-        (circular, {}, r"dbcl, 2.weight: a convolution with padding_mode 'circular' has no sketch"),
-        (bilinear, {}, r"dbcl, 0.weight: a Twice has no sketch; only the weights of Linear and Conv2d"),
-        (tied, {"skip": ["5"]}, r"dbcl: skip names '5', but the model has no parameters there"),
+        (circular, {}, r"dbcl, 2.weight: a convolution with padding_mode 'circular' cannot be sketched"),
+        (bilinear, {}, r"dbcl, 0.weight: parameters of Twice cannot be sketched, only the weights of Linear"),
+        (tied, {"skip": ["5"]}, r"dbcl: skip contains '5', but the model has no parameters there"),
     ],
 )
 def test_models_that_would_not_be_hidden_are_refused(build, options, text):
@@ -347,5 +347,5 @@ def test_late_updates_are_refused():
     defence = prepared(model, x)
     late = defence.step(defence.broadcast(model), Samples(x, y))
     fresh = defence.step(defence.broadcast(model), Samples(x, y))
-    with pytest.raises(errors.StaleUpdate, match="client 1: it answers broadcast 1, whose sketch is gone"):
+    with pytest.raises(errors.StaleUpdate, match="client 1: its update is for broadcast 1, but the current"):
         defence.recover([fresh, late], [1.0, 1.0])

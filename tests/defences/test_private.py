@@ -109,8 +109,8 @@ def test_weights_play_no_part_and_the_clipped_fraction_is_recorded():
 
 def noise_of(defence, count, clients=1, dtype=torch.float64):
     """What a round adds to the sum of clients that send zeros."""
-    own_round = defence if isinstance(defence, ClientPrivateRound) else round_of(defence)
-    result = own_round.recover(updates_of(*[torch.zeros(count, dtype=dtype)] * clients), [1.0] * clients)
+    defence_round = defence if isinstance(defence, ClientPrivateRound) else round_of(defence)
+    result = defence_round.recover(updates_of(*[torch.zeros(count, dtype=dtype)] * clients), [1.0] * clients)
     assert result.gradients["w"].dtype == dtype
     return result.gradients["w"].double() * clients
 
@@ -201,7 +201,7 @@ def test_every_defence_trains_with_it_and_a_resumed_run_has_spent_the_same(tmp_p
 @pytest.mark.parametrize("changed", [{"clip": 2.0}, {"noise": 2.0}])
 def test_a_run_is_not_resumed_with_other_settings(tmp_path, changed):
     federation(private()).fit(rounds=1, folder=tmp_path)
-    with pytest.raises(errors.BadArgument, match=r"the rounds so far had (clip|noise) = 1\.0, not 2\.0"):
+    with pytest.raises(errors.BadArgument, match=r"previous rounds used (clip|noise) = 1\.0, not 2\.0"):
         federation(private(**changed)).resume(tmp_path)
 
 
@@ -287,7 +287,7 @@ def test_the_search_for_moving_buffers_changes_neither_the_model_nor_the_random_
 def test_single_gradients_empty_rounds_and_privacy_twice_are_refused():
     with pytest.raises(errors.BadArgument, match=r"plain\+dp is already private"):
         Private(Private(Plain(), 1.0, 1.0), 1.0, 1.0)
-    with pytest.raises(errors.BadArgument, match="not single updates"):
+    with pytest.raises(errors.BadArgument, match="not individual updates"):
         round_of(private()).recover_each([])
     with pytest.raises(errors.BadArgument, match="a round needs at least one update"):
         round_of(private()).recover([], [])

@@ -122,7 +122,7 @@ def test_a_resumed_run_counts_every_round_and_keeps_its_settings(tmp_path):
     second = federation(**options)
     second.fit(rounds=5, folder=tmp_path, resume=True)
     assert second.defence_server.accountant.rounds == 5
-    for changed, text in (({"noise": 1.0}, "the rounds so far had noise = 2"), ({"vanishing": 1}, "vanishing = 0")):
+    for changed, text in (({"noise": 1.0}, "previous rounds used noise = 2"), ({"vanishing": 1}, "vanishing = 0")):
         with pytest.raises(BadArgument, match=text):
             federation(**options | changed).fit(rounds=6, folder=tmp_path, resume=True)
 
@@ -184,11 +184,11 @@ def test_a_record_that_is_not_finite_is_dropped_without_a_word():
     [
         (lambda: private(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))), "with_group_norm"),
         (lambda: private(defence=fedveil.Veil()), r"multiplicative=1\.0"),
-        (lambda: private(defence="ppdl"), "only without a defence, or with a veil"),
+        (lambda: private(defence="ppdl"), "only without a defence or with a veil"),
         (lambda: private(limits=fedveil.Limits(aggregator="median")), "Limits"),
-        (lambda: private(loss=fedveil.BatchLoss(nn.CrossEntropyLoss())), "no record has its own gradient"),
+        (lambda: private(loss=fedveil.BatchLoss(nn.CrossEntropyLoss())), "single records have no gradient"),
         (lambda: federation(noise_by="clients").step(), "secure_aggregation=True"),
-        (lambda: federation(noise_by="clients", secure=True, colluding=3, vanishing=1).step(), "no noise is left"),
+        (lambda: federation(noise_by="clients", secure=True, colluding=3, vanishing=1).step(), "leaves no noise"),
     ],
 )
 def test_what_cannot_be_private_is_refused_with_its_fix(build, text):
@@ -230,7 +230,7 @@ def test_a_sum_without_enough_shares_of_noise_is_not_used():
 
 BAD_SUMS = [
     (lambda sums: sums | {"0.weight": sums["0.weight"] * math.nan}, "sum 0.weight is not finite"),
-    (lambda sums: sums | {"0.weight": sums["0.weight"] + 2.0**53}, "sum 0.weight is not finite, or too large"),
+    (lambda sums: sums | {"0.weight": sums["0.weight"] + 2.0**53}, "sum 0.weight is not finite or too large"),
     (lambda sums: sums | {"0.weight": sums["0.weight"][0]}, r"sum 0.weight is \(5, 6\)"),
     (lambda sums: {"0.weight": sums["0.weight"]}, "sum 0.bias is missing"),
 ]

@@ -118,8 +118,8 @@ def test_a_defence_of_an_installed_package_has_a_name(toy, monkeypatch, value):
     ("name", "more", "text"),
     [
         ("toy_defences:Mine", {"size": 3}, r"(?s)do not match: .*'size'.*Fix: use toy_defences:Mine\(factor\)"),
-        ("toy_defences:Other", {}, "module toy_defences has no 'Other'"),
-        ("toy_defences:NUMBER", {}, "is int, not a record, a class or a function"),
+        ("toy_defences:Other", {}, "module toy_defences has no attribute 'Other'"),
+        ("toy_defences:NUMBER", {}, "it is int, not a record, class or function"),
         ("no_such_package:Mine", {}, "cannot import no_such_package"),
         ("collections:OrderedDict", {}, "returned OrderedDict, which is not a defence"),
         ("fedveil.defences:Private", {}, "its settings do not match: missing a required argument: 'inner'"),

@@ -252,8 +252,8 @@ def asking():
     return Network(lambda m, x: m.head(x if x.sum() > 0 else -x), head=nn.Linear(6, CLASSES))
 
 
-LAST = "SPN reads the input of the model's last Linear, which must end the model.*Fix: end the model in"
-BODY = "only the last Linear is trained.*Fix: give the model a hidden layer"
+LAST = "SPN needs a model that ends with a Linear, which must be used only once.*Fix: end the model with"
+BODY = "only the last Linear is trained.*Fix: add a trainable hidden layer"
 
 
 @pytest.mark.parametrize(
@@ -299,5 +299,5 @@ def test_targets_that_name_no_class_are_refused(outputs, targets, loss, want):
 def test_states_of_another_model_are_refused(tmp_path):
     federation("mlp", SPN()).fit(rounds=1, folder=tmp_path)
     other = federation("mlp", SPN(bits=8))
-    with pytest.raises(BadArgument, match=r"SPN: client 0's head and codes are \(32, 10\) and \(4, 32\), not "):
+    with pytest.raises(BadArgument, match=r"SPN: client 0's head and codes have shapes \(32, 10\) and \(4, 32\), not "):
         other.resume(tmp_path)

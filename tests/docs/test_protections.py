@@ -22,8 +22,8 @@ def test_the_table_and_the_figures_in_the_text_are_those_of_the_results():
     guesses = [100 * own["rows"]["veil"]["copy"]["constant"][0] for own in (digits, bank)]
     text = " ".join(PAGE.split())
     assert f"{100 * lost[0]:.1f} points of accuracy on digits, {lost[1]:.3f} of AUC on bank" in text
-    assert f"Guessing is right in {guesses[0]:.0f} %. The second figure" in text
-    assert f'Always answering "no" agrees in {guesses[1]:.0f} % there' in text
+    assert f"Guessing is right {guesses[0]:.0f} % of the time. The second figure" in text
+    assert f'Always answering "no" agrees with the server {guesses[1]:.0f} % of the time' in text
     assert f"with {digits['settings']['batch']} records per organisation?" in text
     assert f"and {bank['settings']['batch']} per organisation and round" in text
     assert f"{RESULTS['seconds'] / 60:.0f} minutes of CPU time" in text

@@ -139,7 +139,7 @@ def test_the_audited_defence_loses_nothing():
 
 def commands(name):
     """The commands of fedveil in an example's text."""
-    return re.findall(r"(?:`|terminal: )(fedveil \w+ [^`\n]+)", (EXAMPLES / f"{name}.py").read_text())
+    return re.findall(r"(?:`|command line: )(fedveil \w+ [^`\n]+)", (EXAMPLES / f"{name}.py").read_text())
 
 
 @pytest.mark.slow

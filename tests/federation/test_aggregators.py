@@ -34,7 +34,7 @@ def test_median_and_trimmed_mean_go_coordinate_by_coordinate(seed, count):
 @given(NUMBERS, st.integers(0, 2), st.integers(0, 3))
 @settings(max_examples=20, deadline=None)
 def test_krum_takes_the_row_with_the_nearest_neighbours(seed, hostile, more):
-    rows = rows_of(seed, RULES["krum"].needed(hostile) + more)
+    rows = rows_of(seed, RULES["krum"].min_rows(hostile) + more)
     away = torch.cdist(rows, rows).square().sort(1).values  # the first is the row itself
     scores = away[:, 1 : len(rows) - hostile - 1].sum(1)
     assert torch.equal(apply("krum", rows, hostile), rows[scores.argmin()])
@@ -61,7 +61,7 @@ def test_hostile_rows_move_a_rule_only_so_far(name, seed, size, hostile):
     Geometric median: 2 (1 - a) / (1 - 2 a) times the honest rows' largest distance from any point (Lemma 1 of Minsker
     2015), with a = f / n at most 2 / 7 here: 10/3. Centred clipping moves 5 times, by a median distance at most.
     """
-    count = RULES["krum"].needed(hostile)
+    count = RULES["krum"].min_rows(hostile)
     honest = rows_of(seed, count - hostile)
     bad = size * rows_of(seed + 1, hostile)
     found = apply(name, torch.cat([honest, bad]), hostile)

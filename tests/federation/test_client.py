@@ -250,7 +250,7 @@ def test_a_model_of_several_dtypes_travels_and_its_dtypes_are_not_exchanged():
         assert client.reply(mixed_ask(Mixed().to(dtype)))
     other = Mixed()
     other.small, other.large = other.small.double(), other.large.bfloat16()
-    with pytest.raises(ModelMismatch, match=r"the broadcast has torch\.(bfloat16|float64), the model has torch\."):
+    with pytest.raises(ModelMismatch, match=r"the broadcast has torch\.(bfloat16|float64), but the model has torch\."):
         client.check(mixed_ask(other))
 
 
@@ -390,7 +390,7 @@ def test_a_loss_takes_the_settings_that_it_has_and_finite_numbers():
 def test_a_refusal_of_records_says_nothing_of_them(capsys):
     message, client = ask_of("plain")
     client.records = np.array([["John Smith", 1]], dtype=object), client.records[1][:1]
-    with pytest.raises(BadArgument, match="its records cannot be used; its log has the reason") as caught:
+    with pytest.raises(BadArgument, match="its records cannot be used; the reason is in its log") as caught:
         client.reply(message)
     assert "John" not in str(caught.value)
     assert "John Smith" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def holder(folder):
 
 def test_the_second_writer_is_refused_and_a_killed_one_blocks_nobody(tmp_path):
     run, other = lambda: train(config_of(**SMALL, epochs=1), tmp_path), holder(tmp_path)
-    text = rf"process {other.pid} on .*, since .*\) is working in this folder"
+    text = rf"process {other.pid} on .*, since .*\) is using this folder"
     try:
         for write in (run, *writers(tmp_path)):
             with pytest.raises(BadArgument, match=text) as caught:
@@ -73,7 +73,7 @@ def test_every_command_that_writes_a_folder_takes_its_lock(tmp_path, words, caps
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main([*words, "--out", str(tmp_path)]) == 2
-    assert "another process is working in this folder" in capsys.readouterr().err
+    assert "another process is using this folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
@@ -117,11 +117,11 @@ def test_a_run_that_ended_before_its_first_round_blocks_nobody(tmp_path, monkeyp
     summary = train(config_of(**SMALL, epochs=1, lr=0.01), tmp_path)  # the same flags or others
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == summary.rounds
-    with pytest.raises(BadArgument, match="there is a run in this folder"):
+    with pytest.raises(BadArgument, match="this folder already contains a run"):
         train(config, tmp_path)
     (tmp_path / "checkpoint.pt").unlink()
     (tmp_path / "checkpoint.previous.pt").unlink(missing_ok=True)
-    with pytest.raises(BadArgument, match="there is a run in this folder"):  # a model that is done is a run
+    with pytest.raises(BadArgument, match="this folder already contains a run"):  # a model that is done is a run
         train(config, tmp_path)
 
 
@@ -158,7 +158,7 @@ def test_a_link_in_the_place_of_the_lock_or_its_holder_is_refused(tmp_path, name
     folder.mkdir()
     (folder / name).symlink_to(tmp_path / target)
     for write in writers(folder):
-        with pytest.raises(BadArgument, match=rf"(?s){name}: it is a link.*Fix: remove it"):
+        with pytest.raises(BadArgument, match=rf"(?s){name}: it is a symbolic link.*Fix: remove it"):
             write()
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["notes.txt"]
     assert notes.read_text() == "mine"

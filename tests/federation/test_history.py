@@ -10,14 +10,14 @@ FIRST, SECOND = RoundRecord(1, 0.5, 0.0, 0.1, 1.0), RoundRecord(2, 1.0, 0.0, 0.1
 def test_a_curve_has_the_rounds_that_have_the_metric_and_a_misspelt_one_is_refused():
     history = History([FIRST, SECOND])
     assert (history.curve("accuracy"), History().curve("auc")) == ([(2, 0.5)], [])
-    with pytest.raises(KeyError, match=r"acuracy: no record has it; known: accuracy, .*error.*lr"):
+    with pytest.raises(KeyError, match=r"acuracy: no round has it; known names: accuracy, .*error.*lr"):
         history.curve("acuracy")
 
 
 def test_a_metric_without_test_data_is_refused_with_the_reason():
     history = History([FIRST])
     assert history.curve("error") == [(1, 0.0)]
-    with pytest.raises(KeyError, match=r"accuracy: .*no evaluation: pass test= to fit"):
+    with pytest.raises(KeyError, match=r"accuracy: .*the model was not evaluated: pass test= to fit"):
         history.curve("accuracy")
 
 

@@ -15,7 +15,7 @@ from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
 from fedveil.defences.plain import PlainUpdate
 from fedveil.errors import BadArgument, Diverged, TooFewAnswers
 from fedveil.federation.history import RoundRecord
-from fedveil.federation.limits import AGGREGATORS, REMEMBERED, bounded_shares
+from fedveil.federation.limits import AGGREGATORS, PAST_ROUNDS, bounded_shares
 from fedveil.federation.local import LocalEngine
 from fedveil.scheme import Update
 
@@ -209,7 +209,7 @@ def test_the_bound_remembers_rounds_with_longer_gradients():
     run.history.records[:] = [past(30 * length)]
     run.fit(rounds=1)
     assert "faults" not in run.history.records[-1]
-    run.history.records[1:] = [past(length)] * REMEMBERED
+    run.history.records[1:] = [past(length)] * PAST_ROUNDS
     run.fit(rounds=2)
     assert run.history.records[-1]["faults"][0].startswith("client 0: refused: its gradient has norm")
 
@@ -276,7 +276,7 @@ def test_an_update_of_the_veil_keeps_its_secret_whatever_is_refused():
     run = hostile(times(1e30), defence="veil", limits=Limits())
     watch(run, rounds.append).step(lambda broadcast, updates: seen.extend(updates))
     assert isinstance(seen[0], Update)
-    with pytest.raises(BadArgument, match="was released"):
+    with pytest.raises(BadArgument, match="has been released"):
         rounds[0].recover(seen, [1.0] * len(seen))
 
 

@@ -113,6 +113,6 @@ def test_a_rule_waits_for_the_members_that_it_needs():
         server.fit(rounds=1)
     server = server_of({("site-2", 0): lambda data: None}, limits=Limits("median"), attempts=1)
     with pytest.raises(
-        TooFewAnswers, match=r"fewer than 3 valid replies .median needs them. after 1 attempt: client site-2: silent"
+        TooFewAnswers, match=r"fewer than 3 valid replies .required by median. after 1 attempt: client site-2: silent"
     ):
         server.fit(rounds=1)

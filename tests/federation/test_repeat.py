@@ -113,7 +113,7 @@ def test_a_model_of_the_users_own_loads_where_its_code_is_trusted(at, capsys):
     text = "from torch import nn\ndef net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
     (at / "minenet.py").write_text(text)
     assert main(["train", *SHORT, "--model", "minenet:net", "--out", "run", "--defence", "plain"]) == 0
-    with pytest.raises(BadArgument, match="names code"):
+    with pytest.raises(BadArgument, match="refers to code"):
         fedveil.load_model("run")
     loaded = fedveil.load_model("run", trust_code=True)
     other = fedveil.load_model("run", model=import_module("minenet").net())

@@ -210,7 +210,7 @@ def test_an_ask_is_of_the_run_and_round_of_its_opening():
     known, hellos = secured()
     for changes in ({"number": 1}, {"session": "another run"}):
         found = heard(ask_of(linear(), opening_for(hellos), **changes), known["site-0"], record())
-        assert "its run and round differ from those of its opening" in str(found)
+        assert "its run and round differ from those in its opening" in str(found)
 
 
 class Caching(nn.Module):
@@ -355,7 +355,7 @@ def keys_in(party):
 
 
 def test_a_full_memory_refuses_new_runs_and_forgets_none(monkeypatch):
-    monkeypatch.setattr("fedveil.secagg.memory.MOST_RUNS", 3)
+    monkeypatch.setattr("fedveil.secagg.memory.MAX_RUNS", 3)
     identity = Identity.new("a")
     party = Party(identity, Roster({"a": identity.public()}))
     for run in ("1", "2"):

@@ -156,7 +156,7 @@ def test_two_that_vanish_make_the_round_repeat_but_never_after_the_reveal(number
         server.fit(rounds=2)
     else:
         assert record["attempts"] == 2
-        assert any("aborted: settle: 3 of 5 clients are left" in text for text in record["faults"])
+        assert any("aborted: settle: 3 of 5 clients remain" in text for text in record["faults"])
     assert server.history.records[-1]["answers"] == 5
     assert worst(floats(server.model), plain_of(1)) < 1e-6
 

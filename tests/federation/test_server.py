@@ -80,7 +80,7 @@ def test_a_plateau_lowers_the_rate_whichever_way_the_metric_goes(mode):
 
 def test_a_plateau_of_a_rising_metric_is_refused_for_numbers():
     federation = Federation(net(), [data()], "plain", sgd, schedule=lambda o: ReduceLROnPlateau(o, "max"))
-    with pytest.raises(errors.BadArgument, match="this task has none"):
+    with pytest.raises(errors.BadArgument, match="there is no accuracy for this task"):
         federation.fit(1, test=data())
 
 
@@ -211,7 +211,7 @@ def test_so_it_is_under_limits_and_secure_aggregation(options):
 
 def test_where_clients_share_a_pass_none_of_them_is_named():
     run = Federation(small(), huge(4, 3), "plain")
-    text = r"(?s)^round 0: training diverged: the pass that all clients share: .*Fix: scale inputs and targets"
+    text = r"(?s)^round 0: training diverged: the pass shared by all clients: .*Fix: scale inputs and targets"
     with pytest.raises(Diverged, match=text):  # before the first step, the learning rate is not the cause
         run.fit(rounds=20)
 
@@ -230,11 +230,11 @@ def test_a_model_that_is_not_finite_is_refused_before_the_first_round(value):
     model = small()
     with torch.no_grad():
         model[0].weight[1, 2] = value
-    with pytest.raises(BadArgument, match=r"the model's 0\.weight holds NaN or infinity"):
+    with pytest.raises(BadArgument, match=r"the model's 0\.weight contains NaN or infinity"):
         Federation(model, parts(), "plain")
     masked = nn.Sequential(small())
     masked.register_buffer("mask", torch.tensor([0.0, value]))
-    with pytest.raises(BadArgument, match=r"(?s)the model's mask holds NaN or infinity.*bool tensor"):
+    with pytest.raises(BadArgument, match=r"(?s)the model's mask contains NaN or infinity.*bool tensor"):
         Federation(masked, parts(), "plain")
 
 
@@ -261,14 +261,14 @@ REFUSED = {
     "a number for fuse": (lambda: federation(fuse=0), "(?s)fuse must be True or False, got 0.*Fix: use fuse=True"),
     "a rate below 0": (
         lambda: federation(optimizer=lambda p: torch.optim.SGD(p, lr=-1.0)),
-        r"(?s)optimizer= cannot be created: Invalid learning rate: -1.0.*Adam\(parameters, lr=1e-3\)",
+        r"(?s)optimizer cannot be created: Invalid learning rate: -1.0.*Adam\(parameters, lr=1e-3\)",
     ),
-    "a bare schedule": (lambda: federation(schedule=StepLR), r"(?s)schedule= cannot be created: .*step_size.*T_max=20"),
+    "a bare schedule": (lambda: federation(schedule=StepLR), r"(?s)schedule cannot be created: .*step_size.*T_max=20"),
     "a word for rounds": (lambda: federation().fit(1, evaluate_every="epoch"), "evaluate_every must be an integer"),
     "a text for rounds": (lambda: federation().fit(1, checkpoint_every="1"), "checkpoint_every must be"),
     "a name for an optimizer": (lambda: federation(optimizer="adam"), "optimizer is 'adam'"),
     "no optimizer": (lambda: federation(optimizer=lambda p: None), "optimizer created a NoneType"),
-    "a foreign optimizer": (lambda: federation(optimizer=sgd(seeded().parameters())), "that are not this model's"),
+    "a foreign optimizer": (lambda: federation(optimizer=sgd(seeded().parameters())), "do not belong to this model"),
     "a name for a schedule": (lambda: federation(schedule="cosine"), "schedule is 'cosine'"),
     "no schedule": (lambda: federation(schedule=lambda o: 0.1), "schedule created a float"),
     "a foreign schedule": (lambda: federation(schedule=StepLR(sgd(seeded().parameters()), 1)), "for another optimizer"),
@@ -301,7 +301,7 @@ def test_a_second_fit_that_trains_nothing_says_so(caplog):
         run.fit(2)
     assert run.round == 2 * run.rounds_per_epoch
     assert "fit trains nothing" in caplog.text
-    assert "fit(epochs=3) trains more" in caplog.text
+    assert "use fit(epochs=3) to continue training" in caplog.text
     caplog.clear()
     run.fit(3)
     assert run.round == 3 * run.rounds_per_epoch

@@ -35,5 +35,5 @@ def test_cached_records_come_back_in_their_form(form, tmp_path):
 
 
 def test_inputs_that_a_file_cannot_hold_are_refused(tmp_path):
-    with pytest.raises(BadArgument, match="inputs hold a object"):
+    with pytest.raises(BadArgument, match="a value of type object"):
         cache_records(tmp_path / "records", lambda: ({"a": object()}, torch.zeros(2)))

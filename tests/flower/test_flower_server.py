@@ -154,7 +154,7 @@ def test_clients_keep_their_private_state_where_it_belongs(make, on_disk, tmp_pa
 )
 def test_a_server_and_a_client_on_a_network_refuse_test_entropy(defence):
     data = parts(classes=4)
-    with pytest.raises(BadArgument, match="draws from a test seed, but this server talks to a network"):
+    with pytest.raises(BadArgument, match="draws from a test seed, but this server communicates over a network"):
         Server(LocalGrid(app_of(data), 3), net(), data[0][0][:2], defence, loss="squared_error")
     honest = {"veil": Veil, "ppdl-": PPDL, "ppdl": PPDL, "dbcl": DBCL}.get(defence.name, SPN)()
     with pytest.raises(Exception, match="with a seed is for tests"):

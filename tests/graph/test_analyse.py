@@ -92,7 +92,7 @@ def inner():
     [
         (lambda: torch.compile(net(), backend="eager"), "compiled by torch.compile", "model._orig_mod"),
         (compiled_in_place, "compiled in place", "model._compiled_call_impl = None"),
-        (lambda: torch.jit.script(net()), "is a ScriptModule", "before torch.jit.script"),
+        (lambda: torch.jit.script(net()), "is a ScriptModule", "not the output of torch.jit.script"),
         (lambda: nn.DataParallel(net()), "wrapped in DataParallel", "model.module"),
         (inner, "layer '0' of the model was compiled by torch.compile", "model.get_submodule('0')._orig_mod"),
     ],

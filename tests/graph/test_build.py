@@ -23,7 +23,7 @@ NAMES = ("TransformerEncoder, post-norm ReLU", "Llama, rotary halves", "LSTM, 2 
 @pytest.fixture
 def large(monkeypatch):
     """Every tensor counts as large, and is perturbed a few rows at a time."""
-    monkeypatch.setattr(build_module, "POOLED", 0)
+    monkeypatch.setattr(build_module, "MAX_POOLED", 0)
     monkeypatch.setattr(transform_module, "BLOCK", 64)
 
 
@@ -52,7 +52,7 @@ def test_both_ways_send_the_same_values(monkeypatch):
     inputs, _ = batch(ZOO["ResNet20, BatchNorm"][1])
     sent = []
     for pooled in (0, 2**30):
-        monkeypatch.setattr(build_module, "POOLED", pooled)
+        monkeypatch.setattr(build_module, "MAX_POOLED", pooled)
         plan = fedveil.analyse(model, inputs)
         sent.append(perturb(model, plan, entropy=fedveil.Entropy.for_tests(5)).broadcast.parameters)
     for name, value in sent[0].items():

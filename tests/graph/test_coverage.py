@@ -40,7 +40,7 @@ def test_a_bound_on_the_coverage_refuses():
         fedveil.analyse(half_bare(), torch.zeros(2, 5), min_coverage=0.9)
     with pytest.raises(errors.TooLittleCovered):
         fedveil.Federation(half_bare(), [(torch.zeros(4, 5), torch.zeros(4, 3))], Veil(min_coverage=0.9))
-    with pytest.raises(errors.BadArgument, match="min_coverage must be from 0 to 1, got 2"):
+    with pytest.raises(errors.BadArgument, match="min_coverage must be between 0 and 1, got 2"):
         fedveil.analyse(half_bare(), torch.zeros(2, 5), min_coverage=2)
 
 
@@ -67,7 +67,7 @@ def test_a_new_norm_shows_its_factors_and_the_plan_says_what_they_were_to_protec
     assert all(any(torch.allclose(r, w, rtol=1e-4) for w in wanted) for r in ratio)  # rows up to their own factor
     before = sent["0.weight"] * sent["1.weight"].sign().view(-1, 1, 1, 1)
     assert all(any(torch.equal(row, true) for true in model[0].weight) for row in before)  # rows up to their order
-    assert "follow from values that clients know (1.weight)" in str(plan)
+    assert "Values that clients know (1.weight) reveal the factors" in str(plan)
 
 
 def test_trained_norms_are_not_known_but_public_ones_are():

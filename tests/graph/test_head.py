@@ -14,7 +14,7 @@ from fedveil import errors
 from fedveil.defences import Plain, Veil
 from fedveil.federation import Federation
 from fedveil.graph.export import export
-from fedveil.graph.head import find_head, keeps_samples_apart
+from fedveil.graph.head import find_head, keeps_samples_independent
 
 
 def then(after, layer=None):
@@ -290,4 +290,4 @@ def test_training_is_lossless(name, whole_shard):
 def test_operations_that_couple_samples_are_known(after, kept):
     exported = export(built(lambda: then(after)), IMAGES)
     node = next(n for n in reversed(exported.graph.nodes) if "conv2d" in str(n.target))
-    assert keeps_samples_apart(exported, node) is kept
+    assert keeps_samples_independent(exported, node) is kept

@@ -72,12 +72,12 @@ PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
     [
         (with_branch(), X, {}, errors.NotTraceable, r"inner \(Network\), line.* reads the values.*Fix: replace `if`"),
         (dense(), torch.zeros(1, 7), {}, errors.NotTraceable, r"0 \(Linear\): torch.export cannot .*Fix: check"),
-        (packed(), PACKED, {}, errors.NotTraceable, r"line.*cannot record packed sequences.*Fix: pass padded"),
-        (causal(), torch.zeros(2, 3, 8), {}, errors.NotTraceable, "line.*values of the mask.*Fix: pass is_causal=True"),
+        (packed(), PACKED, {}, errors.NotTraceable, r"line.*cannot trace packed sequences.*Fix: pass padded"),
+        (causal(), torch.zeros(2, 3, 8), {}, errors.NotTraceable, "line.*values of the mask.*Fix: pass is_causal"),
         (Numpy(3, 2), torch.zeros(2, 3), {}, errors.NotTraceable, "line.*calls NumPy.*Fix: use torch fun"),
         (dense(), torch.tensor(1.0), {}, errors.BadArgument, "analyse: .*contain no tensor, or one without a batch"),
         (TwoInputs(), X, EXPOSED, errors.BadArgument, "missing a required argument: 'other'.*Fix: pass positional"),
-        (nn.Sequential(nn.LayerNorm(5), nn.ReLU()), X, {}, errors.HeadNotLinear, f"no Linear and no conv.*{WAY_OUT}"),
+        (nn.Sequential(nn.LayerNorm(5), nn.ReLU()), X, {}, errors.HeadNotLinear, f"neither a Linear.*{WAY_OUT}"),
         (
             nn.Sequential(nn.Conv1d(5, 5, 1, groups=5), nn.ReLU()), torch.zeros(1, 5, 5), {},
             errors.HeadNotLinear, rf"0 \(Conv1d\): it has 5 groups.*{WAY_OUT}",
@@ -99,7 +99,7 @@ PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
             for dtype in (torch.bfloat16, torch.float16)
         ],
         *[
-            (with_autocast(whole), X, {}, errors.AnalysisError, r"Network: its forward turns on torch\.autocast")
+            (with_autocast(whole), X, {}, errors.AnalysisError, r"Network: its forward method enables torch\.autocast")
             for whole in (False, True)
         ],
     ],

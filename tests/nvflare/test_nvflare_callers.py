@@ -59,7 +59,7 @@ def test_a_site_reads_no_record_of_another(caller, caplog):
     assert server.proxies[0].ready() is True
     assert clients["site-1"].done == []
     shown = caller.replace("\n\x1b", "  ")  # a name cannot write lines of its own to the log
-    assert f"refused a call by {shown}: it is not the server of this job" in caplog.text
+    assert f"refused a call from {shown}: it is not the server of this job" in caplog.text
 
 
 def test_rounds_are_as_if_a_hostile_site_had_said_nothing():
@@ -98,7 +98,7 @@ def test_calls_wait_for_one_another_only_the_last_is_worked_on_and_refused_ones_
     finish.set()
     [call.join(30) for call in calls]
     assert isinstance(found[0], bytes)
-    assert found[1] == "a newer message arrived before this one was started"
+    assert found[1] == "a newer message arrived before this one was processed"
     assert found[2].startswith("BadArgument: ask: it cannot be read")
     assert site.ready() is True
 
@@ -110,7 +110,7 @@ def test_a_site_that_bears_the_servers_name_is_not_taken_for_it(method, caplog):
     found = getattr(peer(server, "server", "site-1"), method)(*([crafted(net()), b""] if method == "answer" else []))
     assert found == REFUSAL
     assert clients["site-1"].done == []
-    assert "refused a call by server: a site of this job has the same name" in caplog.text
+    assert "refused a call from server: a site of this job has the same name" in caplog.text
 
 
 def test_a_connection_that_goes_past_the_server_makes_nobody_the_server(caplog):
@@ -174,4 +174,4 @@ def test_a_site_asks_another_over_mtls_in_its_own_name_and_in_the_servers(attack
         found = rob(flare, tmp_path, attack)
         log = (tmp_path / "flare" / "site-1.log").read_text()
     assert found == gains
-    assert ("refused a call by site-2: it is not the server of this job" in log) == (attack == "ask")
+    assert ("refused a call from site-2: it is not the server of this job" in log) == (attack == "ask")

@@ -56,7 +56,7 @@ def test_what_a_client_raises_does_not_reach_the_server(tmp_path):
     with Flare(tmp_path) as flare:
         flare.run(tmp_path / "out", rounds=3, faults="1:1:raise")
     faults = [fault for record in records(tmp_path / "out") for fault in record.get("faults", [])]
-    assert faults == ["client site-2: raised: RuntimeError on the site; its stderr has the traceback"]
+    assert faults == ["client site-2: raised: RuntimeError on the site; the traceback is in its stderr"]
     assert "this client fails" in (tmp_path / "site-2.log").read_text()
     for file in [tmp_path / "localhost.log", *(tmp_path / "kits/lab/prod_00/localhost").rglob("*")]:
         assert not file.is_file() or b"this client fails" not in file.read_bytes(), file

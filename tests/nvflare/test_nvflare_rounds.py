@@ -114,7 +114,7 @@ def test_a_job_that_is_aborted_ends_the_run_and_is_no_sites_fault():
     server.defence_server.start_round = lambda *given: rounds.append(start(*given)) or rounds[-1]
     with pytest.raises(RunAborted):
         server.fit(rounds=1)
-    with pytest.raises(BadArgument, match="was released"):
+    with pytest.raises(BadArgument, match="has been released"):
         rounds[0].recover([], [])
 
 
@@ -132,7 +132,7 @@ def test_what_a_client_raises_stays_on_its_site(capsys, caplog):
     server = server_of(clients=clients_of() | broken)
     server.fit(rounds=1)
     texts = sorted(server.history.records[0]["faults"])
-    assert texts[0] == "client site-2: raised: ValueError on the site; its stderr has the traceback"
+    assert texts[0] == "client site-2: raised: ValueError on the site; the traceback is in its stderr"
     assert texts[1].startswith("client site-3: raised: BadArgument: bank.csv: line 3 is empty")
     assert SECRET in capsys.readouterr().err
     assert SECRET not in caplog.text
@@ -167,7 +167,7 @@ def test_private_state_outlives_the_job_in_a_file_of_the_site(tmp_path):
     files[0].write_bytes(b"damaged")
     third = server()
     third.fit(rounds=1)
-    assert "it is damaged (its checksum differs)" in third.history.records[0]["faults"][0]
+    assert "it is damaged (its checksum is wrong)" in third.history.records[0]["faults"][0]
 
 
 def test_sites_are_asked_in_the_order_of_their_names():

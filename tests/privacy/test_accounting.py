@@ -8,7 +8,7 @@ from scipy import integrate, optimize, stats
 
 from fedveil.errors import BadArgument
 from fedveil.privacy.accounting import (
-    MOST_ROUNDS,
+    MAX_ROUNDS,
     Accountant,
     affordable_rounds,
     epsilon,
@@ -109,11 +109,11 @@ def test_impossible_settings_are_refused(name, value):
 def test_no_rounds_cost_nothing_and_no_noise_everything():
     assert epsilon(0, 1.0, DELTA, 0.1) == 0.0
     assert math.isinf(epsilon(1, 0.0, DELTA, 0.1))
-    with pytest.raises(BadArgument, match="several records with sampling"):
+    with pytest.raises(BadArgument, match="replace is not supported with sampling"):
         epsilon(1, 1.0, DELTA, 0.1, replace=True, group=2)
     with pytest.raises(BadArgument, match="epsilon must be a finite number above 0"):
         solve_noise(0.0, 10, DELTA)
 
 
 def test_a_budget_that_never_ends_is_cut_off():
-    assert affordable_rounds(8.0, 1e3, DELTA) == MOST_ROUNDS
+    assert affordable_rounds(8.0, 1e3, DELTA) == MAX_ROUNDS

@@ -243,7 +243,7 @@ def test_a_veil_with_factors_of_1_gives_the_plain_clipped_sum_and_others_do_not(
 
 def test_what_has_no_gradient_per_record_is_refused():
     model, inputs, _ = make("stack")
-    with pytest.raises(BadArgument, match="no record has its own gradient"):
+    with pytest.raises(BadArgument, match="single records have no gradient"):
         RecordGradients.from_model(model, find_loss(fedveil.BatchLoss(nn.CrossEntropyLoss())))
     plan = fedveil.analyse(model, inputs[:1])
     with pytest.raises(BadArgument, match=r"(?s)squared error.*decoys=2"):

@@ -9,7 +9,7 @@ import pytest
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.privacy.accounting import affordable_rounds, composed_epsilon, epsilon, renyi_epsilon
-from fedveil.privacy.ledger import MOST_KINDS, PrivacyLedger
+from fedveil.privacy.ledger import MAX_KINDS, PrivacyLedger
 from fedveil.secagg.policy import Policy, PrivacyLimits
 
 SERVER = "ab" * 32
@@ -61,7 +61,7 @@ def test_a_damaged_ledger_ends_the_clients_part(text, tmp_path):
 
 def test_a_server_cannot_fill_the_ledger_with_kinds(tmp_path):
     own = PrivacyLedger(tmp_path / "d.ledger", 900.0, 1e-5)
-    rows = [[2.0 + k / 1000, 0.3, 1] for k in range(MOST_KINDS)]
+    rows = [[2.0 + k / 1000, 0.3, 1] for k in range(MAX_KINDS)]
     own.path.write_text(json.dumps({"schema": 1, "rounds": rows}))
     with pytest.raises(Aborted, match="different settings"):
         own.charge(9.0, 0.3)

@@ -69,14 +69,14 @@ def test_samples_fit_into_the_public_number_of_records(records, rate):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "needs epsilon or noise"),
+        ({}, "neither epsilon nor noise is set"),
         ({"epsilon": 3.0, "unit": "client"}, "depends on the number of rounds"),
         ({"noise": -1.0}, "noise must be a number"),
         ({"noise": 1.0, "delta": 0.0}, "delta must be"),
         ({"noise": 1.0, "rate": 0.0}, "rate must be"),
         ({"noise": 1.0, "unit": "person"}, "no unit 'person'"),
-        ({"noise": 1.0, "unit": "client", "rate": 0.1}, "rate is for records"),
-        ({"noise": 1.0, "unit": "client", "noise_by": "clients"}, "for records only"),
+        ({"noise": 1.0, "unit": "client", "rate": 0.1}, "rate applies only to records"),
+        ({"noise": 1.0, "unit": "client", "noise_by": "clients"}, "only if the unit is a record"),
         ({"noise": 1.0, "colluding": 0}, "colluding must be"),
     ],
 )

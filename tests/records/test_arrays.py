@@ -91,7 +91,7 @@ REFUSED = {
     "bytes": (np.array([b"red"]), ["it contains b'red'"]),
     "dates": (np.array(["2020-01-01"], dtype="M8[D]"), ["it contains 2020-01-01, at [0]", "days since a date"]),
     "records": (FIELDS, ["it contains (1.0, 2), at [0]"]),
-    "None": (np.array([[1, 2], [3, None]]), ["it contains None, at [1, 1]", "leave these records"]),
+    "None": (np.array([[1, 2], [3, None]]), ["it contains None, at [1, 1]", "omit these records"]),
     "objects": (np.array([1, "red"], dtype=object), ["it contains 'red', at [1]"]),
     "numbers as objects": (np.array([1, 2], dtype=object), ["it has type object", ".astype(float)"]),
     "too large": (np.array([2**63], dtype=np.uint64), ["9223372036854775808 is too large for torch's int64"]),
@@ -106,7 +106,7 @@ REFUSED = {
     "a frame with text": (pd.DataFrame({"a": [1], "b": ["red"]}), ["column 'b' contains 'red', at [0]"]),
     "a frame with gaps": (
         pd.DataFrame({"a": [1.0, 2, 3], "b": [1, None, None]}, index=[7, 8, 9]),
-        ["column 'b' has 2 missing values, the first in row 1 (index 8)", "leave these records out"],
+        ["column 'b' has 2 missing values, the first in row 1 (index 8)", "omit these records"],
     ),
     "Int64 with a gap": (pd.Series(pd.array([1, None], dtype="Int64")), ["it has 1 missing value, the first in row 1"]),
     "words as categories": (pd.DataFrame({"a": pd.Categorical(["red"])}), ["column 'a' contains 'red'"]),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.report.tree import read
 
 from fedveil.report import NOTHING, Curves, Interval, Intervals, Page, render
-from fedveil.report.axes import linear, logarithmic
+from fedveil.report.axes import linear_axis, log_axis
 from fedveil.report.charts import build_axis, draw_curves, draw_intervals, thin
 
 NAN, INF = math.nan, math.inf
@@ -235,5 +235,5 @@ def test_any_numbers_make_a_plot_that_stays_inside(rows, references, limit):
     ],
 )
 def test_ticks_are_round_numbers_or_powers_of_ten(log, low, high, labels):
-    axis = logarithmic(low, high, max_intervals=6) if log else linear(low, high, max_intervals=5, extend=True)
+    axis = log_axis(low, high, max_intervals=6) if log else linear_axis(low, high, max_intervals=5, extend=True)
     assert [label for _, label in axis.ticks] == labels.split()

@@ -35,7 +35,7 @@ limits = partial(Intervals, "t", "AUC", [])
         (partial(Pictures, "p", ["a", "b"], [("veil", [None])]), "row 'veil' has 1 pictures for 2 columns"),
         (partial(Table, "t", ["a", "b"], [["1", "2"], ["3"]]), "Table 't': row 2 has 1 cells, but the header has 2"),
         (partial(Matrix, "m", ["a", "b"], [[1, 2]]), "Matrix 'm': 2 labels need 2 rows of 2 counts"),
-        (partial(Matrix, "m", ["a"], [[-1]]), "Matrix 'm': a count is below zero"),
+        (partial(Matrix, "m", ["a"], [[-1]]), "Matrix 'm': a count is negative"),
     ],
 )
 def test_contradictory_values_are_refused(make, message):

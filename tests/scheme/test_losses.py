@@ -127,10 +127,10 @@ def test_a_loss_that_a_server_may_not_ask_for_is_refused(name, settings, text):
         ("cross_entropy", torch.tensor([0, 1, -1, 1, 0, 0]), "classes range from -1 to 1"),
         (CrossEntropy(weight=(1, 2)), LABELS, "there are 2 class weights, but the model has 3 outputs"),
         ("binary_cross_entropy", torch.zeros(6, 2), r"shape is \(6, 2\)"),
-        (lambda y, t: (y - t).square().mean(), COUNTS, r"(?s)returned shape \(\) .*not one value.*fedveil.BatchLoss"),
-        (lambda y, t: (y - t).abs() @ t.T, COUNTS, r"returned shape \(6, 6\) for outputs of shape \(6, 3\)"),
+        (lambda y, t: (y - t).square().mean(), COUNTS, r"(?s)of shape \(\) .*not one value.*fedveil.BatchLoss"),
+        (lambda y, t: (y - t).abs() @ t.T, COUNTS, r"a tensor of shape \(6, 6\) for outputs of shape \(6, 3\)"),
         (lambda y, t: 1.0, COUNTS, "returned a float"),
-        (BatchLoss(lambda y, t: (y - t).abs().sum(1)), COUNTS, r"returned shape \(6,\), not one number for the batch"),
+        (BatchLoss(lambda y, t: (y - t).abs().sum(1)), COUNTS, r"shape \(6,\), not one number for the batch"),
         (lambda y, t: t.sum(1), COUNTS, "it does not depend on the outputs"),
     ],
 )
@@ -144,11 +144,11 @@ def test_targets_and_functions_that_do_not_fit_are_refused(loss, targets, text):
     ("make", "text"),
     [
         (lambda: CrossEntropy(label_smoothing=1.0), "label_smoothing must be at least 0 and below 1"),
-        (lambda: CrossEntropy(weight=(1.0, -1.0)), "class weights must be finite and not negative"),
+        (lambda: CrossEntropy(weight=(1.0, -1.0)), "class weights must be finite and nonnegative"),
         (lambda: find_loss(3), "a int is not a loss"),
         (lambda: find_loss("focal"), "(?s)unknown loss 'focal'.*Fix: use one of .squared_error"),
         (lambda: find_loss(nn.MSELoss), r"(?s)MSELoss is a class.*Fix: pass an instance: MSELoss\(\)"),
-        (lambda: Huber(0.0), "delta must be a number above 0"),
+        (lambda: Huber(0.0), "delta must be positive and finite"),
     ],
 )
 def test_losses_that_make_no_sense_are_refused(make, text):

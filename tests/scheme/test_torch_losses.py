@@ -197,10 +197,10 @@ PADDED = torch.where(CLASSES == 2, -100, CLASSES)
     [
         (nn.GaussianNLLLoss(), NUMBERS, "(?s)GaussianNLLLoss needs more than outputs.*Fix: pass a function"),
         (nn.MSELoss(reduction="median"), NUMBERS, "there is no reduction 'median'"),
-        (nn.MSELoss(), CLASSES, r"shape is \(15,\), but the model's outputs have \(15, 3\)"),
+        (nn.MSELoss(), CLASSES, r"shape is \(15,\), but the model's outputs have shape \(15, 3\)"),
         (nn.CrossEntropyLoss(), PADDED, "(?s)classes range from -100 to 1.*Fix: use fedveil.BatchLoss"),
-        (nn.NLLLoss(), CLASSES.double(), r"targets: torch.nn.NLLLoss does not accept torch.float64 of shape \(15,\)"),
-        (nn.MultiMarginLoss(), CLASSES + 1, "targets: torch.nn.MultiMarginLoss does not accept torch.int64"),
+        (nn.NLLLoss(), CLASSES.double(), r"torch.nn.NLLLoss does not accept targets torch.float64 of shape \(15,\)"),
+        (nn.MultiMarginLoss(), CLASSES + 1, "targets: torch.nn.MultiMarginLoss does not accept targets torch.int64"),
         (nn.BCEWithLogitsLoss(weight=torch.ones(15, 1)), YES, "its weight has one number per sample of a batch"),
     ],
 )
@@ -222,5 +222,5 @@ def test_classes_of_tokens_on_the_last_axis_are_refused_under_a_veil():
     model = built(lambda: nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 3)))
     inputs, targets = torch.randn(5, 3, 2).double(), torch.randint(0, 3, (5, 3))
     broadcast = perturb(model, planned(model, inputs), nn.CrossEntropyLoss()).broadcast
-    with pytest.raises(BadArgument, match="expects classes on axis 1, but these outputs have them last"):
+    with pytest.raises(BadArgument, match="expects classes on axis 1, but these outputs have them on the last axis"):
         fedveil.client_step(model, broadcast, inputs, targets)

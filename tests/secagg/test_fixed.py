@@ -47,7 +47,7 @@ def test_what_is_not_finite_is_refused_without_a_word_of_which_and_so_is_what_ma
         with pytest.raises(BadArgument, match="a value is not finite") as caught:
             encode([0.0, value, 1.0], 0)
         assert "1.0" not in str(caught.value)
-    with pytest.raises(BadArgument, match="words are uint64"):
+    with pytest.raises(BadArgument, match="words must be uint64"):
         decode(np.zeros(3), 4)
     for largest in (float("nan"), float("inf"), -1.0, "1", True):
         with pytest.raises(BadArgument):

@@ -31,18 +31,18 @@ def test_the_environment_names_a_nodes_files_and_no_job_does(tmp_path, monkeypat
     identity = Identity.new("node-0")
     monkeypatch.setenv(environment.IDENTITY, str(identity.save(tmp_path / "node-0.key")))
     with pytest.raises(BadArgument, match="FEDVEIL_ROSTER"):
-        environment.own_party()
+        environment.load_own_party()
     roster = Roster({"node-0": identity.public()})
     monkeypatch.setenv(environment.ROSTER, str(roster.write(tmp_path / "roster")))
     with pytest.raises(BadArgument, match=r"node-0.policy: there is no policy"):
-        environment.own_party()
+        environment.load_own_party()
     Policy(server=b"k" * 32).write(tmp_path / "node-0.policy")
-    party = environment.own_party()
+    party = environment.load_own_party()
     assert (party.name, party.policy.server) == ("node-0", b"k" * 32)
     party.hello("run")
     assert (tmp_path / "node-0.memory").stat().st_mode & 0o777 == 0o600
     monkeypatch.delenv(environment.IDENTITY)
-    assert environment.own_party() is None
+    assert environment.load_own_party() is None
 
 
 def test_a_roster_comes_back(tmp_path):
@@ -50,7 +50,7 @@ def test_a_roster_comes_back(tmp_path):
     found = Roster.read(roster.write(tmp_path / "roster"))
     assert repr(found) == "Roster(zoe, alice)"
     assert all(found.public_key(name) == roster.public_key(name) for name in roster.names)
-    with pytest.raises(BadArgument, match="'bob' is not in it"):
+    with pytest.raises(BadArgument, match="it does not contain 'bob'"):
         roster.public_key("bob")
 
 
@@ -68,10 +68,10 @@ def test_what_holds_secrets_is_neither_pickled_nor_copied_nor_shown():
     ("text", "message"),
     [
         (b"\xff\xfe", "is not a text file"),
-        ("alice", "line 1: a line must hold a name and a public key"),
-        (f"\nalice {KEY[:-1]}", "line 2: a line must hold a name and a public key"),
-        (f"alice {KEY} more", "a line must hold a name and a public key"),
-        (f"al/ice {KEY}", "line 1: a member's name has"),
+        ("alice", "line 1: a line must contain a name and a public key"),
+        (f"\nalice {KEY[:-1]}", "line 2: a line must contain a name and a public key"),
+        (f"alice {KEY} more", "a line must contain a name and a public key"),
+        (f"al/ice {KEY}", "line 1: a member's name must have"),
         (f"alice {KEY}\nalice {'cd' * 32}", "line 2: alice is listed twice"),
         (f"alice {KEY}\nbob {KEY}", "two members have the same public key"),
     ],
@@ -94,7 +94,7 @@ def test_two_that_save_a_key_at_once_do_not_overwrite_one_another(tmp_path):
         try:
             return Identity.load(identity.save(path)).public() == identity.public()
         except BadArgument as error:
-            return "exists and is not overwritten" in str(error)
+            return "already exists and will not be overwritten" in str(error)
 
     identities = [Identity.new("alice") for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -142,7 +142,7 @@ def test_files_of_another_user_are_refused(files, monkeypatch):
 def test_a_policy_comes_back(tmp_path):
     policy = Policy(server=b"k" * 32, min_records=7, colluders=2, key_hours=1.5)
     assert Policy.read(policy.write(tmp_path / "a.policy")) == policy
-    with pytest.raises(BadArgument, match="exists and is not overwritten"):
+    with pytest.raises(BadArgument, match="already exists and will not be overwritten"):
         policy.write(tmp_path / "a.policy")
 
 

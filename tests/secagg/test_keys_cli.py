@@ -26,7 +26,7 @@ def test_a_new_key_is_private_and_its_line_goes_into_a_roster(tmp_path, capsys):
     before = path.read_bytes()
     assert main(["keys", "new", "alice", "--out", str(tmp_path / "keys")]) == 2
     captured = capsys.readouterr()
-    assert "this file exists and is not overwritten" in captured.err
+    assert "the file already exists and will not be overwritten" in captured.err
     assert path.read_bytes() == before
     private = re.search(rb'private = "(\w{64})"', before)[1].decode()
     assert private not in line + captured.out + captured.err
@@ -35,7 +35,7 @@ def test_a_new_key_is_private_and_its_line_goes_into_a_roster(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["../alice", "a b", "", ".hidden", "a" * 65, "a/b"])
 def test_names_that_are_none_are_refused(tmp_path, capsys, name):
     assert main(["keys", "new", name, "--out", str(tmp_path)]) == 2
-    assert "a member's name has 1 to 64 letters" in capsys.readouterr().err
+    assert "a member's name must have 1 to 64 letters" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -60,7 +60,7 @@ def test_a_policy_names_the_server_that_a_client_answers(tmp_path, capsys):
         assert Policy.read(tmp_path / "alice.policy") == Policy(server=Identity.load(tmp_path / "server.key").public())
     assert "alice answers only the server" in capsys.readouterr().out
     assert main(["keys", "policy", key, "--server", line]) == 2
-    assert "exists and is not overwritten" in capsys.readouterr().err
+    assert "already exists and will not be overwritten" in capsys.readouterr().err
     for wrong in ("", "abc", "server"):
         assert main(["keys", "policy", key, "--server", wrong]) == 2
         assert "64 hexadecimal digits" in capsys.readouterr().err
@@ -71,7 +71,7 @@ def test_the_ledger_of_a_client_is_printed(tmp_path, capsys):
     key, server = tmp_path / "alice.key", capsys.readouterr().out.split()[-1]
     main(["keys", "policy", str(key), "--server", server])
     assert main(["keys", "ledger", str(key)]) == 2
-    assert "no table [privacy]" in capsys.readouterr().err
+    assert "no [privacy] table" in capsys.readouterr().err
     policy = key.with_suffix(".policy")
     policy.write_text(policy.read_text() + '[privacy]\ndataset = "d"\nrecords = 9\nepsilon = 3\n')
     limits = Policy.read(policy).privacy

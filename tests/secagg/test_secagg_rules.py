@@ -107,7 +107,7 @@ def test_arguments_that_make_no_sense_are_refused_and_leave_nothing_in_memory():
     for run in ("", "x" * 201, "a\nb", None, 3):
         with pytest.raises(BadArgument, match="run must be printable text"):
             party.hello(run)
-    with pytest.raises(BadArgument, match="32 bytes of SHA-256"):
+    with pytest.raises(BadArgument, match="SHA-256 digest of 32 bytes"):
         upload(party, group.opening(), b"short", vector)
     assert group.memories["c0"].to_bytes() == before
     for words in (np.ones(3), np.ones((1, 3), np.uint64), 0 * vector, vector[:0], [1, 2], None):

@@ -48,7 +48,7 @@ def test_four_of_ten_vanish_and_the_attempt_aborts(ten, count):
     group, opening, _, sent, kept = ten
     for pattern in random.Random(5).sample(FOUR, count):
         group.restore(kept)
-        with pytest.raises(Aborted, match=r"6 of 10 clients (are left|have revealed): at least 7") as caught:
+        with pytest.raises(Aborted, match=r"6 of 10 clients (remain|have revealed): at least 7") as caught:
             attempt(group, opening, sent, pattern).total()
         assert caught.value.reason == "few"
 
@@ -80,7 +80,7 @@ def test_uploads_are_at_most_2_05_times_float32(n):
 def test_steps_out_of_order_are_refused():
     a = Attempt(4)
     fresh = Tally(a.opening, DIGEST, a.group.roster)
-    with pytest.raises(Aborted, match="0 of 4 clients are left: at least 3"):
+    with pytest.raises(Aborted, match="0 of 4 clients remain: at least 3"):
         fresh.settle()
     for call in (fresh.reveal, fresh.total, lambda: a.tally.take_upload("c0", a.sent["c0"])):
         with pytest.raises(BadArgument):

@@ -36,7 +36,7 @@ def reveal_with(a, liars, change, gone=()):
         if name in liars:
             found = RevealReply.from_bytes(data)
             data = replace(found, shares=change(dict(found.shares))).to_bytes()
-            with pytest.raises(BadArgument, match=f"{name} is excluded: it did not reveal the shares"):
+            with pytest.raises(BadArgument, match=f"{name} is excluded: it did not reveal exactly the shares"):
                 a.tally.take_reveal_reply(name, data)
         else:
             a.tally.take_reveal_reply(name, data)
@@ -130,7 +130,7 @@ def test_a_wrong_pair_seed_counts_as_no_answer_and_the_members_shrink(liar, abse
             a.tally.take_settle_reply(name, data)
     assert not a.tally.has_agreement()
     if absent == 3:
-        with pytest.raises(Aborted, match="6 of 10 clients are left: at least 7"):
+        with pytest.raises(Aborted, match="6 of 10 clients remain: at least 7"):
             a.tally.settle()
     else:
         a.finish()
@@ -291,7 +291,7 @@ def test_answers_of_strangers_for_other_attempts_or_steps_do_not_count():
     for name in group.names[1:4]:
         tally.take_settle_reply(name, group.parties[name].settle(common))
     message = tally.reveal()
-    with pytest.raises(Aborted, match="not about the members that this client agreed to last"):
+    with pytest.raises(Aborted, match="not those that this client last agreed to"):
         group.parties["c4"].reveal(message)
     for name in tally.survivors:
         tally.take_reveal_reply(name, group.parties[name].reveal(message))

@@ -31,7 +31,7 @@ DIGITS = {"data": "digits", "train_size": 200, "test_size": None, "defence": "pl
         (INVERSION, {"labels": "3"}, {}, "make 1 of 10 classes private"),
         (INVERSION, {"model": "mlp"}, {}, "an mlp expects vectors"),
         (INVERSION, {}, {"codes": 0}, "must be at least 1, got 0"),
-        (INVERSION, {}, {"codes": 5}, "5 cannot be divided among 4 broadcasts"),
+        (INVERSION, {}, {"codes": 5}, "5 cannot be divided evenly among 4 broadcasts"),
         (POISONING, {}, {"attacks": "sign-flop"}, "there is no attack 'sign-flop'"),
         (POISONING, {}, {"seeds": 0}, "--seeds must be an integer of at least 1"),
         (POISONING, {"hostile": 2}, {}, "krum needs 7 clients to resist 2 hostile ones, got 5"),

@@ -32,7 +32,7 @@ from fedveil.studies.audit.results import (
 )
 from fedveil.studies.audit.run import AuditOptions, constant_answer, infer_members
 from fedveil.studies.federations import observe
-from fedveil.studies.gradients.server import Curious
+from fedveil.studies.gradients.server import ServerResults
 from fedveil.studies.jobs import Failure
 from fedveil.studies.membership.attacks import AttackScores, RecordAttacks, ShadowAttacks, divide_records
 from fedveil.studies.study import gather, publish
@@ -120,7 +120,7 @@ def test_the_attack_is_chosen_on_known_records_and_averaged_over_the_broadcasts_
 
 def test_the_page_names_attackers_that_did_not_run_and_why():
     absent = {"two rounds": "there is one broadcast"}, {"as published": "the first layer is a convolution"}
-    curious, members = Curious([Failure("no images")]), {"adaptive": 0.5}
+    curious, members = ServerResults([Failure("no images")]), {"adaptive": 0.5}
     found = audit(psnr=None, members=members, inapplicable=absent[0], not_rebuilt=absent[1], server=curious)
     found.attackers["adaptive"].membership.left_out["RMIA"] = "the targets have no classes"
     shown = sections(show({"plain": found}))
@@ -176,7 +176,7 @@ def test_an_audit_of_all_defences_reaches_its_first_job_with_few_modules(tmp_pat
 
 
 TINY = {"train_size": 40, "test_size": 40, "epochs": 1, "hidden": 8}
-SOME = ("noise kept over rounds", "no veil at all")
+SOME = ("noise kept across rounds", "no veil")
 
 
 def row(name, membership, cost):
@@ -192,8 +192,8 @@ def test_the_study_runs_and_shows_every_measure(tmp_path):
     lines = {line[0]: dict(zip(shown.header, line, strict=True)) for line in shown.rows}
     assert list(lines) == list(SOME)
     assert all("[" in line["accuracy, %"] for line in lines.values())
-    assert lines["no veil at all"]["cost, points"] == "0.0"
-    kept = json.loads((tmp_path / "results.json").read_text())["results"]["noise kept over rounds"]
+    assert lines["no veil"]["cost, points"] == "0.0"
+    kept = json.loads((tmp_path / "results.json").read_text())["results"]["noise kept across rounds"]
     assert "RMIA" in kept[0]["attackers"]["own labels"]["membership"]["attacks"]  # its shadows were found
 
 
@@ -214,16 +214,16 @@ def test_every_measure_is_a_configuration_that_changes_something(data):
 
 def test_measures_that_differ_by_the_veil_only_share_their_shadows(tmp_path):
     shadows = {key: job.after for key, job in HARDEN.audits(Hardening(seeds=2), tmp_path).items()}
-    assert shadows["noise kept over rounds", 1] == shadows["no veil at all", 1] != shadows["no veil at all", 0]
-    assert shadows["weight decay 0.01", 0] != shadows["no veil at all", 0]
-    assert shadows["cross-entropy, 7 decoys", 0] == shadows["no veil at all, cross-entropy", 0]
+    assert shadows["noise kept across rounds", 1] == shadows["no veil", 1] != shadows["no veil", 0]
+    assert shadows["weight decay 0.01", 0] != shadows["no veil", 0]
+    assert shadows["cross-entropy, 7 decoys", 0] == shadows["no veil, cross-entropy", 0]
     names = [job.name for job in HARDEN.graph(Hardening(seeds=2), tmp_path).jobs]
     assert len(names) == len(set(names))
 
 
 def test_noise_spends_the_budget_that_the_measure_names_and_hardly_less():
     for budget in harden.UNIT_NOISE:
-        values = harden.private(budget)
+        values = harden.private_clients(budget)
         assert 0.999 * budget < epsilon(values["epochs"], values["noise"], values["delta"]) <= budget
     for budget in harden.RECORD_NOISE:
         values = harden.private_records(budget)
@@ -243,7 +243,7 @@ def test_costs_are_paired_by_seed_and_the_best_attacker_is_that_of_the_mean():
     assert [found.figures[name].value for name in ("rebuilt, dB", "guess, dB")] == [40.0, 11.0]
 
 
-BARE = row("no veil at all", point(0.9), 0.0)
+BARE = row("no veil", point(0.9), 0.0)
 DEAR, WEAK = row("dear", point(0.5), 0.1), row("weak", point(0.8), 0.0)
 
 
@@ -266,8 +266,8 @@ def test_the_verdict_names_the_measures_that_hold_the_attacker_cheaply(rows, lab
 
 
 def test_there_is_no_verdict_where_nothing_could_be_found():
-    assert "within the limit" in verdict([row("no veil at all", point(0.51), 0.0), row("a", point(0.5), 0.0)])
-    assert "was not measured" in verdict([row("no veil at all", None, 0.0), row("a", None, 0.0)])
+    assert "within the limit" in verdict([row("no veil", point(0.51), 0.0), row("a", point(0.5), 0.0)])
+    assert "was not measured" in verdict([row("no veil", None, 0.0), row("a", None, 0.0)])
     assert "was not measured" in verdict([BARE])
 
 

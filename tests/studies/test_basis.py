@@ -186,7 +186,7 @@ def test_an_attacked_run_is_never_written_to_and_its_state_is_reported(here, cap
     capsys.readouterr()
     assert main(["audit", "run", "--out", "audit", *TINY]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"This run is unfinished: it is attacked after round {rounds} of {5 * rounds}." in said
+    assert f"This run is unfinished: the attack uses its state after round {rounds} of {5 * rounds}." in said
     assert "The data have changed since this run was trained" in said
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
     assert main(["train", "--resume", "--out", "run"]) == 2

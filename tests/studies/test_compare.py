@@ -37,7 +37,7 @@ def test_a_run_that_diverges_is_shown_as_failed(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("names", "why"),
-    [("plain veils", "there is no defence 'veils'"), ("veil veil", "is given twice"), ("", "no defence is named")],
+    [("plain veils", "there is no defence 'veils'"), ("veil veil", "is given twice"), ("", "no defence is given")],
 )
 def test_unknown_repeated_and_missing_names_are_refused(names, why):
     with pytest.raises(BadArgument, match=why):

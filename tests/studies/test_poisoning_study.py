@@ -51,19 +51,19 @@ def test_refused_updates_of_honest_clients_are_counted_separately(tmp_path):
     options = PoisoningOptions(attacks="square-overflow", rules="none", rounds=2)
     results, _ = attacked(tmp_path, options, norm_factor=1.0)  # a bound so tight that honest updates are refused, too
     (honest,), (poisoned,) = (results["plain"].endings(name, BOUNDED) for name in (HONEST, "square-overflow"))
-    assert honest.refused == 0 < honest.wronged
+    assert honest.refused == 0 < honest.refused_honest
     assert poisoned.refused == 2
-    assert poisoned.wronged > 0
+    assert poisoned.refused_honest > 0
 
 
-def run(accuracy, refused=0, wronged=0):
-    return poisoning.Ending(accuracy, "" if accuracy else "it ended", 50, refused, wronged)
+def run(accuracy, refused=0, refused_honest=0):
+    return poisoning.Ending(accuracy, "" if accuracy else "it ended", 50, refused, refused_honest)
 
 
 def test_cells_are_means_over_seeds_and_count_runs_that_ended_early():
     assert poisoning.LimitFigures("plain", "x", UNLIMITED, [run(0.80), run(0.88)]).cell() == "84.0"
     assert poisoning.LimitFigures("plain", "x", UNLIMITED, [run(None), run(0.88)]).cell() == "88.0 (1 of 2 ended)"
-    both = [Endings({UNLIMITED: run(value), BOUNDED: run(0.9, refused=50, wronged=1)}) for value in (0.90, 0.94)]
+    both = [Endings({UNLIMITED: run(value), BOUNDED: run(0.9, refused=50, refused_honest=1)}) for value in (0.90, 0.94)]
     found = Poisoning({HONEST: both, "overflow": both, "buffers": [Failure("it broke"), both[0]]})
     assert poisoning.show({"plain": found}, [UNLIMITED, BOUNDED], 2).rows == [
         ["plain", "honest", "92.0", "90.0", "100/0, 2"],

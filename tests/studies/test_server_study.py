@@ -28,7 +28,7 @@ from fedveil.studies.attack import AttackRequest
 from fedveil.studies.audit import run as audit
 from fedveil.studies.gradients import server
 from fedveil.studies.gradients.run import guesses
-from fedveil.studies.gradients.server import SERVER, SINGLE, Curious, ServerOptions, difference_view, sum_view
+from fedveil.studies.gradients.server import SERVER, SINGLE, ServerOptions, ServerResults, difference_view, sum_view
 from fedveil.studies.jobs import Failure, JobResults
 from fedveil.studies.study import gather, publish
 from fedveil.studies.verdicts import RECOGNISED
@@ -159,7 +159,9 @@ def test_a_trained_run_is_attacked_where_it_stopped(tmp_path):
 def test_only_the_search_attacks_a_convolution():
     found = attack_round(config_of(data="digits", train_size=200, model="lenet"), QUICK)
     assert all(set(view.attacks) == {"search"} for view in found.views.values())
-    assert [row[5:7] for row in SERVER.present(ASKED, {"plain": Curious([found])}).rows] == [[NOTHING, NOTHING]] * 4
+    assert [row[5:7] for row in SERVER.present(ASKED, {"plain": ServerResults([found])}).rows] == [
+        [NOTHING, NOTHING]
+    ] * 4
 
 
 def planted(*figures):
@@ -175,11 +177,11 @@ def planted(*figures):
 def test_the_verdict_follows_the_figures():
     rounds = [planted((SINGLE, 1, psnr, 12.0), (sum_view(2), 2, 21.9, 12.0)) for psnr in (40.0, 60.0)]
     leak = "LEAK: a record is revealed by single update (2 of 2 rounds); no record is revealed by sum of 2."
-    assert server.verdict(Curious(rounds)) == leak
-    assert server.verdict(Curious([planted((SINGLE, 1, 20.0, 12.0))])).startswith("NOTHING FOUND")
-    [pictures] = server.gallery("", Curious(rounds))
+    assert server.verdict(ServerResults(rounds)) == leak
+    assert server.verdict(ServerResults([planted((SINGLE, 1, 20.0, 12.0))])).startswith("NOTHING FOUND")
+    [pictures] = server.gallery("", ServerResults(rounds))
     assert [label for label, _ in pictures.rows] == ["victim's record", SINGLE, sum_view(2), "its nearest record"]
-    broken = Curious([rounds[0], Failure("it broke")])
+    broken = ServerResults([rounds[0], Failure("it broke")])
     assert server.verdict(broken) == "not measured (it broke)."
     assert not server.gallery("", broken)
     assert SERVER.present(ASKED, {"plain": broken}).rows[0][:4] == ["plain", "", "", "failed: it broke"]

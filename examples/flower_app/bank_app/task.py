@@ -26,7 +26,7 @@ def make_model(config: Any) -> nn.Module:
 def load_part(context: Context) -> tuple[Tensor, Tensor]:
     """Load the records of this node.
 
-    The node's config tells where they are: path="..." is its data, partition-id=0 num-partitions=3 selects a part of a
+    The node's config specifies them: path="..." is its data, partition-id=0 num-partitions=3 selects part of a
     shared file, and cache="..." is a folder for loaded records.
     """
     node, config = context.node_config, context.run_config

@@ -22,32 +22,32 @@ class BankServer:
     @collab.main
     def run(self) -> None:
         """Train; FLARE calls this once all sites are connected."""
-        asked = Settings(**self.settings)
-        out, epochs = Path(asked.out), max(1, asked.rounds // asked.rounds_per_epoch)
-        data = load(asked.data)
+        settings = Settings(**self.settings)
+        out, epochs = Path(settings.out), max(1, settings.rounds // settings.rounds_per_epoch)
+        data = load(settings.data)
         server = Server(
             collab.clients,
-            make_model(asked),
+            make_model(settings),
             data.test.inputs[:2],
-            asked.defence,
-            lambda p: torch.optim.Adam(p, asked.lr, betas=(0.9, 0.99), weight_decay=asked.weight_decay),
+            settings.defence,
+            lambda p: torch.optim.Adam(p, settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay),
             schedule=(
                 (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, epochs))
-                if asked.schedule == "cosine"
+                if settings.schedule == "cosine"
                 else None
             ),
             loss="squared_error",
-            whole_shard=asked.whole_shard,
-            batch_size=asked.batch_size,
-            rounds_per_epoch=asked.rounds_per_epoch,
-            wait_for=asked.sites,
-            min_answers=asked.min_answers,
-            timeout=asked.timeout,
-            secure_aggregation=asked.secure_aggregation,
-            seed=asked.seed,
+            whole_shard=settings.whole_shard,
+            batch_size=settings.batch_size,
+            rounds_per_epoch=settings.rounds_per_epoch,
+            wait_for=settings.sites,
+            min_answers=settings.min_answers,
+            timeout=settings.timeout,
+            secure_aggregation=settings.secure_aggregation,
+            seed=settings.seed,
         )
-        values = {**self.settings, "clients": asked.sites, "model": "mlp"}
+        values = {**self.settings, "clients": settings.sites, "model": "mlp"}
         repeat = "python examples/nvflare_app/job.py"
-        how = {"rounds": asked.rounds, "resume": True, "on_round": print_progress(asked.rounds)}
+        how = {"rounds": settings.rounds, "resume": True, "on_round": print_progress(settings.rounds)}
         print(record_run(server, out, data, values, repeat, **how).to_dict(), flush=True)
         server.close()

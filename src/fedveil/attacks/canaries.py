@@ -1,15 +1,15 @@
-"""Measure the epsilon of private training with canaries: records whose gradient is a direction of their own.
+"""Measure the epsilon of private training with canaries, records whose gradients use separate coordinates.
 
-A canary is a record like any other to the defence under test, which samples it, computes its gradient, clips it and
-adds noise. A wrapper around the model makes this gradient a multiple of one coordinate that no other record changes:
+The defence under test treats a canary like any other record: it samples the canary, computes and clips its gradient,
+and adds noise. A wrapper around the model confines this gradient to a single coordinate that no other record affects:
 
-    canary j:         outputs = constant + (w_j - detach(w_j)) direction,   so d loss / d w_j = norm, and all else is 0
+    canary j:         outputs = constant + (w_j - detach(w_j)) direction,   so d loss / d w_j = norm; the rest is 0
     null record:      outputs = constant,                                   so the gradient is 0
     any other record: outputs = model(inputs)
 
-The outputs do not depend on the values w, so the gradients of canaries are the same in every round. Each canary is
-replaced by a null record with probability 1/2, as in the accountant's definition of neighbours. The auditor guesses
-which ones were, from coordinate w_j of the rounds' noisy gradients.
+The outputs do not depend on the value of w, so the gradients of canaries are the same in every round. Each canary is
+replaced by a null record with probability 1/2, as in the accountant's definition of neighbours. From coordinate w_j of
+the noisy gradients of all rounds, the auditor guesses which canaries were replaced.
 """
 
 import copy
@@ -28,7 +28,7 @@ from fedveil.defences.registry import add_privacy
 from fedveil.errors import BadArgument
 from fedveil.federation.local import BATCH_SIZE, Federation
 from fedveil.federation.optimise import Optimizer
-from fedveil.federation.targets import one_output, target_maker, usual_loss
+from fedveil.federation.targets import default_loss, one_output, target_maker
 from fedveil.privacy.measure import MeasuredEpsilon, measure
 from fedveil.records.inputs import Inputs, map_tensors
 from fedveil.records.sources import Source, UserRecords, as_source, check_sources, choose_batch_size, list_clients
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
     from fedveil.privacy import Privacy
 
 WHERE = "measure_epsilon"
-CONSTANTS = (0.5, 0.25)  # outputs for canaries; for one of them the loss has a derivative, whatever the target
-NORM = 1e4  # of a canary's gradient, if the clipping norm is unknown
-LENGTH = 10.0  # norm of a canary's gradient / clipping norm
-GUESSES = 0.5  # fraction of the canaries that the auditor guesses
-CANARIES = 3000  # with more, the bound is less sharp at delta = 1e-5
-CANARY = "canary_mark"  # input that says what a record is: RECORD, NULL, or canary number mark - FIRST
+CONSTANTS = (0.5, 0.25)  # outputs for canaries; for any target, the loss has a nonzero derivative at one of them
+NORM = 1e4  # norm of a canary's gradient if the clipping norm is unknown
+RELATIVE_NORM = 10.0  # norm of a canary's gradient, relative to the clipping norm
+GUESSES = 0.5  # number of guesses, as a fraction of the number of canaries
+CANARIES = 3000  # with more canaries, the bound is looser at delta = 1e-5
+CANARY = "canary_mark"  # input that marks each record: RECORD, NULL, or FIRST + the index of a canary
 RECORD, NULL, FIRST = 0, 1, 2
 Order = Callable[[int, int], Tensor]
 
 
 class CanaryModel(nn.Module):
-    """A model with a parameter per canary; these do not change its outputs.
+    """A model with one extra parameter per canary; the values of these parameters do not affect its outputs.
 
     Args:
         inner: the model.
         count: number of canaries.
         constant: outputs for canaries and null records.
-        direction: a change of the outputs for which the loss of a canary grows at the rate `norm`.
+        direction: change in the outputs along which a canary's loss has the slope `norm` (see `wrap_model`).
     """
 
     direction: Tensor
@@ -68,7 +68,7 @@ class CanaryModel(nn.Module):
         self.register_buffer("direction", direction)
 
     def forward(self, canary_mark: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Return the model's outputs, and the constant for canaries and null records."""
+        """Return the model's outputs for ordinary records, and the constant for canaries and null records."""
         outputs: Tensor = self.inner(*args, **kwargs)
         own = self.canaries[(canary_mark - FIRST).clamp(min=0)] * (canary_mark >= FIRST)
         shape = (-1, *[1] * (outputs.dim() - 1))
@@ -77,7 +77,7 @@ class CanaryModel(nn.Module):
 
 
 def plant(source: Source, marks: Tensor, target: Tensor) -> tuple[Inputs, Tensor]:
-    """Return a client's records, followed by one for each mark, with the same inputs and target."""
+    """Return a client's records, followed by one per mark; the added records all have the same inputs and target."""
     inputs, targets = source.take(range(len(source)))
 
     def extend(own: Tensor, value: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def plant(source: Source, marks: Tensor, target: Tensor) -> tuple[Inputs, Tensor
 
 
 def wrap_model(model: nn.Module, loss: Loss, source: Source, count: int, norm: float) -> CanaryModel:
-    """Return a copy of the model with canaries, whose target is that of the first record."""
+    """Wrap a copy of the model, with canaries that have the same target as the first record."""
     first = next(model.parameters())
     inputs, targets = source.take([0])
     wanted = target_maker(model, loss, (inputs, targets))(targets)
@@ -103,7 +103,7 @@ def wrap_model(model: nn.Module, loss: Loss, source: Source, count: int, norm: f
     constant = max(slopes, key=lambda value: float(slopes[value].norm().nan_to_num(0.0, 0.0)))
     size = slopes[constant].norm()
     if not size > 0 or not size.isfinite():
-        raise BadArgument(WHERE, f"{loss.name} has no derivative at constant outputs, so canaries have no gradient")
+        raise BadArgument(WHERE, f"canaries do not work, because the gradient of {loss.name} is 0 or not finite")
     direction = norm * slopes[constant][0] / size**2
     return CanaryModel(copy.deepcopy(model), count, constant, direction.to(first.device))
 
@@ -128,12 +128,12 @@ def measure_epsilon(
     seed: int = 0,
     progress: Callable[[int, int], object] | None = None,
 ) -> MeasuredEpsilon:
-    """Train once with canaries among the records, and return a lower bound on the true epsilon for records.
+    """Train once with canaries among the records, and return a lower bound on the true epsilon of records.
 
-    The number of canaries, the number of guesses (half of it) and the rule by which the auditor guesses are fixed
-    before training (Steinke, Nasr and Jagielski, arXiv 2305.08846). The bound detects wrong sampling, clipping, noise
-    and accounting. It does not test whether the gradients of ordinary records are correct. If it is below the claim,
-    the claim is not proven.
+    The number of canaries, the number of guesses (half as many) and the auditor's decision rule are fixed before
+    training (Steinke, Nasr and Jagielski, arXiv 2305.08846). The bound detects wrong sampling, clipping, noise and
+    accounting. It does not test whether the gradients of ordinary records are correct. A bound below the claim does not
+    prove the claim.
 
     Args:
         model: the model; a copy of it is trained.
@@ -142,21 +142,21 @@ def measure_epsilon(
             `claimed`, or a server with an `accountant` that has a method `epsilon()` and an attribute `delta`.
         optimizer: as for `fedveil.Federation`.
         privacy: differential privacy for records.
-        rounds: number of rounds, for which epsilon is claimed; by default those of `privacy`.
-        claimed: the claimed epsilon; by default that of the accountant.
-        delta: delta of `claimed`; otherwise that of the accountant is used.
+        rounds: number of rounds for which epsilon is claimed; by default that of `privacy`.
+        claimed: the claimed epsilon; by default the accountant's epsilon.
+        delta: the delta of `claimed`; if `claimed` is None, the accountant's delta is used.
         loss: as for `fedveil.Federation`.
-        batch_size: as for `fedveil.Federation`. It is scaled up, so that a record is as likely to be in a batch as
-            without canaries.
+        batch_size: as for `fedveil.Federation`. It is scaled up so that a record is as likely to be in a batch as it
+            would be without canaries.
         whole_shard: as for `fedveil.Federation`.
         participation: as for `fedveil.Federation`.
         secure_aggregation: as for `fedveil.Federation`.
-        order: a function (client, round) -> indices of the client's records in this round, if an adversary knows
-            them; canaries come after the client's own records. By default the order is known if the defence leaves the
-            choice of records to the federation, which shuffles them with a seed.
+        order: a function (client, round) -> indices of the records that the client uses in this round, if an adversary
+            knows them; canaries come after the client's own records. By default, the order is known if the defence
+            leaves the choice of records to the federation, which shuffles them with a seed.
         canaries: number of canaries.
-        seed: as for `fedveil.Federation`; canaries are always chosen at random.
-        progress: called with the number of completed rounds and the number of all rounds.
+        seed: as for `fedveil.Federation`; the included canaries are always chosen at random.
+        progress: called with the number of completed rounds and the total number of rounds.
     """
     count = check_count(WHERE, "canaries", canaries, 10)
     rounds = rounds if rounds is not None or privacy is None else privacy.rounds
@@ -167,8 +167,8 @@ def measure_epsilon(
     size, largest = choose_batch_size(clients, batch_size, BATCH_SIZE), max(map(len, sources))
     if privacy is not None:
         defence = add_privacy(defence, privacy, 1.0 if whole_shard else min(1.0, size / largest))
-    chosen = find_loss(usual_loss(one_output(model, sources[0].take([0])[0]), sources) if loss is None else loss)
-    norm = NORM if privacy is None else LENGTH * privacy.clip
+    chosen = find_loss(default_loss(one_output(model, sources[0].take([0])[0]), sources) if loss is None else loss)
+    norm = NORM if privacy is None else RELATIVE_NORM * privacy.clip
     included = np.random.default_rng(secrets.randbits(128)).random(count) < 0.5
     marks = torch.where(torch.from_numpy(included), torch.arange(count) + FIRST, NULL)
     target, owners = sources[0].take([0])[1], torch.arange(count) % len(sources)
@@ -187,7 +187,7 @@ def measure_epsilon(
     )
     accountant = federation.defence_server.accountant
     if federation.defence.dp_clip is not None or (accountant is None and claimed is None):
-        what = "epsilon is measured for records, but this defence does not protect single records"
+        what = "epsilon is measured for records, but this defence does not protect individual records"
         raise BadArgument(WHERE, what, "pass privacy=fedveil.Privacy(epsilon=3.0, rounds=150), or claimed=3.0")
     scores = _collect_scores(federation, rounds, count, order, progress)
     if accountant is not None and claimed is None:
@@ -199,19 +199,19 @@ def measure_epsilon(
 def _collect_scores(
     federation: Federation, rounds: int, count: int, order: Order | None, progress: Callable[[int, int], object] | None
 ) -> NDArray[np.float64]:
-    """Train, and return the sum of each canary's noisy coordinate over the rounds in which it may have been used."""
+    """Train, and return each canary's noisy coordinate, summed over the rounds in which it may have been used."""
     shards, scores = federation.shards, torch.zeros(count, dtype=torch.float64)
     numbers = range(len(shards.sizes))
     if order is None and not federation.whole_shard and federation.clients.client.sample(1) is None:
         order = lambda client, number: shards.rows(client, number) - shards.starts[client]  # noqa: E731
     for number in range(rounds):
-        own = federation.step().gradients["canaries"].cpu().double()
+        coordinates = federation.step().gradients["canaries"].cpu().double()
         if order is not None:
             for client in numbers:
-                mine = torch.arange(client, count, len(numbers))  # the client's last records
-                rows = shards.sizes[client] - len(mine) + torch.arange(len(mine))
-                own[mine] *= torch.isin(rows, order(client, number))
-        scores += own
+                canaries = torch.arange(client, count, len(numbers))  # these are the client's last records
+                rows = shards.sizes[client] - len(canaries) + torch.arange(len(canaries))
+                coordinates[canaries] *= torch.isin(rows, order(client, number))
+        scores += coordinates
         if progress:
             progress(number + 1, rounds)
     return scores.numpy()

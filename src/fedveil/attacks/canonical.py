@@ -1,13 +1,13 @@
 """Canonical form: remove the unknown factors and permutations by which veiled versions of a network differ.
 
-Scaling and permuting hidden units does not change the function that a network computes. All networks that such changes
-turn into one another form an orbit, and a veil moves a network within its orbit. The canonical form is a member of the
-orbit, chosen by a rule that does not depend on the starting point.
+Scaling and permuting hidden units does not change the function that a network computes. All networks that can be
+transformed into one another in this way form an orbit, and a veil moves a network within its orbit. The canonical form
+is a member of the orbit, chosen by a rule that does not depend on the starting point.
 
-A veil multiplies every element by the factors of at most two units, r_i / r_j. The elements of one *block* have the
-same factors. Examples of blocks are a row of the first layer with its bias, the k x k kernel between two channels, and
-the columns of the head for one channel. Each block has one unknown factor, and the logarithms of all factors are linear
-in one number per unit.
+A veil multiplies every element by the factors of at most two units, r_i / r_j. All elements of a *block* share the same
+factors. Examples of blocks are a row of the first layer with its bias, the k x k kernel between two channels, and the
+columns of the head for one channel. Each block has one unknown factor, and the logarithms of all factors are linear
+functions of one number per unit.
 """
 
 import warnings
@@ -27,14 +27,14 @@ from fedveil.graph.solve import Integers
 from fedveil.graph.units import Symmetry
 
 Reals = NDArray[np.float64]
-MOST_STEPS = 5000
-SETTLED = 1e-12  # change in the logarithm of a factor at which the iteration stops
-DEPTH = 12  # number of earlier steps used by Anderson acceleration
+MAX_STEPS = 5000
+SETTLED = 1e-12  # the iteration stops when no logarithm of a factor changes by more than this
+DEPTH = 12  # number of previous steps used by Anderson acceleration
 TINY = 1e-30
 
 
 def element_slots(plan: Plan) -> Pool:
-    """Return the slots of each element of the flat vector of all tensors."""
+    """Return the slots of each element in the flat vector of all tensors."""
     return Pool.build(plan.layout.entries, dict(plan.pieces), plan.layout.device)
 
 
@@ -61,7 +61,7 @@ def _zero_tensors(plan: Plan, flat: Tensor, exclude: Collection[str]) -> Reals:
 
 
 def block_powers(plan: Plan, elements: int) -> tuple[Integers, csr_matrix]:
-    """Return the block of each of the first `elements` elements, and the exponent of each scale class per block."""
+    """Return the block of each of the first `elements` elements, and the exponents of all scale classes by block."""
     slots, sides = plan.slots, element_slots(plan).scale[:, :elements].cpu().numpy()
     units, inverse = slots.unit[sides], slots.power[sides] < 0
     scaled = (plan.symmetries[units] & Symmetry.POSITIVE) > 0
@@ -73,19 +73,19 @@ def block_powers(plan: Plan, elements: int) -> tuple[Integers, csr_matrix]:
 
 
 def least_norm_factors(plan: Plan, flat: Reals) -> Reals:
-    """Return the factor of each scale class that minimises the sum of squares of the parameters over the orbit.
+    """Return the factors, one per scale class, that minimise the parameters' sum of squares over the orbit.
 
     The sum is convex in t = log r, so the minimum does not depend on the starting point (Stock et al. 2019,
     "Equi-normalization of neural networks"). Each step moves every class halfway to its optimum. Every element belongs
-    to at most two classes, so by convexity the sum never increases. Anderson acceleration saves nine steps in ten. If a
-    class has no outgoing weights, its incoming weights are scaled to norm 1.
+    to at most two classes, so by convexity the sum never increases. Anderson acceleration saves nine out of ten steps.
+    If a class has no outgoing weights, its incoming weights are scaled to norm 1.
     """
     number, powers = block_powers(plan, plan.layout.parameters)
     energy = np.bincount(number, flat[: len(number)] ** 2, powers.shape[0])
     incoming, outgoing, start = powers.maximum(0).T, (-powers).maximum(0).T, np.zeros(plan.slots.classes)
 
     def flows(t: Reals) -> tuple[Reals, Reals]:
-        """Return the sums of squares of the weights into each class and out of it."""
+        """Return the sums of squares of the weights into and out of each class."""
         squares = energy * np.exp(2 * (powers @ t))
         return incoming @ squares, outgoing @ squares
 
@@ -101,14 +101,14 @@ def least_norm_factors(plan: Plan, flat: Reals) -> Reals:
 
     with warnings.catch_warnings(action="ignore"):  # SciPy warns if the last steps are parallel
         try:
-            found: Reals = anderson(step, start, alpha=1.0, M=DEPTH, f_tol=SETTLED, maxiter=MOST_STEPS)
+            found: Reals = anderson(step, start, alpha=1.0, M=DEPTH, f_tol=SETTLED, maxiter=MAX_STEPS)
         except NoConvergence as error:
             found = error.args[0]  # the last iterate
     return np.exp(found)
 
 
 def signs(plan: Plan, flat: Reals) -> Reals:
-    """Return the sign per scale class that makes the sum of cubes of the incoming weights positive.
+    """Return the signs, one per scale class, for which the sum of cubes of the incoming weights is positive.
 
     Classes without a sign symmetry get +1.
     """
@@ -136,7 +136,7 @@ def canonical_form(plan: Plan, flat: Tensor, exclude: Collection[str] = ()) -> C
 
 
 def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
-    """Return a fingerprint of each order class: the parameters into it and out of it, sorted within each tensor."""
+    """Return a fingerprint of each order class: the parameters into and out of it, sorted within each tensor."""
     found: dict[int, list[Reals]] = {}
     for side in element_slots(plan).order:
         for entry in plan.layout.trainable + plan.layout.frozen:
@@ -152,7 +152,7 @@ def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
 
 
 def _list_cells(plan: Plan, block: int) -> list[Integers]:
-    """Return the cells of a block, sorted by kind, as arrays of classes; block 0 contains cells outside any block."""
+    """Return the cells of a block, sorted by kind, as arrays of classes; block 0 holds the cells outside any block."""
     orders, found = plan.orders, []
     inside = (orders.blocks == block) & (orders.cells > 0)
     for _, cell in sorted({(int(orders.kinds[c]), int(orders.cells[c])) for c in np.flatnonzero(inside)}):
@@ -165,7 +165,7 @@ def sources(plan: Plan, flat: Tensor, reference: Tensor, exclude: Collection[str
     """Return the source index of each element when units are permuted to match those of `reference`.
 
     Both vectors are in canonical form. Units that may be permuted are paired by their fingerprints. Blocks that are
-    permuted as a whole, such as attention heads, are paired by the total distance of their units.
+    permuted as a whole, such as attention heads, are paired by the total distance between their units.
     """
     own, wanted = (fingerprints(plan, _zero_tensors(plan, vector, exclude)) for vector in (flat, reference))
 
@@ -203,11 +203,11 @@ class Blocks:
     """The blocks of a flat vector of trainable parameters.
 
     Attributes:
-        number: index of each element's block.
+        index: index of each element's block.
         powers: exponents of the units' factors in each block, with shape (blocks, scale classes).
     """
 
-    number: Tensor
+    index: Tensor
     powers: Tensor
 
     @property
@@ -218,23 +218,23 @@ class Blocks:
     @property
     def sizes(self) -> Tensor:
         """The number of elements in each block."""
-        return torch.bincount(self.number, minlength=len(self.powers)).to(self.powers)
+        return torch.bincount(self.index, minlength=len(self.powers)).to(self.powers)
 
     def inner(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the inner product of two vectors within each block."""
-        return first.new_zeros(len(self.powers)).index_add(0, self.number, first * second)
+        return first.new_zeros(len(self.powers)).index_add(0, self.index, first * second)
 
     def directions(self, vector: Tensor) -> Tensor:
         """Scale every block of a vector to norm 1; set blocks without an unknown factor to 0."""
-        lengths = self.inner(vector, vector).sqrt()
-        return vector * (self.scaled / lengths.clamp_min(TINY))[self.number]
+        norms = self.inner(vector, vector).sqrt()
+        return vector * (self.scaled / norms.clamp_min(TINY))[self.index]
 
     def project_out(self, vector: Tensor, directions: Tensor) -> Tensor:
         """Remove a vector's component along the given direction in each block."""
-        return vector - directions * self.inner(vector, directions)[self.number]
+        return vector - directions * self.inner(vector, directions)[self.index]
 
     def fit_factors(self, logarithms: Tensor, weights: Tensor) -> Tensor:
-        """Fit each block's factor to noisy logarithms, by least squares with one unknown per unit."""
+        """Fit the factors of all blocks to noisy logarithms by least squares, with one unknown per unit."""
         roots = weights.sqrt()
         left, right = roots.unsqueeze(1) * self.powers, (roots * logarithms).unsqueeze(1)
         units = torch.linalg.lstsq(left.cpu(), right.cpu(), driver="gelsd").solution.to(left)

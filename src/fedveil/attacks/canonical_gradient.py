@@ -11,17 +11,17 @@ g_C = g / f. The following equations therefore hold exactly in every block, for 
 Here `own` is the attacker's gradient, h is the mean gradient of the other clients, and Q projects out two directions in
 each block: C and `own`. All other components of h remain. The factor k > 0 of a block is unknown, but log(k / lr) is a
 sum of one number per unit. The component of C' along `own`, about -k share |own|, measures k with an error of order
-(1 - share) / share, and the attacker fits the numbers to all blocks. They only affect the weights of the blocks: within
-each block, the direction of Q h is exact. Blocks without an unknown factor do not need Q. The head's bias is such a
-block, and it reveals the labels.
+(1 - share) / share, and the attacker fits the numbers to all blocks. The fit only affects the weights of the blocks:
+within each block, the direction of Q h is exact. Blocks without an unknown factor do not need Q. The head's bias is one
+of them, and it reveals the labels.
 
-Adam's first step is lr g / (|g| + eps): the learning rate, with the sign of g. In every block,
+Adam's first step is lr g / (|g| + eps), which is the learning rate with the sign of g. In every block,
 
     C' = a (C - lr f s),        s = sign(g) in {-1, 0, 1},
 
-with two unknowns, a and lr f a, which are the same for all elements. The attacker alternates between solving for them
-by least squares and updating s. Their logarithms are linear in one number per unit. The step thus reveals every sign,
-and also the factors f. Since g = share own + (1 - share) h, the signs bound h on one side:
+with two unknowns, a and lr f a, which are the same for all elements of the block. The attacker alternates between
+solving for them by least squares and updating s. Their logarithms are linear in one number per unit. The step thus
+reveals every sign, and also the factors f. Since g = share own + (1 - share) h, the signs bound h on one side:
 s (share own + (1 - share) h) >= 0. The bounds are tight where the attacker's contribution is small. A search minimises
 their squared violation, which is 0 for the true records.
 
@@ -41,12 +41,12 @@ from fedveil.attacks.veil import analyse_architecture, calibrate, candidate_mode
 from fedveil.graph.plan import Entry, Plan, flatten, unflatten
 from fedveil.scheme.broadcast import Broadcast, PublicHead
 
-LEAST_SGD = 3  # minimum number of elements in a block to measure k: Q removes two dimensions
-LEAST_ADAM = 4  # minimum number of elements in a block to fit its two unknowns, a and f, and to check the fit
+MIN_SGD = 3  # minimum number of elements in a block for measuring k, since Q removes two dimensions
+MIN_ADAM = 4  # minimum number of elements in a block for fitting two unknowns, a and f, and checking the fit
 NOISE = 1e-6  # rounding error of a squared cosine that should be 1
-CLEAR = 0.05  # misfit below which all steps are signs; rounding normally distributed steps gives 0.2
+CLEAR = 0.05  # misfit below which all steps count as signs; it is 0.2 for normally distributed steps
 TURNS = 30  # alternations between signs and factors
-VIOLATION = 10.0  # weight of violated bounds relative to the total variation, which is scaled for cosines
+VIOLATION = 10.0  # weight of violated bounds relative to the total variation, whose weight is meant for cosines
 FAR = 8.0  # limit on a truncation point, in standard deviations
 
 
@@ -118,10 +118,10 @@ class SignViolation:
 def from_canonical_difference(observed: Observation) -> Leak:
     """Derive the mean gradient of all other clients at the canonical model, as far as two veiled broadcasts reveal it.
 
-    The attack needs the last round that the attacker answered and the following one. The server must use plain SGD, or
+    The attack needs the last round that the attacker answered and the round after it. The server must use plain SGD, or
     Adam in its first round. If there are several candidates for the noise of the heads, the attack uses the pair of
-    candidates whose difference is a step of Adam. If there is none, it uses the closest pair, since decoys are redrawn
-    in each round while the model hardly changes.
+    candidates whose difference is a step of Adam. If there is no such pair, it uses the closest one, since decoys are
+    redrawn in each round while the model hardly changes.
     """
     batch = observed.own_batch(observed.consecutive()[0])
     pairs = canonical_pairs(observed)
@@ -151,7 +151,7 @@ def canonical_pairs(observed: Observation) -> list[RoundPair]:
 
 
 def known_elements(plan: Plan, head: PublicHead | None) -> Tensor:
-    """Return whether each trainable element's noise is known: it has none, or one of a few public candidates."""
+    """Return whether each trainable element's noise is known, that is, absent or one of a few public candidates."""
     names = () if head is None or head.decoys else (head.weight, head.bias if head.noisy_bias else None)
     return torch.cat([torch.full((e.shape.numel(),), e.name not in names) for e in plan.layout.trainable])
 
@@ -165,9 +165,9 @@ def leak_from_directions(
     moved, rest = blocks.project_out(after - before, along), blocks.project_out(own_gradient, along)
     rates = observed.learning_rate * step_sizes(blocks, moved, rest, observed)
     hidden = along, blocks.directions(rest)
-    seen = -blocks.project_out(moved, hidden[1]) / rates[blocks.number]
+    seen = -blocks.project_out(moved, hidden[1]) / rates[blocks.index]
     exact = (before - after) / observed.learning_rate - share * own_gradient
-    others = torch.where(blocks.scaled[blocks.number], seen, exact) / (1 - share)
+    others = torch.where(blocks.scaled[blocks.index], seen, exact) / (1 - share)
     compare = PartialDistance(blocks, hidden, pair.known, others * pair.known, entries)
     return Leak(model, pair.to_tensors(others, entries), observed.loss, compare=compare)
 
@@ -175,12 +175,12 @@ def leak_from_directions(
 def step_sizes(blocks: Blocks, moved: Tensor, own_gradient: Tensor, observed: Observation) -> Tensor:
     """Return k / lr for each block: the step for a gradient of norm 1, divided by the learning rate.
 
-    It is measured along the attacker's own gradient and fitted with one number per unit. The closer a block's step is
-    to the direction of that gradient, the larger its weight in the fit.
+    These ratios are measured along the attacker's own gradient and fitted with one number per unit. The closer a
+    block's step is to the direction of that gradient, the larger its weight in the fit.
     """
     along, size = -blocks.inner(moved, own_gradient), blocks.inner(own_gradient, own_gradient)
     cosines = along.square() / (size * blocks.inner(moved, moved)).clamp_min(TINY)
-    usable = blocks.scaled & (blocks.sizes >= LEAST_SGD) & (along > 0) & (size > 0)
+    usable = blocks.scaled & (blocks.sizes >= MIN_SGD) & (along > 0) & (size > 0)
     measured = along / (observed.learning_rate * observed.share * size).clamp_min(TINY)
     weights = torch.where(usable, blocks.sizes * cosines / (1 - cosines + NOISE), 0.0)
     return blocks.fit_factors(torch.where(usable, measured, 1.0).log(), weights)
@@ -189,15 +189,15 @@ def step_sizes(blocks: Blocks, moved: Tensor, own_gradient: Tensor, observed: Ob
 def fit_signs(blocks: Blocks, before: Tensor, after: Tensor, lr: float) -> tuple[float, Tensor]:
     """Fit the steps between two rounds, assuming that each was +lr, 0 or -lr before the factors were applied.
 
-    Returns the misfit and the signs. The misfit is the relative squared error of rounding all steps to -1, 0 or 1; it
-    is about 0 if the assumption holds. The signs are -1, 0 or 1 for each trainable element.
+    The function returns the misfit and the signs. The misfit is the relative squared error of rounding all steps to -1,
+    0 or 1; it is about 0 if the assumption holds. The signs are -1, 0 or 1 for each trainable element.
     """
-    usable = blocks.scaled & (blocks.sizes >= LEAST_ADAM)
+    usable = blocks.scaled & (blocks.sizes >= MIN_ADAM)
     gauge = torch.ones_like(blocks.sizes)
     for _ in range(TURNS):
-        gap = gauge[blocks.number] * before - after
+        gap = gauge[blocks.index] * before - after
         mean = blocks.inner(gap, gap.sign()) / blocks.sizes
-        signs = gap.sign() * (gap.abs() > mean[blocks.number] / 2)
+        signs = gap.sign() * (gap.abs() > mean[blocks.index] / 2)
         cc, cs, ss = blocks.inner(before, before), blocks.inner(before, signs), blocks.inner(signs, signs)
         cy, sy = blocks.inner(before, after), blocks.inner(signs, after)
         spread = cc * ss - cs.square()
@@ -205,13 +205,13 @@ def fit_signs(blocks: Blocks, before: Tensor, after: Tensor, lr: float) -> tuple
         gauge = torch.where(solved, (cy * ss - cs * sy) / spread.clamp_min(TINY), 1.0)
         step = torch.where(solved, (cs * cy - cc * sy) / spread.clamp_min(TINY), lr)
     solved &= (gauge > 0) & (step > 0)
-    gap = (gauge[blocks.number] * before - after) / step[blocks.number]
+    gap = (gauge[blocks.index] * before - after) / step[blocks.index]
     weights = torch.where(solved, 1 / (blocks.inner(gap - signs, gap - signs) / blocks.sizes + TINY), 0.0)
     weights = weights / weights.max().clamp_min(TINY)
     ones = torch.ones_like(gauge)
     gauges = blocks.fit_factors(torch.where(solved, gauge, ones).log(), weights)
     factors = blocks.fit_factors(torch.where(solved, step / gauge / lr, ones).log(), weights)
-    steps = (before - after / gauges[blocks.number]) / (lr * factors[blocks.number])
+    steps = (before - after / gauges[blocks.index]) / (lr * factors[blocks.index])
     rounded = steps.round().clamp(-1, 1)
     return float((steps - rounded).square().sum() / steps.square().sum().clamp_min(TINY)), rounded
 
@@ -219,10 +219,10 @@ def fit_signs(blocks: Blocks, before: Tensor, after: Tensor, lr: float) -> tuple
 def leak_from_signs(
     observed: Observation, model: nn.Module, pair: RoundPair, own_gradient: Tensor, signs: Tensor
 ) -> Leak:
-    """Derive bounds on the gradient from a step of Adam, and its mean within these bounds, which reveals labels.
+    """Derive bounds on the gradient from a step of Adam, and use its mean within these bounds to reveal labels.
 
     The gradient is assumed to have a normal distribution with mean 0, truncated at the bound; its standard deviation is
-    estimated from the attacker's own records. Biases are left out: the bound on a single number per class is too loose,
+    estimated from the attacker's own records. Biases are omitted: the bound on a single number per class is too loose,
     whereas a row of weights has many bounds.
     """
     share, entries = observed.share, pair.plan.layout.trainable

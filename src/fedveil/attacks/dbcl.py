@@ -1,4 +1,4 @@
-"""Attackers of DBCL: sketches from a few rounds determine the weights, and changes in the weights reveal a record."""
+"""Attacks on DBCL: sketches from a few rounds determine the weights, and changes in the weights reveal a record."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from fedveil.defences.dbcl import Sketch, SketchedBroadcast, SketchedLayer
 
 STEPS = 500  # maximum number of steps of conjugate gradients
 SETTLED = 1e-12  # tolerance, relative to the squared norm of the right-hand side
-RANK = 1e-10  # rank tolerance of the normal equations, which ignores directions that no round reveals
-MAX_INPUTS = 1024  # maximum number of inputs of a first layer, since the system is solved densely
+RANK = 1e-10  # rank tolerance of the normal equations; directions that no round reveals are ignored
+MAX_INPUTS = 1024  # maximum number of inputs of a first layer, since the solver uses dense matrices
 
 
 def solve_sketches(sketches: Sequence[Sketch], sketched_weights: Sequence[Tensor]) -> Tensor:
@@ -59,7 +59,7 @@ def observe_first_layer(observed: Observation) -> tuple[list[Tensor], list[Tenso
 
     The result consists of the sketches S_t, each with shape (inputs, buckets); the sketched weights, without the
     changes that the attacker's own uploads caused since the first round; and the victim's delta_t, with shape
-    (rounds - 1, units), which is derived from the bias since that is not sketched.
+    (rounds - 1, units), which is derived from the bias, since biases are not sketched.
     """
     path, rate, share = first_linear(observed.architecture), observed.learning_rate, observed.share
     found = [seen.model.get_submodule(path) for seen in observed.rounds]
@@ -70,9 +70,9 @@ def observe_first_layer(observed: Observation) -> tuple[list[Tensor], list[Tenso
     sketches = [layer.sketch.to(eye).down(eye) for layer in layers]
     biases = torch.stack([layer.bias.detach().double().cpu() for layer in layers if layer.bias is not None])
     own = [own_gradients(observed, seen) for seen in observed.rounds[:-1]]
-    mine = torch.stack([gradients[f"{path}.bias"].double().cpu() for gradients in own])
-    steps = ((biases[:-1] - biases[1:]) / rate - share * mine) / (1 - share)
-    added, known = torch.zeros((len(mine[0]), len(sketches[0]))).double(), list[Tensor]()
+    own_biases = torch.stack([gradients[f"{path}.bias"].double().cpu() for gradients in own])
+    steps = ((biases[:-1] - biases[1:]) / rate - share * own_biases) / (1 - share)
+    added, known = torch.zeros((len(own_biases[0]), len(sketches[0]))).double(), list[Tensor]()
     for number, layer in enumerate(layers):
         known.append(layer.weight.detach().double().cpu() - added @ sketches[number])
         if number < len(own):
@@ -94,7 +94,7 @@ def rebuild_record(observed: Observation) -> Tensor:
     joint = torch.cat(sketches, 1)
     inputs, equations = joint.shape
     if inputs > MAX_INPUTS or equations <= inputs:
-        what = f"got {equations} equations for {inputs} inputs; needs more equations than inputs (at most {MAX_INPUTS})"
+        what = f"needs at most {MAX_INPUTS} inputs and more equations than inputs, got {inputs} and {equations}"
         raise DoesNotApply("dbcl", what)
     away = torch.eye(equations).to(joint) - torch.linalg.pinv(joint) @ joint
     pairs = [[s @ (s.T @ later) for later in sketches] for s in sketches[:-1]]

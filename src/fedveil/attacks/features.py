@@ -17,7 +17,7 @@ BATCH = 500
 
 
 def _weighted_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that have a weight, which is any parameter with two or more dimensions."""
+    """Return the modules with a weight, which is any parameter with at least two dimensions."""
     return [m for m in model.modules() if any(p is not None and p.dim() > 1 for p in m._parameters.values())]
 
 
@@ -37,7 +37,7 @@ def _limit_size(values: Tensor, records: int) -> Tensor:
     """Average maps to at most SIDE x SIDE pixels and sequences to at most SIDE**2 steps; flatten other values."""
     if len(values) != records:
         what = f"a layer's input has shape {tuple(values.shape)} for {records} records"
-        raise BadArgument("features", what, "use a model in which the first dimension of every layer is the record")
+        raise BadArgument("features", what, "use a model whose layers all take inputs with the batch dimension first")
     if values.dim() > 3:
         maps = values.flatten(3)
         return adaptive_avg_pool2d(maps, (min(SIDE, maps.shape[2]), min(SIDE, maps.shape[3])))
@@ -52,8 +52,8 @@ def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH) 
 
     A layer is a module with a weight, together with the activation, norm and pooling that follow. Its output, the
     paper's y^(l), is the input of the next module with a weight. Its shape is (records, features), (records, channels,
-    height, width) with at most 8 x 8 pixels, or (records, steps, features) with at most 64 steps. Maps are returned as
-    they are before an `nn.Flatten`.
+    height, width) with at most 8 x 8 pixels, or (records, steps, features) with at most 64 steps. Maps are returned in
+    their shape before an `nn.Flatten`.
     """
     flat, weighted = [m for m in model.modules() if isinstance(m, nn.Flatten)], _weighted_modules(model)
     found = []
@@ -67,7 +67,7 @@ def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH) 
 
 
 def dense_targets(loss: Loss, targets: Tensor, outputs: Tensor) -> Tensor:
-    """Return targets as the federation's loss takes them: class indices become one-hot rows."""
+    """Return targets in the form that the federation's loss expects: class indices become one-hot rows."""
     if targets.is_floating_point() or isinstance(loss, (*AUTOGRAD_LOSSES, BinaryCrossEntropy)):
         return loss.dense(targets, outputs)
     return one_hot(targets, outputs)
@@ -97,8 +97,8 @@ def record_features(
     """Return the outputs of the last layers by name; if `full`, also the label, the loss and the last gradient.
 
     The last gradient is delta (h, 1)^T with shape (records, outputs, features + 1), where delta is the gradient of the
-    loss with respect to the outputs and h is the input of the final Linear. It needs no backward pass. It is left out
-    if the model does not end with a Linear.
+    loss with respect to the outputs and h is the input of the final Linear. It needs no backward pass. It is omitted if
+    the model does not end with a Linear.
     """
     outputs = layer_outputs(model, inputs)
     found = dict(zip(LAYERS, outputs, strict=False))

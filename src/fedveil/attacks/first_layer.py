@@ -1,8 +1,8 @@
 """Compute a record from the gradient of a network's first Linear layer, without a search.
 
 For one record x, the gradient of row i of the first layer is delta_i (x, 1): every row is a multiple of the record, and
-the gradient of the bias is the factor. With plain SGD, the difference of two broadcasts reveals that gradient. A veil
-scales and permutes the rows differently in each round. However, normalising the rows removes the factors, and the
+the gradient of the bias is the factor. With plain SGD, the difference between two broadcasts reveals that gradient. A
+veil scales and permutes the rows differently in each round. However, normalising the rows removes the factors, and the
 normalised rows of consecutive rounds are close enough to be paired (`rebuild_veiled_record`).
 """
 
@@ -21,7 +21,7 @@ from fedveil.scheme.broadcast import Broadcast
 TINY = 1e-30
 SMOOTH = 1e-3  # ridge added to the covariance of few records, relative to the mean square of a coordinate
 SWEEPS = 50  # iterations of alternating least squares
-SURE = 1e6  # weight of the appended coordinate, which is always 1
+SURE = 1e6  # weight of the appended coordinate, which is known to be 1
 
 
 def first_linear(model: nn.Module) -> str:
@@ -31,7 +31,7 @@ def first_linear(model: nn.Module) -> str:
             return str(path)
         if not module._modules and any(True for _ in module.parameters()):
             break
-    raise DoesNotApply("dense record", "the network does not start with a Linear with a bias", "use an MLP")
+    raise DoesNotApply("dense record", "the first layer of the network is not a Linear with a bias", "use an MLP")
 
 
 def layer_rows(values: Mapping[str, Tensor], path: str) -> Tensor:
@@ -53,7 +53,7 @@ def record_from_gradient(leak: Leak, path: str) -> Tensor:
 
 
 def record_from_agreeing_rows(leak: Leak, path: str) -> Tensor:
-    """Find one record in the gradient of a batch, by searching for two units that agree.
+    """Find one record in the gradient of a batch by searching for two units that agree.
 
     Row i of the gradient is sum_k delta_ik (x_k, 1). Divided by its last element, it is a weighted mean of the records,
     and the weights differ between units. If only one record activates the unit (ReLU is 0 for the others), the mean is
@@ -71,7 +71,7 @@ def record_from_agreeing_rows(leak: Leak, path: str) -> Tensor:
 
 
 def rebuild_from_difference(observed: Observation) -> Tensor:
-    """Rebuild a record with the published attack, which treats the difference of two broadcasts as a gradient."""
+    """Rebuild a record with the published attack, which treats the difference between two broadcasts as a gradient."""
     leak = from_difference(observed)
     path = first_linear(observed.architecture)
     found = record_from_gradient(leak, path)
@@ -115,16 +115,16 @@ def likely_record(direction: Tensor, own_rows: Tensor, sample: Tensor) -> Tensor
     mean = torch.cat([sample.mean(0), sample.new_ones(1)])
     spread = torch.cov(sample.T) if len(sample) > 1 else torch.zeros_like(torch.outer(sample[0], sample[0]))
     ridge = SMOOTH * float(sample.square().mean()) + TINY
-    root = torch.linalg.cholesky(spread + ridge * torch.eye(len(spread), dtype=sample.dtype, device=sample.device))
+    factor = torch.linalg.cholesky(spread + ridge * torch.eye(len(spread), dtype=sample.dtype, device=sample.device))
     columns = torch.cat([direction.unsqueeze(1), mean.unsqueeze(1), own_rows.T], 1)
-    white = torch.linalg.solve_triangular(root, columns[:-1], upper=False)
+    white = torch.linalg.solve_triangular(factor, columns[:-1], upper=False)
     white = torch.cat([white, SURE * columns[-1:]])
     wanted, others = white[:, :2], white[:, 2:]
     left = wanted - others @ torch.linalg.lstsq(others, wanted).solution
     a, b = float(left[:, 0] @ left[:, 0]) + TINY, float(left[:, 0] @ left[:, 1])
     free = len(direction) - len(own_rows)
-    wide = math.sqrt(b * b + 4 * a * (free - 1))
-    choices = [(b + sign * wide) / (2 * a) for sign in (1, -1)]
+    root = math.sqrt(b * b + 4 * a * (free - 1))
+    choices = [(b + sign * root) / (2 * a) for sign in (1, -1)]
     sigma = max(choices, key=lambda v: -0.5 * (a * v * v - 2 * b * v) + (free - 1) * math.log(abs(v) + TINY))
     inside = torch.linalg.lstsq(others, (wanted[:, 1] - sigma * wanted[:, 0]).unsqueeze(1)).solution[:, 0]
     record: Tensor = sigma * direction + own_rows.T @ inside
@@ -152,7 +152,7 @@ def rebuild_veiled_record(observed: Observation) -> Tensor:
 
 
 def fit_rank_one(rows: Tensor, mask: Tensor) -> Tensor:
-    """Fit factors v^T to the elements of `rows` for which `mask` is 1, by alternating least squares; return v."""
+    """Fit u v^T to the elements of `rows` where `mask` is 1, by alternating least squares; return v."""
     rows = rows * mask
     v: Tensor = torch.linalg.svd(rows, full_matrices=False)[2][0]
     for _ in range(SWEEPS):
@@ -166,11 +166,11 @@ def rebuild_selected_record(observed: Observation) -> Tensor:
     """Rebuild one record from the gradients that a PPDL client selected in several rounds.
 
     Each round reveals some elements of a rank-one matrix, delta (x, 1)^T, with independent noise. The record is the
-    same in all rounds. The attack stacks the rows of all rounds, and fits a rank-one matrix to the elements that were
+    same in all rounds. The attack stacks the rows of all rounds and fits a rank-one matrix to the elements that were
     sent. The noise averages out, and elements missing from one row or round are known from another.
     """
     if len(observed.rounds) < 2:
-        raise DoesNotApply("dense record", "it needs two broadcasts or more")
+        raise DoesNotApply("dense record", "the attack needs at least two broadcasts")
     path = first_linear(observed.architecture)
     leaks = [from_masked_difference(observed, at) for at in range(len(observed.rounds) - 1)]
     rows, sent = ([layer_rows(getattr(leak, kind), path) for leak in leaks] for kind in ("gradients", "mask"))

@@ -1,8 +1,8 @@
-"""Attackers that do not depend on the defence, and so also apply to defences from other packages.
+"""Attacks that do not depend on the defence, and therefore also apply to defences from other packages.
 
 Two of them estimate the true model: averaging broadcasts removes independent noise, and an affine map of the outputs
-reverses affine changes to them. The third rebuilds a record from the difference of two broadcasts with the published
-attack: exactly if the first layer is a Linear, or by a search for images.
+reverses affine changes to them. The third rebuilds a record from the difference between two broadcasts with the
+published attack, exactly if the first layer is a Linear, and otherwise by searching for an image.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ SEARCH = Search("cosine", steps=200, restarts=1)
 def average_broadcasts(observed: Observation) -> Observation:
     """Average parameters and buffers over all rounds, which removes independent noise.
 
-    This works if the model hardly changes between rounds. Integer buffers, such as the number of batches, are taken
+    This works if the model hardly changes between rounds. Integer buffers, such as `num_batches_tracked`, are taken
     from the last round.
     """
     states = [dict(seen.model.state_dict()) for seen in observed.rounds]
@@ -52,7 +52,7 @@ def calibrate_outputs(observed: Observation) -> Observation:
         raise DoesNotApply("outputs calibrated", "the attacker has no labelled records")
     outputs = predict(observed.model, observed.inputs).double()
     if outputs.dim() != 2:
-        raise DoesNotApply("outputs calibrated", "the model does not have one row of outputs per record")
+        raise DoesNotApply("outputs calibrated", "the model's outputs do not have one row per record")
     if not outputs.isfinite().all():
         raise DoesNotApply("outputs calibrated", "the model's outputs are not finite")
     targets = dense_targets(observed.loss, observed.targets.to(outputs.device), outputs)
@@ -86,7 +86,7 @@ def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Te
 
 
 def rebuild_record(observed: Observation) -> Tensor:
-    """Rebuild a record with the published attack, which treats the difference of two broadcasts as its gradient."""
+    """Rebuild a record with the published attack, which uses the difference between two broadcasts as its gradient."""
     try:
         first_linear(observed.architecture)
     except DoesNotApply as reason:
@@ -103,7 +103,7 @@ def invert_gradient(observed: Observation, reason: str) -> Tensor:
     if own.dim() != 4:
         raise DoesNotApply("gradient inversion", f"{reason}, and records are not images")
     if observed.targets.is_floating_point() and (observed.targets.dim() < 2 or observed.targets.shape[1] < 2):
-        raise DoesNotApply("gradient inversion", f"{reason}, and inversion needs classes")
+        raise DoesNotApply("gradient inversion", f"{reason}, and inversion needs class labels")
     leak = from_difference(observed)
     edges = own.amin((0, 2, 3))[:, None, None], own.amax((0, 2, 3))[:, None, None]
     label = torch.tensor([single_label(leak)], device=own.device)

@@ -51,7 +51,7 @@ class Reconstruction:
 
     inputs: Tensor
     labels: Tensor
-    distance: float  # distance between its gradient and the leaked one; infinite if the search failed
+    distance: float  # distance between the inputs' gradient and the leaked one; infinite if the search failed
     distances: tuple[float, ...] = ()  # distance reached by each restart
 
 
@@ -145,10 +145,11 @@ def search_by_signs(
 
 
 def search_by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, progress: Progress) -> Reconstruction:
-    """Search with L-BFGS (torch's defaults) on the squared distance; floating-point labels are logits to optimise too.
+    """Minimise the squared distance with L-BFGS (torch's defaults); floating-point labels are logits, also optimised.
 
-    Returns the inputs with the smallest distance, since L-BFGS without a line search may move away from them. The
-    search stops if the smallest distance is below 1e-6, or if the distance no longer changes or is not finite.
+    The function returns the inputs with the smallest distance, since L-BFGS without a line search may move away from
+    them. The search stops if the smallest distance is below 1e-6, or if the distance no longer changes or is not
+    finite.
     """
     x, joint = start.clone().requires_grad_(), labels.is_floating_point()
     y = labels.clone().requires_grad_(joint)

@@ -32,25 +32,25 @@ Model = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Gan:
-    """A generator, which maps codes to pixels in [0, 1], and a critic; larger outputs of the critic mean more real."""
+    """A generator, which maps codes to pixels in [0, 1], and a critic, whose output is larger for real images."""
 
     generator: nn.Module
     critic: nn.Module
 
 
 def widths(size: int, width: int) -> list[int]:
-    """Return the number of channels of each hidden image, smallest image first; halving the side doubles it."""
+    """Return the number of channels of each hidden image, smallest image first; each is half of the previous one."""
     doublings = (size // SMALLEST).bit_length() - 1
     if size != SMALLEST * 2**doublings or doublings < 1:
-        raise BadArgument("generator", f"images have {size} pixels per side", "use 8, 16, 32, 64 or 128 pixels")
+        raise BadArgument("generator", f"images have a side length of {size} pixels", "use 8, 16, 32, 64 or 128 pixels")
     return [width * 2**k for k in reversed(range(doublings))]
 
 
 def make_generator(channels: int, size: int, width: int) -> nn.Sequential:
     """Build the generator.
 
-    A Linear maps the code to a 4 x 4 image. Transposed 5 x 5 convolutions with stride 2, BatchNorm and ReLU follow, and
-    a sigmoid at the end.
+    It consists of a Linear that maps the code to a 4 x 4 image, transposed 5 x 5 convolutions with stride 2, BatchNorm
+    and ReLU, and a final sigmoid.
     """
     sides = widths(size, width)
     first = sides[0] * SMALLEST**2
@@ -137,7 +137,9 @@ def train_gan(
     identifies them.
     """
     if len(images) < 2 or epochs < 1:
-        raise BadArgument("generator", f"{len(images)} images, {epochs} epochs", "use at least 2 images and 1 epoch")
+        raise BadArgument(
+            "generator", f"got {len(images)} images and {epochs} epochs", "use at least 2 images and 1 epoch"
+        )
     form = images.shape[1], images.shape[-1], width
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -202,7 +204,7 @@ def search(
     step. In the original, the maximum over restarts starts at 0, so an image is never kept if all of its outputs are
     negative; here, it starts at minus infinity.
 
-    T maps pixels in [0, 1] to one output per class, independently for each image. Image i of restart k starts at the
+    T maps pixels in [0, 1] to one output per class, independently for each image. Image i of restart k starts from the
     same code for every model.
     """
     gan.generator.eval()
@@ -247,8 +249,8 @@ def search_pixels(
 ) -> ClassImages:
     """Search for pixels without a generator; a smoothness penalty replaces the public images.
 
-    The search minimises CE(T(x), c) + TV(x) with Adam (lr 0.05), starting from grey with noise; x is clipped to [0, 1]
-    after each step.
+    The search minimises CE(T(x), c) + TV(x) with Adam (lr 0.05), starting from grey images with noise; x is clipped to
+    [0, 1] after each step.
     """
     noise = torch.randn(len(classes), *shape, generator=source("pixels", seed))
     x = (0.5 + 0.1 * noise).clamp(0, 1).to(classes.device).requires_grad_()

@@ -1,9 +1,9 @@
 """Gradients that an attacker obtains, and the labels that they reveal.
 
-A client knows the difference of consecutive broadcasts, and an eavesdropper knows a victim's upload. A curious server
-knows updates or, with secure aggregation, their sums. The sum of a round is the gradient of one large batch, so every
-attack on a batch also applies to it. If the server opens two sums for the same model, one of them with an additional
-client, the difference is that client's update.
+A client knows the difference between consecutive broadcasts, and an eavesdropper knows a victim's upload. A curious
+server knows updates or, with secure aggregation, their sums. The sum of a round is the gradient of one large batch, so
+every attack on a batch also applies to it. If the server opens two sums for the same model, one of them with an
+additional client, the difference is that client's update.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from fedveil.scheme.client import move_head
 from fedveil.scheme.losses import one_hot
 
 Gradients = dict[str, Tensor]
-ULPS = 4  # bound on the rounding error of a weight; the step and the difference round twice each
+ULPS = 4  # bound on the rounding error of a weight; the step and the difference are rounded twice each
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Leak:
     gradients: Gradients  # gradients of the mean loss of some records, by parameter name
     loss: Loss  # the loss that clients minimise
     mask: Mapping[str, Tensor] | None = None  # the elements that were received, by parameter name; None for all
-    compare: Callable[[Gradients], Tensor] | None = None  # distance from the leak; replaces the method's distance
+    compare: Callable[[Gradients], Tensor] | None = None  # distance from the leak; overrides the method's distance
 
 
 def mean_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
@@ -57,7 +57,7 @@ def from_difference(observed: Observation, at: int = -2) -> Leak:
         U = (W_t - W_{t+1}) / lr - share_a g_a,      U / (1 - share_a) = mean of g_k over k != a
 
     With two clients, the result is the victim's gradient. It is exact if the server uses plain SGD and broadcasts its
-    model. For any other defence, it is the result of the published attack. Sketched weights are first mapped back to
+    model. For any other defence, it is the estimate of the published attack. Sketched weights are first mapped back to
     the layer's inputs, and their difference is sketched with the sketch of the earlier round (S_t^T S_t = q I).
 
     The attack needs round `at`, which the attacker must have answered, and the following round.
@@ -114,7 +114,7 @@ def sketched_layers(model: nn.Module) -> list[tuple[str, SketchedLayer]]:
 def from_upload(observed_round: Round, upload: object, loss: Loss) -> Leak:
     """Return the gradient in a victim's upload, and the model at which it was computed (V-up).
 
-    An eavesdropper or a leaky server has this view. Under a veil, a client uploads gradients of the veiled model for
+    An eavesdropper or a leaky server has this view. With a veil, a client uploads gradients of the veiled model for
     several publicly known heads. For squared error, the first pass is the gradient at the base head. For other losses,
     the pass of the candidate t closest to 0 is used, which is the gradient at the head base - t r_a.
     """
@@ -145,7 +145,7 @@ class Sum:
     def mean(self) -> Gradients:
         """Return the gradient of the mean loss over the records."""
         if self.records < 1:
-            raise BadArgument("Sum", f"it is over {self.records} records", "subtract a sum over fewer clients")
+            raise BadArgument("Sum", f"the sum is over {self.records} records", "subtract a sum over fewer clients")
         return {name: value / self.records for name, value in self.values.items()}
 
 
@@ -170,9 +170,9 @@ def secure_sum(gradients: Sequence[Mapping[str, Tensor]], records: Sequence[int]
 def single_label(leak: Leak) -> int:
     """Return the label of a single record (iDLG, arXiv 2001.02610).
 
-    The head's gradient for class c is (p_c - [c = label]) h, where h are the features. If no feature is negative, only
-    the label's row has a negative sum, so the function returns the class with the smallest sum. If the head has a bias,
-    its gradient is used instead: it is p_c - [c = label] for any features.
+    The head's gradient for class c is (p_c - [c = label]) h, where h is the feature vector. If no feature is negative,
+    only the label's row has a negative sum, so the function returns the class with the smallest sum. If the head has a
+    bias, its gradient is used instead: it is p_c - [c = label] for any features.
     """
     return int(_head(leak)[1].argmin())
 
@@ -186,7 +186,8 @@ def batch_labels(leak: Leak, records: int, own_inputs: Tensor) -> list[int]:
     B (mean s(y)_c - gradient_c). Without a bias, row sums are divided by the mean sum of features of the attacker's
     records.
 
-    The method follows LLG (Wainakh et al. 2022, arXiv 2105.09369), but estimates the mean from own records.
+    The method follows LLG (Wainakh et al. 2022, arXiv 2105.09369), but estimates the mean from the attacker's own
+    records.
     """
     head, sums, has_bias = _head(leak)
     with torch.no_grad(), record_calls([head]) as calls:

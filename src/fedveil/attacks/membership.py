@@ -1,4 +1,4 @@
-"""Membership scores of records: the loss, LiRA and RMIA. Larger scores indicate members."""
+"""Membership scores for records: the loss, LiRA and RMIA. Larger scores indicate members."""
 
 import math
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ def shadow_scores(
     a = choose_a(shadow, shadows.inside)
     found = {"RMIA": rmia(target, shadow, shadows.inside, population, a=a)}
     if include_lira and not shadows.inside.any(0).all():
-        raise BadArgument("LiRA", "a record is in none of the shadows", "split the pool into complementary halves")
+        raise BadArgument("LiRA", "a record is not in any shadow", "split the pool into complementary halves")
     if include_lira:
         found["LiRA online"] = lira(phi, others, shadows.inside)
         found["LiRA offline"] = lira(phi, others, shadows.inside, online=False)
@@ -169,7 +169,7 @@ def halves(records: int, shadows: int, rng: torch.Generator, size: int | None = 
     are in neither. RMIA works equally well, since it only uses shadows that do not contain a record.
     """
     if shadows < 2 or shadows % 2:
-        raise BadArgument("shadows", f"the number must be even, got {shadows}", "use an even number, at least 2")
+        raise BadArgument("shadows", f"the number of shadows must be even, got {shadows}", "use 2, 4, 6 or more")
     half = records // 2
     first = half if size is None else min(size, half)
     second = records - first if size is None else first

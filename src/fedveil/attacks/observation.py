@@ -46,7 +46,7 @@ class Observation:
         """Return the round with index `at` and the following round."""
         number = at % len(self.rounds)
         if number + 1 == len(self.rounds):
-            raise DoesNotApply("two broadcasts", "it needs a round and the following one")
+            raise DoesNotApply("two broadcasts", "the attack needs a round and the one after it")
         return self.rounds[number], self.rounds[number + 1]
 
     def own_batch(self, observed_round: Round) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def attempt(attacker: Callable[[Observation], T], observed: Observation) -> T | 
 
 
 def copy_with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of a model in which the given parameters and buffers are replaced."""
+    """Return a copy of a model with the given parameters and buffers replaced."""
     found = copy.deepcopy(model)
     found.load_state_dict(values, strict=False)
     return found

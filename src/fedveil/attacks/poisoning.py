@@ -1,4 +1,4 @@
-"""Hostile clients, which replace their honest update to ruin the model.
+"""Hostile clients, which replace their honest updates to ruin the model.
 
 The hostile clients in a round cooperate. As the literature assumes, they see the uploads of all honest clients, but no
 secrets. Recovery from a veil is linear: a multiple or mean of uploads is recovered as the same multiple or mean of the
@@ -26,16 +26,16 @@ from torch import Tensor
 from fedveil.checks import check_count
 from fedveil.defences.interface import B, U
 from fedveil.errors import BadArgument
-from fedveil.federation.limits import REMEMBERED, Limits, norm
+from fedveil.federation.limits import PAST_ROUNDS, Limits, norm
 from fedveil.federation.local import LocalEngine
 from fedveil.records.shards import generator
 
 Tensors = Mapping[str, Tensor]
-CLAIM = 10**12  # number of records to claim
+CLAIM = 10**12  # number of records that a hostile client claims
 SCALE = 1e4  # norm of scaled noise, relative to the honest mean
 BELOW = 0.9  # norm relative to the largest norm that is accepted
 SMALL = 0.5  # factor of the small inner-product attack
-BUFFER = -1000.0  # value of running statistics
+BUFFER = -1000.0  # value to which running statistics are set
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class HostileView:
 
     def mean(self) -> dict[str, Tensor]:
         """Return the mean of the honest uploads."""
-        return {name: torch.stack([one[name] for one in self.honest]).mean(0) for name in self.own}
+        return {name: torch.stack([upload[name] for upload in self.honest]).mean(0) for name in self.own}
 
 
 def total_norm(tensors: Tensors) -> float:
@@ -79,9 +79,9 @@ def sign_flip(view: HostileView) -> Tensors:
 def stealthy_deviations(clients: int, hostile: int) -> float:
     """Return z of Baruch et al.: how many standard deviations from the mean an update can be and still look honest.
 
-    The hostile clients need s = floor(n / 2) + 1 - f honest clients farther from the mean than they are, to form a
-    majority with them; z is the normal quantile of (n - s) / n. Some implementations use (n - f - s) / (n - f), which
-    is smaller, and gives z = 0 for one hostile client out of five.
+    To form a majority, the hostile clients need s = floor(n / 2) + 1 - f honest clients that are farther from the mean
+    than they are; z is the normal quantile of (n - s) / n. Some implementations use (n - f - s) / (n - f), which is
+    smaller and yields z = 0 for one hostile client out of five.
 
     >>> round(stealthy_deviations(50, 24), 2)
     1.75
@@ -93,10 +93,10 @@ def stealthy_deviations(clients: int, hostile: int) -> float:
 def little_is_enough(view: HostileView) -> Tensors:
     """Return the mean of the honest uploads minus z standard deviations, for each element.
 
-    Under a veil, these are standard deviations of the uploads, not of the gradients.
+    With a veil, these are standard deviations of the uploads, not of the gradients.
     """
     z = stealthy_deviations(len(view.honest) + view.hostile, view.hostile)
-    spread = {name: torch.stack([one[name] for one in view.honest]).std(0) for name in view.own}
+    spread = {name: torch.stack([upload[name] for upload in view.honest]).std(0) for name in view.own}
     return {name: centre - z * spread[name] for name, centre in view.mean().items()}
 
 
@@ -153,7 +153,7 @@ class HostileStrategy:
 
     Attributes:
         summary: a one-line description.
-        craft: function that computes the client's gradients (under a veil, its passes) from its view.
+        craft: function that computes the client's gradients (with a veil, its passes) from its view.
         buffers: function that changes the client's buffers; by default, they are unchanged.
         claim: number of records that the client claims; by default, the true number.
     """
@@ -172,14 +172,14 @@ ATTACKS: Mapping[str, HostileStrategy] = {
     "scaled-noise": HostileStrategy("a random direction with 10,000 times the norm", scaled_noise),
     "overflow": HostileStrategy("finite values near the maximum of the dtype", overflow),
     "square-overflow": HostileStrategy("finite values whose squares overflow", partial(overflow, squares=True)),
-    "below-bound": HostileStrategy("the reversed honest mean, at 0.9 of the bound on norms", below_bound),
-    "records": HostileStrategy("the update of sign-flip, with a claim of 10^12 records", sign_flip, claim=CLAIM),
+    "below-bound": HostileStrategy("the reversed honest mean, with 0.9 times the largest accepted norm", below_bound),
+    "records": HostileStrategy("the sign-flip update, with a claim of 10^12 records", sign_flip, claim=CLAIM),
     "buffers": HostileStrategy("statistics of -1000 and counters of 2**63 - 1", honest_update, buffers=break_buffers),
 }
 
 
 def find_tensors(upload: object) -> tuple[str, Tensors]:
-    """Return the name and tensors of the field that holds an upload's gradients or, under a veil, its passes."""
+    """Return the name and tensors of the field that holds an upload's gradients or, with a veil, its passes."""
     for name in ("passes", "gradients"):
         tensors = getattr(upload, name, None)
         if dataclasses.is_dataclass(upload) and isinstance(tensors, Mapping):
@@ -189,7 +189,7 @@ def find_tensors(upload: object) -> tuple[str, Tensors]:
 
 
 def poison(strategy: HostileStrategy, upload: U, view: HostileView) -> U:
-    """Return a client's upload, changed according to a strategy."""
+    """Change a client's upload according to a strategy."""
     changes = {find_tensors(upload)[0]: dict(strategy.craft(view))}
     if strategy.buffers:
         changes["buffers"] = dict(strategy.buffers(getattr(upload, "buffers", {})))
@@ -215,7 +215,7 @@ class HostileEngine(LocalEngine[B, U]):
             what = f"{hostile} of {count} clients are hostile"
             raise BadArgument("poisoning", what, "leave at least one honest client")
         self.strategy, self.hostile, self._limits = strategy, range(count - hostile, count), limits or Limits()
-        self._norms: list[float] = []  # one norm of the honest uploads per round
+        self._norms: list[float] = []  # one norm per round, from the honest uploads
 
     def updates(self, broadcast: B, clients: Sequence[int], number: int, members: int | None = None) -> list[U]:
         """Return each client's upload; hostile clients see the honest uploads before they answer."""
@@ -235,11 +235,11 @@ class HostileEngine(LocalEngine[B, U]):
     def _bound(self, uploads: Sequence[U], others: Sequence[Tensors]) -> float:
         """Return the largest norm that is accepted, with a norm factor of 1 if the limits have none.
 
-        Under a veil, only the norms of the current round count, since the noise differs between rounds.
+        With a veil, only the norms of the current round count, since the noise differs between rounds.
         """
         middle = min((len(uploads) - 1) // 2, len(others) - 1)  # the median in `Limits`, if hostile norms are larger
         self._norms.append(sorted(map(total_norm, others))[middle])
-        rounds = 1 if find_tensors(uploads[0])[0] == "passes" else REMEMBERED + 1
+        rounds = 1 if find_tensors(uploads[0])[0] == "passes" else PAST_ROUNDS + 1
         return (self._limits.norm_factor or 1.0) * max(self._norms[-rounds:])
 
     def claim_records(self, client: int) -> int:

@@ -1,6 +1,6 @@
-"""The attackers of each defence.
+"""The attackers for each defence.
 
-This module lists the attackers of the built-in defences. A defence from another package declares its attackers in its
+This module lists the attackers for the built-in defences. A defence from another package declares its attackers in its
 record, `Record(..., attackers="my_package.attacks:ATTACKERS")`, where `ATTACKERS` is an instance of `Attackers`. If it
 declares none, the generic attackers are used.
 """
@@ -31,10 +31,10 @@ GENERIC: Mapping[str, ModelAttacker] = {
 
 @dataclass(frozen=True)
 class Attackers:
-    """The attackers of one defence. Each mapping is from labels to attackers.
+    """The attackers for one defence. Each mapping has labels as keys and attackers as values.
 
     Attributes:
-        models: adaptive attackers, which estimate the true model more closely than the broadcast does.
+        models: adaptive attackers, which estimate the true model better than the broadcast does.
         rounds: number of broadcasts that the adaptive attackers need.
         strongest: labels of the strongest adaptive attackers; slow attacks run only these.
         generic: attackers that estimate the model without knowing the defence.
@@ -99,19 +99,19 @@ ATTACKERS: Mapping[str, Attackers] = {
 
 
 def find_attackers(record: Record) -> Attackers:
-    """Return the attackers that a record names, or the attackers of the built-in defence with the same target."""
+    """Return the attackers declared in a record, or those for the built-in defence with the same target."""
     if record.attackers is None:
         names = {built_in.target: built_in.name for built_in in BUILT_IN}
         return ATTACKERS.get(names.get(record.target, ""), Attackers())
     found = import_object(record.attackers, "a list of attackers", EXAMPLE)
     if not isinstance(found, Attackers):
-        what = f"it is {type(found).__name__}, not fedveil.attacks.registry.Attackers"
-        raise BadArgument(record.attackers, what, f"name an instance: {EXAMPLE}")
+        what = f"expected an instance of fedveil.attacks.registry.Attackers, got {type(found).__name__}"
+        raise BadArgument(record.attackers, what, f"refer to an instance, such as {EXAMPLE}")
     return found
 
 
 Views = tuple[dict[str, Observation], dict[str, str]]
-"""The observations by attacker, and the reason for each attacker that does not apply or failed."""
+"""The observations by attacker, and the reason why each other attacker does not apply or failed."""
 
 
 def attacker_views(attackers: Attackers, observed: Observation) -> Views:

@@ -32,7 +32,7 @@ class Estimate:
 
 
 def check_scores(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
-    """Return both arrays of scores as flat float64 arrays; refuse empty arrays and NaN."""
+    """Return both arrays of scores as flat float64 arrays; reject empty arrays and NaN."""
     found = np.asarray(members, np.float64).ravel(), np.asarray(others, np.float64).ravel()
     for name, scores in zip(("members", "others"), found, strict=True):
         if not len(scores):
@@ -45,7 +45,7 @@ def check_scores(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]
 def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
     """Return the hit rate with the exact interval of Clopper and Pearson (1934)."""
     if not 0 <= hits <= trials or trials < 1:
-        raise BadArgument("proportion", f"{hits} hits in {trials} trials")
+        raise BadArgument("proportion", f"got {hits} hits in {trials} trials")
     tail, misses = (1 - level) / 2, trials - hits
     low = float(betaincinv(hits, misses + 1, tail)) if hits else 0.0
     high = float(betaincinv(hits + 1, misses, 1 - tail)) if misses else 1.0
@@ -109,8 +109,8 @@ def threshold_at(others: ArrayLike, rate: float) -> float:
 def tpr_at(members: ArrayLike, others: ArrayLike, rate: float, *, level: float = 0.95) -> Estimate:
     """Return the true-positive rate at the given false-positive rate.
 
-    As usual, the threshold is chosen on the same others (`threshold_at`). The Clopper-Pearson interval accounts for the
-    choice of members, but not for that of the threshold.
+    As usual, the threshold is chosen from the scores of the same others (`threshold_at`). The Clopper-Pearson interval
+    accounts for the choice of members, but not for that of the threshold.
     """
     ins, outs = check_scores(members, others)
     return proportion(int((ins > threshold_at(outs, rate)).sum()), len(ins), level=level)

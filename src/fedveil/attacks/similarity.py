@@ -25,7 +25,7 @@ def psnr(reconstructed: Tensor, true: Tensor, *, peak: float = 1.0, maximum: flo
 
 
 def total_variation(images: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
-    """Return the total variation: mean absolute differences of horizontal and vertical neighbours, summed.
+    """Return the total variation: the mean absolute difference of horizontal neighbours plus that of vertical ones.
 
     The means are taken over the dimensions in `dim`, or over all dimensions if it is None.
     """

@@ -1,8 +1,8 @@
-"""Attackers of the veil, which estimate the true model from the broadcasts that a client received.
+"""Attacks on the veil, which estimate the true model from the broadcasts that a client received.
 
 `fit_own_labels` fits the noise of the head to the client's own labelled records. `remove_noise` needs no records. Since
 noise is redrawn in every round, two broadcasts in canonical form (`attacks.canonical`, ignoring the head) differ only
-by the noise of their heads and by one step of training:
+by the noise of their heads and by one training step:
 
     head_t = C_t + sum_g c_tg N_tg,      C_t - C_{t+1} small
 
@@ -33,13 +33,13 @@ from fedveil.scheme.outputs import values
 
 LBFGS_STEPS = 200
 TURNS = 20  # alternations between weights and noise
-LEAST = 1e-2  # constant added to each weight's squared change, relative to the mean
+SMOOTHING = 1e-2  # constant added to each weight's squared change, relative to the mean
 
 VeiledHead = tuple[Broadcast, PublicHead]
 
 
 def base_model(architecture: nn.Module, broadcast: Broadcast, noise: Tensor | None = None) -> nn.Module:
-    """Return the broadcast model without the public offset of its head; `noise` is also subtracted from the head."""
+    """Return the broadcast model without the public offset of its head and, if given, without `noise`."""
     model = copy_with_values(architecture, {**broadcast.parameters, **broadcast.buffers})
     if noise is not None and broadcast.head is not None:
         move_head(model, broadcast.head, -noise.to(broadcast.head.direction.dtype))
@@ -82,7 +82,7 @@ def remove_noise(observed: Observation, broadcasts: int = 2) -> Observation:
             raise DoesNotApply("broadcasts", "the head is not veiled")
         rounds.setdefault(broadcast.round, (broadcast, broadcast.head))
     if len(rounds) < 2:
-        raise DoesNotApply("broadcasts", "it needs two broadcasts of different rounds")
+        raise DoesNotApply("broadcasts", "the attack needs two broadcasts from different rounds")
     forms, (last, head) = canonical_heads(observed, list(rounds.values())), list(rounds.values())[-1]
     if head.decoys:
         candidates = [own.candidates.double() for _, own in rounds.values()]
@@ -158,7 +158,7 @@ def candidate_models(observed: Observation, broadcast: Broadcast) -> list[nn.Mod
     return [base_model(observed.architecture, broadcast, noise) for noise in noises]
 
 
-class Heads(NamedTuple):
+class CanonicalHead(NamedTuple):
     """The head of one round in canonical form, with units in the same order as in the last round."""
 
     values: Tensor  # all elements of the head
@@ -175,7 +175,7 @@ def head_noise(plan: Plan, architecture: nn.Module, head: PublicHead) -> Tensor:
     return torch.stack(found)
 
 
-def canonical_heads(observed: Observation, rounds: Sequence[VeiledHead]) -> list[Heads]:
+def canonical_heads(observed: Observation, rounds: Sequence[VeiledHead]) -> list[CanonicalHead]:
     """Return the heads of all rounds in canonical form, with units in the same order as in the last round."""
     plan = analyse_architecture(observed)
     names = {name for _, head in rounds for name in (head.weight, head.bias) if name}
@@ -186,17 +186,17 @@ def canonical_heads(observed: Observation, rounds: Sequence[VeiledHead]) -> list
     for (_, head), form in zip(rounds, forms, strict=True):
         elements = sources(plan, form.flat, forms[-1].flat, exclude=names)[inside.to(form.flat.device)]
         noise = head_noise(plan, observed.architecture, head) * form.factors
-        found.append(Heads(form.flat[elements], noise[:, elements]))
+        found.append(CanonicalHead(form.flat[elements], noise[:, elements]))
     return found
 
 
-def fit_noise(heads: Sequence[Heads]) -> Tensor:
+def fit_noise(heads: Sequence[CanonicalHead]) -> Tensor:
     """Fit the size of each group's noise in each round so that the heads without noise change as little as possible.
 
     The result has shape (rounds, m). The objective is the sum of the squared changes of the head's elements between
     consecutive rounds, each divided by that element's mean squared change. The noise and the mean squared changes are
     estimated alternately (iteratively reweighted least squares). A normal prior, under which the noise is about as
-    large as the head, determines the parts that the data do not: noise that is the same in all rounds is not visible.
+    large as the head, determines what the data do not, since noise that is the same in all rounds is invisible.
     """
     rounds, groups = len(heads), len(heads[0].noise)
     design = torch.zeros(rounds - 1, len(heads[0].values), rounds, groups, dtype=torch.float64)
@@ -213,11 +213,11 @@ def fit_noise(heads: Sequence[Heads]) -> Tensor:
         right = torch.cat([(change * weight).flatten(), nothing])
         found = torch.linalg.lstsq(left, right[:, None], driver="gelsd").solution[:, 0]
         spread = (change - design @ found).square().mean(0)
-        spread = spread + LEAST * spread.mean()
+        spread = spread + SMOOTHING * spread.mean()
     return found.reshape(rounds, groups)
 
 
-def pick_candidates(heads: Sequence[Heads], candidates: Sequence[Tensor]) -> list[int]:
+def pick_candidates(heads: Sequence[CanonicalHead], candidates: Sequence[Tensor]) -> list[int]:
     """Return the most likely candidate's index in each round: the path along which the heads change least (Viterbi)."""
     models = [head.values - offsets @ head.noise for head, offsets in zip(heads, candidates, strict=True)]
     cost, back = torch.zeros(len(models[0]), dtype=torch.float64, device=models[0].device), list[Tensor]()

@@ -15,7 +15,7 @@ from fedveil.records.shards import generator
 Features = Mapping[str, Tensor]  # features by name; the first dimension is the record
 Score = Callable[[Features], Tensor]
 OUT = 64  # number of outputs of a branch
-WIDE = {"label": 128}  # width of a branch's hidden layer; all other branches use 100
+HIDDEN_WIDTHS = {"label": 128}  # width of a branch's hidden layer; all other branches use 100
 SPREAD = 0.01  # standard deviation of the initial weights
 KERNELS = 100  # number of kernels in a branch for gradients, sequences or maps
 DROPOUT = 0.5  # dropout rate for a map's pixels and for the outputs of its kernels
@@ -28,17 +28,17 @@ class TrainedNetwork:
     score: Score  # maps features to one score per record, between 0 and 1; larger scores indicate members
     held_out: tuple[Tensor, Tensor]  # scores of the validation members and others, used to choose a threshold
     epoch: int  # index of the chosen epoch
-    collapsed: bool  # whether the network gives the same answer for all of its training records
+    collapsed: bool  # whether the network makes the same prediction for all of its training records
 
 
 class MembershipNetwork(nn.Module):
     """One branch per feature, and an encoder with 256, 128, 64 and 1 units that combines the branches.
 
-    The branches follow the authors' code: 100-64 units for layer outputs and the loss, 128-64 for the label, and for
-    maps kernels as large as the map, with dropout. Two branches are smaller here, since the attackers know few records.
-    Maps have 100 kernels, 64 units and dropout 0.5 (originally one kernel per channel, 1024-512-128-64 units and 0.2).
-    Gradients have 100 kernels as wide as a row, and 256-64 units (originally 2024-512-256). Sequences use the branch
-    for gradients, with steps as rows.
+    The branches follow the authors' code: 100-64 units for layer outputs and the loss, 128-64 for the label, and, for
+    maps, kernels as large as the map, with dropout. Two branches are smaller here, since the attackers know few
+    records. Maps have 100 kernels, 64 units and dropout 0.5 (originally one kernel per channel, 1024-512-128-64 units
+    and 0.2). Gradients have 100 kernels as wide as a row, and 256-64 units (originally 2024-512-256). Sequences use the
+    branch for gradients, with steps as rows.
     """
 
     def __init__(self, features: Features, rng: torch.Generator) -> None:
@@ -70,7 +70,7 @@ def _branch(name: str, values: Tensor) -> nn.Module:
     if values.dim() == 3:
         rows, columns = values.shape[1:]
         return nn.Sequential(*_dense(columns, KERNELS), nn.Flatten(), *_dense(rows * KERNELS, 256, OUT))
-    return nn.Sequential(*_dense(values.shape[1], WIDE.get(name, 100), OUT))
+    return nn.Sequential(*_dense(values.shape[1], HIDDEN_WIDTHS.get(name, 100), OUT))
 
 
 def select(features: Features, rows: Tensor | slice) -> dict[str, Tensor]:
@@ -81,9 +81,9 @@ def select(features: Features, rows: Tensor | slice) -> dict[str, Tensor]:
 def make_standardiser(known: Features, device: str = "cpu") -> Callable[[Features], dict[str, Tensor]]:
     """Return a function that scales features to mean 0 and standard deviation 1; constant features become 0.
 
-    The means and deviations are those of the known records; for maps, they are taken over pixels too. The result does
-    not depend on a factor that multiplies a unit or channel, such as the noise of a veil. Features that are not in
-    `known` are dropped.
+    The means and deviations are those of the known records; for maps, they are taken over pixels too. The result is not
+    affected by factors that multiply a unit or channel, such as the noise of a veil. Features that are not in `known`
+    are dropped.
     """
     over = {name: (0, 2, 3) if values.dim() == 4 else (0,) for name, values in known.items()}
     means, scales = (
@@ -124,7 +124,7 @@ def train_attack(
     """Train a network on records with known membership, and keep the epoch with the best validation accuracy.
 
     Training minimises the squared error to the targets 1 (members) and 0 (others) with Adam, on standardised features.
-    Half of each batch are members. After each epoch, `on_epoch` is called with its index and a score function.
+    Half of each batch consists of members. After each epoch, `on_epoch` is called with its index and a score function.
 
     There are two differences from Nasr et al.: the epoch is chosen on records held out from training, not on the test
     records; and the learning rate is the default of their code, 1e-3, since the paper's 1e-4 learns less from few
@@ -149,11 +149,11 @@ def train_attack(
             torch.manual_seed(int(torch.randint(2**62, (1,), generator=rng)))
             _train_epoch(network, ready, optimizer, recipe.batch_size, rng)
         with torch.no_grad():
-            answers = network(ready) > 0.5
+            predictions = network(ready) > 0.5
         validation = balanced_accuracy(score(held_out[0]), score(held_out[1]), 0.5).value
         on_epoch(number, score)
         if validation > best:
-            best, epoch, collapsed = validation, number, len(answers.unique()) == 1
+            best, epoch, collapsed = validation, number, len(predictions.unique()) == 1
             values = copy.deepcopy(network.state_dict())
     network.load_state_dict(values)
     return TrainedNetwork(score, (score(held_out[0]), score(held_out[1])), epoch, collapsed)
@@ -162,7 +162,7 @@ def train_attack(
 def _split(
     members: Features, others: Features, fraction: float, rng: torch.Generator
 ) -> tuple[tuple[Features, Features], Features]:
-    """Select equally many members and others, hold out a fraction of each, and concatenate the rest, members first."""
+    """Select as many members as others, hold out a fraction of each, and concatenate the rest, members first."""
     sizes = [len(next(iter(part.values()))) for part in (members, others)]
     count = min(sizes)
     held = round(fraction * count)

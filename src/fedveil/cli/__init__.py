@@ -23,14 +23,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from fedveil.cli.parser import run_command
 
         run_command(name, words)
-    except BrokenPipeError:  # the reader has stopped, as in `fedveil data list | head -1`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `fedveil data list | head -1`
         return 1
     except FedveilError as error:
         print(f"fedveil: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         where, what = error.filename or f"fedveil {name}", f"cannot be used: {error.strerror or error}"
-        fix = "choose another folder, free some disk space or change permissions"
+        fix = "choose another folder, free up disk space, or change the permissions"
         print(f"fedveil: {FedveilError(str(where), what, fix)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

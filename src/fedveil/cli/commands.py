@@ -24,7 +24,7 @@ COMMANDS = {
     "schema": ("training:schema", "print the JSON schema of run.toml, for editors", "> run.schema.json"),
     "completion": ("parser:completion", "print a shell completion script", "bash > ~/.fedveil-completion"),
 }
-"""For each command: its module with the function or class, a summary, and the arguments of an example."""
+"""For each command: its module and function or class, a summary, and example arguments."""
 
 USAGE = """usage: fedveil COMMAND [FLAGS]
        fedveil --version
@@ -80,6 +80,6 @@ def find_attack(name: str) -> "AttackStudy[Any, Any]":
     if isinstance(found, type) and issubclass(found, AttackStudy):
         found = found()
     if not isinstance(found, AttackStudy):
-        fix = "name an instance or a subclass of fedveil.studies.attack.AttackStudy"
+        fix = "use an instance or a subclass of fedveil.studies.attack.AttackStudy"
         raise BadArgument(spec, f"is {type(found).__name__}, not an attack", fix)
     return found

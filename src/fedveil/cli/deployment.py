@@ -8,7 +8,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from fedveil.errors import BadArgument
 
 WHAT = (
-    "new: create a signing key and print its roster line; show: print this line; policy: write a client's policy; "
+    "new: create a signing key and print its roster line; show: print the line again; policy: write a client's policy; "
     "ledger: print how much of its privacy budget a client has spent"
 )
 NAME = "for new, the name of the member; otherwise its key file"
@@ -22,7 +22,7 @@ def keys(
     out: Annotated[Path, arg(help="folder to write NAME.key to")] = Path(),
     server: Annotated[str, arg(help=SERVER, metavar="HEX", help_behavior_hint="")] = "",
 ) -> None:
-    """Create or show a key, write a policy, or show how much of a privacy budget is spent."""
+    """Create or show a key, write a policy, or show how much of a privacy budget has been spent."""
     from fedveil.secagg.identity import HEX, Identity
     from fedveil.secagg.policy import Policy
 
@@ -51,7 +51,7 @@ def _print_ledger(path: Path) -> None:
 
     limits = Policy.read(path).privacy
     if limits is None:
-        raise BadArgument(str(path), "it has no table [privacy], so there is no ledger", "add the table to the policy")
+        raise BadArgument(str(path), "it has no [privacy] table, so there is no ledger", "add the table to the policy")
     ledger = PrivacyLedger(limits.ledger, limits.epsilon, limits.delta)
     spent = f"epsilon {ledger.epsilon():.3g} of {limits.epsilon:g} (delta {limits.delta:g})"
     print(f"{limits.dataset}: {spent}, rounds: {sum(ledger.spent().values())}")

@@ -25,7 +25,7 @@ INPUT = (
     "as in ids=128:int. Name all arguments or none. For one number per record, leave out the sizes, as in length=:int"
 )
 HEAD = "linear: add noise to the final layer; exposed: do not, so that clients see the true predictions"
-LEAST = "fail if less than this fraction (0 to 1) of the model's values can be perturbed"
+COVERAGE = "fail if less than this fraction (0 to 1) of the model's values can be perturbed"
 PUBLIC = "name or prefix of parameters whose values clients know"
 
 
@@ -35,7 +35,7 @@ def inspect(
     dtype: Annotated[Literal["float32", "float64", "int64"], arg(help="type of inputs without :TYPE")] = "float32",
     eval: Annotated[Switch, arg(help="analyse in evaluation mode")] = False,
     head: Annotated[Literal["linear", "exposed"], arg(help=HEAD)] = "linear",
-    min_coverage: Annotated[float, arg(help=LEAST)] = 0.0,
+    min_coverage: Annotated[float, arg(help=COVERAGE)] = 0.0,
     public: Annotated[Several, arg(metavar="NAME", help=PUBLIC)] = (),
     as_json: Json = False,
 ) -> None:
@@ -64,7 +64,7 @@ def example_inputs(texts: Sequence[str], dtype: str = "float32") -> "Inputs":
 
 
 def parse_input(text: str, dtype: str) -> "tuple[str, Tensor]":
-    """Parse [NAME=]SIZES[:TYPE]; return the argument's name, or "" without one, and a batch of two records of zeros."""
+    """Parse [NAME=]SIZES[:TYPE]; return the argument's name, or "", and a batch of two records of zeros."""
     import torch
 
     name, equals, form = text.rpartition("=")
@@ -74,7 +74,7 @@ def parse_input(text: str, dtype: str) -> "tuple[str, Tensor]":
     if colon and kind not in TYPES:
         raise BadArgument("--input", f"unknown type {kind!r} in {text!r}", f"use one of {', '.join(TYPES)}")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", sizes) and (sizes or not (equals or colon)):
-        raise BadArgument("--input", f"{sizes!r} is not a list of sizes", "use --input 3,32,32 (one input, no batch)")
+        raise BadArgument("--input", f"{sizes!r} is not a list of sizes", "use --input 3,32,32 (without the batch)")
     shape, own = [int(size) for size in sizes.split(",") if size], getattr(torch, TYPES[kind if colon else dtype])
     with require_memory("--input", f"two records of {sizes}", "use smaller sizes", 2 * math.prod(shape) * own.itemsize):
         return name, torch.zeros((2, *shape), dtype=own)

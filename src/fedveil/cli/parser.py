@@ -26,9 +26,9 @@ Json = Annotated[Switch, conf.arg(name="json", help="print the result as JSON", 
 TABLES = (".csv", ".tsv", ".tab", ".xls", ".xlsx", ".parquet")
 HELP = ("-h", "--help", HELP_ALL)
 FILE = "TOML file or config.json of a run; flags override its values (attack and audit also accept a run's folder)"
-TRUST = "import the code that the file or run names as package.module:name; use only if you trust it"
+TRUST = "import code that the file or run gives as package.module:name; use only if you trust it"
 MORE = f"`{HELP_ALL}` also lists advanced flags and the flags of other data sets, models and defences."
-SIZES = ("train_size", "test_size")  # defaults for one data set do not apply to another
+SIZES = ("train_size", "test_size")  # their defaults for one data set do not apply to another
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,13 @@ class FlagSet:
             return None
         base = {name: getattr(info.default, name) for name in kind.model_fields}
         own = self.settings if kind is DefenceSettings else None
-        usual = {one.name: one.default for one in fields(own)} if own else {}
+        defaults = {one.name: one.default for one in fields(own)} if own else {}
 
         def build(**values: Value) -> Settings:
             if own:
-                given = {name: values.pop(name) for name in usual}
-                values["settings"] = tuple(f"{name}={value}" for name, value in given.items() if value != usual[name])
+                given = {name: values.pop(name) for name in defaults}
+                changed = {name: value for name, value in given.items() if value != defaults[name]}
+                values["settings"] = tuple(f"{name}={value}" for name, value in changed.items())
             try:
                 return kind.model_validate(base | values)
             except ValidationError as error:
@@ -137,7 +138,7 @@ F = TypeVar("F", bound=FederationCommand)
 
 
 def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
-    """Return a command with its flags parsed; flags override its file, which overrides its defaults.
+    """Return a command with its flags parsed; flags override the values in its file, which override its defaults.
 
     All flags are parsed. Those that do not apply to the chosen data, model and defences are refused afterwards, so that
     the error can list what they apply to.
@@ -152,10 +153,10 @@ def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
     if not found.trust_code:
         refuse_code(values, where, flags)
     given = {key: value for key, value in found.config.flat().items() if key in flags}
-    usual = {**Config().flat(), **start.defaults}
-    moved = given.get("data", values.get("data", usual["data"])) != usual["data"]
-    below = {key: value for key, value in start.defaults.items() if not (moved and key in SIZES)} | values
-    base = configure(below, where)
+    defaults = {**Config().flat(), **start.defaults}
+    other_data = given.get("data", values.get("data", defaults["data"])) != defaults["data"]
+    lower = {key: value for key, value in start.defaults.items() if not (other_data and key in SIZES)} | values
+    base = configure(lower, where)
     if own:
         given["settings"] = (*base.defence.settings, *found.config.defence.settings)
     config = configure(base.given() | given, where)
@@ -198,10 +199,10 @@ def last_value(words: Sequence[str], flag: str) -> str:
 
 def _check_file(command: FederationCommand, values: Mapping[str, object], choices: Choices) -> None:
     """Refuse keys in a file that apply neither to the choices in the file nor to those on the command line."""
-    if command.file is None or command.file.suffix == ".json":  # config.json was written by fedveil
+    if command.file is None or command.file.suffix == ".json":  # config.json was written by Fedveil
         return
     defence = str(values.get("defence", ""))
-    # do not import code that the file names
+    # do not import code that the file refers to
     defences = choices.defences if ":" in defence else (defence or choices.defences[0],)
     own = Choices(str(values.get("data", choices.data)), str(values.get("model", choices.model)), defences)
     own.refuse_others([key for key in values if not choices.accepts(key)], str(command.file))
@@ -218,7 +219,7 @@ def run_command(name: str, words: Sequence[str]) -> None:
         tyro.cli(command, prog=prog, args=words, description=about, config=MARKERS)
 
 
-def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="shell for the script")]) -> None:
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="shell to use the script in")]) -> None:
     """Print a completion script with all commands and flags, including those of installed packages."""
     kinds: list[Any] = []
     for name, (_, summary, _) in COMMANDS.items():

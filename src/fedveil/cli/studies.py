@@ -32,7 +32,7 @@ COMPARED = "comma-separated list of defences; baseline is plain training with on
 EXHIBITS = "all, or some of table1, table2, fig3, table3, table4, fig4, fig5"
 SCALES = "quick: minutes, on built-in data; cpu: up to two hours per table on two cores; paper: as published, on a GPU"
 RUN = "attack the run in this folder"
-MEASURE = "train a private run again with canaries, and bound its true epsilon; --epsilon without a number is the same"
+MEASURE = "repeat a private run with canaries, and bound its true epsilon; --epsilon without a number does the same"
 OUT = "folder for the results, from which an interrupted command resumes; by default a folder in runs"
 Out = Annotated[Path | None, arg(help=OUT, help_behavior_hint="")]
 WORKERS = "number of parallel processes; by default one per core"
@@ -115,7 +115,7 @@ class AttackCommand(FederationCommand):
         self.measure(self.read_run(run) if run else self.config, folder, run)
 
     def read_run(self, run: Path) -> Config:
-        """Read the configuration of a run; refuse code that is neither trusted nor also named on the command line."""
+        """Read the configuration of a run; refuse code that is neither trusted nor also given on the command line."""
         from fedveil.runs.folder import read_config
 
         values = {**self.config.flat(), "defence": self.defence}
@@ -139,7 +139,7 @@ class AttackCommand(FederationCommand):
         config = choose_loss(config)
         defences = (config.defence.name,) if run else self.defences
         check_defences(defences, registry.names(), "--defence")
-        usual = plain_values(self.study.options())
+        defaults = plain_values(self.study.options())
         if run:
             values: dict[str, Value] = {"run": str(run)} | ({"trust_code": True} if self.trust_code else {})
             values |= {key: config.flat()[key] for key in CODE if key in self.used_flags}
@@ -147,10 +147,10 @@ class AttackCommand(FederationCommand):
             shown = {"data", *config.changes(), *self.defaults} - {"defence"}
             values = {name: value for name, value in config.flat().items() if name in shown}
             values |= {"defence": ",".join(defences)}
-        values |= {name: value for name, value in plain_values(self.attack).items() if value != usual[name]}
+        values |= {name: value for name, value in plain_values(self.attack).items() if value != defaults[name]}
         notes = tuple(describe_run(config, run)) if run else ()
-        asked = AttackRequest(config.changed(defence=defences[0]), defences, self.attack, run, notes=notes)
-        run_study(self.study, asked, folder, f"{self.where} {format_flags(values)}", self.workers, self.as_json)
+        request = AttackRequest(config.changed(defence=defences[0]), defences, self.attack, run, notes=notes)
+        run_study(self.study, request, folder, f"{self.where} {format_flags(values)}", self.workers, self.as_json)
 
 
 @dataclass(frozen=True)
@@ -212,12 +212,12 @@ class AuditCommand(AttackCommand):
             raise BadArgument(self.where, "--harden trains its own federations", "pass flags instead of a run")
         values, own = {**self.config.flat(), "defence": self.defence}, plain_values(self.attack)
         given = {name: values[name] for name in self.used_flags if name in SECTION_OF}
-        looks: dict[str, Any] = {name: own[name] for name in self.used_flags if name in own}
+        options: dict[str, Any] = {name: own[name] for name in self.used_flags if name in own}
         base, seeds = base_values(given), check_count(self.where, "--seeds", self.seeds)
-        asked = Hardening(base, seeds, replace(default_options(base), **looks))
+        request = Hardening(base, seeds, replace(default_options(base), **options))
         folder = self.out or Path("runs/hardening")
-        command = f"{self.where} --harden {format_flags(given | {'seeds': seeds} | looks)}"
-        run_study(HARDEN, asked, folder, command, self.workers, self.as_json)
+        command = f"{self.where} --harden {format_flags(given | {'seeds': seeds} | options)}"
+        run_study(HARDEN, request, folder, command, self.workers, self.as_json)
 
     def audit_suite(self, folder: Path) -> None:
         """Audit the federations in the standard suite whose data sets are available."""
@@ -256,11 +256,11 @@ class CompareCommand(FederationCommand):
         from fedveil.studies.compare import COMPARE, CompareRequest
 
         config = choose_loss(self.config)
-        asked = CompareRequest(config, tuple(self.names.split(",")), self.seeds)
+        request = CompareRequest(config, tuple(self.names.split(",")), self.seeds)
         title = f"compare-{config.data.name}-{config.model.name}".replace(":", ".")
         values = config.changes() | {"defences": self.names, "seeds": self.seeds}
         command, folder = f"fedveil compare {format_flags(values)}", self.out or Path("runs") / title
-        run_study(COMPARE, asked, folder, command, self.workers, self.as_json)
+        run_study(COMPARE, request, folder, command, self.workers, self.as_json)
 
 
 def reproduce(
@@ -272,7 +272,7 @@ def reproduce(
 ) -> None:
     """Compute missing results, and print each table and the path of the page."""
     if not names:
-        raise BadArgument("fedveil reproduce", "no table or figure is named", f"pass {EXHIBITS}")
+        raise BadArgument("fedveil reproduce", "no table or figure is given", f"pass {EXHIBITS}")
     from fedveil.studies.basis import AGAIN
     from fedveil.studies.paper.reproduce import reproduce as run
 

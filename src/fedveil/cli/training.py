@@ -18,7 +18,7 @@ from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
 from fedveil.runs.choices import applicable_values, check_names
 from fedveil.runs.config import Config, format_flags
-from fedveil.signals import INTERRUPTED, TERMINATED, Termination, catch_sigterm, end_at_once
+from fedveil.signals import INTERRUPTED, TERMINATED, Termination, catch_sigterm, kill_on_interrupt
 
 SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # kinds of values in the coverage of a veil
 OUT = "folder for the run; by default runs/DATA-MODEL-DEFENCE-SEED, with a number added if that folder contains a run"
@@ -42,8 +42,8 @@ class TrainCommand(FederationCommand):
             name = f"{found.file / 'config.json'}"
             fix = f"use {name} to repeat the run in it, or {name} --out {found.file} --resume to continue it"
             raise BadArgument(str(found.file), "this is a folder, not a file", fix)
-        check_names(found.config)  # report mistakes before torch is imported
-        with end_at_once():
+        check_names(found.config)  # report errors before torch is imported
+        with kill_on_interrupt():
             import fedveil.runs.folder  # noqa: F401
         if found.resume and not found.file:
             folder = found.out or default_folder(found.config, resume=True)
@@ -74,7 +74,7 @@ class TrainCommand(FederationCommand):
         config = choose_settings(self.config, len(data.train.targets))
         if chosen := applicable_values(config).items() - applicable_values(self.config).items():
             flags = format_flags({key: value for key, value in config.flat().items() if key in dict(chosen)})
-            print(f"chosen for privacy, from the number of records: {flags}", file=sys.stderr)
+            print(f"chosen for privacy based on the number of records: {flags}", file=sys.stderr)
         with print_progress() as show:
             on_round = round_callback(show, config.training.epochs)
             summary = train(config, folder, resume=self.resume, on_round=on_round, data=data)
@@ -143,7 +143,7 @@ def data(
             print(f"{entry.name:<10} {entry.state:<9} {entry.description}{where}")
         return
     if name is None:
-        raise BadArgument("fedveil data get", "no data set is named", "run fedveil data list to see their names")
+        raise BadArgument("fedveil data get", "no data set is given", "run fedveil data list to see their names")
     with print_progress() as show:
         print(get(name, to, partial(show, name)))
 

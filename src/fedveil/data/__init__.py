@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from fedveil.data.download import get
     from fedveil.data.splits import keep_labels, other_labels, parse_labels, split
 else:
-    _HOMES = dict.fromkeys(("DatasetInfo", "available", "data_folder", "load"), "catalogue")
-    _HOMES |= dict.fromkeys(("Data", "DataPart", "from_records", "one_tensor"), "dataset")
-    _HOMES |= dict.fromkeys(("keep_labels", "other_labels", "parse_labels", "split"), "splits")
-    __getattr__ = lazy_getattr(__name__, _HOMES | {"get": "download"})
+    _MODULES = dict.fromkeys(("DatasetInfo", "available", "data_folder", "load"), "catalogue")
+    _MODULES |= dict.fromkeys(("Data", "DataPart", "from_records", "one_tensor"), "dataset")
+    _MODULES |= dict.fromkeys(("keep_labels", "other_labels", "parse_labels", "split"), "splits")
+    __getattr__ = lazy_getattr(__name__, _MODULES | {"get": "download"})
 
 __all__ = [
     "Data",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
-from fedveil.data.catalogue import MOST_BYTES, require_regular
+from fedveil.data.catalogue import MAX_BYTES, require_regular
 from fedveil.errors import BadArgument
 
 DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)  # raised for damaged archives and files
@@ -20,7 +20,7 @@ class Archive:
     """A folder or a zip file."""
 
     path: Path
-    names: tuple[str, ...]  # names of the files, sorted, with `/` between folders; hidden files are left out
+    names: tuple[str, ...]  # sorted names of the files, with `/` as separator; hidden files are left out
     stamp: str  # changes when the content changes
 
     @contextmanager
@@ -41,25 +41,25 @@ class Archive:
             yield read
 
     def where(self, name: str) -> str:
-        """Return the location of a member, for messages."""
+        """Return the location of a member, for error messages."""
         return f"{self.path}, member {name}"
 
 
 def _read_file(path: Path) -> bytes:
-    if require_regular(path).stat().st_size > MOST_BYTES:
-        raise OSError(f"it is larger than {MOST_BYTES} bytes")
+    if require_regular(path).stat().st_size > MAX_BYTES:
+        raise OSError(f"it is larger than {MAX_BYTES} bytes")
     return path.read_bytes()
 
 
-def read_member(opened: zipfile.ZipFile, name: str, max_bytes: int = MOST_BYTES) -> bytes:
-    """Read a member of a zip file, unless its declared size exceeds `max_bytes`; never unpack more than that size."""
+def read_member(opened: zipfile.ZipFile, name: str, max_bytes: int = MAX_BYTES) -> bytes:
+    """Read a member of a zip file; refuse a declared size above `max_bytes`, and never unpack more than declared."""
     if opened.getinfo(name).file_size > max_bytes:
         raise zipfile.BadZipFile(f"it is larger than {max_bytes} bytes")
     return opened.read(name)
 
 
 def open_archive(path: Path) -> Archive:
-    """List the files in a folder or zip file.
+    """Open a folder or zip file and list its files.
 
     The stamp contains the size and modification time of each file in the folder, or of the zip file.
     """
@@ -90,7 +90,7 @@ def _list_zip(path: Path) -> list[str]:
             return zipfile.ZipFile(file).namelist()
         except (OSError, zipfile.BadZipFile) as error:
             what = f"not a readable zip file: {error}" if path.stat().st_size else "the file is empty"
-            fix = "use a folder or a zip file; if it is a zip file, it is damaged or truncated: download it again"
+            fix = "use a folder or a zip file; if it is a damaged or truncated zip file, download it again"
             raise BadArgument(str(path), what, fix) from error
 
 

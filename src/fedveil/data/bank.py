@@ -1,4 +1,4 @@
-"""UCI Bank Marketing (Moro, Cortez, Rita 2014): will a client of a Portuguese bank subscribe to a term deposit?"""
+"""UCI Bank Marketing (Moro, Cortez, Rita 2014): will a customer of a Portuguese bank subscribe to a term deposit?"""
 
 from pathlib import Path
 
@@ -24,21 +24,21 @@ PUBLIC = {
     "euribor3m": (3.5, 1.5),
     "nr.employed": (5150.0, 75.0),
 }
-"""Round means and deviations of the published data set, which do not change with the records in a file."""
+"""Rounded means and standard deviations of the published data set, which do not depend on the records in a file."""
 
 
 def bank(*, path: Path, task: Task = "regression", duration: bool = True, scaling: Scaling = "records") -> Data:
-    """Load Bank Marketing: 41,188 calls, 20 inputs (63 values), divided 8:1:1 for training, validation and test.
+    """Load Bank Marketing: 41,188 calls, 20 inputs (63 values), split 8:1:1 for training, validation and testing.
 
-    Differs from the paper, which states 17 inputs, as in the older file bank-full.csv. The number of records in the
-    paper, 41,188, is that of bank-additional-full.csv, which has 20 inputs.
+    Differs from the paper, which states 17 inputs, as in the older file bank-full.csv, but 41,188 records, as
+    in bank-additional-full.csv, which has 20 inputs.
 
     Args:
         path: path of bank-additional-full.csv.
         task: "regression" (one target, 0 or 1, for the squared error) or "classification" (classes "no" and "yes").
-        duration: whether the duration of the call is an input. It is known only after the call, and nearly reveals
-            the answer.
-        scaling: standardise by the training "records", or by "public" constants, as differential privacy requires.
+        duration: whether to use the duration of the call as an input. It is known only after the call, and nearly
+            reveals the answer.
+        scaling: standardise with the training "records", or with "public" constants, as differential privacy requires.
     """
     table = read_table(path, ";")
     table.require_columns([*NUMBERS, *CATEGORIES, "y"])

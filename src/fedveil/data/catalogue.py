@@ -25,21 +25,21 @@ Positive = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
 Between = Annotated[float, Field(gt=0, lt=1)]
 Task = Literal["classification", "regression"]
-Scaling = Literal["records", "public"]  # by statistics of the training records, or by fixed constants
-MOST_BYTES = 2**28  # maximum size of a file that is read at once, such as an image, a CIFAR batch or a download
+Scaling = Literal["records", "public"]  # with statistics of the training records, or with fixed constants
+MAX_BYTES = 2**28  # maximum size of a file that is read into memory, such as an image, a CIFAR batch or a download
 OWN = "yours"  # source and licence of users' own files
 METADATA = "HAM10000_metadata.csv"
-_READABLE = "use files and folders that can be read"
+_READABLE = "use readable files and folders"
 
 
 class Download(NamedTuple):
-    """A public file: its address, its name in the data set's folder, and its checksum."""
+    """A public file: its URL, its name in the data set's folder, and its checksum."""
 
     url: str
     file: str
     digest: str  # "md5:..." or "sha256:..." of the file
     members: tuple[str, ...] = ()  # names of the nested zip members that lead to the file, outermost first
-    max_bytes: int = MOST_BYTES  # maximum size of the download and of each member
+    max_bytes: int = MAX_BYTES  # maximum size of the download and of each member
 
 
 class DatasetInfo(NamedTuple):
@@ -56,7 +56,7 @@ class DatasetInfo(NamedTuple):
         files: glob patterns for the files of the data set, in order of preference. If a pattern starts with "./", the
             data set is read from the folder that contains the match, otherwise from the match itself. Empty for data
             that come with the library or belong to the user.
-        expected_files: description of the files to put into its folder; for users' own files, an example of a path.
+        expected_files: description of the files to put into its folder; for users' own files, an example path.
         download: the file to download; None if the data set cannot be downloaded automatically.
     """
 
@@ -91,7 +91,7 @@ class DatasetInfo(NamedTuple):
 
 
 def read_resource(file: str, kind: type[T]) -> T:
-    """Read and validate a TOML file of this package."""
+    """Read and validate a TOML file in this package."""
     text = resources.files("fedveil.data").joinpath(file).read_text(encoding="utf-8")
     return TypeAdapter(kind).validate_python(tomllib.loads(text))
 
@@ -106,13 +106,13 @@ NAMES = read_resource("names.toml", dict[str, dict[str, Words]])
 def load(name: str, *, path: str | Path | None = None, **options: object) -> "Data":
     """Load a data set.
 
-    Without `path`, its files are expected in the folder `name` in $FEDVEIL_DATA. Images are decoded once and cached in
+    Without `path`, its files are expected in the folder $FEDVEIL_DATA/`name`. Images are decoded once and cached in
     $FEDVEIL_CACHE (default ~/.cache/fedveil). The same name, files and options always yield the same records in the
     same order.
 
     Args:
         name: one of `fedveil.data.available()`, such as "digits", "bank", "cifar10", "lesion", "images", "csv".
-        path: file or folder to read instead of that folder.
+        path: file or folder to read instead.
         **options: options of the data set; the error for an unknown option lists them.
 
     Raises:
@@ -196,7 +196,7 @@ def _find_files(info: DatasetInfo, path: Path | None) -> Path:
         if path is None or path.is_dir():
             found = _find_inside(info, folder)
             if found is None:
-                what = f"there are no files of {info.name!r} here" if folder.is_dir() else "there is no such folder"
+                what = f"it does not contain {info.name!r}" if folder.is_dir() else "there is no such folder"
                 raise BadArgument(str(folder), what, fix)
             return found
     elif path is None:
@@ -226,7 +226,7 @@ def _find_inside(info: DatasetInfo, folder: Path) -> Path | None:
 
 
 def require_regular(path: Path) -> Path:
-    """Return `path` if it is a regular file; refuse anything else, such as a pipe, from which reading could block."""
+    """Return `path` if it is a regular file; refuse anything else, such as a pipe, which could block."""
     if not stat.S_ISREG(path.stat().st_mode):
         kind = errno.EISDIR if path.is_dir() else errno.EINVAL
         raise OSError(kind, os.strerror(kind) if path.is_dir() else "it is not a regular file", str(path))

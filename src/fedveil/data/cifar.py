@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009), from the published archive or from image files.
 
-The published archive contains pickles, and unpickling can run any code. Pickles are therefore never loaded here:
+The published archive contains pickles, and unpickling can run arbitrary code. Pickles are therefore never loaded here:
 pixels and labels are read from their opcodes.
 """
 
@@ -25,7 +25,7 @@ from fedveil.data.splits import Indices
 from fedveil.errors import BadArgument
 
 SIDE = 32
-MOST_UNPACKED = 2**29  # maximum size of an unpacked archive in bytes; the published ones have 186 MB
+MAX_UNPACKED = 2**29  # maximum size of an unpacked archive in bytes; the published ones are 186 MB
 _WIDTH = 3 * SIDE * SIDE
 _AGAIN = "download the archive again"
 
@@ -59,11 +59,11 @@ def _load(
 
     Args:
         variant: CIFAR-10, or CIFAR-100 with its fine labels.
-        path: cifar-10-python.tar.gz or cifar-100-python.tar.gz, its unpacked folder, or a folder or zip of
-            train|test/<class>/<image>.
-        train_size: number of training records, the same number of each class; all 50,000 by default.
-        test_size: number of test records, likewise; all 10,000 by default.
-        size: side of the images: 32, or 16 or 8 by averaging neighbouring pixels.
+        path: cifar-10-python.tar.gz or cifar-100-python.tar.gz, its unpacked folder, or a folder or zip file
+            of train|test/<class>/<image>.
+        train_size: number of training records, divided equally among the classes; all 50,000 by default.
+        test_size: number of test records, chosen in the same way; all 10,000 by default.
+        size: side of the images in pixels: 32, or 16 or 8 by averaging neighbouring pixels.
     """
     batches = path.is_file() and path.name.endswith((".tar.gz", ".tgz", ".tar"))
     if batches or (path / variant.batches[0]).is_file():
@@ -102,9 +102,9 @@ def _read_members(source: Path, names: tuple[str, ...]) -> dict[str, bytes]:
     try:
         with source.open("rb") as packed:
             file = gzip.GzipFile(fileobj=packed) if packed.peek(2).startswith(b"\x1f\x8b") else packed
-            content = file.read(MOST_UNPACKED + 1)
-        if len(content) > MOST_UNPACKED:
-            raise OSError(f"it is larger than {MOST_UNPACKED} bytes")
+            content = file.read(MAX_UNPACKED + 1)
+        if len(content) > MAX_UNPACKED:
+            raise OSError(f"it is larger than {MAX_UNPACKED} bytes")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as opened:
             found = {PurePosixPath(member.name).name: member for member in opened if member.isfile()}
             batches = {name: opened.extractfile(found[name]) for name in names if name in found}

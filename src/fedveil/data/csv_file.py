@@ -14,7 +14,7 @@ from fedveil.data.tables import Column, CsvTable, Floats, Indices, flag, number,
 from fedveil.errors import BadArgument
 
 WHERE = "load('csv')"
-MOST_CATEGORIES = 1000
+MAX_CATEGORIES = 1000
 MANY = 0.2  # a column with more categories per record than this does not help a model
 _TAB = {"\\t": "\t", "tab": "\t"}  # how users type a tab in a shell
 _PANDAS = "pandas.read_parquet (or read_excel, read_json)(path).to_csv('records.csv')"
@@ -36,10 +36,10 @@ def csv(
     categorical: str | Sequence[str] = (),
     scaling: Scaling = "records",
 ) -> Data:
-    """Load any CSV file with a header: numeric columns are standardised on the training part, others one-hot encoded.
+    """Load a CSV file with a header: numeric columns are standardised on the training part, the others one-hot encoded.
 
     A cell is missing if it is empty or contains NA, N/A, #N/A, <NA>, NaN, null or ?, in upper or lower case; in
-    numeric columns, None also counts as missing. Any other word, such as "unknown", is a category. In columns named in
+    numeric columns, None also counts as missing. Any other word, such as "unknown", is a category. In columns listed in
     `categorical`, only empty cells are missing. The `notes` of the result report what was inferred, left out
     or filled in.
 
@@ -48,21 +48,21 @@ def csv(
         target: the column to predict.
         task: "classification" (classes are the sorted values of the target) or "regression" (a numeric target,
             standardised on the training part). By default, words are classes, and so are numbers if there are only two
-            distinct integers, such as 0 and 1; any other numeric target is a regression.
+            distinct integers, such as 0 and 1; any other numeric target means regression.
         delimiter: field delimiter; by default, a comma, semicolon, tab or | is detected.
         decimal: the decimal mark in numbers, "." or ",".
         missing: "refuse" missing cells (the error counts them), "drop" their records, or "impute" them: numbers with
             the median of the training part, which is robust to outliers, and words with the category "missing". A
             missing target is never imputed: its record is left out.
         test_share: fraction of the records to test on, between 0 and 1.
-        seed: seed for the division into training and test records.
+        seed: seed for the split into training and test records.
         ignore: columns that are not inputs; `split(..., how="column")` can still use them. A column without a name,
             usually a row number, is never an input.
-        categorical: columns to treat as categories although they contain numbers.
-        scaling: only "records": there are no public constants for a user's file.
+        categorical: columns to treat as categories even though they contain numbers.
+        scaling: only "records", because there are no public constants for a user's file.
     """
     if scaling == "public":
-        fix = "scale by public values, and pass the records to fedveil.data.from_records"
+        fix = "scale the columns with public constants, and pass the records to fedveil.data.from_records"
         raise BadArgument(WHERE, "there are no public constants for a CSV file", fix)
     notes: list[str] = []
     words, left_out = _list_names(categorical), _list_names(ignore)
@@ -93,7 +93,7 @@ def csv(
         targets, *moments = table.standardise([target], train)
         records, scale = part_from_arrays(numbers, targets), (float(moments[0][0]), float(moments[1][0]))
         notes.append(
-            f"the target {target!r} is standardised (mean {scale[0]:.4g} and deviation {scale[1]:.4g} become 0 and 1): "
+            f"the target {target!r} is standardised (mean {scale[0]:.4g}, standard deviation {scale[1]:.4g}): "
             f"an mse of 1 is a squared error of {scale[1] ** 2:.4g} in the original units"
         )
     cells = {name: cells[train] for name, cells in table.columns.items() if name != target}
@@ -108,18 +108,19 @@ def _list_names(names: str | Sequence[str]) -> tuple[str, ...]:
 def _open_table(path: Path, delimiter: str | None, decimal: str, notes: list[str]) -> CsvTable:
     """Read the table in a file; other file types are recognised by their first bytes and refused."""
     if path.is_dir():
-        fix = "pass a file in it as --path, or use --data images for a folder of images"
+        fix = "pass one of its files as --path, or use --data images for a folder of images"
         raise BadArgument(str(path), "it is a folder, not a CSV file", fix)
     mark = _TAB.get(delimiter or "", delimiter)
     if mark is not None and (len(mark) != 1 or mark in '"\r\n'):
-        raise BadArgument(WHERE, f"delimiter is {delimiter!r}", 'use one character, such as "," or ";", or "tab"')
+        what = f"delimiter must be one character, got {delimiter!r}"
+        raise BadArgument(WHERE, what, 'use ",", ";" or "tab", for example')
     if decimal == mark:
         what = f"{decimal!r} is both the decimal mark and the delimiter"
         raise BadArgument(WHERE, what, f"use {flag('delimiter', ';')}")
     if path.is_file():
         with path.open("rb") as file:
             if file.read(16).startswith(_OTHER_FILES):
-                what = "it is not CSV, but Excel, Parquet, JSON, a web page, UTF-16 text or compressed"
+                what = "it is not CSV, but Excel, Parquet, JSON, HTML, UTF-16 text or a compressed file"
                 raise BadArgument(str(path), what, f"save it as CSV in UTF-8, or convert it in Python: {_PANDAS}")
     table = read_table(path, mark, decimal)
     if len(table.columns) == 1:
@@ -133,7 +134,7 @@ def _open_table(path: Path, delimiter: str | None, decimal: str, notes: list[str
 
 
 def _check_target(table: CsvTable, target: str | None, ignore: Sequence[str], categorical: Sequence[str]) -> str:
-    """Return the target; refuse columns that are not in the table, and a header that consists of numbers."""
+    """Return the target; refuse columns that are not in the table, and a header that contains numbers."""
     values = [name for name in table.columns if number(name, table.decimal) is not None]
     if values and target not in table.columns:
         what = f"the header should contain the names of the columns, but contains numbers ({shorten(values)})"
@@ -229,24 +230,24 @@ def _encode(table: CsvTable, column: Column, train: Indices) -> Floats:
 def _list_categories(table: CsvTable, column: str, purpose: str, alternative: str) -> tuple[str, ...]:
     """Return the distinct values of a column; refuse too many values, such as dates, or amounts with currency signs."""
     values = table.categories(column)
-    if len(values) > MOST_CATEGORIES:
-        what = f"{len(values):,} distinct values are too many for {purpose} (at most {MOST_CATEGORIES:,})"
+    if len(values) > MAX_CATEGORIES:
+        what = f"{len(values):,} distinct values are too many for {purpose} (at most {MAX_CATEGORIES:,})"
         fix = f"use {alternative}; write amounts without currency signs and separators, and dates as numbers of days"
         table.refuse_column(column, what, fix)
     return values
 
 
 def _note_columns(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -> None:
-    """Note which columns are treated as categories, since these may include numbers that could not be parsed."""
+    """Note which columns are treated as categories, contain row numbers or have too many categories."""
     sizes = {column.name: len(set(table.columns[column.name])) for column in inputs if not column.numeric}
     if sizes:
         notes.append(f"treated as categories: {shorten(f'{name} ({size:,} values)' for name, size in sizes.items())}")
     numeric = [column.name for column in inputs if column.numeric and len(table) > FEW]
     rising = [name for name in numeric if (np.diff(table.numbers(name)) == 1).all()]  # consecutive integers
     if rising:
-        what = f"{shorten(map(repr, rising))} numbers the rows, which does not help to predict new records"
+        what = f"{shorten(map(repr, rising))} contains row numbers, which do not help to predict new records"
         notes.append(f"{what}; use {flag('ignore', rising[0])} if it is an identifier")
     many = [name for name, size in sizes.items() if size > max(FEW, MANY * len(table))]
     if many:
-        what = f"{shorten(map(repr, many))}: nearly one category per record, so a model would memorise the records"
+        what = f"{shorten(map(repr, many))}: too many categories, so a model would memorise the records"
         notes.append(f"{what}; use --ignore for dates and identifiers, and remove currency signs from numbers")

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import BadArgument
-from fedveil.records.inputs import Inputs, check_alike, describe_forms, map_tensors, name_tensors
+from fedveil.records.inputs import Inputs, check_same_form, describe_forms, map_tensors, tensors_by_path
 from fedveil.records.sources import Stream, UserRecords, as_source, check_finite, check_form, check_range
 
-FEW = 20  # targets with at most this number of distinct integers may be classes
+FEW = 20  # targets with at most this many distinct integers may be classes
 
 
 class DataPart(NamedTuple):
@@ -40,7 +40,7 @@ class DataPart(NamedTuple):
 
 
 def one_tensor(where: str, inputs: Inputs) -> Tensor:
-    """Return the inputs if they are a single tensor; refuse any others."""
+    """Return the inputs if they are a single tensor; refuse anything else."""
     if not isinstance(inputs, Tensor):
         what = f"each record is a {type(inputs).__name__} of tensors, but here a record must be a single tensor"
         raise BadArgument(where, what, "use data whose inputs are a single tensor")
@@ -54,13 +54,13 @@ class Data:
     Attributes:
         name: name under which it was loaded.
         train: the records that are divided among clients.
-        test: the records that nobody trains on.
+        test: the records that are never used for training.
         validation: records for choosing settings, if the data set has any.
         classes: class names by index; () for regression.
-        columns: values of each training record, by column, which `split(..., how="column")` can use to divide records.
-        scale: for images, the mean and deviation of each channel with which pixels in [0, 1] were standardised.
-        target_scale: for a standardised regression target, its mean and deviation in the training part.
-        notes: what the loader inferred, left out, filled in or divided, for the user to read.
+        columns: values of each training record, by column; `split(..., how="column")` can divide the records by them.
+        scale: for images, the mean and standard deviation of each channel, used to standardise pixels in [0, 1].
+        target_scale: for a standardised regression target, its mean and standard deviation in the training part.
+        notes: messages to the user about what the loader inferred, left out, filled in or divided.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Data:
         return targets * deviation + mean
 
     def _channel_scale(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean and deviation of the channels, in a shape that broadcasts over these images."""
+        """Return the mean and standard deviation of each channel, in a shape that broadcasts over these images."""
         if self.scale is None or images.dim() != 4:
             what = f"records of shape {tuple(images.shape[1:])} are not images"
             raise BadArgument(self.name, what, "use a data set of images, and a model that takes them as images")
@@ -117,16 +117,16 @@ class Data:
     def __repr__(self) -> str:
         parts = ", ".join(f"{purpose}={len(part.targets)}" for purpose, part in self._parts().items())
         task = f"{len(self.classes)} classes" if self.classes else f"{self.outputs} regression targets"
-        shapes = {path: tuple(tensor.shape[1:]) for path, tensor in name_tensors(self.train.inputs).items()}
+        shapes = {path: tuple(tensor.shape[1:]) for path, tensor in tensors_by_path(self.train.inputs).items()}
         inputs = ", ".join(f"{'input' if path == 'inputs' else path} {shape}" for path, shape in shapes.items())
         return f"Data({self.name!r}, {parts}, {inputs}, {task})"
 
 
 def _check_part(where: str, part: DataPart, classes: tuple[str, ...]) -> None:
-    """Refuse a part whose tensors do not match one another or the classes."""
+    """Refuse a part whose tensors do not match each other or the classes."""
     check_form(where, part)
     inputs, targets = part
-    for path, tensor in name_tensors(inputs).items():
+    for path, tensor in tensors_by_path(inputs).items():
         real = tensor.dtype == torch.float32 or not (tensor.is_floating_point() or tensor.is_complex())
         if not real or tensor.dim() < (2 if tensor is inputs else 1):
             what = f"the dtype of {path} is {tensor.dtype}, and the shape is {tuple(tensor.shape)}"
@@ -170,7 +170,7 @@ def from_records(name: str, train: UserRecords, test: UserRecords, *, classes: S
         Targets may have a class for each pixel or token.
 
     Raises:
-        BadArgument: a record does not have one of these forms, or differs from the others; the message names it.
+        BadArgument: a record does not have one of these forms, or differs from the others; the message identifies it.
 
     Example:
         >>> train = np.zeros((3, 2)), np.array([0, 1, 1])
@@ -179,7 +179,7 @@ def from_records(name: str, train: UserRecords, test: UserRecords, *, classes: S
         Data('mine', train=3, test=2, input (2,), 2 classes)
     """
     first, second = _read_part(f"{name}.train", train), _read_part(f"{name}.test", test)
-    check_alike(f"{name}.test", describe_forms(second), f"{name}.train", describe_forms(first))
+    check_same_form(f"{name}.test", describe_forms(second), f"{name}.train", describe_forms(first))
     if first.targets.is_floating_point():
         if classes:
             raise BadArgument(f"{name}.train", "classes are given, but targets are not integers", "leave out classes=")
@@ -189,7 +189,7 @@ def from_records(name: str, train: UserRecords, test: UserRecords, *, classes: S
 
 
 def _read_part(where: str, given: UserRecords) -> DataPart:
-    """Read records in any of the accepted forms as a part."""
+    """Read records in any of the accepted forms into a `DataPart`."""
     source = as_source(where, given)
     if not len(source):
         raise BadArgument(where, "there are no records", "pass at least one record")
@@ -208,7 +208,7 @@ def _read_part(where: str, given: UserRecords) -> DataPart:
 
 
 def _as_feature(inputs: Tensor) -> Tensor:
-    """Return bytes and floating-point numbers as float32, other integers as int64; leave bool unchanged."""
+    """Convert bytes and floating-point numbers to float32, other integers to int64; keep bool and complex unchanged."""
     if inputs.dtype == torch.bool or inputs.is_complex():
         return inputs
     features = inputs.is_floating_point() or inputs.dtype == torch.uint8
@@ -223,4 +223,4 @@ def _note_classes(targets: Tensor) -> tuple[str, ...]:
     if len(values) > FEW or (values != np.rint(values)).any():
         return ()
     found = f"targets are floating-point numbers with {len(values)} distinct integer values"
-    return (f"{found} and are treated as a regression target; pass them as int64 if they are classes",)
+    return (f"{found} and are treated as regression targets; pass them as int64 if they are classes",)

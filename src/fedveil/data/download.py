@@ -1,4 +1,4 @@
-"""Download data sets and verify their checksums, with only the standard library."""
+"""Download data sets and verify their checksums, using only the standard library."""
 
 import hashlib
 import http.client
@@ -25,7 +25,7 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
     Args:
         name: name of the data set.
         folder: folder that contains one folder per data set; $FEDVEIL_DATA by default.
-        progress: called with the fraction downloaded so far, and its size as text.
+        progress: called with the fraction downloaded so far, and the size so far as text.
 
     Raises:
         BadArgument: the data set needs no download, cannot be downloaded automatically, or the download failed; the
@@ -33,18 +33,18 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
     """
     entry = CATALOGUE[check_choice("get", "data set", name, CATALOGUE)]
     if not entry.files:
-        raise BadArgument("get", f"{name!r} needs no download", f"use fedveil.data.load({name!r})")
+        raise BadArgument("get", f"{name!r} does not need to be downloaded", f"use fedveil.data.load({name!r})")
     home = (data_folder() if folder is None else Path(os.path.expanduser(folder))) / name
     if entry.download is None:
-        fix = f"get it from {entry.source} (you must accept its terms there) and put {entry.expected_files} into {home}"
+        fix = f"download it from {entry.source} (you must accept the terms) and put {entry.expected_files} into {home}"
         raise BadArgument("get", f"{name!r} cannot be downloaded automatically", fix)
     source, target = entry.download, home / entry.download.file
-    fix = f"run again, or put {target.name} into {home} yourself"
+    fix = f"run the command again, or put {target.name} into {home} yourself"
     try:
         if target.exists():
             if not target.is_file() or compute_digest(target, source.digest) != source.digest:
                 what = f"a different file with this name exists (its checksum is not {source.digest})"
-                raise BadArgument(str(target), what, "move it away and run again")
+                raise BadArgument(str(target), what, "move it elsewhere, and run the command again")
             return target
         content = _unpack(_receive(source, progress), source)
     except (http.client.HTTPException, KeyError, *DAMAGE) as error:
@@ -56,14 +56,14 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
 
 
 def _receive(source: Download, progress: Progress | None) -> bytes:
-    """Return the bytes that the server sends; abort if there are more than expected."""
+    """Return the bytes that the server sends; raise OSError if there are too many."""
     content = bytearray()
     with urllib.request.urlopen(source.url, timeout=_TIMEOUT) as answer:
         total = answer.length or 0
         while block := answer.read(_BLOCK):
             content += block
             if max(total, len(content)) > source.max_bytes:
-                raise OSError(f"the server sends more than the maximum of {source.max_bytes} bytes")
+                raise OSError(f"the file is larger than the maximum of {source.max_bytes} bytes")
             if progress:
                 progress(len(content) / total if total else 0.0, f"{len(content) / 1e6:.1f} MB")
     if len(content) < total:
@@ -72,7 +72,7 @@ def _receive(source: Download, progress: Progress | None) -> bytes:
 
 
 def _unpack(content: bytes, source: Download) -> bytes:
-    """Return the file itself, which may be inside nested zip files."""
+    """Return the file, extracted from nested zip files if necessary."""
     for member in source.members:
         with zipfile.ZipFile(io.BytesIO(content)) as opened:
             content = read_member(opened, member, source.max_bytes)

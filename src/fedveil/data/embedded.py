@@ -8,11 +8,11 @@ from fedveil.data.splits import divide
 from fedveil.errors import BadArgument
 
 DIABETES = ((50, 1.5, 26, 95, 190, 115, 50, 4, 4.6, 90), (13, 0.5, 4, 14, 35, 30, 13, 1.3, 0.5, 11))
-"""Round means and deviations of the ten measurements in the published data set."""
+"""Rounded means and standard deviations of the ten measurements in the published data set."""
 
 
 def digits(*, flat: bool = True, train_size: Positive | None = None, test_size: Positive | None = None) -> Data:
-    """Load handwritten digits: 1,797 greyscale images of 8 x 8 pixels in [0, 1], ten classes, divided 80:20.
+    """Load handwritten digits: 1,797 greyscale images of 8 x 8 pixels in [0, 1], ten classes, split 80:20.
 
     Args:
         flat: whether inputs have shape (64,) instead of (1, 8, 8).
@@ -41,10 +41,10 @@ def _check_size(option: str, size: int, most: int) -> int:
 
 
 def diabetes(*, scaling: Scaling = "records") -> Data:
-    """Load diabetes progression: 442 patients, 10 measurements, standardised, divided 80:20.
+    """Load diabetes progression: 442 patients, 10 measurements, standardised, split 80:20.
 
     Args:
-        scaling: standardise by the training "records", or by "public" constants, as differential privacy needs.
+        scaling: standardise with the training "records", or with "public" constants, as differential privacy requires.
     """
     from sklearn.datasets import load_diabetes
 

@@ -63,7 +63,7 @@ def images(
 ) -> Data:
     """Load a folder or zip file of images, with one folder per class; channels are standardised on the training part.
 
-    If there are no folders train/ and test/, each class is divided at random, and `notes` reports this.
+    If there is no folder test/, each class is divided at random, and `notes` reports this.
 
     Args:
         path: path of the folder or zip file, which contains train/<class>/<image> and test/<class>/<image>, or only the
@@ -72,9 +72,9 @@ def images(
         train_size: number of training records, chosen in proportion to the class sizes; all by default.
         test_size: number of test records, chosen in the same way.
         test_share: fraction of the images to test on if there is no folder test/, between 0 and 1; 0.2 by default.
-        seed: seed for the division into training and test images.
-        scaling: "public" uses mean 0.5 and deviation 0.25 for every channel, as differential privacy requires,
-            instead of the statistics of the training "records".
+        seed: seed for the split into training and test images.
+        scaling: "public" uses mean 0.5 and standard deviation 0.25 for every channel, as differential privacy
+            requires, instead of the statistics of the training "records".
     """
     archive, notes = open_archive(path), []
     files = find_image_files(archive) or _find_class_folders(archive)
@@ -104,7 +104,7 @@ def assemble(
     Args:
         name: name of the data set.
         images: images for both training and testing.
-        scale: mean and deviation of each channel.
+        scale: mean and standard deviation of each channel.
         sizes: sizes of the subsets for training and testing; None for all records.
         columns: values of each image, by column.
     """
@@ -117,7 +117,7 @@ def assemble(
 
 
 def read_files(archive: Archive, files: Sequence[ImageFile], side: int, classes: Sequence[str] = ()) -> ImageSet:
-    """Decode images; if `classes` is given, the folders must have the names of exactly these classes."""
+    """Decode images; if `classes` is given, the names of the folders must be exactly these classes."""
     found = {purpose: {file.label for file in files if file.purpose == purpose} for purpose in PURPOSES}
     known = tuple(classes or sorted(found["train"]))
     _check_classes(archive, found, known, complete=bool(classes))
@@ -170,7 +170,7 @@ def _divide(archive: Archive, files: Sequence[ImageFile], share: float, seed: in
 
 
 def _note_left_out(archive: Archive, files: Sequence[ImageFile]) -> list[str]:
-    """Return a note about unused files: images outside train/ and test/, and files without the suffix of an image."""
+    """Return a note about unused files: images outside train/ and test/, and files without an image suffix."""
     names = {file.name for file in files}
     folders = {PurePosixPath(name).parent for name in names}
     left = [PurePosixPath(name) for name in archive.names if name not in names]
@@ -231,7 +231,7 @@ def _reserve(shape: Sequence[int], width: int) -> AbstractContextManager[None]:
 
 
 def _statistics(pixels: Bytes) -> tuple[Channels, Channels]:
-    """Return the mean and deviation of each channel, for pixels in [0, 1]; a deviation of 0 is replaced by 1."""
+    """Return the mean and standard deviation of each channel, for pixels in [0, 1]; replace a deviation of 0 with 1."""
     values = np.arange(256) / 255
     counts = np.stack([np.bincount(pixels[:, channel].reshape(-1), minlength=256) for channel in range(3)])
     shares = counts / counts.sum(1, keepdims=True)
@@ -241,7 +241,7 @@ def _statistics(pixels: Bytes) -> tuple[Channels, Channels]:
 
 
 def _standardise(pixels: Bytes, targets: Indices, scale: tuple[Channels, Channels]) -> DataPart:
-    """Convert bytes to float32, standardised with the mean and deviation of each channel, for pixels in [0, 1]."""
+    """Convert bytes to float32, standardised with the mean and standard deviation of each channel."""
     mean, deviation = (torch.tensor([255 * channel for channel in moments]).view(3, 1, 1) for moments in scale)
     with _reserve(pixels.shape, 4):
         inputs = torch.from_numpy(np.ascontiguousarray(pixels)).to(torch.float32)

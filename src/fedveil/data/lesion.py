@@ -25,7 +25,7 @@ COLUMNS = ("dx_type", "sex", "localization")
 def lesion(
     *, path: Path, train_size: Positive | None = None, test_size: Positive | None = None, size: Side = SIDE
 ) -> Data:
-    """Load HAM10000: up to 10,015 images of skin lesions, seven classes, divided 80:20; no lesion is in both parts.
+    """Load HAM10000: up to 10,015 images of skin lesions, seven classes, split 80:20; no lesion is in both parts.
 
     Images that are listed in the metadata but missing from the archive are left out.
 
@@ -74,7 +74,7 @@ def _match_images(archive: Archive, table: CsvTable) -> tuple[list[str], list[in
         row_of[image] = row
     names = [name for name in archive.names if PurePosixPath(name).suffix.lower() in SUFFIXES]
     if not names:
-        raise BadArgument(str(archive.path), "there are no images in it", "add the images of HAM10000, as .jpg")
+        raise BadArgument(str(archive.path), "there are no images in it", "add the HAM10000 images, as .jpg files")
     rows = []
     for name in names:
         image = PurePosixPath(name).stem

@@ -72,7 +72,7 @@ def split(
 def _split_classes(data: Data, clients: int, alpha: float, rng: Generator) -> list[Indices]:
     """Give clients different class frequencies; smaller values of alpha make them differ more."""
     if not data.classes or data.train.targets.dim() > 1:
-        has = "has one at each position" if data.classes else "is a regression"
+        has = "has one at each position" if data.classes else "is for regression"
         what = f"a Dirichlet split needs one class per record, but {data.name!r} {has}"
         raise BadArgument("split", what, 'use how="iid" or how="column"')
     check_positive("split", "alpha", alpha, "use 0.5, a common choice; 100 is nearly iid")
@@ -100,7 +100,7 @@ def _draw_dirichlet(groups: list[Indices], clients: int, alpha: float, rng: Gene
 
 
 def _split_values(data: Data, clients: int, column: str | None) -> list[Indices]:
-    """Assign all records with the same value to one client: the largest groups first, each to the smallest client."""
+    """Assign each group of records with the same value, largest first, to the client with the fewest records."""
     if column is None:
         named = ", ".join(repr(name) for name in sorted(data.columns))
         fix = f"set column= to one of {named}" if named else f"use 'iid' or 'dirichlet': {data.name!r} has no columns"
@@ -118,7 +118,7 @@ def _split_values(data: Data, clients: int, column: str | None) -> list[Indices]
 
 
 def divide(records: int, shares: tuple[float, ...], seed: int = SEED) -> list[Indices]:
-    """Return record indices in random order, divided into shares that add up to 1."""
+    """Return record indices in random order, divided according to `shares`, which must add up to 1."""
     order = np.random.default_rng(seed).permutation(records)
     cuts = np.rint(np.cumsum(shares)[:-1] * records).astype(np.int64)
     return list(np.split(order, cuts))
@@ -185,7 +185,7 @@ def parse_labels(text: str, classes: int) -> tuple[int, ...]:
             raise BadArgument("labels", f"{part.strip()!r} in {text!r} is not a class index or a range", LABELS)
         low, high = int(first), int(last or first)
         if not low <= high < classes:
-            what = f"{part.strip()!r} is not a class or a range of classes: there are {classes} classes, from 0"
+            what = f"{part.strip()!r} is not a class or a range of classes: classes range from 0 to {classes - 1}"
             raise BadArgument("labels", what, LABELS)
         found |= set(range(low, high + 1))
     return tuple(sorted(found))
@@ -206,7 +206,7 @@ def keep_labels(data: Data, labels: Sequence[int]) -> Data:
         BadArgument: the data set has no classes, or a part has no records of these classes.
     """
     if not data.classes:
-        raise BadArgument("labels", f"{data.name!r} is a regression and has no classes", "use a data set with classes")
+        raise BadArgument("labels", f"{data.name!r} is for regression, without classes", "use a data set with classes")
     if data.train.targets.dim() > 1:
         what = f"records of {data.name!r} have a class at each position"
         raise BadArgument("labels", what, "use data with one class per record")

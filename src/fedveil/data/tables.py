@@ -26,13 +26,13 @@ LARGEST = 1e150  # the largest number that can be standardised; the squares of l
 _AS_UTF8 = "save it as UTF-8, or convert it: iconv -f latin1 -t utf-8 old.csv > new.csv"
 
 Moments = Mapping[str, tuple[float, float]]
-"""Mean and deviation by column."""
+"""Mean and standard deviation by column."""
 Masks = dict[str, NDArray[np.bool_]]
 """For each column, whether each cell is missing."""
 
 
 class Column(NamedTuple):
-    """A numeric or categorical column; `gaps` are the values that count as missing, `words` all other words."""
+    """A numeric or categorical column; `gaps` are the values that count as missing, and `words` are all other words."""
 
     name: str
     numeric: bool
@@ -89,7 +89,7 @@ class CsvTable:
     def standardise(
         self, columns: Sequence[str], train: Indices, public: Moments | None = None
     ) -> tuple[Floats, Floats, Floats]:
-        """Standardise numeric columns with the function `standardise`, or with public means and deviations by column.
+        """Standardise numeric columns with the function `standardise`, or with public means and standard deviations.
 
         Refuse a cell that is too large for float32.
         """
@@ -164,7 +164,7 @@ class CsvTable:
         name = min(masks, key=lambda column: int(masks[column].argmax()))
         row, every = int(masks[name].argmax()), np.stack(list(masks.values()))
         cell = self.columns[name][row]
-        what = f"{cell!r} means missing" if cell.strip() else "the cell is empty"
+        what = f"{cell!r} counts as missing" if cell.strip() else "the cell is empty"
         what += f". {int(every.any(0).sum()):,} of {len(self):,} records have missing cells: {int(every.sum()):,} in "
         what += f"{len(masks)} column{'s' * (len(masks) > 1)} ({_counts(masks)})"
         fix = "use --missing drop to leave these records out, or --missing impute to fill in the cells"
@@ -174,7 +174,7 @@ class CsvTable:
         self.refuse(row, name, what, fix)
 
     def impute(self, inputs: Sequence[Column], train: Indices, notes: list[str]) -> "CsvTable":
-        """Replace missing numbers by the median of the training rows, and missing words by a category."""
+        """Replace missing numbers with the median of the training rows, and missing words with a category."""
         table, counts, changes = self, 0, []
         for column in inputs:
             cells, value, shown = self.columns[column.name], CATEGORY, f"the category {CATEGORY!r}"
@@ -285,7 +285,7 @@ def number(cell: str, decimal: str = ".") -> float | None:
 
 
 def standardise(values: Floats, train: Indices) -> tuple[Floats, Floats, Floats]:
-    """Scale columns to mean 0 and deviation 1 over the training rows; return also the original means and deviations.
+    """Scale columns to mean 0 and standard deviation 1 over the training rows; also return their means and deviations.
 
     A column that is constant in the training rows is only shifted, and its deviation is returned as 1.
     """

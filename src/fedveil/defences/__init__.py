@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from fedveil.lookup import lazy_getattr
 
-__all__ = ["DBCL", "PPDL", "SPN", "Plain", "Private", "Veil"]  # each is in a module with the same name in lower case
-_HOMES = {name: name.lower() for name in __all__}
+__all__ = ["DBCL", "PPDL", "SPN", "Plain", "Private", "Veil"]  # each is defined in the module of the same name
+_MODULES = {name: name.lower() for name in __all__}
 __all__ += ["Codec", "Defence", "DefenceClient", "DefenceRound", "DefenceServer", "Ranges", "Samples"]
 
 if TYPE_CHECKING:
@@ -17,4 +17,4 @@ if TYPE_CHECKING:
     from fedveil.defences.spn import SPN
     from fedveil.defences.veil import Veil
 else:
-    __getattr__ = lazy_getattr(__name__, {name: _HOMES.get(name, "interface") for name in __all__})
+    __getattr__ = lazy_getattr(__name__, {name: _MODULES.get(name, "interface") for name in __all__})

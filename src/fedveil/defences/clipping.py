@@ -10,7 +10,7 @@ from fedveil.errors import NonFiniteUpdate
 
 
 def clip_vector(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Tensor, float, bool]:
-    """Return a float64 vector with norm at most `clip`, that norm, and whether it was clipped.
+    """Clip a float64 vector to norm `clip`; return it, its norm, and whether it was clipped.
 
     The bound holds in exact arithmetic: `slack` is an upper bound on the relative rounding error of the norm and of the
     scaled vector. The vector is first divided by its largest magnitude, so that squares do not overflow.
@@ -21,11 +21,11 @@ def clip_vector(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Ten
     if not largest:
         return flat, 0.0, False
     unit = flat / largest
-    length = float(torch.linalg.vector_norm(unit))
+    norm = float(torch.linalg.vector_norm(unit))
     slack = (len(flat) + 8) * torch.finfo(torch.float64).eps
-    if largest * length * (1 + slack) <= clip:
-        return flat, largest * length, False
-    return unit * (clip / length * (1 - slack)), clip, True
+    if largest * norm * (1 + slack) <= clip:
+        return flat, largest * norm, False
+    return unit * (clip / norm * (1 - slack)), clip, True
 
 
 def split_vector(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

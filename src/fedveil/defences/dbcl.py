@@ -1,13 +1,13 @@
 """Double-blind collaborative learning (Zhang and Wang, ICML 2021): clients train on a CountSketch of the weights.
 
-The server sends W~ = W S in place of a weight W with m units and n inputs. The sketch S is the same for all clients
-and is drawn anew in every round. It adds q of the n inputs, with random signs, into each of s = floor(n / q) buckets. A
-client computes X~ = X S and Z = X~ W~^T + b, and sends Gamma = delta^T X~. The server uses the gradient
+The server sends W~ = W S in place of a weight W with m units and n inputs. The sketch S is the same for all clients and
+is redrawn in every round. It sums q of the n inputs, with random signs, in each of s = floor(n / q) buckets. A client
+computes X~ = X S and Z = X~ W~^T + b, and sends Gamma = delta^T X~. The server uses the gradient
 sum_k |D_k| / |D| Gamma_k S^T. This is the exact gradient of the loss with weights W S S^T, but not an unbiased estimate
 of the plain gradient (docs/defences/dbcl.md).
 
 Differences from the original: clients compute one gradient per round instead of training for local epochs, they receive
-W~ but never W, and all kinds of convolutions are supported.
+W~ but never W, and Conv2d layers may have any stride, padding, dilation and groups.
 """
 
 import copy
@@ -41,11 +41,11 @@ class Sketch:
     fan_in: int  # the number of inputs, n
 
     @classmethod
-    def draw(cls, fan_in: int, q: int, chance: np.random.Generator) -> "Sketch":
+    def draw(cls, fan_in: int, q: int, rng: np.random.Generator) -> "Sketch":
         """Draw random buckets and independent random signs; fan_in mod q inputs are dropped."""
         shape = q, fan_in // q
-        inputs = chance.permutation(fan_in)[: shape[0] * shape[1]].reshape(shape)
-        signs = 1.0 - 2.0 * chance.integers(0, 2, shape)
+        inputs = rng.permutation(fan_in)[: shape[0] * shape[1]].reshape(shape)
+        signs = 1.0 - 2.0 * rng.integers(0, 2, shape)
         return cls(torch.from_numpy(inputs), torch.from_numpy(signs), fan_in)
 
     def to(self, like: Tensor) -> "Sketch":
@@ -53,7 +53,7 @@ class Sketch:
         return self.map(lambda tensor: tensor.to(like) if tensor.is_floating_point() else tensor.to(like.device))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Sketch":
-        """Return a sketch with a function applied to both tensors."""
+        """Return the sketch with a function applied to both of its tensors."""
         return Sketch(change(self.inputs), change(self.signs), self.fan_in)
 
     def down(self, rows: Tensor) -> Tensor:
@@ -155,13 +155,13 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
 
     This hides the weights of all Linear and Conv2d layers except the first Conv2d and the last Linear that the model
     calls. The weights of these two layers, all biases, normalisation layers and buffers are sent unchanged. A model
-    with a weight that cannot be sketched is refused, unless `skip` names that weight.
+    with a weight that cannot be sketched is refused, unless that weight is in `skip`.
 
     Args:
         q: number of inputs that share a bucket.
-        skip_first_conv: send the first convolution unchanged.
-        skip_last: send the last Linear unchanged.
-        skip: paths of further modules or parameters that are sent unchanged.
+        skip_first_conv: whether to send the first Conv2d unchanged.
+        skip_last: whether to send the last Linear unchanged.
+        skip: paths of other modules or parameters to send unchanged.
         seed: makes sketches reproducible, for tests. By default, the operating system seeds every broadcast.
     """
 
@@ -196,7 +196,7 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
         convs = [paths[each.module] for each in calls if isinstance(each.module, nn.Conv2d)]
         linears = [paths[each.module] for each in calls if isinstance(each.module, nn.Linear)]
         kept = (convs[:1] if self.skip_first_conv else []) + (linears[-1:] if self.skip_last else [])
-        return DBCLServer(self.q, self.seed, _choose(model, self.q, kept, self.skip))
+        return DBCLServer(self.q, self.seed, _choose_weights(model, self.q, kept, self.skip))
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "DBCLClient":
         """Prepare clients for a run."""
@@ -217,9 +217,9 @@ class DBCLServer(DefenceServer[SketchedBroadcast, SketchedUpdate]):
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "DBCLRound":
         """Sketch the model."""
         self._number += 1
-        chance = np.random.default_rng(None if self._seed is None else (self._seed, self._number))
+        rng = np.random.default_rng(None if self._seed is None else (self._seed, self._number))
         weights = {name: model.get_parameter(name).detach() for name in self.sketched}
-        sketches = {name: Sketch.draw(w[0].numel(), self._q, chance).to(w) for name, w in weights.items()}
+        sketches = {name: Sketch.draw(w[0].numel(), self._q, rng).to(w) for name, w in weights.items()}
         broadcast = SketchedBroadcast(self._number, sketch_network(model, sketches))
         return DBCLRound(broadcast, model)
 
@@ -244,7 +244,7 @@ class DBCLRound(SketchedRound):
     def check_number(self, number: int, position: int = 0) -> None:
         """Refuse an update that was computed from another broadcast."""
         if number != self.broadcast.number:
-            what = f"it answers broadcast {number}, whose sketch is gone; the current one is {self.broadcast.number}"
+            what = f"its update is for broadcast {number}, but the current broadcast is {self.broadcast.number}"
             raise StaleUpdate(f"client {position}", what)
 
     def recover(self, updates: Sequence[SketchedUpdate], weights: Sequence[float]) -> Aggregate:
@@ -286,42 +286,42 @@ class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
         return dataclasses.replace(broadcast, network=network), update
 
 
-def _choose(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the weights to sketch; refuse weights that cannot be sketched and models without any."""
+def _choose_weights(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the weights to sketch; refuse a model if any of them cannot be sketched or there are none."""
     named = dict(model.named_parameters(remove_duplicate=False))
-    homes = Counter(id(parameter) for parameter in named.values())
+    uses = Counter(id(parameter) for parameter in named.values())
 
     def is_under(path: str, name: str) -> bool:
         return path in ("", name) or name.startswith(path + ".")
 
     for path in skip:
         if not any(is_under(path, name) for name in named):
-            raise BadArgument("dbcl", f"skip names {path!r}, but the model has no parameters there")
+            raise BadArgument("dbcl", f"skip contains {path!r}, but the model has no parameters there")
     chosen = []
     for name, parameter in named.items():
         if parameter.dim() < 2 or any(is_under(path, name) for path in (*kept, *skip)):
             continue
         path, _, last = name.rpartition(".")
         layer = model.get_submodule(path)
-        obstacle = _obstacle(layer, last, q, parameter[0].numel(), shared=homes[id(parameter)] > 1)
+        obstacle = _find_obstacle(layer, last, q, parameter[0].numel(), shared=uses[id(parameter)] > 1)
         if obstacle:
             raise BadArgument(f"dbcl, {name}", obstacle, f"use DBCL(skip=({path or last!r},)) to send it unchanged")
         chosen.append(name)
     if not chosen:
-        what = "nothing in this model would be sketched: clients would get all of it"
+        what = "none of the weights would be sketched, so clients would receive the whole model"
         raise BadArgument("dbcl", what, "use a deeper model, or DBCL(skip_first_conv=False, skip_last=False)")
     return tuple(chosen)
 
 
-def _obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, shared: bool) -> str | None:
+def _find_obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, shared: bool) -> str | None:
     """Return the reason why a parameter cannot be sketched, or None if it can."""
     if type(layer) not in KINDS or name != "weight":
         known = " and ".join(kind.__name__ for kind in KINDS)
-        return f"a {type(layer).__name__} has no sketch; only the weights of {known} have one"
+        return f"parameters of {type(layer).__name__} cannot be sketched, only the weights of {known}"
     if shared:
         return "several layers share this weight, and each would need its own sketch"
     if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
-        return f"a convolution with padding_mode {layer.padding_mode!r} has no sketch"
+        return f"a convolution with padding_mode {layer.padding_mode!r} cannot be sketched"
     return f"it has {fan_in} inputs per unit, fewer than q = {q}" if fan_in < q else None
 
 
@@ -349,7 +349,7 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
         layers, sketches = dict(model.named_modules()), dict[str, Sketch]()
         for name in found["sketched"]:
             path = name.rpartition(".")[0]
-            layer = layers.pop(path, None)  # so that no layer is sketched twice
+            layer = layers.pop(path, None)  # a layer cannot be sketched twice
             inputs, signs = (tensors.get(f"{kind}/{name}") for kind in ("inputs", "signs"))
             if type(layer) not in KINDS or name != f"{path}.weight".lstrip(".") or inputs is None or signs is None:
                 raise ModelMismatch(name[:80], "the broadcast has a sketch for it, but the model has no such layer")
@@ -367,14 +367,15 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
         return {"number": update.number}, encoding.pack_gradients(update.gradients, update.buffers)
 
     def decode_update(
-        self, own: SketchedRound, model: nn.Module, values: Values, tensors: Tensors, position: int
+        self, defence_round: SketchedRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> SketchedUpdate:
         """Decode an update; refuse one that was computed from another broadcast."""
-        assert isinstance(own, DBCLRound)
+        assert isinstance(defence_round, DBCLRound)
         number = check_fields("update", values, {"number": int})["number"]
-        own.check_number(number, position)
-        return SketchedUpdate(*encoding.unpack_gradients(self.template(own, model)[1], tensors, position), number)
+        defence_round.check_number(number, position)
+        expected = self.template(defence_round, model)[1]
+        return SketchedUpdate(*encoding.unpack_gradients(expected, tensors, position), number)
 
-    def template(self, own: SketchedRound, model: nn.Module) -> Packed:
+    def template(self, defence_round: SketchedRound, model: nn.Module) -> Packed:
         """Return an example of an encoded update; gradients have the shapes of the sketched weights."""
-        return {"number": own.broadcast.number}, encoding.template(own.broadcast.network)
+        return {"number": defence_round.broadcast.number}, encoding.template(defence_round.broadcast.network)

@@ -1,4 +1,4 @@
-"""Encode and decode models, gradients and buffers for sending."""
+"""Encode and decode models, gradients and buffers as messages."""
 
 import copy
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ def template(model: nn.Module) -> Tensors:
 
 
 def pack_gradients(gradients: Mapping[str, Tensor], buffers: Tensors) -> Tensors:
-    """Return gradients and buffers in one dictionary, with the names under which they are sent."""
+    """Return gradients and buffers in one dictionary, with the names used in messages."""
     return add_prefix("gradient", gradients) | add_prefix("buffer", buffers)
 
 
@@ -57,9 +57,9 @@ def unpack_model(model: nn.Module, values: Values, tensors: Tensors) -> nn.Modul
     inside = ModelState.read(model)
     match_model(inside, parameters, buffers, complete=True)
     check_trainable(found["trainable"], parameters)
-    strange = sorted(training - {path for path, _ in inside.modes})
-    if strange or len(training) < len(found["training"]):
-        what = f"there is no module {strange[0][:80]!a}" if strange else "training names a module twice"
+    unknown = sorted(training - {path for path, _ in inside.modes})
+    if unknown or len(training) < len(found["training"]):
+        what = f"there is no module {unknown[0][:80]!a}" if unknown else "training lists a module twice"
         raise ModelMismatch("broadcast", what, SAME_CODE)
     filled = copy.deepcopy(model)
     for name, parameter in filled.named_parameters():

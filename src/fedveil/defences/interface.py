@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # most runs do not need it
 
 B = TypeVar("B")  # a broadcast
 U = TypeVar("U")  # an update
-NO_RECORDS = "the gradients of single records are known only without a defence, or with a veil"
+NO_RECORDS = "per-record gradients are available only without a defence or with a veil"
 RECORDS_FIX = 'use defence="plain", or fedveil.Veil(multiplicative=1.0, decoys=2)'
 
 
@@ -65,18 +65,18 @@ class DefenceRound(ABC, Generic[B, U]):
         raise BadArgument("privacy", NO_RECORDS, RECORDS_FIX)
 
     def recover_total(self, total: Tensors, records: float, members: int | None, survivors: int = 0) -> Aggregate:
-        """Return the gradient from a sum of integers.
+        """Recover the gradient from a sum of integers.
 
         Args:
             total: the sum, with the names of `sum_template`.
             records: the number of records of all clients in the sum.
-            members: the number of clients that were asked, under secure aggregation.
-            survivors: the number of clients in the sum, under secure aggregation.
+            members: the number of clients selected for the round, with secure aggregation.
+            survivors: the number of clients in the sum, with secure aggregation.
         """
-        raise BadArgument("sum", "only sums of integers are recovered without a mean")
+        raise BadArgument("sum", "this defence cannot recover a gradient from a sum of integers")
 
     def count_lost(self) -> None:
-        """Account for a sum that clients have revealed, but that the server could not recover."""
+        """Account for a sum that clients have revealed but the server could not recover."""
 
     def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
         """Complete the result of secure aggregation, given as a mean over `clients` clients."""
@@ -100,7 +100,7 @@ class Ranges(ABC, Generic[U]):
 
     @abstractmethod
     def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """Return a bound for each row of this round's updates, by the name under which the tensor is sent."""
+        """Return a bound for each row of this round's updates, by the name of the tensor in the message."""
 
     @abstractmethod
     def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
@@ -112,7 +112,7 @@ class DefenceServer(ABC, Generic[B, U]):
 
     accountant: "Accountant | None" = None  # only for differentially private defences
     plan: Plan | None = None  # only for a veil: which parts of the model are perturbed
-    draws: int = 0  # only for a veil that keeps its noise: how often noise was drawn
+    draws: int = 0  # only for a veil that keeps its noise: how many times noise was drawn
     has_budget: bool = True  # whether one more round stays within the privacy budget, if there is one
 
     @abstractmethod
@@ -137,10 +137,10 @@ class DefenceClient(ABC, Generic[B, U]):
 
     @abstractmethod
     def accumulate(self, broadcast: B, total: U | None, update: U) -> tuple[B, U]:
-        """Add the update for a client's next batch; return the broadcast for the following batch, and the sum."""
+        """Add the update for one more batch to `total`; return the broadcast for the next batch, and the sum."""
 
     def sample(self, records: int) -> tuple[Tensor, Tensor] | None:
-        """Return indices of records for a round and a mask of those that count, or None to use the seeded order."""
+        """Return the indices of a round's records and a mask of those that count, or None to use the seeded order."""
         return None
 
     def record_gradients(self, broadcast: B) -> "RecordGradients":
@@ -181,20 +181,20 @@ class Codec(ABC, Generic[B, U]):
 
     @abstractmethod
     def decode_update(
-        self, own: DefenceRound[B, U], model: nn.Module, values: Values, tensors: Tensors, position: int
+        self, defence_round: DefenceRound[B, U], model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> U:
         """Server: decode a client's update; refuse one that cannot be aggregated."""
 
     @abstractmethod
-    def template(self, own: DefenceRound[B, U], model: nn.Module) -> Packed:
+    def template(self, defence_round: DefenceRound[B, U], model: nn.Module) -> Packed:
         """Server: return an example of an encoded update for this round, with arbitrary values."""
 
 
 class Defence(ABC, Generic[B, U]):
-    """The settings and traits of a defence. To write a defence, derive a class from this one or from `Plain`."""
+    """The settings and traits of a defence. To write a defence, subclass this class or `Plain`."""
 
-    name: str  # the name to print
-    fusable: bool = True  # one call of `step` may process the batches of several clients together
+    name: str  # the name shown to users
+    fusable: bool = True  # one call to `step` may process the batches of several clients together
     integer_sums: bool = False  # updates are integers, which are summed instead of averaged
     linear: bool = False  # updates may be replaced by their weighted mean; rounds implement `Ranges`
     durable: bool = False  # a round must be saved to disk before the next broadcast, for privacy accounting
@@ -204,7 +204,7 @@ class Defence(ABC, Generic[B, U]):
     sampling_rate: float | None = None  # the rate at which clients sample records, if they do so themselves
     planned_rounds: int | None = None  # the number of rounds for which the noise was chosen
     clippable: bool = False  # clients compute true gradients, which they can clip
-    largest_factor: float = 1.0  # largest factor by which the values of an update are multiplied
+    largest_factor: float = 1.0  # the largest factor by which values of an update are multiplied
     remote_settings: ClassVar[tuple[str, ...]] = ()  # names of arguments that a server may set
 
     @property
@@ -213,13 +213,13 @@ class Defence(ABC, Generic[B, U]):
         return self
 
     @property
-    def asked(self) -> "AnyDefence":
+    def requested(self) -> "AnyDefence":
         """The registered defence that a server asks its clients to use."""
         return self.base
 
     @property
     def record_terms(self) -> Values:
-        """The settings that clients need to protect records (`fedveil.Privacy.terms`); empty if they need not."""
+        """The settings with which clients protect records (`fedveil.Privacy.terms`); empty for other defences."""
         return {}
 
     @property
@@ -240,7 +240,7 @@ class Defence(ABC, Generic[B, U]):
         if not self.has_record_gradients:
             raise BadArgument("privacy", f"{self.name}: {NO_RECORDS}", RECORDS_FIX)
 
-    def least_members(self, members: int) -> int:
+    def min_members(self, members: int) -> int:
         """Return the minimum number of members that must contribute to a sum if clients add shares of the noise."""
         return 0
 

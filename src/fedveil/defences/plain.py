@@ -15,7 +15,7 @@ from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.losses import sample_weights
 from fedveil.scheme.outputs import compute_outputs, head_axis, output_gradient
-from fedveil.scheme.recover import are_moderate, bound_magnitudes, check_finite, smooth
+from fedveil.scheme.recover import are_overflow_safe, bound_magnitudes, check_finite, smooth
 from fedveil.wire import Packed, Tensors, Values, strip_prefix
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Plain(Defence[nn.Module, PlainUpdate]):
     """No defence: the server computes the weighted mean of plain gradients.
 
     Args:
-        rounding: a seed for a rounding baseline (docs/maths.md, 'What "equal" means'): noise of the size of a rounding
+        rounding: a seed for a rounding baseline (docs/maths.md, 'What "equal" means'): noise as large as a rounding
             error is added to every gradient, to show how much floating-point rounding alone affects a run.
     """
 
@@ -46,9 +46,9 @@ class Plain(Defence[nn.Module, PlainUpdate]):
     clippable = True
     has_record_gradients = True
 
-    def __init_subclass__(cls, **named: object) -> None:
-        """Reset these traits, which a subclass that changes gradients must not inherit."""
-        super().__init_subclass__(**named)
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Reset traits that a subclass must not inherit, because it may change gradients."""
+        super().__init_subclass__(**kwargs)
         for trait in ("clippable", "has_record_gradients"):
             setattr(cls, trait, cls.__dict__.get(trait, False))
 
@@ -97,7 +97,7 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
         return gradient + torch.finfo(gradient.dtype).eps * size * draw
 
     def sum_template(self) -> Tensors:
-        """Return tensors with one row for each trainable parameter."""
+        """Return one tensor per trainable parameter, with a single row."""
         own = encoding.trainable_tensors(self.broadcast)
         return {name: p.new_empty((1, *p.shape), device="meta", dtype=torch.float64) for name, p in own.items()}
 
@@ -107,7 +107,7 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
         return PlainUpdate({name: sums[name][0].to(p.dtype) for name, p in own.items()}, {})
 
     def expect(self, update: PlainUpdate, last: Mapping[str, Tensor] | None = None) -> Tensors:
-        """Predict the gradients; each is one row."""
+        """Predict the gradients; each has a single row."""
         rows = {name: gradient.unsqueeze(0) for name, gradient in update.gradients.items()}
         return {name: smooth(own, last[name] if last else None) for name, own in rows.items()}
 
@@ -142,7 +142,7 @@ def average(updates: Sequence[PlainUpdate], weights: Sequence[float], figures: M
     shares = [weight / sum(weights) for weight in weights]
     gradients = _average([update.gradients for update in updates], shares)
     buffers = _average([update.buffers for update in updates], shares)
-    if not are_moderate([*gradients.values(), *buffers.values()]):
+    if not are_overflow_safe([*gradients.values(), *buffers.values()]):
         for position, update in enumerate(updates):
             check_finite(f"client {position}", "gradient", update.gradients)
             check_finite(f"client {position}", "buffer", update.buffers)
@@ -168,15 +168,20 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.loss, self.axis = loss, head_axis(model)
+        self._model = model  # in one process, it is also the broadcast of every round, so its tensors are listed once
+        self._tensors = dict(model.named_parameters()), dict(model.named_buffers())
 
     def step(self, broadcast: nn.Module, samples: Samples, client: int = 0) -> PlainUpdate:
         """Compute gradients for one batch; the buffers of the broadcast are copied, not changed."""
-        buffers = encoding.copy_buffers(broadcast)
+        parameters, own = self._tensors
+        if broadcast is not self._model:
+            parameters, own = dict(broadcast.named_parameters()), dict(broadcast.named_buffers())
+        buffers = {name: buffer.clone() for name, buffer in own.items()}  # a forward pass may change them
         outputs = compute_outputs(broadcast, samples.inputs, buffers)
         with torch.no_grad():
             share = sample_weights(outputs, samples.weights, self.loss)
             delta = output_gradient(self.loss, outputs, samples.targets, self.axis) * share
-        return PlainUpdate(compute_gradients(broadcast, [outputs], [delta]), buffers)
+        return PlainUpdate(compute_gradients(parameters, [outputs], [delta]), buffers)
 
     def record_gradients(self, broadcast: nn.Module) -> "RecordGradients":
         """Return an object that computes the gradient of the loss for each record."""
@@ -185,7 +190,7 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
         return RecordGradients.from_model(broadcast, self.loss)
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
-        """Sum gradients, and copy the buffers after the last batch into a copy of the broadcast."""
+        """Sum the gradients, and load the buffers after the last batch into a copy of the broadcast."""
         if update.buffers:
             broadcast = copy.deepcopy(broadcast)
             broadcast.load_state_dict(update.buffers, strict=False)
@@ -195,9 +200,11 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
         return broadcast, update
 
 
-def compute_gradients(model: nn.Module, outputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Tensors:
+def compute_gradients(
+    parameters: Mapping[str, Tensor], outputs: Sequence[Tensor], cotangents: Sequence[Tensor]
+) -> Tensors:
     """Return the gradient of each trainable parameter; it is 0 if the outputs do not depend on the parameter."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     used = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
     found: Sequence[Tensor | None] = [None] * len(trainable)
     if used:
@@ -223,11 +230,11 @@ class PlainCodec(Codec[nn.Module, PlainUpdate]):
         return {}, encoding.pack_gradients(update.gradients, update.buffers)
 
     def decode_update(
-        self, own: AnyPlainRound, model: nn.Module, values: Values, tensors: Tensors, position: int
+        self, defence_round: AnyPlainRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> PlainUpdate:
         """Decode gradients and buffers; refuse names, shapes or dtypes that do not match the model."""
-        return PlainUpdate(*encoding.unpack_gradients(self.template(own, model)[1], tensors, position))
+        return PlainUpdate(*encoding.unpack_gradients(self.template(defence_round, model)[1], tensors, position))
 
-    def template(self, own: AnyPlainRound, model: nn.Module) -> Packed:
+    def template(self, defence_round: AnyPlainRound, model: nn.Module) -> Packed:
         """Return an example of an encoded update."""
         return {}, encoding.template(model)

@@ -26,7 +26,7 @@ from fedveil.scheme.broadcast import LARGEST
 from fedveil.wire import Packed, Tensors, Values, add_prefix
 
 MEDIAN_ROUNDS = 100
-KEY = 16  # bytes; torch.Generator uses only 32 bits of a seed, which can be searched exhaustively
+KEY = 16  # key size in bytes; torch.Generator uses only 32 bits of its seed, which are easy to guess
 SETTINGS = {"sel": {"fraction": 0.1}, "noise": {"sigma": 1e-2}, "both": {"fraction": 0.1, "sigma": 1e-2}}
 
 
@@ -54,7 +54,7 @@ class Measurement:
     noise: float  # standard deviation of the noise
     rms: float  # root mean square of the values to which the noise was added
     clipped: bool | None  # None if clipping is disabled
-    numbers: int | None  # bytes of the selected values and their indices or bitmap; None if all values are sent
+    sent_bytes: int | None  # size of the selected values and their indices or bitmap; None if all values are sent
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ class PPDL(Plain):
             what = f"clip must be a norm above 0, 'median' or None, got {clip!r}"
             raise BadArgument("PPDL", what, "use clip=None to leave gradients unclipped")
         if seed is not None and type(seed) is not int:
-            raise BadArgument("PPDL", f"seed must be an int or None, got {seed!r}", "leave it out except in tests")
+            raise BadArgument("PPDL", f"seed must be an int or None, got {seed!r}", "omit it except in tests")
         self.clip = clip if isinstance(clip, str | None) else float(clip)
         self.seed, self.repeatable = seed, seed is not None
 
@@ -160,17 +160,17 @@ class PPDLClient(PlainClient):
         size = _norm(true)
         bound = self._bound(client, size)
         clipped = bound < size < math.inf
-        short = true * (bound / size) if clipped else true
+        bounded = true * (bound / size) if clipped else true
         count = max(1, round(fraction * len(true)))
-        selected = _select_largest(short, count) if count < len(true) else None
-        values = short if selected is None else short[selected]
+        selected = _select_largest(bounded, count) if count < len(true) else None
+        values = bounded if selected is None else bounded[selected]
         rms = _norm(values) / math.sqrt(count)
         if sigma:
             values = values + sigma * self._find_state(client).normal(count).to(true)
         sent = values if selected is None else torch.zeros_like(true).masked_scatter_(selected, values)
-        numbers = count * true.element_size() + min(4 * count, math.ceil(len(true) / 8)) if fraction < 1 else None
+        sent_bytes = count * true.element_size() + min(4 * count, math.ceil(len(true) / 8)) if fraction < 1 else None
         has_bound = self._settings.clip is not None
-        measurement = Measurement(size, _norm(sent - true), sigma, rms, clipped if has_bound else None, numbers)
+        measurement = Measurement(size, _norm(sent - true), sigma, rms, clipped if has_bound else None, sent_bytes)
         return PPDLUpdate(split_vector(sent, update.gradients), update.buffers, measurement)
 
     def _find_state(self, client: int) -> _PPDLState:
@@ -215,8 +215,8 @@ class PPDLRound(PlainRound):
         if len(found) < len(updates):
             return result
         figures, first = dict(result.figures), found[0]
-        if first.numbers is not None:
-            figures["bytes_up"] = first.numbers + count_bytes(updates[0].buffers.values())
+        if first.sent_bytes is not None:
+            figures["bytes_up"] = first.sent_bytes + count_bytes(updates[0].buffers.values())
         size = sum(w * m.size for w, m in zip(weights, found, strict=True))
         change = sum(w * m.change for w, m in zip(weights, found, strict=True))
         rms = math.sqrt(statistics.fmean(m.rms**2 for m in found))
@@ -259,17 +259,17 @@ class PPDLCodec(PlainCodec):
         return {}, {"selected": flat[selected], "indices": indices} | add_prefix("buffer", update.buffers)
 
     def decode_update(
-        self, own: AnyPlainRound, model: nn.Module, values: Values, tensors: Tensors, position: int
+        self, defence_round: AnyPlainRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> PlainUpdate:
         """Decode an update; elements that were not selected are 0."""
         if self._fraction < 1:
-            gradients = _spread(tensors, trainable_tensors(model))
+            gradients = _scatter(tensors, trainable_tensors(model))
             others = {name: own for name, own in tensors.items() if name not in ("selected", "indices")}
             tensors = add_prefix("gradient", gradients) | others
-        return super().decode_update(own, model, values, tensors, position)
+        return super().decode_update(defence_round, model, values, tensors, position)
 
 
-def _spread(tensors: Tensors, like: Tensors) -> Tensors:
+def _scatter(tensors: Tensors, like: Tensors) -> Tensors:
     """Return tensors shaped like `like`, with the selected elements at their indices and 0 elsewhere."""
     count = sum(tensor.numel() for tensor in like.values())
     numbers, indices = tensors.get("selected"), tensors.get("indices")

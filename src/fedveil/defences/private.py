@@ -19,7 +19,7 @@ from fedveil.scheme import Aggregate, Entropy, Loss
 from fedveil.scheme.outputs import compute_outputs
 from fedveil.wire import Tensors
 
-LEAST, MOST = 1e-30, 1e30  # bounds on `clip`, so that squares and products do not overflow in float64
+SMALLEST, LARGEST = 1e-30, 1e30  # bounds on `clip` and `noise`, so that squares and products do not overflow in float64
 
 
 class PrivateDefence(Defence[B, U]):
@@ -71,7 +71,7 @@ class PrivateServer(DefenceServer[B, U]):
 
     @property
     def draws(self) -> int:  # type: ignore[override]
-        """How often the inner server has drawn the noise that it keeps."""
+        """How many times the inner server has drawn the noise that it keeps."""
         return self.inner.draws
 
     @property
@@ -92,8 +92,8 @@ class PrivateServer(DefenceServer[B, U]):
         for name, own in self.defence.settings().items():
             spent = read_state("privacy", state, name, type(own))
             if spent != own:
-                what = f"the rounds so far had {name} = {spent}, not {own}"
-                raise BadArgument("privacy", what, "continue with the settings of the first part of the run")
+                what = f"previous rounds used {name} = {spent}, not {own}"
+                raise BadArgument("privacy", what, "resume with the settings of the previous rounds")
         self.inner.restore(read_state("privacy", state, "inner", dict))
         self.accountant.restore(read_state("privacy", state, "rounds", int), read_state("privacy", state, "own", dict))
 
@@ -106,8 +106,8 @@ class PrivateRound(DefenceRound[B, U]):
         self._accountant, self._entropy = defence.accountant, defence.entropy
 
     def recover_each(self, updates: Sequence[U]) -> list[Aggregate | UpdateRefused]:
-        """Raise an error, because single updates contain too little noise or none."""
-        raise BadArgument("privacy", "it recovers noisy sums, not single updates", "leave limits= out")
+        """Raise an error, because individual updates contain too little noise or none."""
+        raise BadArgument("privacy", "only noisy sums are recovered, not individual updates", "omit limits=")
 
     def release(self, *, reuse: bool = False) -> None:
         """Discard the secret of the inner round."""
@@ -128,7 +128,7 @@ class Private(PrivateDefence[B, U]):
     Guarantees: |c_k| <= clip, even after rounding (test_no_contribution_is_longer_than_clip). The accountant's epsilon
       therefore bounds how much can be learned about a client's data from the models after all rounds, even if all
       other clients collude. docs/defences/privacy.md defines the terms.
-    Not guaranteed: protection from the server, which sees g_k, and the figures "dp_clipped" and "error" without noise.
+    Not covered: the server, which sees g_k, and the figures "dp_clipped" and "error", which contain no noise.
 
     A model whose buffers depend on the data (BatchNorm in training mode) is refused, because noise does not protect
     them. The server's buffers do not change.
@@ -159,9 +159,9 @@ class Private(PrivateDefence[B, U]):
         entropy: Entropy | None = None,
     ) -> None:
         if inner.dp_clip is not None:
-            raise BadArgument("Private", f"{inner.name} is already private", "wrap a defence once")
-        self.dp_clip = self.clip = check_range("Private", "clip", clip, LEAST, MOST, "use clip=1.0")
-        self.noise = check_range("Private", "noise", noise, 0, MOST, "use noise=1.0; 0 gives no guarantee")
+            raise BadArgument("Private", f"{inner.name} is already private", "wrap a defence only once")
+        self.dp_clip = self.clip = check_range("Private", "clip", clip, SMALLEST, LARGEST, "use clip=1.0")
+        self.noise = check_range("Private", "noise", noise, 0, LARGEST, "use noise=1.0; with 0, there is no guarantee")
         self.delta = check_delta("Private", delta)
         if noise:
             import_library()  # raises an error if dp-accounting is not installed
@@ -196,10 +196,10 @@ class ClientPrivateRound(PrivateRound[B, U]):
     def recover(self, updates: Sequence[U], weights: Sequence[float]) -> Aggregate:
         """Clip and sum the clients' gradients, add noise, and divide by the number of clients; ignore `weights`."""
         found = []
-        for one in self.inner.recover_each(updates):
-            if isinstance(one, UpdateRefused):
-                raise one
-            found.append(one)
+        for result in self.inner.recover_each(updates):
+            if isinstance(result, UpdateRefused):
+                raise result
+            found.append(result)
         return self.combine(found)
 
     @property
@@ -212,13 +212,14 @@ class ClientPrivateRound(PrivateRound[B, U]):
         if not results:
             raise BadArgument("Private", "a round needs at least one update")
         like = results[0].gradients
-        flat = [torch.cat([one.gradients[name].reshape(-1).double() for name in like]) for one in results]
-        shorts = [clip_vector(own, self._clip, f"client {position}") for position, own in enumerate(flat)]
-        gradients = self._add_noise(torch.stack([short for short, _, _ in shorts]).sum(0), len(results), like)
-        figures = {key: sum(one.figures.get(key, 0.0) for one in results) / len(results) for key in results[0].figures}
-        figures["dp_clipped"] = sum(cut for _, _, cut in shorts) / len(results)
-        size = sum(size for _, size, _ in shorts)
-        wrong = sum(one.error * size for one, (_, size, _) in zip(results, shorts, strict=True))
+        flat = [torch.cat([result.gradients[name].reshape(-1).double() for name in like]) for result in results]
+        clipped = [clip_vector(own, self._clip, f"client {position}") for position, own in enumerate(flat)]
+        gradients = self._add_noise(torch.stack([vector for vector, _, _ in clipped]).sum(0), len(results), like)
+        keys = results[0].figures
+        figures = {key: sum(result.figures.get(key, 0.0) for result in results) / len(results) for key in keys}
+        figures["dp_clipped"] = sum(was_clipped for _, _, was_clipped in clipped) / len(results)
+        size = sum(size for _, size, _ in clipped)
+        wrong = sum(result.error * size for result, (_, size, _) in zip(results, clipped, strict=True))
         return Aggregate(gradients, {}, wrong / size if size else 0.0, figures | self._spent())
 
     def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:

@@ -41,8 +41,8 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
     the same rate, these samples together are a Poisson sample of all records.
 
     Guarantees: epsilon and delta (`fedveil.privacy.accounting`) bound how much can be learned about a record from the
-      models after all rounds, even if all other clients collude. If clients add the noise under secure aggregation,
-      this also holds for a server that follows the protocol. If one record changes, only the sums in messages change.
+      models after all rounds, even if all other clients collude. If clients add the noise with secure aggregation,
+      this also holds for a server that follows the protocol. Changing one record changes only the sums in messages.
     Not covered: the numbers N_k, choices that depend on the data (settings, preprocessing, when to stop), and the
       time that a client needs for a sample larger than `Privacy.capacity`.
 
@@ -58,7 +58,7 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
     def __init__(self, inner: AnyDefence, privacy: Privacy, *, entropy: Entropy | None = None) -> None:
         inner.require_record_gradients()
         if inner.largest_factor != 1.0 and not privacy.allow_factors:
-            what = f"factors up to {inner.largest_factor:g} change the norms by which gradients are clipped"
+            what = f"factors up to {inner.largest_factor:g} change the norms of the gradients to clip"
             raise BadArgument("privacy", what, "use fedveil.Veil(multiplicative=1.0, decoys=2), or allow_factors=True")
         assert privacy.noise is not None
         assert privacy.rate is not None
@@ -66,7 +66,7 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
         self.privacy, self.sampling_rate, self.planned_rounds = privacy, privacy.rate, privacy.rounds
 
     @property
-    def asked(self) -> AnyDefence:
+    def requested(self) -> AnyDefence:
         """The inner defence; clients receive all other settings in `record_terms`."""
         return self.inner
 
@@ -81,16 +81,16 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
         inner = self.inner.codec
         return None if inner is None else SumCodec(inner)
 
-    def least_members(self, members: int) -> int:
+    def min_members(self, members: int) -> int:
         """Return the minimum number of members that must contribute to a sum for it to contain enough noise."""
-        return self.privacy.least_members(members)
+        return self.privacy.min_members(members)
 
     def check_records(self, model: nn.Module, loss: Loss) -> None:
         """Refuse a model or a loss in which records influence one another."""
         refuse_coupling(loss)
         refuse_batch_norm(model)
         if (dtype := next(model.parameters()).dtype) not in (torch.float32, torch.float64):
-            what = f"the model is in {dtype}, in which ordinary gradients overflow or vanish before they are clipped"
+            what = f"the model has dtype {dtype}, in which gradients overflow or underflow before they are clipped"
             raise BadArgument("privacy", what, "use model.float()")
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PrivateServer[object, SumUpdate]:
@@ -101,7 +101,7 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "RecordPrivateClient":
         """Prepare clients."""
         self.check_records(model, loss)
-        return RecordPrivateClient(self, self.inner.client(model, example, loss), count_numbers(model))
+        return RecordPrivateClient(self, self.inner.client(model, example, loss), count_values(model))
 
     def wrap(self, inner: AnyRound, model: nn.Module, members: Members) -> "RecordPrivateRound":
         """Return a round that sums the clients' sums and adds noise."""
@@ -113,7 +113,7 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
         return {name: float(getattr(self.privacy, name)) for name in numbers} | {"noise_by": self.privacy.noise_by}
 
 
-def count_numbers(model: nn.Module) -> int:
+def count_values(model: nn.Module) -> int:
     """Return the number of values in a gradient."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
@@ -133,7 +133,7 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
 
     def __init__(self, defence: RecordPrivate, inner: AnyRound, model: nn.Module, members: Members) -> None:
         super().__init__(defence, inner, members)
-        self._privacy, self._numbers, self.template = defence.privacy, count_numbers(model), inner.sum_template()
+        self._privacy, self._numbers, self.template = defence.privacy, count_values(model), inner.sum_template()
         self._device = next(model.parameters()).device
 
     def check(self, update: SumUpdate, position: int) -> None:
@@ -143,13 +143,13 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         check_tensors(client, "sum", update.sums, forms, self._device)
         for name, own in update.sums.items():
             if not bool((own.abs() < LARGEST).all()):  # also refuses NaN
-                raise NonFiniteUpdate(client, f"sum {name} is not finite, or too large")
+                raise NonFiniteUpdate(client, f"sum {name} is not finite or too large")
 
     def recover(self, updates: Sequence[SumUpdate], weights: Sequence[float]) -> Aggregate:
         """Return the noisy mean; `weights` are the declared numbers of records of the clients."""
         for position, update in enumerate(updates):
             self.check(update, position)
-        total = {name: torch.stack([one.sums[name] for one in updates]).sum(0) for name in self.template}
+        total = {name: torch.stack([update.sums[name] for update in updates]).sum(0) for name in self.template}
         return self.recover_total(total, sum(weights), None)
 
     def recover_total(self, total: Tensors, records: float, members: int | None, survivors: int = 0) -> Aggregate:
@@ -158,12 +158,12 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         Args:
             total: the sum over clients.
             records: the number of records that these clients declare.
-            members: the number of clients that were asked, under secure aggregation.
-            survivors: the number of clients in the sum, under secure aggregation.
+            members: the number of clients selected for the round, with secure aggregation.
+            survivors: the number of clients in the sum, with secure aggregation.
         """
         privacy, by_clients = self._privacy, self._privacy.noise_by == "clients"
-        if members is not None and survivors < privacy.least_members(members):
-            what = f"{survivors} of {members} clients are in it; its noise allows for {privacy.vanishing} missing"
+        if members is not None and survivors < privacy.min_members(members):
+            what = f"it includes {survivors} of {members} clients, but its noise allows for {privacy.vanishing} missing"
             raise Aborted("few", "the sum", what)
         grid = privacy.grid(self._numbers, len(next(iter(self.template.values()))), members)
         self._accountant.count(self._members)  # count the round first, in case drawing the noise is interrupted
@@ -245,16 +245,16 @@ class SumCodec(Codec[object, SumUpdate]):
         return {}, add_prefix(SUM, update.sums)
 
     def decode_update(
-        self, own: AnyRound, model: nn.Module, values: Values, tensors: Tensors, position: int
+        self, defence_round: AnyRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> SumUpdate:
         """Decode sums; refuse names and shapes that do not match the model."""
-        assert isinstance(own, RecordPrivateRound)
+        assert isinstance(defence_round, RecordPrivateRound)
         device = next(model.parameters()).device
         update = SumUpdate({name: tensor.to(device) for name, tensor in strip_prefix(SUM, tensors).items()})
-        own.check(update, position)
+        defence_round.check(update, position)
         return update
 
-    def template(self, own: AnyRound, model: nn.Module) -> Packed:
+    def template(self, defence_round: AnyRound, model: nn.Module) -> Packed:
         """Return sums on the meta device."""
-        assert isinstance(own, RecordPrivateRound)
-        return {}, add_prefix(SUM, own.template)
+        assert isinstance(defence_round, RecordPrivateRound)
+        return {}, add_prefix(SUM, defence_round.template)

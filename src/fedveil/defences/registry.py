@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GROUP = "fedveil.defences"
 EXAMPLE = "my_package.defences:Mine"
 ASK = "ask"
-LONGEST_SETTING = 2**12  # maximum number of characters in a setting sent by a server
+MAX_SETTING_LENGTH = 2**12  # maximum number of characters in a setting sent by a server
 NOTHING: Mapping[str, object] = {}
 
 
@@ -33,11 +33,11 @@ NOTHING: Mapping[str, object] = {}
 class Record:
     """The entry of a defence in the registry. Classes and functions are given as `package.module:name`."""
 
-    name: str  # the name by which it is found
+    name: str  # the name used to look it up
     summary: str  # one line of help
     target: str  # its class, or a function that returns an instance
     settings: Mapping[str, str] = field(default_factory=dict)  # maps configuration keys to arguments
-    attackers: str | None = None  # a `fedveil.attacks.registry.Attackers`, if another package defines it
+    attackers: str | None = None  # its `fedveil.attacks.registry.Attackers`, if another package defines them
 
 
 _VEIL = {n: n for n in ("groups", "additive", "multiplicative", "permute", "min_coverage", "decoys", "keep_noise")}
@@ -45,13 +45,13 @@ _PPDL = {"ppdl": "setting", "fraction": "fraction", "sigma": "sigma"}
 _SPN = {"spn_weight": "weight", "spn_bits": "bits", "lr": "lr"}
 _HERE = "fedveil.defences"
 BUILT_IN = (
-    Record("plain", "no defence: clients get the model and send gradients", f"{_HERE}.plain:Plain"),
-    Record("veil", "one-time noise on the model, removed from what clients send", f"{_HERE}.veil:Veil", _VEIL),
+    Record("plain", "no defence: clients receive the model and send gradients", f"{_HERE}.plain:Plain"),
+    Record("veil", "one-time noise on the model, removed from the clients' updates", f"{_HERE}.veil:Veil", _VEIL),
     Record("ppdl", "clients clip, select and add noise to their gradients", f"{_HERE}.ppdl:PPDL.from_setting", _PPDL),
     Record("dbcl", "clients train on a random sketch of the weights", f"{_HERE}.dbcl:DBCL", {"sketch": "q"}),
-    Record("spn", "a private head at every client (our re-implementation)", f"{_HERE}.spn:SPN", _SPN),
+    Record("spn", "a private head on every client (our re-implementation)", f"{_HERE}.spn:SPN", _SPN),
 )
-_KNOWN = {record.name: record for record in BUILT_IN}  # defences of other packages are added when they are first used
+_KNOWN = {record.name: record for record in BUILT_IN}  # defences from other packages are added on first use
 
 
 def names() -> list[str]:
@@ -72,7 +72,7 @@ def find(name: str) -> Record:
     elif callable(found):
         record = Record(name, (inspect.getdoc(found) or name).partition("\n")[0], spec)
     else:
-        raise BadArgument(spec, f"is {type(found).__name__}, not a record, a class or a function", EXAMPLE)
+        raise BadArgument(spec, f"it is {type(found).__name__}, not a record, class or function", f"use {EXAMPLE}")
     _KNOWN[name] = record
     return record
 
@@ -96,11 +96,11 @@ def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, 
         fix = f"use {record.target}({', '.join(inspect.signature(make).parameters)})"
         raise BadArgument(name, f"its settings do not match: {error}", fix) from error
     if missing := sorted(getattr(make, "__abstractmethods__", ())):
-        raise BadArgument(name, f"{record.target} lacks {', '.join(missing)}")
+        raise BadArgument(name, f"{record.target} does not implement {', '.join(missing)}")
     defence = make(**arguments)
     if not isinstance(defence, Defence):
         what = f"{record.target} returned {type(defence).__name__}, which is not a defence"
-        raise BadArgument(name, what, "derive it from fedveil.defences.Defence")
+        raise BadArgument(name, what, "make it a subclass of fedveil.defences.Defence")
     return defence
 
 
@@ -145,15 +145,15 @@ def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
     allowed = own.get("remote_settings", ())
     for key, value in settings.items():
         if key not in allowed:
-            known = ", ".join(allowed) or "nothing"
-            raise BadArgument(ASK, f"a server cannot set {key[:40]!a} of {name}", f"send no settings except: {known}")
+            fix = f"send only {', '.join(allowed)}" if allowed else "send no settings"
+            raise BadArgument(ASK, f"a server cannot set {key[:40]!a} of {name}", fix)
         if not _is_plain(value):
             raise BadArgument(ASK, f"{key} of {name} must be a number, a short string or a short list of these")
     try:
         defence = kind(**settings)
     except FedveilError:
         raise
-    except Exception as error:  # a class of another package may raise anything
+    except Exception as error:  # a class from another package may raise anything
         what = f"{name} cannot be built with the server's settings: {type(error).__name__}"
         raise BadArgument(ASK, what, "install the same packages on server and clients") from error
     refuse_repeatable(ASK, defence)
@@ -164,14 +164,14 @@ def _is_plain(value: object) -> bool:
     items = value if type(value) is list else [value]
     plain = all(item is None or type(item) in (bool, int, float, str) for item in items)
     finite = not any(type(item) is float and not math.isfinite(item) for item in items)
-    return plain and finite and len(repr(value)) <= LONGEST_SETTING
+    return plain and finite and len(repr(value)) <= MAX_SETTING_LENGTH
 
 
 def refuse_repeatable(where: str, defence: "AnyDefence") -> None:
     """Refuse a defence with secrets derived from a seed."""
     if defence.repeatable:
         what = f"{defence.name} with a seed is for tests: seeded noise is not secret"
-        raise BadArgument(where, what, "leave seed= and entropy= out of the defence")
+        raise BadArgument(where, what, "omit seed= and entropy=")
 
 
 def find_record(defence: object) -> Record | None:
@@ -197,7 +197,7 @@ def _find_class(name: str, target: str) -> "type[AnyDefence]":
 
     kind = _import_target(target)
     if not isinstance(kind, type) or not issubclass(kind, Defence):
-        what = f"{target} is neither a class that derives from Defence nor a class method of one"
+        what = f"{target} is neither a subclass of Defence nor a class method of one"
         raise BadArgument(name, what, "register the class, so that clients can build it")
     return kind
 
@@ -206,6 +206,6 @@ def find_codec(defence: "AnyDefence") -> "AnyCodec":
     """Return the codec of a defence; raise an error if it has none and its messages cannot be sent."""
     codec = defence.base.codec
     if codec is None:
-        fix = f"give it a codec (fedveil.defences.Codec); {', '.join(names())} have one"
+        fix = f"define its codec (fedveil.defences.Codec), or use one of {', '.join(names())}"
         raise BadArgument(defence.name, "its messages cannot be sent", fix)
     return codec

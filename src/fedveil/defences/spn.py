@@ -1,4 +1,4 @@
-"""Secret polarization networks (SPN; Fan et al. 2020, arXiv 2006.11601), re-implemented: no code is public."""
+"""Secret polarization networks (SPN; Fan et al. 2020, arXiv 2006.11601), re-implemented because no code is public."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from fedveil.scheme.broadcast import LARGEST
 from fedveil.scheme.losses import sample_weights
 from fedveil.scheme.outputs import compute_outputs
 
-MOST_BITS = 2**10  # maximum length of a code: a client draws and stores one number per bit and feature
+MAX_BITS = 2**10  # maximum length of a code: a client draws and stores one number per bit and feature
 SLACK = 1e-3  # tolerance on the sum of a row of probabilities
 
 
@@ -74,7 +74,7 @@ class SPN(Plain):
     A target is a class index, a row of probabilities (its largest entry is the class), or, for one output, 0 or 1.
 
     Args:
-        weight: weight of the private loss (alpha_2 in the paper; alpha_1 is 1). With 0, training is plain.
+        weight: weight of the private loss (alpha_2 in the paper; alpha_1 is 1). With 0, there is no defence.
         bits: number of outputs of the private head, at most 1024.
         margin: margin of the private loss (m in the paper).
         lr: learning rate of the private heads; pass the server's learning rate. The default is the learning rate of
@@ -90,9 +90,9 @@ class SPN(Plain):
     def __init__(
         self, weight: float = 0.1, bits: int = 32, margin: float = 1.0, lr: float = 1e-3, seed: int | None = None
     ) -> None:
-        fix = "leave it out for the default"
-        if check_count("SPN", "bits", bits, 1, fix) > MOST_BITS:
-            raise BadArgument("SPN", f"bits must be at most {MOST_BITS}, got {bits}", fix)
+        fix = "omit it to use the default"
+        if check_count("SPN", "bits", bits, 1, fix) > MAX_BITS:
+            raise BadArgument("SPN", f"bits must be at most {MAX_BITS}, got {bits}", fix)
         check_count("SPN", "seed", 0 if seed is None else seed, 0, fix)
         self.weight = check_range("SPN", "weight", weight, 0.0, LARGEST, fix)
         self.margin = check_range("SPN", "margin", margin, 0.0, LARGEST, fix)
@@ -132,7 +132,8 @@ class SPNClient(PlainClient):
             classes = find_classes(wanted, len(features), self.split.outputs, client)
             pull = private.pull(features, classes, self._settings.margin) * (self._settings.weight * shares[:, :1])
             cotangents = delta, (pull @ private.head).reshape(hidden.shape)
-        return SPNUpdate(compute_gradients(broadcast, (outputs, hidden), cotangents), buffers, pull.T @ features)
+        gradients = compute_gradients(dict(broadcast.named_parameters()), (outputs, hidden), cotangents)
+        return SPNUpdate(gradients, buffers, pull.T @ features)
 
     def _find_head(self, client: int, like: Tensor) -> PrivateHead:
         if client not in self._heads:
@@ -166,15 +167,15 @@ class SPNClient(PlainClient):
         bits = self._settings.bits
         wanted = (bits, self.split.features), (self.split.classes, bits)
         if (head.shape, codes.shape) != wanted:
-            what = f"client {client}'s head and codes are {tuple(head.shape)} and {tuple(codes.shape)}, not {wanted}"
-            raise BadArgument("SPN", what, "continue with the model and the bits of the first part of the run")
+            what = f"client {client}'s head and codes have shapes {(*head.shape,)} and {(*codes.shape,)}, not {wanted}"
+            raise BadArgument("SPN", what, "resume with the same model and bits as before")
         self._heads[client] = PrivateHead(head, codes)
 
 
 def find_split(model: nn.Module, example: Inputs) -> Split:
     """Find the last Linear, the layer to which a veil would add noise."""
-    what = "SPN reads the input of the model's last Linear, which must end the model and be used once"
-    fix = "end the model in nn.Linear, move later operations into the loss, and check that torch.export can trace it"
+    what = "SPN needs a model that ends with a Linear, which must be used only once"
+    fix = "end the model with nn.Linear, move later operations into the loss, and check that torch.export can trace it"
     try:
         head, _ = find_head(model, export(model, example), example)
     except AnalysisError as error:
@@ -185,7 +186,7 @@ def find_split(model: nn.Module, example: Inputs) -> Split:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained - {head.weight, head.bias}:
         what = "only the last Linear is trained, and SPN does not change its gradient"
-        fix = "give the model a hidden layer that is trained"
+        fix = "add a trainable hidden layer to the model"
         raise BadArgument(head.path or type(model).__name__, what, fix)
     return Split(head.path, model.get_parameter(head.weight).shape[1], head.outputs)
 
@@ -197,7 +198,7 @@ def find_classes(targets: Tensor, rows: int, outputs: int, client: int) -> Tenso
         return numbers[:, 0].long()
     if outputs == numbers.shape[1] > 1 and (numbers >= 0).all() and ((numbers.sum(1) - 1).abs() < SLACK).all():
         return numbers.argmax(1)
-    indices = numbers.shape[1] == 1 < outputs and not targets.is_floating_point()  # if the loss is a user's function
+    indices = numbers.shape[1] == 1 < outputs and not targets.is_floating_point()  # the loss may be a user's function
     if indices and ((numbers >= 0) & (numbers < outputs)).all():
         return numbers[:, 0].long()
     want = "0 or 1" if outputs == 1 else f"class indices from 0 to {outputs - 1}, or rows of probabilities"

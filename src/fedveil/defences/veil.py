@@ -39,17 +39,17 @@ class Veil(Defence[Broadcast, Update]):
         result = perturbation.recover([update])
 
     Args:
-        groups: the paper's m, at most 64: clients compute groups + 2 gradients, and refuse more.
+        groups: the paper's m, at most 64; clients compute groups + 2 gradients and refuse larger values.
         additive: size of the noise on the head.
         multiplicative: bound on the factors of hidden units.
-        permute: also apply a secret permutation to hidden units.
+        permute: whether to apply a secret permutation to hidden units.
         head: "exposed" for models without a layer to which noise can be added; clients then see true predictions.
         min_coverage: refuse a model if less than this fraction of its parameter values can be perturbed.
         public: names of parameters whose values clients know; see `analyse`.
         decoys: number of false head offsets sent with the true one, at most 64; by default `DEFAULT_DECOYS` (2), or
             none for squared error if nothing follows the head (`NoiseSettings.count_decoys`).
-        keep_noise: draw factors, permutation, direction and partition once, and keep them in memory for all rounds;
-            another model, a restored state or another process gets new ones (docs/defences/veil.md).
+        keep_noise: draw factors, permutation, direction and partition once, and keep them in memory for all rounds; new
+            ones are drawn for another model, a restored state or another process (docs/defences/veil.md).
         entropy: `Entropy.for_tests(seed)` for reproducible tests.
 
     >>> import torch, fedveil
@@ -123,7 +123,7 @@ class VeilServer(DefenceServer[Broadcast, Update]):
 
     @property
     def draws(self) -> int:  # type: ignore[override]
-        """How often the noise that is kept has been drawn."""
+        """How many times the kept noise has been drawn."""
         return self.session.draws
 
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "VeilRound":
@@ -131,7 +131,7 @@ class VeilServer(DefenceServer[Broadcast, Update]):
         return VeilRound(self.session.perturb(model))
 
     def state(self) -> State:
-        """Return how often the noise that is kept has been drawn, but never the noise itself."""
+        """Return how many times the kept noise has been drawn, but never the noise itself."""
         return {"draws": self.draws} if self.session.settings.keep_noise else {}
 
     def restore(self, state: Mapping[str, StateValue]) -> None:
@@ -227,16 +227,21 @@ class VeilCodec(Codec[Broadcast, Update]):
         return update.pack()
 
     def decode_update(
-        self, own: DefenceRound[Broadcast, Update], model: nn.Module, values: Values, tensors: Tensors, position: int
+        self,
+        defence_round: DefenceRound[Broadcast, Update],
+        model: nn.Module,
+        values: Values,
+        tensors: Tensors,
+        position: int,
     ) -> Update:
         """Decode an update; refuse one that `recover` would not accept."""
-        assert isinstance(own, VeilRound)
+        assert isinstance(defence_round, VeilRound)
         device = next(model.parameters()).device
         update = Update.unpack(values, {name: tensor.to(device) for name, tensor in tensors.items()})
-        own.perturbation.check(update, position)
+        defence_round.perturbation.check(update, position)
         return update
 
-    def template(self, own: DefenceRound[Broadcast, Update], model: nn.Module) -> Packed:
+    def template(self, defence_round: DefenceRound[Broadcast, Update], model: nn.Module) -> Packed:
         """Return an example of an encoded update for this round."""
-        assert isinstance(own, VeilRound)
-        return own.perturbation.template().pack()
+        assert isinstance(defence_round, VeilRound)
+        return defence_round.perturbation.template().pack()

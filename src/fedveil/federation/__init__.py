@@ -1,4 +1,4 @@
-"""Federated training: the server's loop, its clients, and the engines between them."""
+"""Federated training: the server, its clients, and the engines that connect them."""
 
 from fedveil.federation.history import History
 from fedveil.federation.limits import Limits

@@ -1,15 +1,15 @@
-"""Rules that combine clients' vectors when some clients may be hostile.
+"""Aggregation rules for federations in which some clients may be hostile.
 
-Each rule takes a matrix whose rows are the clients' vectors, and `hostile`, the number of rows that may be arbitrary.
-It returns one vector. All clients have the same weight: a hostile client could claim any weight.
+Each rule takes a matrix with one row per client and `hostile`, the number of rows that may be arbitrary, and returns a
+single vector. All clients have the same weight, because a hostile client could claim any weight.
 
-- Median and trimmed mean of each coordinate: Yin, Chen, Kannan, Bartlett, "Byzantine-Robust Distributed Learning:
+- Coordinate-wise median and trimmed mean: Yin, Chen, Kannan, Bartlett, "Byzantine-Robust Distributed Learning:
   Towards Optimal Statistical Rates", ICML 2018.
 - Geometric median: Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning", IEEE Transactions on
   Signal Processing 70, 2022 (the smoothed Weiszfeld algorithm).
 - Centred clipping: Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021.
 - Clipped mean: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?", 2019 (arXiv 1911.07963).
-  The bound here is the median norm.
+  Here, the clipping norm is the median norm.
 - Krum and multi-Krum: Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries: Byzantine Tolerant
   Gradient Descent", NeurIPS 2017.
 """
@@ -20,93 +20,93 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WEISZFELD, CLIPPINGS = 32, 5  # maximum number of steps
-SMOOTHING = 1e-6  # relative to the median distance; rows nearer than this get no additional weight
+WEISZFELD, CLIPPINGS = 32, 5  # maximum numbers of iterations
+SMOOTHING = 1e-6  # relative to the median distance; smaller distances are rounded up to this
 
 
 def distances(rows: Tensor, centre: Tensor) -> Tensor:
     """Return the distance of each row from the centre, in float64."""
-    away: Tensor = torch.linalg.vector_norm(rows - centre, dim=1, dtype=torch.float64)
-    return away
+    result: Tensor = torch.linalg.vector_norm(rows - centre, dim=1, dtype=torch.float64)
+    return result
 
 
 def median(rows: Tensor, hostile: int) -> Tensor:
-    """Return the median of each coordinate; for an even number of rows, the mean of the middle two."""
+    """Return the coordinate-wise median; for an even number of rows, the mean of the two middle values."""
     ordered, middle = rows.sort(0).values, len(rows) // 2
     return ordered[middle] if len(rows) % 2 else ordered[middle - 1 : middle + 1].mean(0)
 
 
 def trimmed_mean(rows: Tensor, hostile: int) -> Tensor:
-    """Return the mean of each coordinate without its `hostile` smallest and largest values."""
+    """Return the coordinate-wise mean without the `hostile` smallest and the `hostile` largest values."""
     return rows.sort(0).values[hostile : len(rows) - hostile].mean(0)
 
 
 def geometric_median(rows: Tensor, hostile: int) -> Tensor:
-    """Return the point with the smallest sum of distances from the rows."""
+    """Return the point that minimises the sum of its distances to the rows."""
     centre = median(rows, hostile)
     for _ in range(WEISZFELD):
-        away = distances(rows, centre)
-        pull = 1 / away.clamp_min(max(SMOOTHING * float(away.median()), torch.finfo(away.dtype).tiny))
-        moved = (pull / pull.sum()).to(rows) @ rows
+        distance = distances(rows, centre)
+        weights = 1 / distance.clamp_min(max(SMOOTHING * float(distance.median()), torch.finfo(distance.dtype).tiny))
+        moved = (weights / weights.sum()).to(rows) @ rows
         step, centre = float(torch.linalg.vector_norm(moved - centre, dtype=torch.float64)), moved
-        if step <= SMOOTHING * float(away.median()):
+        if step <= SMOOTHING * float(distance.median()):
             break
     return centre
 
 
 def centred_clipping(rows: Tensor, hostile: int) -> Tensor:
-    """Repeatedly move a centre by the mean of the rows' differences from it, each clipped to their median norm.
+    """Move a centre repeatedly by the mean of the rows' differences from it, each clipped to the median norm.
 
-    Unlike in the paper, the centre starts at the round's median, not at the last round's result, so that a resumed run
-    needs no further state, and the radius is the median distance, not a setting.
+    Unlike in the paper, the centre starts at the round's median rather than the last round's result, so that a resumed
+    run needs no additional state, and the radius is the median distance rather than a setting.
     """
     centre = median(rows, hostile)
     for _ in range(CLIPPINGS):
-        away = distances(rows, centre)
-        radius = away.median()
-        shorten = torch.where(away > radius, radius / away, torch.ones_like(away)).to(rows)
-        centre = centre + (shorten[:, None] * (rows - centre)).mean(0)
+        distance = distances(rows, centre)
+        radius = distance.median()
+        scale = torch.where(distance > radius, radius / distance, torch.ones_like(distance)).to(rows)
+        centre = centre + (scale[:, None] * (rows - centre)).mean(0)
     return centre
 
 
 def clipped_mean(rows: Tensor, hostile: int) -> Tensor:
-    """Return the mean of the rows, each clipped to their median norm."""
-    lengths = distances(rows, torch.zeros_like(rows[0]))
-    middle = lengths.sort().values[(len(rows) - 1) // 2]
-    return (torch.where(lengths > middle, middle / lengths, torch.ones_like(lengths)).to(rows)[:, None] * rows).mean(0)
+    """Return the mean of the rows after clipping each of them to the median norm."""
+    norms = distances(rows, torch.zeros_like(rows[0]))
+    bound = norms.sort().values[(len(rows) - 1) // 2]
+    return (torch.where(norms > bound, bound / norms, torch.ones_like(norms)).to(rows)[:, None] * rows).mean(0)
 
 
 def _scores(rows: Tensor, hostile: int) -> Tensor:
-    """Return for each row the sum of squared distances to its n - hostile - 2 nearest rows."""
+    """Return each row's sum of squared distances to its n - hostile - 2 nearest neighbours."""
     squares = torch.stack([distances(rows, row) for row in rows]).square()
     near = max(1, len(rows) - hostile - 2)
-    return squares.sort(1).values[:, 1 : 1 + near].sum(1)  # the first is the row itself
+    return squares.sort(1).values[:, 1 : 1 + near].sum(1)  # the first distance is from the row to itself
 
 
 def krum(rows: Tensor, hostile: int) -> Tensor:
-    """Return the row that is nearest to its neighbours."""
+    """Return the row that is closest to its neighbours."""
     return rows[int(_scores(rows, hostile).argmin())]
 
 
 def multi_krum(rows: Tensor, hostile: int) -> Tensor:
-    """Return the mean of the n - hostile rows that are nearest to their neighbours."""
+    """Return the mean of the n - hostile rows that are closest to their neighbours."""
     return rows[_scores(rows, hostile).argsort()[: len(rows) - hostile]].mean(0)
 
 
 @dataclass(frozen=True)
 class AggregationRule:
-    """A rule, and the number of rows that it needs."""
+    """An aggregation rule and the number of rows that it requires."""
 
     combine: Callable[[Tensor, int], Tensor]
-    beyond: int  # rows in addition to twice `hostile`
+    extra_rows: int  # required in addition to 2 * hostile
 
-    def needed(self, hostile: int) -> int:
-        """Return the minimum number of rows if `hostile` of them may be arbitrary."""
-        return 2 * hostile + self.beyond
+    def min_rows(self, hostile: int) -> int:
+        """Return the minimum number of rows if `hostile` of them may be hostile."""
+        return 2 * hostile + self.extra_rows
 
-    def most(self, rows: int) -> int:
-        """Return the maximum number of rows that may be hostile."""
-        return max(0, (rows - self.beyond) // 2)
+    def max_hostile(self, rows: int) -> int:
+        """Return how many of `rows` rows may be hostile."""
+        return max(0, (rows - self.extra_rows) // 2)
 
 
 RULES: Mapping[str, AggregationRule] = {

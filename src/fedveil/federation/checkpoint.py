@@ -1,7 +1,7 @@
-"""Checkpoint files: written atomically, with a checksum, and without secrets (a resumed round draws new noise).
+"""Checkpoint files, which are written atomically, have a checksum and contain no secrets.
 
-A file consists of a magic number, the SHA-256 of everything after it, the run and the round that it belongs to, and the
-output of torch.save. Nothing is parsed before the checksum has been compared.
+A file consists of a magic number, the SHA-256 digest of the rest of the file, the run and round that it belongs to, and
+the output of torch.save. The checksum is verified before anything is parsed. A resumed round draws new noise.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ MAGIC = b"FEDVEIL3"
 DIGEST = hashlib.sha256().digest_size
 TAG = struct.Struct("<16sQ")
 START = len(MAGIC) + DIGEST
-INTERVAL_SECONDS = 60.0  # maximum time between two checkpoints, not counting the round in progress
+INTERVAL_SECONDS = 60.0  # maximum time between checkpoints, not counting the round in progress
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
-MODEL, BEST = "model.safetensors", "best.safetensors"  # values of the last and of the best model
-ROUND = "round"  # key of the round in the metadata of these files
-RESTORE = "restore it from a copy, or start the run again"
-Content = dict[str, Any]  # type: ignore[explicit-any]  # what torch.load returns: plain values and tensors
+MODEL, BEST = "model.safetensors", "best.safetensors"  # values of the last and the best model
+ROUND = "round"  # metadata key of the round in these files
+RESTORE = "restore it from a backup, or start the run again"
+Content = dict[str, Any]  # type: ignore[explicit-any]  # the result of torch.load: plain values and tensors
 
 
 class StateTag(NamedTuple):
-    """The run that a state belongs to, as 16 random bytes, and its round."""
+    """The run (16 random bytes) and the round that a state belongs to."""
 
     run: bytes = bytes(16)
     round: int = 0
@@ -49,11 +49,11 @@ NO_RUN = StateTag()
 
 
 class Damaged(BadArgument):
-    """A checkpoint that cannot be read, or differs from the one that was written."""
+    """A checkpoint that cannot be read or used."""
 
 
 def save(path: Path, state: Mapping[str, object], tag: StateTag = NO_RUN) -> None:
-    """Write a state atomically, readable by its owner only."""
+    """Write a state atomically to a file that only its owner can read."""
     memory = io.BytesIO()
     memory.write(bytes(START) + TAG.pack(*tag))
     torch.save({"format": FORMAT, **state}, memory)
@@ -63,20 +63,20 @@ def save(path: Path, state: Mapping[str, object], tag: StateTag = NO_RUN) -> Non
 
 
 def save_values(path: Path, state: Mapping[str, Tensor], number: int) -> None:
-    """Write a model's values and the run's round as safetensors; a shared tensor is written once per name."""
+    """Write a model's values and the round to a safetensors file; a shared tensor is written once per name."""
     values = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
     write_atomically(path, save_tensors(values, {ROUND: str(number)}))
 
 
-def round_of_values(path: Path) -> int:
-    """Return the run's round when these values were written; -1 if the file does not contain it."""
+def read_round(path: Path) -> int:
+    """Return the round in which a model's values were written, or -1 if the file does not contain it."""
     with safe_open(path, "pt") as file:
         found = (file.metadata() or {}).get(ROUND, "")
     return int(found) if found.isdecimal() else -1
 
 
 def read(path: Path, device: torch.device = CPU) -> tuple[StateTag, Content]:
-    """Return a state and its tag; no code in the file is executed."""
+    """Return the tag and the state in a file, without executing any code in it."""
     content = _read_bytes(path)
     tag = _verify(path, content)
     try:
@@ -92,7 +92,7 @@ def read(path: Path, device: torch.device = CPU) -> tuple[StateTag, Content]:
 
 
 def load(path: Path, device: torch.device = CPU, tag: StateTag | None = None) -> Content:
-    """Return a state; if a tag is given, refuse a state of another run or round."""
+    """Return a state; if a tag is given, refuse a state from another run or round."""
     found, state = read(path, device)
     if tag is not None and found != tag:
         raise Damaged(str(path), "it belongs to another run or round", RESTORE)
@@ -110,24 +110,24 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _verify(path: Path, content: bytes) -> StateTag:
-    """Compare the checksum; return the tag."""
+    """Verify the checksum and return the tag."""
     body = memoryview(content)[START:]
     complete = content[: len(MAGIC)] == MAGIC and len(body) > TAG.size
     if not complete or hashlib.sha256(body).digest() != content[len(MAGIC) : START]:
-        raise Damaged(str(path), "the checkpoint cannot be read: it is damaged (its checksum differs)", RESTORE)
+        raise Damaged(str(path), "the checkpoint cannot be read: it is damaged (its checksum is wrong)", RESTORE)
     return StateTag(*TAG.unpack_from(body))
 
 
 def verified_tag(path: Path) -> StateTag | None:
-    """Return the tag of an intact checkpoint; None if there is none."""
+    """Return a checkpoint's tag, or None if the checkpoint is missing or damaged."""
     try:
         return _verify(path, _read_bytes(path))
     except BadArgument:
         return None
 
 
-def find_digest(path: Path) -> str:
-    """Return the SHA-256 in the header of a checkpoint."""
+def read_digest(path: Path) -> str:
+    """Return the SHA-256 digest in a checkpoint's header."""
     try:
         with path.open("rb") as file:
             return f"sha256:{file.read(START)[len(MAGIC) :].hex()}"
@@ -136,7 +136,7 @@ def find_digest(path: Path) -> str:
 
 
 def read_tag(path: Path) -> StateTag | None:
-    """Return the tag of a checkpoint without comparing its checksum; None if it cannot be read."""
+    """Return a checkpoint's tag without verifying the checksum, or None if it cannot be read."""
     try:
         with path.open("rb") as file:
             content = file.read(START + TAG.size)
@@ -149,16 +149,16 @@ def read_tag(path: Path) -> StateTag | None:
 def save_last(
     folder: Path, state: Mapping[str, object], tag: StateTag, *, bad: bool = False, durable: bool = False
 ) -> set[int]:
-    """Write a run's checkpoint, and keep the last good one beside it; return the rounds of both.
+    """Write a run's checkpoint and keep the previous good one; return the rounds of both.
 
-    A good checkpoint exists at every moment. The older one belongs to the same run and to an earlier round.
+    A good checkpoint exists at all times. The previous one belongs to the same run and to an earlier round.
 
     Args:
         folder: the run's folder.
         state: the state to write.
         tag: the state's tag.
-        bad: whether the last checkpoint on disk is bad, although its checksum may be correct.
-        durable: whether every state counts; the older checkpoint may then be from the same round.
+        bad: whether the last checkpoint on disk is bad even if its checksum is correct.
+        durable: whether to keep the previous checkpoint even if it is from the same round.
     """
     last, previous = folder / LAST, folder / PREVIOUS
     older = None if bad else verified_tag(last)
@@ -175,51 +175,51 @@ def save_last(
 
 
 def _keep_as(last: Path, previous: Path) -> None:
-    """Give the file a second name; `last` exists at all times."""
+    """Link `previous` to the file `last`, which exists at all times."""
     half = temporary_name(previous)
     try:
         os.link(last, half)
-    except OSError:  # a file system without links
+    except OSError:  # the file system does not support hard links
         write_atomically(previous, last.read_bytes(), OWNER)
         return
     os.replace(half, previous)
-    with contextlib.suppress(FileNotFoundError):  # if both names referred to one file, nothing was replaced
+    with contextlib.suppress(FileNotFoundError):  # os.replace does nothing if both are links to the same file
         half.unlink()
 
 
 def found_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, the last one first."""
+    """Return the checkpoints in a folder, latest first."""
     return [path for path in (folder / LAST, folder / PREVIOUS) if path.exists()]
 
 
 def save_for(path: Path, key: str, state: Mapping[str, object]) -> None:
-    """Write a state with the key of the work that produced it."""
+    """Write a state together with a key that identifies the computation."""
     save(path, {"key": key, **state})
 
 
 def load_for(path: Path, key: str, device: torch.device) -> Content | None:
-    """Return the state that `save_for` wrote with this key; None if there is none."""
+    """Return the state that `save_for` wrote with this key, or None if there is none."""
     if not path.exists():
         return None
     try:
         state = load(path, device)
     except Damaged as error:
-        LOG.warning("%s; it is computed again", error)
+        LOG.warning("%s; computing the state again", error)
         return None
     return state if state["key"] == key else None
 
 
 def load_private(file: Path | None) -> State:
-    """Load the defence's state from the client's file; empty if there is none yet."""
+    """Load a client's private state from its file; the state is empty if the file does not exist yet."""
     if file is None or not file.exists():
         return {}
     try:
         return load(file)
-    except Damaged as error:  # an older state would draw the same noise again
-        raise BadArgument(error.where, error.what, "delete it: this client then draws a new private state") from None
+    except Damaged as error:  # an older state would repeat its noise
+        raise BadArgument(error.where, error.what, "delete it; the client then creates a new private state") from None
 
 
 def save_private(file: Path, state: State) -> None:
-    """Save the defence's state to a file that only its owner can read."""
+    """Save a client's private state to a file that only its owner can read."""
     make_folder(file.parent, 0o700)
     save(file, state)

@@ -1,8 +1,8 @@
-"""The client: it checks a message, computes its update and answers, independently of the engine that carries messages.
+"""The client: check a message, compute an update and answer, independently of the engine that delivers messages.
 
-Under secure aggregation, an ask is admitted first; from then on, only the masked words depend on the client's records.
-A server may send any model, exponents and members. An error after records have been read must therefore not change the
-form of the reply: the update contributes nothing (`no_words`), and the reason is written to the client's stderr.
+With secure aggregation, an ask is admitted first; from then on, only the masked words depend on the client's records.
+Since a server may send any model, exponents and members, an error after records have been read must not change the form
+of the reply: the client contributes nothing to the sum (`no_words`) and prints the reason to its stderr.
 """
 
 import contextlib
@@ -30,19 +30,19 @@ from fedveil.federation.prepare import make_shards
 from fedveil.federation.protocol import Answer, Ask, LastAsk, MaskedAnswer, SecureTerms, Step, read, write
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Source, UserRecords, as_source, check_sources
-from fedveil.scheme.broadcast import MOST_PASSES, resolve_loss
+from fedveil.scheme.broadcast import MAX_PASSES, resolve_loss
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.wire import Packed, as_tensor, read_kind, read_layout
 
-if TYPE_CHECKING:  # a client without secure aggregation does not import it
+if TYPE_CHECKING:  # a client without secure aggregation does not import these modules
     from fedveil.federation.record_sums import RecordRound
     from fedveil.federation.sums import Words
     from fedveil.secagg import Party, Policy
     from fedveil.secagg.identity import Digest
     from fedveil.secagg.party import Ticket
 
-MAX_WORDS = MOST_PASSES + 2  # maximum words per value of the model: passes or candidates, buffers, check words
-UNUSABLE = "this client's records cannot be used, or are too few for its policy; its log has the reason"
+MAX_WORDS = MAX_PASSES + 2  # maximum number of words per value: passes or candidates, buffers, check words
+UNUSABLE = "this client's records cannot be used, or are too few for its policy; the reason is in its log"
 Data = UserRecords | Callable[[], UserRecords]
 
 
@@ -56,9 +56,9 @@ def compute_update(
     whole: bool,
     members: int | None = None,
 ) -> U:
-    """Compute a client's upload in round `number`, from a sample, from its next batch, or from all its records.
+    """Compute a client's upload in round `number` from a sample, its next batch or all its records.
 
-    `members` is the number of clients in the sum, under secure aggregation.
+    With secure aggregation, `members` is the number of clients in the sum.
     """
     sample = defence_client.sample(shards.sizes[client])
     if sample is not None:
@@ -75,7 +75,7 @@ def compute_update(
 def _accumulate_shard(
     defence_client: DefenceClient[B, U], broadcast: B, shards: Shards, dtype: torch.dtype, client: int
 ) -> U:
-    """Compute the update for all records of a client, batch by batch."""
+    """Compute a client's update from all its records, batch by batch."""
     total: U | None = None
     for rows in shards.shard(client):
         inputs, targets = shards.take(rows)
@@ -88,17 +88,17 @@ def _accumulate_shard(
 
 @dataclass(frozen=True, eq=False)
 class ClientState:
-    """The state that a client keeps from one ask to the next; nobody else sees it."""
+    """The state that a client keeps between asks and does not share."""
 
     last: LastAsk | None = None
-    private: State = field(default_factory=dict)  # the defence's state, such as SPN's head or PPDL's source of noise
+    private: State = field(default_factory=dict)  # the defence's state, such as SPN's head or PPDL's noise generator
 
 
 @contextlib.contextmanager
 def hide_failures() -> Iterator[None]:
-    """Replace an unexpected error in a model or a defence with a refusal that reveals nothing about the records.
+    """Replace an unexpected error in a model or defence with one that reveals nothing about the records.
 
-    The error itself, whose text may contain values of records, is printed to stderr and kept as the cause.
+    The original error, whose text may contain values from records, is printed to stderr and kept as the cause.
     """
     try:
         yield
@@ -112,7 +112,7 @@ def hide_failures() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class ClientTask:
-    """An ask, decoded for the client's own architecture."""
+    """An ask, decoded for the client's model."""
 
     ask: Ask
     codec: AnyCodec
@@ -123,21 +123,21 @@ class ClientTask:
 
 
 class ClientSession:
-    """A client of a server on another machine.
+    """A client whose server runs on another machine.
 
-    If the client's policy names a server, nothing is read, loaded or computed before the server's signature is checked.
-    Under secure aggregation, nothing is computed before the ask is admitted and the admission is stored.
+    If the client's policy specifies a server, nothing is read, loaded or computed until its signature is verified.
+    With secure aggregation, nothing is computed until the ask has been admitted and the admission has been stored.
 
     Args:
-        model: determines the architecture; its values are neither used nor changed.
-        data: the client's records in any form that `fedveil.Federation` accepts, or a function that loads them, called
-            once a message has been checked.
+        model: a model with the server's architecture; its values are neither used nor changed.
+        data: the client's records in any form that `fedveil.Federation` accepts, or a function that loads
+            them, which is called after a message has been checked.
         client: index of this client, which determines the order of its batches.
-        defence: a defence whose settings override those that the server asks for.
-        loss: the server's custom loss function, if its loss has no name.
-        party: the client's side of secure aggregation, the same object for a whole run. With a party, an ask without
-            secure aggregation is refused, so that a server cannot switch it off.
-        policy: determines which server a client without a `party` answers; a party has its own policy.
+        defence: a defence whose settings override the server's.
+        loss: the loss function, if the server uses a custom one.
+        party: the client's side of secure aggregation; use the same object for the whole run. With a party, an ask
+            without secure aggregation is refused, so that the server cannot switch it off.
+        policy: the policy of a client without a `party`; a party has its own policy.
         state: the client's state after its last answer.
     """
 
@@ -159,14 +159,14 @@ class ClientSession:
         self.party, self._policy = party, policy
         own = policy if party is None else party.policy
         self._limits = None if own is None else own.privacy
-        self._prepared: tuple[object, Shards] | None = None  # settings, and the records prepared for them
+        self._prepared: tuple[object, Shards] | None = None  # settings and the records prepared for them
 
     def reply(self, message: bytes, extra: bytes = b"") -> bytes:
         """Answer a message.
 
         Args:
-            message: the bytes that all clients get.
-            extra: the bytes for this client alone.
+            message: the bytes sent to all clients.
+            extra: the bytes sent only to this client.
         """
         if read_kind(message) == "step":
             return self._take_step(message, extra)
@@ -181,15 +181,15 @@ class ClientSession:
         else:
             task, began = self._decode(ask), time.perf_counter()
             (values, tensors), records, private = self._update(task, self._model, self.state.private)
-            seconds = 0.0 if ask.privacy else time.perf_counter() - began  # the time would depend on the sample
+            seconds = 0.0 if ask.privacy else time.perf_counter() - began  # it would reveal something about the sample
             answer = write(Answer(ask.round, ask.token, ask.defence, records, seconds, values, tensors))
         self.state = ClientState(last, private)
         return answer
 
     def _authenticate(self, message: bytes, extra: bytes) -> "tuple[Digest, bytes]":
-        """Check the server's signature or tag on a message; return its digest, and the bytes for this client alone.
+        """Verify the server's signature or tag on a message; return its digest and the bytes for this client.
 
-        A party requires a server that its policy names; the policy of a client without a party may name one.
+        A party accepts only the server in its policy. Without a party, the policy may specify a server.
         """
         from fedveil.secagg.identity import Digest, admit_message
 
@@ -208,11 +208,11 @@ class ClientSession:
         return write(Step.make(step.session, step.step, body))
 
     def _count_records(self) -> int:
-        """Return the declared number of records; if none is declared, count them."""
+        """Return the declared number of records, or count the records if no number is declared."""
         return len(_read_source(self._data)) if self._limits is None else self._limits.records
 
     def _answer_masked(self, ask: Ask, message: bytes, digest: "Digest | None") -> bytes:
-        """Answer an ask under secure aggregation. Only the masked words depend on the client's records."""
+        """Answer an ask with secure aggregation; only the masked words depend on the client's records."""
         from fedveil.federation.sums import encode_words, no_words
 
         party = self.party
@@ -226,7 +226,7 @@ class ClientSession:
         ticket, clip = admit(ask, message, digest, party, self._model, private)
         task, opening = self._decode(ask), ticket.opening
         if not task.defence.linear:
-            what = f"{task.defence.name} is not linear, so its updates cannot be summed under masks"
+            what = f"{task.defence.name} is not linear, so its masked updates cannot be summed"
             raise BadArgument("ask", what)
 
         if private is not None:
@@ -245,7 +245,7 @@ class ClientSession:
         return write(MaskedAnswer(ask.round, ask.token, ask.defence, {"upload": as_tensor(upload)}))
 
     def _protect_records(self, ask: Ask, party: "Party") -> "RecordRound | None":
-        """Return the client's part in a round that protects its records; None if neither side requires it."""
+        """Return the client's side of a round that protects records, or None if neither side requires protection."""
         if not ask.privacy and self._limits is None:
             return None
         from fedveil.federation.record_sums import RecordRound
@@ -265,7 +265,7 @@ class ClientSession:
         return ClientTask(ask, codec, defence, loss, broadcast, parameters[0].dtype)
 
     def _find_defence(self, ask: Ask) -> AnyDefence:
-        """Return the defence to use; refuse the client's defence if it is not the server's, or uses test entropy."""
+        """Return the defence to use; refuse the client's own if it differs from the server's or uses test entropy."""
         own = self._defence
         if own is None:
             return build_for_client(ask.defence, ask.settings)
@@ -276,7 +276,7 @@ class ClientSession:
         return own
 
     def _update(self, task: ClientTask, model: nn.Module, private: State, least: int = 2) -> tuple[Packed, int, State]:
-        """Compute an update; return it with its number of records and the client's new private state."""
+        """Compute an update; return it, its number of records and the client's new private state."""
         ask, shards = task.ask, self._prepare(task, model, max(2, least))
         client = task.defence.client(model, shards.example, task.loss)
         if private:
@@ -285,25 +285,25 @@ class ClientSession:
             update = compute_update(client, task.broadcast, shards, task.dtype, 0, ask.round, ask.whole_shard)
         return task.codec.encode_update(update), shards.sizes[0], client.state(0)
 
-    def _prepare(self, task: ClientTask, model: nn.Module, least: int) -> Shards:
-        """Return the records in the form that the ask requires; they are cached until another form is required."""
+    def _prepare(self, task: ClientTask, model: nn.Module, min_records: int) -> Shards:
+        """Return the records in the form that the ask requires, and cache them until an ask requires another form."""
         ask = task.ask
-        form = (ask.loss, repr(ask.loss_settings), ask.batch_size, ask.seed, task.dtype, least)
+        form = (ask.loss, repr(ask.loss_settings), ask.batch_size, ask.seed, task.dtype, min_records)
         if self._prepared is None or self._prepared[0] != form:
             source = _read_source(self._data)
             shards = make_shards(model, task.loss, [source], ask.batch_size, ask.seed, task.dtype)
-            self._prepared = form, dataclasses.replace(shards, names=(self._client,), min_records=least)
+            self._prepared = form, dataclasses.replace(shards, names=(self._client,), min_records=min_records)
         return self._prepared[1]
 
 
 def _read_source(data: Data) -> Source:
-    """Return the client's records; refuse unusable ones without revealing their values."""
+    """Return the client's records; refuse unusable records without revealing their values."""
     given = data if isinstance(data, Dataset) or not callable(data) else data()
     try:
         return check_sources([as_source("this client", given)])[0]
-    except FedveilError as error:  # its text may contain values of records, and refusals are sent to the server
+    except FedveilError as error:  # its text may contain values from records, and errors are sent to the server
         print(f"fedveil: {error}", file=sys.stderr)
-        raise BadArgument("this client", "its records cannot be used; its log has the reason") from None
+        raise BadArgument("this client", "its records cannot be used; the reason is in its log") from None
 
 
 def take_step(step: Step, extra: bytes, party: "Party | None", count_records: Callable[[], int]) -> bytes:
@@ -315,10 +315,10 @@ def take_step(step: Step, extra: bytes, party: "Party | None", count_records: Ca
         raise BadArgument("step", what, "read docs/secure-aggregation.md")
     body = step.body
     if step.step == "hello":
-        _check_records(count_records, party.policy)  # checked before any model arrives
+        _check_records(count_records, party.policy)  # before any model arrives
         challenge, server = body[: protocol.CHALLENGE], body[protocol.CHALLENGE :]
         if len(challenge) != protocol.CHALLENGE or len(server) != KEY:
-            raise BadArgument("step", "a greeting consists of a challenge and the server's key")
+            raise BadArgument("step", "a greeting must consist of a challenge and the server's key")
         hello = party.hello(step.session, server)
         return json.dumps(hello.values() | {"proof": party.prove(hello, challenge).hex()}).encode()
     if step.step == "settle":
@@ -334,14 +334,14 @@ def take_step(step: Step, extra: bytes, party: "Party | None", count_records: Ca
 def admit(
     ask: Ask, message: bytes, digest: "Digest", party: "Party", model: nn.Module, private: "RecordRound | None"
 ) -> "tuple[Ticket, float | None]":
-    """Check an ask under secure aggregation and store its admission; nothing may be computed for it before that.
+    """Check an ask with secure aggregation and store its admission; nothing may be computed before that.
 
     Returns the ticket and, with differential privacy for clients, the maximum norm of a client's gradient.
     """
     terms = SecureTerms.from_values(ask.secure)
     opening = terms.opening
     if (ask.session, ask.round) != (opening.run, opening.round):
-        raise BadArgument("ask", "its run and round differ from those of its opening")
+        raise BadArgument("ask", "its run and round differ from those in its opening")
     if private is not None:
         private.check_format(opening, terms.clip)
     elif opening.checks == (terms.clip is not None):
@@ -352,8 +352,8 @@ def admit(
     if private is None and not ask.whole_shard and ask.batch_size < party.policy.min_records:
         what = f"batches of {ask.batch_size} records are too small: the minimum in this client's policy is "
         raise Aborted("policy", "ask", what + str(party.policy.min_records))
-    least = 0 if private is None else private.privacy.least_members(len(opening.roster))
-    return party.admit(opening, digest.combine(), digest_subject(ask, message, digest.body), least), terms.clip
+    min_members = 0 if private is None else private.privacy.min_members(len(opening.roster))
+    return party.admit(opening, digest.combine(), digest_subject(ask, message, digest.body), min_members), terms.clip
 
 
 def contribute(work: "Callable[[], Words]", fallback: "Callable[[], Words]") -> "Words":
@@ -363,12 +363,12 @@ def contribute(work: "Callable[[], Words]", fallback: "Callable[[], Words]") -> 
     except KeyboardInterrupt:
         raise
     except BaseException:  # including SystemExit
-        _print_failure("this client contributes nothing to the sum, because of this error:")
+        _print_failure("this client contributes nothing to the sum because of the following error:")
         return fallback()
 
 
 def _check_records(count: Callable[[], int], policy: "Policy") -> None:
-    """Refuse to take part if the records are unusable or too few; the server gets the same text in both cases."""
+    """Refuse to take part if the records are unusable or too few; the server gets the same message in both cases."""
     try:
         records = count()
         if records < policy.min_records:
@@ -383,7 +383,7 @@ def _check_records(count: Callable[[], int], policy: "Policy") -> None:
 def _print_failure(what: str) -> None:
     """Print the current exception to stderr. Loggers are not used, because engines may send logs to the server.
 
-    Errors while writing to stderr are ignored: otherwise the server would learn that there was something to write.
+    Errors while printing are ignored; otherwise, the server would learn that something was printed.
     """
     with contextlib.suppress(Exception):
         print(f"fedveil: {what}", file=sys.stderr)
@@ -391,9 +391,9 @@ def _print_failure(what: str) -> None:
 
 
 def digest_subject(ask: Ask, message: bytes, body: bytes) -> bytes:
-    """Return the digest of the broadcast, the subject of a sum: sums on one subject could be subtracted.
+    """Return a digest of the broadcast and its settings, since two sums for the same broadcast could be subtracted.
 
-    The batch size is not included, since any batch may contain all of a client's records.
+    The batch size is not included, because any batch may contain all of a client's records.
     """
     about = [ask.defence, ask.settings, ask.loss, ask.loss_settings, ask.values, read_layout(message)]
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode() + body).digest()

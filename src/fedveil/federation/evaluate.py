@@ -1,4 +1,4 @@
-"""Metrics of a model on held-out data."""
+"""Evaluation metrics on held-out data."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, BinaryCrossEntr
 from fedveil.scheme.outputs import are_class_indices, class_axis, compute_outputs, values
 
 METRICS = ("accuracy", "auc", "mse", "loss")
-PRIMARY = ("accuracy", "loss", "mse")  # the first of these that was measured decides which model is best
+PRIMARY = ("accuracy", "loss", "mse")  # the first of these that is available determines the best model
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode, and restore the mode of every module afterwards."""
+    """Put the model in evaluation mode and restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -29,12 +29,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def slice_inputs(inputs: Inputs, start: int, stop: int | None) -> Inputs:
-    """Return the inputs of a range of records, in the same form."""
+    """Return the inputs of records `start` to `stop`, with the same structure."""
     return inputs[start:stop] if isinstance(inputs, Tensor) else each(lambda tensor: tensor[start:stop], inputs)
 
 
 def move_inputs(inputs: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
-    """Move inputs to a device, and cast floats to a dtype if one is given; integers keep their dtype."""
+    """Move inputs to a device and cast floating-point tensors to `dtype`, if given; other tensors keep their dtype."""
     return each(lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None), inputs)
 
 
@@ -46,7 +46,7 @@ def predict(model: nn.Module, inputs: Inputs, *, batch_size: int = 1000) -> Tens
 
 
 def predict_source(model: nn.Module, source: Source, *, batch_size: int = 256) -> tuple[Tensor, Tensor]:
-    """Return the model's outputs for records, and their targets; records that are not in memory are read in batches."""
+    """Return the model's outputs and the targets for all records of a source; streams are read in batches."""
     first = next(model.parameters())
     if isinstance(source, Rows):
         return predict(model, move_inputs(source.inputs, first.device, first.dtype)), source.targets.to(first.device)
@@ -66,54 +66,54 @@ def predict_classes(outputs: Tensor, targets: Tensor, axis: int | None = None) -
 
 
 def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis: int | None = None) -> dict[str, float]:
-    """Return accuracy for classes and binary targets, with AUC if there are two classes, and MSE for quantities.
+    """Return the accuracy for classes and binary targets, the AUC if there are two classes, and the MSE for quantities.
 
-    If the loss compares classes, rows of probabilities count as their most probable class. Targets are numbers in the
-    shape of the outputs, or class indices in that shape without its class axis; if shapes do not determine that axis,
-    as for outputs (n, c, c), it is `axis`, by default the last. With several positions per record, as in segmentation,
-    accuracy is the fraction of correct positions. The loss is included, unless it is squared error, which MSE already
-    shows; for other targets, which a custom loss may accept, it is the only metric. Built-in losses are computed in
-    float64, custom losses in the dtype of the outputs, as in training.
+    Targets are numbers in the shape of the outputs, or class indices in that shape without the class axis. If the
+    shapes do not determine the class axis, as for outputs (n, c, c), it is `axis`, by default the last. For losses that
+    compare classes, a row of probabilities counts as its most probable class. With several positions per record, as in
+    segmentation, the accuracy is the fraction of correct positions. The loss is included unless it is squared error,
+    for which there is the MSE; for other targets that a custom loss accepts, it is the only metric. Built-in losses are
+    computed in float64, custom losses in the dtype of the outputs, as in training.
     """
     if isinstance(loss, BinaryCrossEntropy):
-        asked = match_targets(outputs, targets)
-        found = {"accuracy": float(((outputs > 0) == (asked > 0.5)).double().mean())}
-        found |= area(outputs, asked > 0.5) if outputs[0].numel() == 1 else {}
+        expected = match_targets(outputs, targets)
+        found = {"accuracy": float(((outputs > 0) == (expected > 0.5)).double().mean())}
+        found |= roc_auc(outputs, expected > 0.5) if outputs[0].numel() == 1 else {}
     elif are_class_indices(outputs, targets):
         found = {"accuracy": float((predict_classes(outputs, targets, axis) == targets).double().mean())}
-        found |= area(outputs[:, 1] - outputs[:, 0], targets == 1) if outputs.shape[1:] == (2,) else {}
+        found |= roc_auc(outputs[:, 1] - outputs[:, 0], targets == 1) if outputs.shape[1:] == (2,) else {}
     elif isinstance(loss, CLASS_LOSSES) and targets.shape == outputs.shape:
-        place = class_axis(outputs, targets, axis)
-        found = {"accuracy": float((outputs.argmax(place) == targets.argmax(place)).double().mean())}
+        dim = class_axis(outputs, targets, axis)
+        found = {"accuracy": float((outputs.argmax(dim) == targets.argmax(dim)).double().mean())}
     elif targets.numel() == outputs.numel():
         found = {"mse": float((outputs.reshape(targets.shape) - targets).double().pow(2).mean())}
     elif isinstance(loss, AUTOGRAD_LOSSES):
         found = {}
     else:
-        what = f"shape is {tuple(targets.shape)}, the model's outputs have {tuple(outputs.shape)}"
+        what = f"shape is {tuple(targets.shape)}, but the model's outputs have shape {tuple(outputs.shape)}"
         raise BadArgument("targets", what, "use class indices without the class axis, or numbers in the outputs' shape")
     if loss is None or isinstance(loss, SquaredError):
         return found
-    if isinstance(loss, AUTOGRAD_LOSSES):  # its tensors, such as class weights, have the dtype of training
-        asked = targets.to(outputs.dtype) if targets.is_floating_point() else targets
-        return found | {"loss": float(values(loss, outputs, asked, axis).double().mean())}
+    if isinstance(loss, AUTOGRAD_LOSSES):  # tensors of the loss, such as class weights, have the training dtype
+        expected = targets.to(outputs.dtype) if targets.is_floating_point() else targets
+        return found | {"loss": float(values(loss, outputs, expected, axis).double().mean())}
     return found | {"loss": float(values(loss, outputs.double(), targets, axis).mean())}
 
 
-def area(scores: Tensor, positive: Tensor) -> dict[str, float]:
-    """Return the area under the ROC curve, P(positive's score > negative's); empty if either class is missing."""
-    yes, no = scores[positive].double(), scores[~positive].double().sort().values
-    if not (len(yes) and len(no)):
+def roc_auc(scores: Tensor, positive: Tensor) -> dict[str, float]:
+    """Return the area under the ROC curve as "auc", or an empty dict if either class is missing."""
+    positives, negatives = scores[positive].double(), scores[~positive].double().sort().values
+    if not (len(positives) and len(negatives)):
         return {}
-    below, upto = torch.searchsorted(no, yes), torch.searchsorted(no, yes, right=True)
-    return {"auc": float((below + upto).double().mean()) / (2 * len(no))}
+    lower, upper = torch.searchsorted(negatives, positives), torch.searchsorted(negatives, positives, right=True)
+    return {"auc": float((lower + upper).double().mean()) / (2 * len(negatives))}
 
 
 def deciding_metric(values: Mapping[str, float]) -> str:
-    """Return the name of the metric that decides which model is best."""
+    """Return the name of the metric that determines the best model."""
     return next(name for name in PRIMARY if name in values)
 
 
 def better(name: str, new: float, old: float | None) -> bool:
-    """Return whether a metric improved: errors should fall, all others rise."""
+    """Return whether a metric has improved: lower is better for errors, higher for all other metrics."""
     return old is None or (new < old if name in ("mse", "loss") else new > old)

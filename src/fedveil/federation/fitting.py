@@ -1,4 +1,4 @@
-"""The schedule of `Server.fit`: how long to train, and when to evaluate and to write a checkpoint."""
+"""The plan of `Server.fit`: how long to train, and when to evaluate and write checkpoints."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,11 +24,11 @@ class FitPlan:
     callbacks: Sequence[Callback]
     folder: Path | None
     checkpoint_every: int  # rounds; 0 for no additional checkpoints
-    durable: bool  # every round must be saved to disk
+    durable: bool  # whether every round must be saved to disk
     saved: float = field(default_factory=time.monotonic)  # time of the last checkpoint
 
     def ends_interval(self, number: int) -> bool:
-        """Return whether a round ends an interval, or the run."""
+        """Return whether a round is the last of an interval or of the run."""
         return number % self.every == 0 or number >= self.last
 
     def saves(self, number: int) -> bool:
@@ -39,10 +39,10 @@ class FitPlan:
 
 
 def list_callbacks(on_round: Callback | Sequence[Callback] | None) -> list[Callback]:
-    """Return the callbacks as a list; refuse objects that cannot be called."""
+    """Return the callbacks as a list; refuse objects that are not callable."""
     calls = list(on_round) if isinstance(on_round, Sequence) and not isinstance(on_round, str) else [on_round]
     for call in calls:
         if call is not None and not callable(call):
-            fix = "pass a function of a round's record, or a list of such functions"
+            fix = "pass a function that takes a round's record, or a list of functions"
             raise BadArgument("fit", f"on_round is {call!r}", fix)
     return [call for call in calls if callable(call)]

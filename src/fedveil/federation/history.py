@@ -1,4 +1,4 @@
-"""The records of a run's rounds."""
+"""The history of a training run."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from fedveil.scheme.result import Note
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-NO_EVALUATION = "no evaluation: pass test= to fit"
+NO_EVALUATION = "the model was not evaluated: pass test= to fit"
 Value = int | float | Note
 
 
@@ -20,14 +20,14 @@ class RoundRecord(Mapping[str, Value]):
 
     Attributes:
         round: the round number, starting at 1.
-        epoch: the number of passes of the largest client through its records.
+        epoch: the number of times that the largest client has gone through its records.
         error: estimated relative error of the recovered gradient.
         lr: learning rate of the step.
         seconds: seconds since the start of the run.
-        evaluated: whether the model could be evaluated; None if no evaluation was due.
+        evaluated: whether the evaluation is complete; None if no evaluation was due.
         metrics: metrics on the test data.
         figures: other numbers, such as the number of replies, bytes sent and epsilon.
-        notes: faults, clients whose weight was capped, or why no step was taken.
+        notes: faults, clients whose weight was capped, or the reason why no step was taken.
     """
 
     round: int
@@ -72,12 +72,13 @@ class History:
         return f"History({len(self.records)} rounds{metrics})"
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Return the pairs (round, value) of a metric or a figure, for the rounds that have it."""
+        """Return the (round, value) pairs of a metric or figure for the rounds that have it."""
         points = [(record.round, record[name]) for record in self.records if name in record]
         if self.records and not points:
             known = ", ".join(sorted(self.names - {"round", "evaluated"}))
             evaluated = any(record.evaluated for record in self.records)
-            raise KeyError(f"{name}: no record has it; known: {known}" + ("" if evaluated else f"; {NO_EVALUATION}"))
+            what = f"{name}: no round has it; known names: {known}"
+            raise KeyError(what if evaluated else f"{what}; {NO_EVALUATION}")
         return [(number, value) for number, value in points if isinstance(value, int | float)]
 
     @property
@@ -87,14 +88,14 @@ class History:
 
     @property
     def last(self) -> RoundRecord:
-        """The latest record with an evaluation; without any evaluation, the latest record."""
+        """The latest record with an evaluation or, if there is none, the latest record."""
         if not self.records:
             raise IndexError("there are no rounds yet")
         return next((record for record in reversed(self.records) if record.evaluated), self.records[-1])
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The latest metrics; empty without an evaluation."""
+        """The latest metrics; empty if the model has not been evaluated."""
         return self.last.metrics if self.records else {}
 
     def to_frame(self) -> "DataFrame":

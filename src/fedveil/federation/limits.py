@@ -20,11 +20,11 @@ from fedveil.scheme.result import Aggregate
 
 MEAN = "mean"
 AGGREGATORS = (MEAN, *RULES)
-FEWEST = 3  # updates; with fewer, a single update could determine the median
-REMEMBERED = 50  # number of past rounds whose norms bound the updates of a round
+MIN_UPDATES = 3  # with fewer, a single update could determine the median
+PAST_ROUNDS = 50  # number of past rounds whose norms bound the updates of a round
 NORMS = {"update_norm": "gradient", "buffer_norm": "buffers", "counter_norm": "counters"}
-"""The norms in a round's record: of the gradient, and of the changes to floating-point buffers and to counters."""
-STATISTICS = 10.0  # how much further many batches move running statistics than one batch does, with momentum 0.1
+"""The norms in a round's record: of the gradient, and of the changes to floating-point buffers and counters."""
+BUFFER_FACTOR = 10.0  # how much further running statistics move over many batches than over one, at momentum 0.1
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,24 @@ class Limits:
     The noise is removed from each update separately, not once from their sum. An update that exceeds a bound is
     refused, and the round continues without it.
 
-    Guarantees: with the mean and at least three updates, the norm of every gradient that counts is at most
+    Guarantees: with the mean and at least three updates, the norm of every accepted gradient is at most
       `norm_factor` times the largest median norm of this round and the last 50, no client's weight exceeds `max_share`,
-      and changes to buffers are bounded in the same way, at ten times the factor. With another rule, up to `hostile`
+      and changes to buffers are bounded in the same way, with ten times the factor. With another rule, up to `hostile`
       clients may send anything. Counters never grow faster than `norm_factor` times their median.
-    Not guaranteed: anything, if at least half of the clients are hostile. Updates within the bounds may still be wrong;
-      use a rule other than the mean against them (docs/hostile.md).
+    Nothing is guaranteed if at least half of the clients are hostile. Updates within the bounds may still be wrong; to
+    protect against them, use a rule other than the mean (docs/hostile.md).
 
     Args:
         aggregator: "mean", weighted by records, or a rule that weights all clients equally: "median",
             "trimmed-mean", "geometric-median", "centred-clipping", "clipped-mean", "krum", "multi-krum".
         hostile: number of hostile clients in a round that the rule must withstand.
         max_records: maximum number of records counted for a client, whatever it claims: one number for all clients, or
-            one for each (by index in one process, by node id over Flower, by site over FLARE). Clients that are not
-            listed are not limited.
+            a mapping from clients (indices in one process, node ids with Flower, site names with FLARE) to numbers.
+            Unlisted clients are not limited.
         max_share: maximum weight of a client in a mean over at least three clients.
         max_norm: maximum norm of an update.
-        norm_factor: maximum norm of an update relative to the median norm, or None for no bound. It applies to the mean
-            only; the other rules need no such bound.
+        norm_factor: maximum norm of an update relative to the median norm, or None for no bound. It applies only to
+            the mean; the other rules do not need it.
     """
 
     aggregator: str = MEAN
@@ -76,11 +76,11 @@ class Limits:
             raise BadArgument(where, f"norm_factor must be at least 1, got {self.norm_factor!r}", "set norm_factor=10")
 
     def needed(self, refused: int = 0) -> int:
-        """Return the minimum number of updates in a round, in addition to those that were refused."""
-        return 1 if self.aggregator == MEAN else RULES[self.aggregator].needed(max(0, self.hostile - refused))
+        """Return the minimum number of updates in a round, not counting the `refused` updates."""
+        return 1 if self.aggregator == MEAN else RULES[self.aggregator].min_rows(max(0, self.hostile - refused))
 
     def records(self, client: Member, claimed: int) -> int:
-        """Return the number of records counted for a client that claims `claimed`."""
+        """Return the number of records counted for a client that claims to have `claimed` records."""
         known = self.max_records
         most = known.get(client) if isinstance(known, Mapping) else known
         return claimed if most is None else min(claimed, most)
@@ -92,20 +92,20 @@ def limits_for(defence: AnyDefence, limits: Limits | None) -> Limits | None:
         fix = "pass an instance, such as limits=fedveil.Limits(aggregator='median', hostile=1)"
         raise BadArgument("Limits", f"limits is a {type(limits).__name__}", fix)
     if limits is not None and defence.integer_sums:
-        what = "limits and aggregation rules need individual updates, which do not have enough noise"
+        what = "limits and aggregation rules need individual updates, but the noise in a single update is too small"
         raise BadArgument("Limits", what, "set limits=None: the clipping norm bounds every record")
     if limits is None or defence.dp_clip is None:
         return limits
     neutral = Limits(max_records=limits.max_records, max_share=limits.max_share, norm_factor=limits.norm_factor)
     if limits != neutral:
         what = "differential privacy clips each update and returns only the noisy sum"
-        fix = "leave out aggregator, hostile and max_norm; the clipping norm bounds every client"
+        fix = "omit aggregator, hostile and max_norm; the clipping norm bounds every client"
         raise BadArgument("Limits", what, fix)
     return dataclasses.replace(limits, norm_factor=None)
 
 
 def bounded_shares(records: Sequence[float], max_share: float) -> list[float]:
-    """Return each client's weight; cap the numbers of records if a weight would otherwise exceed `max_share`.
+    """Return each client's weight; numbers of records are capped if a weight would otherwise exceed `max_share`.
 
     >>> bounded_shares([10, 10, 80], 0.5)
     [0.25, 0.25, 0.5]
@@ -123,40 +123,40 @@ def bounded_shares(records: Sequence[float], max_share: float) -> list[float]:
 
 
 def aggregate(
-    own_round: AnyRound,
+    defence_round: AnyRound,
     replies: Sequence[AnyReply],
     model: nn.Module,
     limits: Limits,
     past: Sequence[RoundRecord] = (),
     left_out: int = 0,
-    least: int = 1,
+    min_updates: int = 1,
 ) -> tuple[Aggregate | None, dict[Member, UpdateRefused]]:
-    """Check each client's update, and combine those that are not refused.
+    """Check each client's update, and combine the accepted updates.
 
-    Returns the result and the refusals, by client. The result is None if too few updates are left; its notes name
-    clients that count for less than they claimed.
+    Returns the result and a dict of refusals by client. The result is None if too few updates are left. Its notes list
+    the clients whose weight was capped.
 
     Args:
-        own_round: the round whose broadcast the updates answer.
+        defence_round: the round that the updates belong to.
         replies: the clients' replies, each with an update and the number of records that the client claims.
         model: the server's model, as it was broadcast.
         limits: bounds on each client.
-        past: records of the rounds so far.
+        past: records of the previous rounds.
         left_out: number of clients that were refused earlier in this round.
-        least: minimum number of updates.
+        min_updates: minimum number of updates.
     """
     clients, claims = [reply.members[0] for reply in replies], {reply.members[0]: reply.records for reply in replies}
-    found = judge(own_round, [reply.update for reply in replies], model, limits, past)
+    found = judge(defence_round, [reply.update for reply in replies], model, limits, past)
     judged = dict(zip(clients, found, strict=True))
     refused = {client: one for client, one in judged.items() if isinstance(one, UpdateRefused)}
     kept = {client: one for client, one in judged.items() if isinstance(one, Aggregate)}
     out = left_out + len(refused)
-    if len(kept) < max(least, limits.needed(out)):
+    if len(kept) < max(min_updates, limits.needed(out)):
         return None, refused
     records = {client: limits.records(client, claims[client]) for client in kept}
-    shares = bounded_shares(list(records.values()), limits.max_share if len(kept) >= FEWEST else 1.0)
+    shares = bounded_shares(list(records.values()), limits.max_share if len(kept) >= MIN_UPDATES else 1.0)
     due = {client: own / sum(records.values()) - 1e-12 for client, own in records.items()}
-    private = own_round.combine(list(kept.values()))
+    private = defence_round.combine(list(kept.values()))
     result = private or combine(list(kept.values()), shares, limits, model)
     capped = [c for c, own in zip(kept, shares, strict=True) if own < due[c] or records[c] < claims[c]]
     if capped and limits.aggregator == MEAN and private is None:
@@ -165,33 +165,37 @@ def aggregate(
 
 
 def judge(
-    own_round: DefenceRound[B, U], updates: Sequence[U], model: nn.Module, limits: Limits, past: Sequence[RoundRecord]
+    defence_round: DefenceRound[B, U],
+    updates: Sequence[U],
+    model: nn.Module,
+    limits: Limits,
+    past: Sequence[RoundRecord],
 ) -> list[Aggregate | UpdateRefused]:
     """Recover and check each update separately. Norms are computed in float64.
 
     Args:
-        own_round: the round whose broadcast the updates answer.
-        updates: one per client.
+        defence_round: the round that the updates belong to.
+        updates: one update per client.
         model: the server's model, as it was broadcast.
         limits: bounds on each update.
-        past: records of the rounds so far.
+        past: records of the previous rounds.
     """
-    found = own_round.base.recover_each(updates)
-    lengths = [None if isinstance(one, UpdateRefused) else _norms(one, model) for one in found]
-    bounds = _bounds([own for own in lengths if own], model, limits, past)
+    found = defence_round.base.recover_each(updates)
+    norms = [None if isinstance(one, UpdateRefused) else _norms(one, model) for one in found]
+    bounds = _bounds([own for own in norms if own], model, limits, past)
     judged: list[Aggregate | UpdateRefused] = []
-    for position, (one, own) in enumerate(zip(found, lengths, strict=True)):
+    for position, (one, own) in enumerate(zip(found, norms, strict=True)):
         if isinstance(one, UpdateRefused) or own is None:
             judged.append(one)
             continue
         why = _refusal(f"client {position}", one, own, bounds, model)
-        reported = own if own_round.base is own_round else {}  # a norm without noise would leak information
+        reported = own if defence_round.base is defence_round else {}  # norms without noise would leak information
         judged.append(why or dataclasses.replace(one, figures={**one.figures, **reported}))
     return judged
 
 
 def _norms(found: Aggregate, model: nn.Module) -> dict[str, float]:
-    """Return the norm of each kind in `NORMS`, except kinds that the model does not have."""
+    """Return those norms in `NORMS` that apply to the model."""
     before = dict(model.named_buffers())
     parts = {"update_norm": list(found.gradients.values()), "buffer_norm": [], "counter_norm": []}
     for name, buffer in found.buffers.items():
@@ -207,18 +211,18 @@ def norm(tensors: Sequence[Tensor]) -> float:
 
 
 def _bounds(
-    lengths: Sequence[Mapping[str, float]], model: nn.Module, limits: Limits, past: Sequence[RoundRecord]
+    norms: Sequence[Mapping[str, float]], model: nn.Module, limits: Limits, past: Sequence[RoundRecord]
 ) -> dict[str, float]:
     """Return the maximum norm of each kind."""
     first = next(model.parameters())
     dtype = first.dtype if torch.finfo(first.dtype).bits > 16 else torch.float32
     largest = math.sqrt(torch.finfo(dtype).max) * 1e-3  # far from overflow even if an optimizer squares it
     bounds = {"update_norm": min(largest, limits.max_norm or largest), "buffer_norm": largest, "counter_norm": 2.0**40}
-    if limits.norm_factor is None or limits.aggregator != MEAN or len(lengths) < FEWEST:
+    if limits.norm_factor is None or limits.aggregator != MEAN or len(norms) < MIN_UPDATES:
         return bounds
-    for key, factor in {"update_norm": 1.0, "buffer_norm": STATISTICS}.items():
-        own = [each[key] for each in lengths if key in each]
-        recent = [record.figures[key] for record in past[-REMEMBERED:] if key in record.figures]
+    for key, factor in {"update_norm": 1.0, "buffer_norm": BUFFER_FACTOR}.items():
+        own = [each[key] for each in norms if key in each]
+        recent = [record.figures[key] for record in past[-PAST_ROUNDS:] if key in record.figures]
         reference = max([_median(own), *recent]) if own else 0.0
         if reference:  # if most gradients are zero, there is no bound
             bounds[key] = min(bounds[key], factor * limits.norm_factor * reference)
@@ -229,28 +233,28 @@ def _bounds(
 
 
 def _median(values: Sequence[float]) -> float:
-    """Return the median; for an even number of values, the lower of the middle two."""
+    """Return the median; for an even number of values, the lower of the two middle values."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 def _refusal(
-    client: str, found: Aggregate, lengths: Mapping[str, float], bounds: Mapping[str, float], model: nn.Module
+    client: str, found: Aggregate, norms: Mapping[str, float], bounds: Mapping[str, float], model: nn.Module
 ) -> UpdateRefused | None:
-    for key, length in lengths.items():
-        if not math.isfinite(length):
+    for key, value in norms.items():
+        if not math.isfinite(value):
             return NonFiniteUpdate(client, f"overflow in its {NORMS[key]} once the noise is removed")
-        if length > bounds[key]:
+        if value > bounds[key]:
             what = "has norm" if key == "update_norm" else "change by"
-            return ExcessiveUpdate(client, f"its {NORMS[key]} {what} {length:.3g}, above the bound {bounds[key]:.3g}")
+            return ExcessiveUpdate(client, f"its {NORMS[key]} {what} {value:.3g}, above the bound of {bounds[key]:.3g}")
     for path, module in model.named_modules():
         name = f"{path}.running_var" if path else "running_var"
         if isinstance(module, _NormBase) and name in found.buffers and float(found.buffers[name].min()) < 0:
-            return ExcessiveUpdate(client, f"buffer {name} is a variance, but has negative values")
+            return ExcessiveUpdate(client, f"buffer {name} is a variance, but contains negative values")
     return None
 
 
 def combine(results: Sequence[Aggregate], shares: Sequence[float], limits: Limits, model: nn.Module) -> Aggregate:
-    """Combine the gradients that were not refused.
+    """Combine the gradients and buffers of the accepted updates.
 
     Args:
         results: results of `judge`, without refusals.
@@ -264,13 +268,13 @@ def combine(results: Sequence[Aggregate], shares: Sequence[float], limits: Limit
         if limits.aggregator == MEAN:
             return torch.tensor(shares, dtype=rows.dtype, device=rows.device) @ rows
         rule = RULES[limits.aggregator]
-        return rule.combine(rows, min(limits.hostile, rule.most(len(rows))))  # after refusals, it may withstand fewer
+        return rule.combine(rows, min(limits.hostile, rule.max_hostile(len(rows))))  # fewer after refusals
 
     gradients = _combine_by_name([result.gradients for result in results], combine_vectors)
     first = results[0].buffers
     floating = [name for name, buffer in first.items() if buffer.is_floating_point()]
     before = dict(model.named_buffers())
-    mean = limits.aggregator == MEAN  # other rules may depend on the origin, so they combine changes
+    mean = limits.aggregator == MEAN  # other rules may depend on the origin, so they are applied to changes
     origin = {name: torch.zeros_like(before[name]) if mean else before[name] for name in floating}
     changes = [{name: result.buffers[name] - origin[name] for name in floating} for result in results]
     buffers = {name: origin[name] + change for name, change in _combine_by_name(changes, combine_vectors).items()}
@@ -280,9 +284,9 @@ def combine(results: Sequence[Aggregate], shares: Sequence[float], limits: Limit
 
 
 def _limit_counters(clients: Sequence[Tensor], before: Tensor, factor: float | None) -> Tensor:
-    """Return the largest counter, with its growth limited to `factor` times the median."""
+    """Return the largest counter, with its growth limited to `factor` times the median growth."""
     largest = torch.stack(list(clients)).amax(0)
-    if factor is None or len(clients) < FEWEST or before.dtype == torch.bool:
+    if factor is None or len(clients) < MIN_UPDATES or before.dtype == torch.bool:
         return largest
     growth = torch.stack([own.double() - before.double() for own in clients])
     most = factor * growth.sort(0).values[(len(clients) - 1) // 2].clamp_min(0)
@@ -301,7 +305,7 @@ def _combine_by_name(
 
 
 def _error(results: Sequence[Aggregate], shares: Sequence[float]) -> float:
-    """Return the mean of the relative errors, weighted by the norms of the contributions."""
+    """Return the mean of the relative errors, weighted by the norm of each contribution."""
     sizes = [part * float(own.figures["update_norm"]) for own, part in zip(results, shares, strict=True)]
     wrong = sum(own.error * size for own, size in zip(results, sizes, strict=True))
     return wrong / sum(sizes) if sum(sizes) else 0.0

@@ -1,4 +1,4 @@
-"""A federation in one process: an engine without messages, and its server."""
+"""A federation in a single process: the server, and an engine that sends no messages."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from fedveil.federation.protocol import AnyReply, Channels, Fault, Member, Reply
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.federation.state import RECORDS, CheckpointState, Setting, checksum_records
-from fedveil.federation.targets import one_output, usual_loss, warn_of_activation
+from fedveil.federation.targets import default_loss, one_output, warn_about_activation
 from fedveil.files import make_folder, remove_partial_files
 from fedveil.graph.analyse import refuse_wrapped
 from fedveil.records.shards import Shards
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from fedveil.privacy import Privacy
     from fedveil.secagg import Party, Roster
 
-BATCH_SIZE = 32  # default number of records
-SECURE_ATTEMPTS = 5  # attempts at a round under secure aggregation, where a sum may fail
+BATCH_SIZE = 32
+SECURE_ATTEMPTS = 5  # maximum number of attempts at a round with secure aggregation, where a sum may fail
 
 
 @lru_cache(maxsize=16)
@@ -51,14 +51,14 @@ def _weights(sizes: tuple[int, ...], counts: tuple[int, ...], dtype: torch.dtype
 
 
 class LocalEngine(Generic[B, U]):
-    """Clients in this process. Messages are Python objects, and clients' exceptions are raised.
+    """Clients in the server's process. Messages are Python objects, and clients' exceptions are not caught.
 
     Args:
         client: the clients' side of the defence.
         shards: the clients' records.
         dtype: the model's dtype.
-        whole_shard: clients go through all their records in a round.
-        fused: the batches of all clients in a round go through one pass.
+        whole_shard: whether clients go through all their records in a round.
+        fused: whether the batches of all clients in a round are processed in one pass.
     """
 
     stream, stable, traffic = "clients", True, None
@@ -70,7 +70,7 @@ class LocalEngine(Generic[B, U]):
         self.dtype = dtype
         ours = type(client).__module__.startswith("fedveil.")
         self.keeps_nothing = ours and type(self) is LocalEngine  # subclasses may keep a broadcast
-        self._parties: dict[Member, Party] = {}  # under secure aggregation
+        self._parties: dict[Member, Party] = {}  # with secure aggregation
 
     def start_round(self) -> None:
         """Do nothing: there is no traffic."""
@@ -79,19 +79,19 @@ class LocalEngine(Generic[B, U]):
         """Return the indices of all clients."""
         return list(range(len(self.shards.sizes)))
 
-    def ask(self, number: int, own_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
-        """Compute the updates of clients, in one pass if they are fused."""
+    def ask(self, number: int, defence_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
+        """Compute the clients' updates, in one pass if clients are fused."""
         clients = [int(member) for member in members]
         if self.fused:
             records = sum([self.shards.sizes[client] for client in clients])
-            yield Reply(tuple(members), self._fused_update(own_round.broadcast, clients, number), records)
+            yield Reply(tuple(members), self._fused_update(defence_round.broadcast, clients, number), records)
             return
-        updates = self.updates(own_round.broadcast, clients, number)
+        updates = self.updates(defence_round.broadcast, clients, number)
         for client, update in zip(clients, updates, strict=True):
             yield Reply((client,), update, self.claim_records(client))
 
     def updates(self, broadcast: B, clients: Sequence[int], number: int, members: int | None = None) -> list[U]:
-        """Compute each client's update in a round, under secure aggregation for a sum over `members` clients."""
+        """Compute each client's update in a round; `members` is the number of clients in a secure sum."""
         own, shards, dtype, whole = self.client, self.shards, self.dtype, self.whole_shard
         return [compute_update(own, broadcast, shards, dtype, client, number, whole, members) for client in clients]
 
@@ -100,7 +100,7 @@ class LocalEngine(Generic[B, U]):
         return self.shards.sizes[client]
 
     def _fused_update(self, broadcast: B, clients: Sequence[int], number: int) -> U:
-        """Compute one update from all clients' batches, each sample weighted by its client's share."""
+        """Compute one update from all clients' batches, with each sample weighted by its client's share."""
         rows = [self.shards.rows(client, number) for client in clients]
         inputs, targets = self.shards.take(torch.cat(rows))
         sizes = tuple([self.shards.sizes[client] for client in clients])
@@ -108,7 +108,7 @@ class LocalEngine(Generic[B, U]):
         return self.client.upload(self.client.step(broadcast, Samples(inputs, targets, weights)))
 
     def create_parties(self, codec: AnyCodec, integers: bool = False) -> "Roster":
-        """Create an identity for each client, for secure aggregation; return their roster."""
+        """Create an identity for each client for secure aggregation; return the roster."""
         from fedveil.secagg import Identity, Party, Policy, Roster
 
         self._codec, self._integers = codec, integers
@@ -119,22 +119,22 @@ class LocalEngine(Generic[B, U]):
         return roster
 
     def ask_masked(
-        self, number: int, own_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
+        self, number: int, defence_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
     ) -> tuple[bytes, Iterator[tuple[Member, bytes] | Fault]]:
-        """Compute the masked updates of clients; masks are bound to the digest of the opening."""
+        """Compute the clients' masked updates; the masks are bound to the digest of `terms`."""
         from fedveil.federation.sums import encode_words
 
         digest = hashlib.sha256(json.dumps(terms.values()).encode()).digest()
         clients = [int(member) for member in members]
 
         def uploads() -> Iterator[tuple[Member, bytes] | Fault]:
-            updates = self.updates(own_round.broadcast, clients, number, len(terms.opening.roster))
+            updates = self.updates(defence_round.broadcast, clients, number, len(terms.opening.roster))
             for client, update in zip(clients, updates, strict=True):
                 _, tensors = self._codec.encode_update(update)
                 records, party = self.claim_records(client), self._parties[client]
                 words = encode_words(tensors, records, terms.opening, terms.clip, integers=self._integers)
                 if not words[1]:  # a remote client would contribute nothing instead of raising
-                    what = "its update holds NaN or infinity, although the records are finite"
+                    what = "its update contains NaN or infinity, although the records are finite"
                     raise NonFiniteUpdate(f"client {client}", what)
                 yield client, party.upload(party.admit(terms.opening, digest), words)
 
@@ -143,7 +143,7 @@ class LocalEngine(Generic[B, U]):
     def take_step(
         self, step: Step, own: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
-        """Let the clients' parties reply to a step of secure aggregation."""
+        """Yield the replies of the clients' parties to a step of secure aggregation."""
         for member, extra in own.items():
             yield member, take_step(step, extra, self._parties[member], lambda: 1)
 
@@ -154,38 +154,39 @@ class LocalEngine(Generic[B, U]):
 class Federation(Server):
     """A server and its clients in one process.
 
-    In every round the server broadcasts, each client takes its next batch and answers, the server aggregates with
-    weights |D_k| / |D|, and its optimizer steps. The same seed gives every defence the same batches.
+    In every round, the server broadcasts the model, each client computes an update from its next batch, and the server
+    averages the updates with weights |D_k| / |D| and steps its optimizer. With the same seed, every defence uses the
+    same batches.
 
     Args:
         model: the server's model; trained in place.
         clients: the records of each client: (inputs, targets) as tensors, NumPy arrays or pandas frames, a Dataset of
             (input, target) or (input, input, ..., target), or a DataLoader, whose dataset and collate_fn are used.
-            Datasets are read batch by batch and need not fit into memory. Inputs are a tensor, a tuple of forward's
+            Datasets are read batch by batch and need not fit in memory. Inputs are a tensor, a tuple of forward's
             arguments or a dict of its keyword arguments (docs/inputs.md). Floats are cast to the model's dtype.
-        defence: a name ("plain", "veil", "ppdl", "dbcl", "spn", one from another package, or `package.module:Name`), or
-            a `fedveil.defences.Defence`.
+        defence: a `fedveil.defences.Defence`, or its name: "plain", "veil", "ppdl", "dbcl", "spn", a name from another
+            package, or `package.module:Name`.
         optimizer: a function that creates the server's optimizer from the parameters, such as `torch.optim.Adam`, or an
             optimizer for this model's parameters.
         schedule: a function that creates a learning-rate schedule from the optimizer, or a schedule.
             `ReduceLROnPlateau` steps after every evaluation, on the test loss or, with mode="max", on the accuracy.
-        schedule_every: "epoch" or "round": how often other schedules step.
-        clip_norm: clip the gradient to this norm.
-        batch_size: number of records that a client uses in a round; by default that of the clients' DataLoaders, or 32.
+        schedule_every: how often other schedules step: "epoch" or "round".
+        clip_norm: the norm to which the gradient is clipped; by default, it is not clipped.
+        batch_size: number of records per client and round; by default, the batch size of the DataLoaders, or 32.
         loss: a name (see `fedveil.scheme.LOSSES`), a Fedveil or torch loss, a function (outputs, targets) -> one
-            value per sample, or a `BatchLoss` for the whole batch. By default cross-entropy for integer targets
-            (classes), squared error for floats; for floats that are all 0 or 1 the loss must be named. A loss that
-            cannot be trained on the targets is refused (docs/losses.md). Targets may have positions (pixels, tokens):
-            losses are summed over positions and averaged over samples.
-        whole_shard: each client goes through all its records in a round, under the same noise, in batches.
+            value per sample, or a `BatchLoss` for the whole batch. By default, cross-entropy for integer
+            targets (classes) and squared error for floats; if the targets are floats that are all 0 or 1, a loss must
+            be given. A loss that does not fit the targets is refused (docs/losses.md). Targets may have positions
+            (pixels, tokens): losses are summed over positions and averaged over samples.
+        whole_shard: whether each client goes through all its records in a round, in batches, with the same noise.
         participation: fraction of the clients that take part in a round.
         limits: bounds on each client, and the rule that combines their gradients: `fedveil.Limits`. By default, clients
             are trusted, and the weighted mean is used.
-        privacy: differential privacy: `fedveil.Privacy` (docs/defences/privacy.md).
-        secure_aggregation: clients mask their updates, and the server sees only sums (docs/secure-aggregation.md). In
-            one process this serves to test it and to measure its cost.
-        fuse: run the batches of all clients through one pass if neither a module nor the loss couples samples. Set
-            fuse=False for a model that couples samples in its own code.
+        privacy: settings for differential privacy: `fedveil.Privacy` (docs/defences/privacy.md).
+        secure_aggregation: whether clients mask their updates, so that the server sees only sums
+            (docs/secure-aggregation.md). In a single process, this is useful for tests and for measuring the overhead.
+        fuse: whether to process the batches of all clients in one pass if neither a module nor the loss couples
+            samples. Set fuse=False for a model that couples samples in its own code.
         seed: seed for the order of records and the choice of clients.
     """
 
@@ -222,8 +223,8 @@ class Federation(Server):
         clients = list_clients(clients)
         sources = check_sources([as_source(f"client {number}", client) for number, client in enumerate(clients)])
         inputs, _ = sources[0].take(range(min(2, len(sources[0]))))
-        output = one_output(model, inputs)  # refuses records that the model does not accept
-        loss = usual_loss(output, sources) if loss is None else loss
+        output = one_output(model, inputs)  # raises if the model does not accept the records
+        loss = default_loss(output, sources) if loss is None else loss
         policy = RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0)
         size = choose_batch_size(clients, batch_size, BATCH_SIZE)
         if privacy is not None:
@@ -232,7 +233,7 @@ class Federation(Server):
             defence = add_privacy(defence, privacy, rate)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         self.shards = make_shards(model, self.loss, sources, size, seed, self.dtype)
-        warn_of_activation(model, self.loss, output)
+        warn_about_activation(model, self.loss, output)
         refuse_single(model, self.shards)
         self.whole_shard = whole_shard
         self._checksum: tuple[bytes, str | None] | None = None
@@ -245,7 +246,7 @@ class Federation(Server):
         taking_part = max(1, round(participation * len(sources)))
         if limits is not None and taking_part < limits.needed():
             what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
-            raise BadArgument(where, f"{what}, not {taking_part}", "use more clients, or a smaller hostile=")
+            raise BadArgument(where, f"{what}, not {taking_part}", "use more clients, or a smaller value for hostile")
         if secure_aggregation:
             from fedveil.secagg import threshold
 
@@ -254,19 +255,19 @@ class Federation(Server):
             threshold(taking_part)  # raises if there are too few clients
 
     def use_engine(self, engine: LocalEngine[B, U]) -> None:
-        """Replace the clients, for example with hostile ones; not under secure aggregation."""
+        """Replace the clients, for example with hostile ones; not supported with secure aggregation."""
         self.engine = self.clients = engine
         self.rounds = ClearRound(engine, self.model, self.history, self.limits, self.policy.min_answers)
 
     @property
     def rounds_per_epoch(self) -> int:
-        """The number of rounds that the largest client needs to see each of its records once."""
+        """The number of rounds in which the largest client uses each of its records once."""
         if self.defence.sampling_rate is not None:
             return math.ceil(1 / self.defence.sampling_rate)
         return 1 if self.whole_shard else self.shards.rounds_per_epoch
 
     def _read_test(self, test: UserRecords) -> Source:
-        """Return test data, checked against the model, the loss and the clients' records."""
+        """Check test data against the model, the loss and the clients' records; return them as a source."""
         return read_held_out(test, self.model, self.loss, self.dtype, lambda: self.shards.example)
 
     def state(self) -> CheckpointState:
@@ -274,7 +275,7 @@ class Federation(Server):
         return {**super().state(), "private": sorted(self._private())}
 
     def setting(self) -> Setting:
-        """Return the settings that should be the same when a run is resumed."""
+        """Return the settings that should not change when a run is resumed."""
         shards = self.shards
         if self._checksum is None or self._checksum[0] != self._run:
             self._checksum = self._run, checksum_records(shards, self._run)
@@ -288,7 +289,7 @@ class Federation(Server):
         }
 
     def _restore_clients(self, states: Mapping[int, State]) -> None:
-        """Restore the clients' private states; clients without one start again."""
+        """Restore the clients' private states; clients without one start from scratch."""
         client = self.defence.client(self.model, self._example, self.loss)
         for index, state in states.items():
             client.restore(index, state)
@@ -299,7 +300,7 @@ class Federation(Server):
         return {client: state for client, state in states.items() if state}
 
     def _save(self, folder: Path) -> set[int]:
-        """Write the clients' private states, one file per client that has one, and then the checkpoint."""
+        """Write the clients' private states to one file per client, then the checkpoint."""
         for client, state in self._private().items():
             path = _private_file(folder, client, self.round)
             make_folder(make_folder(folder / "clients", 0o700) / str(client), 0o700)
@@ -313,7 +314,7 @@ class Federation(Server):
         return rounds
 
     def _private_states(self, folder: Path, tag: StateTag, state: CheckpointState) -> dict[int, State]:
-        """Return the private states in the checkpoint's round, for all clients that had one."""
+        """Load the private states of the checkpoint's round for all clients that had one."""
         found = {}
         for client in state.get("private", []):
             path = _private_file(folder, client, state["round"])
@@ -325,13 +326,13 @@ class Federation(Server):
 
 
 def _couples_samples(model: nn.Module, loss: Loss) -> bool:
-    """Return whether the loss, or a normalisation in training mode, couples the samples of a batch."""
+    """Return whether the loss, or a normalisation layer in training mode, couples the samples of a batch."""
     norms = (module for module in model.modules() if isinstance(module, _NormBase))
     return couples_samples(loss) or any(norm.training or norm.running_mean is None for norm in norms)
 
 
 def _sampling_rate(sizes: Sequence[int], batch_size: int) -> float:
-    """Return the rate at which clients sample records, from a batch size; 0 stands for none."""
+    """Return the rate at which clients sample records; if the batch size is 0, it is the default rate."""
     from fedveil.privacy.defaults import default_rate
 
     return min(1.0, batch_size / max(sizes)) if batch_size else default_rate(sum(sizes))

@@ -1,4 +1,4 @@
-"""Create the server's optimizer and learning-rate schedule from users' arguments."""
+"""Create the server's optimizer and learning-rate schedule from the user's arguments."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
@@ -27,38 +27,38 @@ def _create(name: str, given: T | Callable[[A], T], kind: type[T], argument: A, 
     try:
         found = given(argument)
     except (TypeError, ValueError) as error:
-        raise BadArgument(WHERE, f"{name}= cannot be created: {error}", f"pass all its settings: {fix}") from error
+        raise BadArgument(WHERE, f"{name} cannot be created: {error}", f"pass all its settings: {fix}") from error
     if not isinstance(found, kind):
         raise BadArgument(WHERE, f"{name} created a {type(found).__name__}, not a {kind.__name__}", fix)
     return found
 
 
 def make_optimizer(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer that a factory creates for these parameters, or an optimizer that already has them."""
+    """Create an optimizer for these parameters, or return the given optimizer if it already has them."""
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     found = _create("optimizer", given, torch.optim.Optimizer, trained, FACTORY)
     ours = {id(parameter) for parameter in parameters.values()}
     if any(id(parameter) not in ours for group in found.param_groups for parameter in group["params"]):
-        what = "the optimizer has parameters that are not this model's"
+        what = "the optimizer has parameters that do not belong to this model"
         raise BadArgument(WHERE, what, f"create it after the last change to the model, or {FACTORY}")
     return found
 
 
 def make_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """Return the schedule that a factory creates for this optimizer, or a schedule that already has it."""
+    """Create a schedule for this optimizer, or return the given schedule if it already has it."""
     if given is None:
         return None
     found = _create("schedule", given, LRScheduler, optimizer, COSINE)
     if found.optimizer is not optimizer:
-        raise BadArgument(WHERE, "the schedule is for another optimizer", f"pass that optimizer, too, or {COSINE}")
+        raise BadArgument(WHERE, "the schedule is for another optimizer", f"pass that optimizer as well, or {COSINE}")
     return found
 
 
 def plateau_value(schedule: ReduceLROnPlateau, metrics: Mapping[str, float]) -> float:
-    """Return the metric that a plateau schedule monitors: one that should fall in mode "min", rise in mode "max"."""
+    """Return the value that a plateau schedule monitors: an error in mode "min", the accuracy in mode "max"."""
     if schedule.mode == "max":
         if "accuracy" not in metrics:
-            what = 'mode="max" monitors accuracy, but this task has none'
+            what = 'mode="max" monitors accuracy, but there is no accuracy for this task'
             raise BadArgument("ReduceLROnPlateau", what, 'use mode="min"')
         return float(metrics["accuracy"])
     falling = next((name for name in ("loss", "mse") if name in metrics), None)

@@ -1,4 +1,4 @@
-"""Clients' records and test data, checked against a model and its loss before the first round."""
+"""Check clients' records and test data against a model and its loss before the first round."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ TEST = "test data"
 def make_shards(
     model: nn.Module, loss: Loss, clients: Sequence[Source], batch_size: int, seed: int, dtype: torch.dtype
 ) -> Shards:
-    """Return the clients' records in the form that the model and the loss expect; in memory if all of them already are.
+    """Convert the clients' records to the form that the model and the loss expect; in memory if all of them are.
 
     Args:
-        model: determines the device, and the shape of outputs.
-        loss: determines the form of targets.
+        model: determines the device and the shape of the outputs.
+        loss: determines the form of the targets.
         clients: the clients' records, already checked.
-        batch_size: number of records that a client uses in a round.
+        batch_size: number of records per client and round.
         seed: seed for the order of records.
         dtype: dtype of floating-point numbers.
     """
@@ -59,36 +59,36 @@ def read_held_out(
     dtype: torch.dtype,
     client_inputs: Callable[[], Inputs] | None = None,
 ) -> Source:
-    """Return test data as a source; refuse records that the model does not accept, and targets that the loss does not.
+    """Return test data as a source; refuse inputs that the model does not accept and targets that the loss does not.
 
-    A custom loss is evaluated on all records if they are in memory. From a stream, two records are read, or all if the
-    loss couples samples.
+    A custom loss is evaluated on all records if they are in memory. Only two records of a stream are read, or all if
+    the loss couples samples.
 
     Args:
-        test: the records, in any form that clients' records may have.
+        test: the records, in any form that is accepted for clients' records.
         model: the server's model.
         loss: the clients' objective.
         dtype: dtype of floating-point numbers.
-        client_inputs: returns clients' inputs, if they are known.
+        client_inputs: a function that returns clients' inputs, if they are known.
     """
     source = check_sources([as_source(TEST, test)])[0]
     if isinstance(source, Rows):
         check_range(TEST, (source.inputs, source.targets), range(len(source)), dtype)
     inputs, targets = source.take(range(min(2, len(source))))
-    fix = "use test data in the form of the clients' records"
+    fix = "use test data of the same form as the clients' records"
     outputs = try_model(model, inputs, TEST, fix, None if client_inputs is None else client_inputs())
     with attribute_targets(TEST):
         target_maker(model, loss, (inputs, targets))(source.targets if isinstance(source, Rows) else targets)
         if couples_samples(loss) or (isinstance(loss, AUTOGRAD_LOSSES) and isinstance(source, Rows)):
             outputs, targets = predict_source(model, source)
         what = f"{loss.name} does not accept them ({describe(targets)}) for outputs ({describe(outputs)})"
-        with refuse_failure("targets", what, "use targets in the form of the clients' targets, or correct the loss"):
+        with refuse_failure("targets", what, "use targets of the same form as the clients', or correct the loss"):
             metrics(outputs, targets.to(outputs.device), loss, axis=head_axis(model))  # as in an evaluation
     return source
 
 
 def refuse_single(model: nn.Module, shards: Shards) -> None:
-    """Refuse a client whose batches have one record, if a layer of the model normalises over the batch."""
+    """Refuse batches of a single record if a layer of the model normalises over the batch."""
     alone = shards.sizes.index(1) if 1 in shards.sizes else 0
     if shards.batch_size > 1 and shards.sizes[alone] > 1:
         return
@@ -103,5 +103,5 @@ def refuse_single(model: nn.Module, shards: Shards) -> None:
         what, fix = "batch_size=1 gives batches of a single record", "set batch_size to at least 2"
         if 1 in shards.sizes:
             what, fix = f"client {alone} has a single record", "merge this client with another"
-        what += ", and a layer of the model normalises over a batch: it needs two records"
+        what += ", but a layer of the model normalises over the batch and needs at least two"
         raise BadArgument(WHERE, what, f"{fix}, use GroupNorm or LayerNorm, or call model.eval()") from error

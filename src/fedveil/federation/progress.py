@@ -1,11 +1,11 @@
-"""A one-line description of a round, the same for every engine."""
+"""One-line progress reports, the same for every engine."""
 
 import time
 from collections.abc import Callable, Mapping
 
 from fedveil.federation.history import RoundRecord
 
-INTERVAL = 1.0  # seconds between two lines
+INTERVAL = 1.0  # minimum number of seconds between lines
 
 
 def describe_round(record: RoundRecord, rounds: int) -> str:
@@ -28,7 +28,7 @@ def describe_round(record: RoundRecord, rounds: int) -> str:
 
 
 def print_progress(rounds: int) -> Callable[[RoundRecord], None]:
-    """Return a callback that prints at most one line per second, but always after faults and after the last round."""
+    """Return a callback that prints at most one line per second, except after faults and after the last round."""
     last = -INTERVAL
 
     def show(record: RoundRecord) -> None:

@@ -1,7 +1,7 @@
-"""The messages between a server and its clients, and the interface of the engines that carry them.
+"""The messages between a server and its clients, and the interface of the engines that deliver them.
 
 Every message is a frozen dataclass; `write` encodes it, and `read` decodes and checks it. An engine sends messages to
-clients and yields their valid replies, and a fault for each client without one.
+clients and yields their valid replies, and a fault for each client that sends none.
 """
 
 import logging
@@ -27,7 +27,7 @@ MAX_PER_TENSOR = 4  # maximum number of tensors in a message, per tensor of the 
 MAX_ASK_HEAD = 2**22  # maximum size of an ask's values in bytes: enough for a roster of 10,000 members
 CHALLENGE = 16  # size in bytes of the challenge in a greeting, which the reply must sign
 MAX_RECORDED = 20  # maximum number of faults in a round's record
-MAX_TEXT = 200  # maximum length of a text from a client, in characters
+MAX_TEXT = 200  # maximum length of text from a client, in characters
 SERVER = "server"  # used as the member in faults that concern a whole attempt
 Member = int | str  # identifies a client: its index in this process, its Flower node id or the name of its FLARE site
 LOG = logging.getLogger("fedveil.rounds")
@@ -58,13 +58,13 @@ class Ask:
     """A broadcast and everything else that a client needs to answer it."""
 
     session: str  # identifies the server's process; a restarted server has a new one
-    round: int  # from 0
+    round: int  # starts at 0
     token: str  # identifies the exchange; the answer repeats it
     defence: str  # name in the registry
     settings: Values  # settings of the defence that clients need
     loss: str  # name of the loss
     loss_settings: Values  # see `Loss.settings`
-    whole_shard: bool  # use all records of the client, not only its next batch
+    whole_shard: bool  # whether to use all the client's records instead of its next batch
     batch_size: int
     seed: int  # seed for the order of records
     privacy: Values  # `Privacy.terms` if records are protected; otherwise empty
@@ -88,7 +88,7 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class MaskedAnswer:
-    """A client's update under secure aggregation: masked words, without the number of records or the computing time."""
+    """A client's masked update, without its number of records or its computing time."""
 
     round: int
     token: str
@@ -98,7 +98,7 @@ class MaskedAnswer:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Any other message of secure aggregation ("hello", "settle", "reveal" or "end"), or the reply to it."""
+    """Any other message of secure aggregation ("hello", "settle", "reveal" or "end"), or a reply to it."""
 
     session: str
     step: str
@@ -160,7 +160,7 @@ def max_tensors(model: nn.Module) -> int:
 
 
 def check_exchange(answer: Answer | MaskedAnswer, ask: Ask) -> None:
-    """Server: refuse an answer to another ask."""
+    """Refuse an answer to another ask; used by the server."""
     if (answer.round, answer.token, answer.defence) != (ask.round, ask.token, ask.defence):
         raise StaleUpdate("answer", f"it belongs to another exchange, in round {answer.round}")
 
@@ -175,7 +175,7 @@ class LastAsk:
 
 
 def refuse_old(ask: Ask, last: LastAsk | None) -> None:
-    """Client: refuse an ask that was already answered, or that is for an earlier round of the session."""
+    """Refuse an ask that was already answered or is for an earlier round of the session; used by the client."""
     if last is None or last.session != ask.session:
         return
     if last.token == ask.token:
@@ -228,7 +228,7 @@ def clean(text: object) -> str:
 
 
 def describe_refusal(member: Member, error: Exception) -> Fault:
-    """Return the fault for a reply that raised this error."""
+    """Return the fault for a reply that caused this error."""
     if isinstance(error, BadArgument):
         return Fault(member, FaultKind.MALFORMED, f"{error.where}: {error.what}")
     if isinstance(error, FedveilError):
@@ -239,7 +239,7 @@ def describe_refusal(member: Member, error: Exception) -> Fault:
 
 @dataclass
 class FaultLog:
-    """The faults of a round, over all its attempts."""
+    """The faults in all attempts at a round."""
 
     round: int
     faults: list[Fault] = field(default_factory=list)
@@ -285,7 +285,7 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Reply(Generic[U]):
-    """A valid reply to a broadcast. If clients are fused, one reply stands for several clients."""
+    """A valid reply to a broadcast. If clients are fused, one reply represents several clients."""
 
     members: tuple[Member, ...]
     update: U
@@ -293,15 +293,15 @@ class Reply(Generic[U]):
 
 
 AnyReply = Reply[Any]  # type: ignore[explicit-any]
-Channels = Mapping[Member, bytes]  # the key for the tags of each client (`fedveil.secagg.identity`)
+Channels = Mapping[Member, bytes]  # each client's key for message tags (`fedveil.secagg.identity`)
 
 
 class Engine(Protocol):
-    """Asks clients, and yields valid replies and faults. Errors that end the engine itself are raised.
+    """Sends messages to clients, and yields valid replies and faults. Fatal errors of the engine are raised.
 
     Attributes:
-        stream: name of the random stream that chooses clients.
-        stable: whether a member is the same client in every round; if not, each round counts for every client.
+        stream: name of the random stream that determines the choice of clients.
+        stable: whether a member is the same client in every round; if not, each round is counted for every client.
         keeps_nothing: whether no client keeps a broadcast after its round, so that its memory can be reused.
     """
 
@@ -319,13 +319,13 @@ class Engine(Protocol):
     def members(self) -> list[Member]:
         """Return the clients that can be asked now, in a fixed order."""
 
-    def ask(self, number: int, own_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
+    def ask(self, number: int, defence_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
         """Send the broadcast of round `number`; yield replies, each for one or more clients, and faults."""
 
     def ask_masked(
-        self, number: int, own_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
+        self, number: int, defence_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
     ) -> tuple[bytes, Iterator[tuple[Member, bytes] | Fault]]:
-        """Send the broadcast of an attempt under secure aggregation; return its digest and the masked uploads."""
+        """Send the broadcast of a secure-aggregation attempt; return its digest and the masked uploads."""
 
     def take_step(
         self, step: Step, extras: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None

@@ -1,4 +1,4 @@
-"""A client's part in rounds with differential privacy for records and secure aggregation.
+"""The client's side of rounds that combine differential privacy for records with secure aggregation.
 
 Since the server chooses the model, the loss and the settings of a round, the client first checks them against its own
 limits and enters the round in its ledger. After that, the effect of every record on the sum is bounded: a record for
@@ -33,7 +33,7 @@ from fedveil.wire import Values
 if TYPE_CHECKING:
     from fedveil.federation.client import ClientTask
 
-DTYPES = (torch.float32, torch.float64)  # in smaller dtypes, ordinary values overflow
+DTYPES = (torch.float32, torch.float64)  # in smaller dtypes, ordinary values may overflow
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class RecordRound:
             ("colluding", privacy.colluding >= limits.colluding, f"must be at least {limits.colluding}"),
         ):
             if not allowed:
-                what = f"{name} = {getattr(privacy, name)} is not allowed: by this client's policy it {rule}"
+                what = f"{name} = {getattr(privacy, name)} violates this client's policy: it {rule}"
                 raise Aborted("policy", "ask", what)
         return cls(privacy, policy, open_ledger(limits.ledger, limits.epsilon, limits.delta))
 
@@ -73,12 +73,12 @@ class RecordRound:
             raise BadArgument("ask", what)
 
     def enter(self, task: "ClientTask", model: nn.Module, records: int) -> None:
-        """Make all checks that do not require reading records, then enter the round in the ledger."""
+        """Perform all checks that do not require reading records, then enter the round in the ledger."""
         noise, rate, least = self.privacy.noise, self.privacy.rate, self.policy.min_records
         assert noise is not None
         assert rate is not None
         if task.dtype not in DTYPES:
-            raise BadArgument("ask", f"records are protected in float32 and float64, not in {task.dtype}")
+            raise BadArgument("ask", f"privacy for records requires float32 or float64, not {task.dtype}")
         task.defence.check_records(model, task.loss)
         if self.ledger is not None:
             self._charge(self.ledger, noise, rate)
@@ -87,13 +87,13 @@ class RecordRound:
             raise Aborted("policy", "ask", what)
 
     def _charge(self, ledger: PrivacyLedger, noise: float, rate: float) -> None:
-        """Enter the round in the ledger; the server does not see why a ledger cannot be used, or where it is."""
+        """Enter the round in the ledger, without telling the server where the ledger is or why it cannot be used."""
         try:
             ledger.charge(noise, rate)
         except BadArgument as error:
             with contextlib.suppress(Exception):
                 print(f"fedveil: {error}", file=sys.stderr)
-            what = "this client's ledger cannot be used; its log has the reason"
+            what = "this client's ledger cannot be used; the reason is in its log"
             raise Aborted("budget", "ledger", what) from None
 
     def sum(
@@ -111,7 +111,7 @@ class RecordRound:
             task: the server's request.
             model: the architecture.
             source: the client's records.
-            prepare: returns all records in the form that the loss expects.
+            prepare: a function that returns all records in the form that the loss expects.
             records: the declared number of records.
             opening: the opening of the attempt.
         """
@@ -124,13 +124,13 @@ class RecordRound:
         except Exception as error:
             why = error.what if isinstance(error, FedveilError) else type(error).__name__
             with contextlib.suppress(Exception):  # a failure to print must not be visible to the server
-                print(f"fedveil: computing records one by one, and leaving out those that fail: {why}", file=sys.stderr)
+                print(f"fedveil: processing records one by one and skipping those that fail: {why}", file=sys.stderr)
             own, update = _sum_each(task, model, source)
         _, tensors = task.codec.encode_update(own.prepare_sum(update, len(opening.roster)))
         return encode_words(tensors, records, opening, integers=True)
 
     def no_words(self, opening: Opening) -> Words:
-        """Return an encoded sum without records, which contains only the client's share of the noise, if any."""
+        """Return an encoded sum over no records, which contains only the client's share of the noise, if any."""
         if self.privacy.noise_by == "server" or not self.privacy.noise:
             return no_words(opening)
         values = discrete_gaussian(Entropy(), sum(opening.rows)).astype(np.float64)
@@ -140,7 +140,7 @@ class RecordRound:
 
 
 def _sum_each(task: "ClientTask", model: nn.Module, source: Source) -> tuple[AnyClient, object]:
-    """Process a new sample one record at a time; return the client that computed the sum, and the sum."""
+    """Draw a new sample and process it record by record; return the defence's client and the sum."""
     rate, found, total = task.defence.sampling_rate, None, None
     assert rate is not None
     for index in poisson_sample(Entropy(), len(source), rate):
@@ -151,5 +151,5 @@ def _sum_each(task: "ClientTask", model: nn.Module, source: Source) -> tuple[Any
             update = own.step(task.broadcast, Samples(*shards.records(0), torch.ones(1, dtype=task.dtype)))
             found, total = own, own.accumulate(task.broadcast, total, update)[1]
     if found is None:
-        raise BadArgument("records", "the computation fails on all of them")
+        raise BadArgument("records", "the computation fails for all of them")
     return found, total

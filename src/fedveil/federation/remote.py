@@ -1,4 +1,4 @@
-"""A federation whose clients are on other machines: messages over any transport, and the server that uses them."""
+"""Federations whose clients run on other machines: the server, and an engine for any transport."""
 
 import itertools
 import logging
@@ -20,13 +20,13 @@ from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.protocol import AnyReply, Ask, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
-from fedveil.graph.coverage import shares_in_words
+from fedveil.graph.coverage import describe_shares
 from fedveil.graph.inputs import Inputs
 from fedveil.privacy.settings import Privacy
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
 from fedveil.secagg import Identity, Roster
-from fedveil.secagg.environment import IDENTITY, ROSTER, server_files
+from fedveil.secagg.environment import IDENTITY, ROSTER, load_server_files
 from fedveil.secagg.identity import Digest, sign_message, tag_message
 from fedveil.wire import as_bytes
 
@@ -36,7 +36,7 @@ C = TypeVar("C")  # the type of the connection: Flower's grid or FLARE's sites
 
 
 class Transport(Protocol):
-    """Carries bytes to clients and back. Errors that end the transport itself are raised."""
+    """Sends bytes to clients and receives their replies. Fatal errors of the transport are raised."""
 
     def members(self) -> list[Member]:
         """Return the clients that can be asked now, in a fixed order."""
@@ -46,8 +46,8 @@ class Transport(Protocol):
     ) -> Iterator[tuple[Member, bytes | Fault]]:
         """Send messages to the clients in `extras`; yield replies and faults as they arrive.
 
-        At least one reply or fault is yielded for every client: a client that has not replied after `timeout` seconds
-        gets the fault "silent". Closing the iterator abandons outstanding replies.
+        At least one reply or fault is yielded for every client: for a client that has not replied after `timeout`
+        seconds, it is the fault "silent". Closing the iterator abandons outstanding replies.
 
         Args:
             common: bytes for all clients.
@@ -61,14 +61,14 @@ class Transport(Protocol):
 
 
 class RemoteEngine:
-    """Encodes asks, signs them, and decodes the replies that a transport returns.
+    """Encodes and signs asks, and decodes the replies from a transport.
 
     Args:
-        transport: carries the bytes.
+        transport: sends and receives bytes.
         server: the server that runs the rounds.
-        identity: signs every message without a tag; None if clients accept any server.
-        whole_shard: clients go through all their records in a round.
-        batch_size: number of records that a client uses at a time.
+        identity: the key that signs every message without a tag; None if clients accept any server.
+        whole_shard: whether clients go through all their records in a round.
+        batch_size: number of records that a client processes at a time.
     """
 
     stream, stable, keeps_nothing = "nodes", False, False
@@ -78,7 +78,7 @@ class RemoteEngine:
     ) -> None:
         self.transport, self._server, self._identity = transport, server, identity
         self.codec, self.session = find_codec(server.defence), Entropy().token()
-        base = server.defence.asked
+        base = server.defence.requested
         record = find_record(base)
         if record is None:
             fix = "register it in the entry-point group fedveil.defences of your package"
@@ -96,22 +96,22 @@ class RemoteEngine:
         """Return the clients that can be asked now, in a fixed order."""
         return self.transport.members()
 
-    def ask(self, number: int, own_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
+    def ask(self, number: int, defence_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
         """Send the broadcast of a round; yield a reply or a fault for each client."""
-        ask, model, positions = self._make_ask(number, own_round), self._server.model, itertools.count()
+        ask, model, positions = self._make_ask(number, defence_round), self._server.model, itertools.count()
 
         def decode(member: Member, data: bytes) -> AnyReply:
-            reply, seconds = decode_answer(data, ask, self.codec, own_round, model, member, next(positions))
+            reply, seconds = decode_answer(data, ask, self.codec, defence_round, model, member, next(positions))
             self.traffic.seconds_work = max(self.traffic.seconds_work, seconds)
             return reply
 
         return self._send(protocol.write(ask), dict.fromkeys(members, b""), None, str(number), decode)
 
     def ask_masked(
-        self, number: int, own_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
+        self, number: int, defence_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
     ) -> tuple[bytes, Iterator[tuple[Member, bytes] | Fault]]:
-        """Send the broadcast of an attempt under secure aggregation; return its digest, and the masked uploads."""
-        ask = self._make_ask(number, own_round, terms)
+        """Send the broadcast of a secure-aggregation attempt; return its digest and the masked uploads."""
+        ask = self._make_ask(number, defence_round, terms)
         message = protocol.write(ask)
         digest = Digest.compute(message).combine()
 
@@ -131,7 +131,7 @@ class RemoteEngine:
         def decode(member: Member, data: bytes) -> tuple[Member, bytes]:
             found = protocol.read(data, Step, 1)
             if (found.session, found.step) != (step.session, step.step):
-                raise BadArgument("step", "it answers another step")
+                raise BadArgument("step", "it is a reply to another step")
             return member, found.body
 
         label = f"{self._server.round} {step.step}"
@@ -152,7 +152,7 @@ class RemoteEngine:
         timeout: float | None = None,
         digest: bytes | None = None,
     ) -> Iterator[R | Fault]:
-        """Exchange messages once: with tags if there are channels, otherwise signed if there is an identity."""
+        """Exchange messages once; they are tagged if there are channels, or else signed if there is an identity."""
         if channels is not None:
             digest = digest or Digest.compute(common).combine()
             extras = {member: tag_message(channels[member], digest, extra) for member, extra in extras.items()}
@@ -172,60 +172,60 @@ class RemoteEngine:
                 found = protocol.describe_refusal(member, error)
             yield found
 
-    def _make_ask(self, number: int, own_round: AnyRound, terms: SecureTerms | None = None) -> Ask:
-        packed = self.codec.encode_broadcast(own_round.broadcast)
+    def _make_ask(self, number: int, defence_round: AnyRound, terms: SecureTerms | None = None) -> Ask:
+        packed = self.codec.encode_broadcast(defence_round.broadcast)
         secure = terms.values() if terms else {}
         return Ask(self.session, number, Entropy().token(), *self._task, self._privacy, secure, *packed)
 
 
 def decode_answer(
-    data: bytes, ask: Ask, codec: AnyCodec, own_round: AnyRound, model: nn.Module, member: Member, position: int
+    data: bytes, ask: Ask, codec: AnyCodec, defence_round: AnyRound, model: nn.Module, member: Member, position: int
 ) -> tuple[AnyReply, float]:
     """Return a client's reply to this ask and its computing time in seconds; refuse an unusable update."""
     answer = protocol.read(data, protocol.Answer, protocol.max_tensors(model))
     protocol.check_exchange(answer, ask)
-    update = codec.decode_update(own_round.base, model, answer.values, answer.tensors, position)
+    update = codec.decode_update(defence_round.base, model, answer.values, answer.tensors, position)
     return Reply((member,), update, answer.records), answer.seconds
 
 
 class RemoteServer(Server, Generic[C]):
-    """A federation whose clients are on other machines; each answers with a `fedveil.federation.client.ClientSession`.
+    """A server whose clients run on other machines, each with a `fedveil.federation.client.ClientSession`.
 
-    Each round is one exchange of messages. It uses the valid replies that arrive in time, if there are at least
-    `min_answers`, weighted by the clients' |D_k|. Otherwise it is repeated with new noise.
-    docs/flower.md lists what happens after each kind of fault.
+    Each round is one exchange of messages. Valid replies that arrive in time are combined, weighted by |D_k|; if there
+    are fewer than `min_answers`, the round is repeated with new noise. docs/flower.md describes how each kind of fault
+    is handled.
 
     Args:
         connection: Flower's grid, or FLARE's `collab.clients`.
         model: the server's model; trained in place.
-        example: the inputs of at least two records, for the analysis of the model; values do not matter. They have the
-            form of the clients' inputs: a tensor, a tuple of forward's arguments or a dict of its keyword arguments.
+        example: the inputs of at least two records, used to analyse the model; their values do not matter. They have
+            the same form as the clients': a tensor, a tuple of forward's arguments or a dict of its keyword arguments.
         defence: as for `fedveil.Federation`. A defence with test entropy or a seed is refused.
         optimizer: as for `fedveil.Federation`.
         schedule: as for `fedveil.Federation`; an epoch is `rounds_per_epoch` rounds.
         schedule_every: as for `fedveil.Federation`.
         clip_norm: as for `fedveil.Federation`.
         loss: as for `fedveil.Federation`, but required, since the server does not see the clients' targets. A custom
-            function must be passed to the clients, too.
-        whole_shard: clients go through all their records in a round, so that few rounds are needed.
-        batch_size: number of records that a client uses at a time or, without `whole_shard`, in a round.
-        rounds_per_epoch: length of an epoch, for the schedule and for evaluation.
+            function must also be passed to the clients.
+        whole_shard: whether clients go through all their records in a round, so that fewer rounds are needed.
+        batch_size: number of records that a client processes at a time or, without `whole_shard`, in a round.
+        rounds_per_epoch: number of rounds in an epoch, for the schedule and for evaluation.
         participation: fraction of the clients that are asked in a round.
-        limits: bounds on each client, and how updates are combined: `fedveil.Limits`. With None all finite updates
-            count, and the noise is removed once, from their sum. Secure aggregation and privacy for records need None.
-        privacy: differential privacy: `fedveil.Privacy`. For records it needs a `rate`; with noise by clients, each
-            client enforces its own limits and keeps a ledger (docs/defences/privacy.md).
+        limits: bounds on each client and the aggregation rule: `fedveil.Limits`. With None, all finite updates count,
+            and the noise is removed once, from their sum. Secure aggregation and privacy for records require None.
+        privacy: settings for differential privacy: `fedveil.Privacy`. Privacy for records requires a `rate`; if clients
+            add the noise, each of them enforces its own limits and keeps a ledger (docs/defences/privacy.md).
         min_answers: the minimum number of valid replies in a round.
         wait_for: the minimum number of clients before the first round; by default `min_answers`.
-        timeout: seconds for an exchange; its messages expire after that.
+        timeout: timeout of an exchange in seconds, after which its messages expire.
         patience: seconds to wait for clients in a round before giving up.
         attempts: maximum number of attempts at a round before giving up.
         pause: seconds between attempts.
-        secure_aggregation: a roster, or True for the file that FEDVEIL_ROSTER names. The server then sees only sums of
-            updates; clients need an identity, a roster and a policy (docs/secure-aggregation.md). It cannot be combined
-            with limits.
-        identity: the server's signing key: every message is signed, and clients whose policy names its public key
-            answer no other server. By default the file that FEDVEIL_IDENTITY names. Secure aggregation needs one.
+        secure_aggregation: a roster, or True to read it from the file in FEDVEIL_ROSTER. The server then sees only sums
+            of updates; clients need an identity, a roster and a policy (docs/secure-aggregation.md). It cannot be
+            combined with limits.
+        identity: the server's signing key, by default read from the file in FEDVEIL_IDENTITY. Every message is signed,
+            and clients whose policy contains the public key answer no other server. Required for secure aggregation.
         seed: seed for the order of clients' records and for the choice of clients.
     """
 
@@ -269,12 +269,12 @@ class RemoteServer(Server, Generic[C]):
         policy = RoundPolicy(participation, min_answers, wait_for, timeout, patience, attempts, pause)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         if self.defence.repeatable:
-            what = f"{self.defence.name} draws from a test seed, but this server talks to a network"
-            raise BadArgument(where, what, "leave entropy= and seed= out of the defence")
+            what = f"{self.defence.name} draws from a test seed, but this server communicates over a network"
+            raise BadArgument(where, what, "create the defence without entropy= and seed=")
         self._epoch = check_count(where, "rounds_per_epoch", rounds_per_epoch)
         example = move_inputs(example, self.device)
         self.defence_server = self.defence.server(model, example, self.loss)
-        own, roster = server_files()
+        own, roster = load_server_files()
         identity = identity or own
         transport = self._connect(connection)
         engine = RemoteEngine(transport, self, identity, whole_shard, check_count(where, "batch_size", batch_size))
@@ -290,16 +290,16 @@ class RemoteServer(Server, Generic[C]):
             client = self.defence.client(model, example, self.loss)
             self._start_secure(client, example, known, engine.session)
         if self.defence_server.plan is not None:
-            LOG.info("of the model's values, %s", shares_in_words(self.defence_server.plan))
+            LOG.info("of the model's values, %s", describe_shares(self.defence_server.plan))
 
     @staticmethod
     def _add_privacy(defence: str | AnyDefence, privacy: Privacy, secure: bool) -> AnyDefence:
-        """Return a defence with differential privacy on top; refuse settings that need more than a server knows."""
+        """Add differential privacy to a defence; refuse settings that require information the server does not have."""
         if privacy.unit == "record" and privacy.rate is None:
             what = "the sampling rate is missing, and the server does not know how many records clients have"
             raise BadArgument("privacy", what, "pass a rate: fedveil.Privacy(rate=0.05, ...)")
         if privacy.noise_by == "clients" and not secure:
-            what = "noise by clients needs secure aggregation: a single update has only one share of the noise"
+            what = "noise_by='clients' requires secure aggregation: a single update has only one share of the noise"
             raise BadArgument("privacy", what, 'set secure_aggregation=True, or noise_by="server"')
         return add_privacy(defence, privacy, 1.0)
 
@@ -309,5 +309,5 @@ class RemoteServer(Server, Generic[C]):
 
     @property
     def rounds_per_epoch(self) -> int:
-        """The number of rounds per epoch, as given: the server does not know how many records clients have."""
+        """The number of rounds per epoch, as passed to the constructor."""
         return self._epoch

@@ -1,4 +1,4 @@
-"""Rounds: how often they are attempted, and how replies are combined without secure aggregation."""
+"""The settings of rounds, and rounds without secure aggregation."""
 
 import dataclasses
 import time
@@ -17,8 +17,8 @@ from fedveil.federation.protocol import AnyReply, Engine, Fault, FaultLog, Membe
 from fedveil.scheme.result import Aggregate
 
 Observer = Callable[[Any, Sequence[Any]], object]  # type: ignore[explicit-any]
-"""Called with the broadcast of a round and the updates that answer it (one update if clients are fused)."""
-FUSED = "the pass that all clients share"
+"""Called with the broadcast of a round and the clients' updates (one update if clients are fused)."""
+FUSED = "the pass shared by all clients"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RoundPolicy:
         participation: fraction of the clients that are asked in a round.
         min_answers: the minimum number of valid replies in a round.
         wait_for: the minimum number of clients before the first round; by default `min_answers`.
-        timeout: seconds for an exchange of messages.
+        timeout: timeout of an exchange of messages in seconds.
         patience: seconds to wait for clients in a round before giving up.
         attempts: maximum number of attempts at a round before giving up.
         pause: seconds between attempts.
@@ -54,14 +54,14 @@ class RoundPolicy:
 
 
 class RoundKind(Protocol):
-    """The interface of a kind of round: with or without secure aggregation.
+    """The interface of rounds with and without secure aggregation.
 
     Attributes:
-        least: the minimum number of clients.
+        min_clients: the minimum number of clients.
         answered: time at which the last reply of an attempt arrived.
     """
 
-    least: int
+    min_clients: int
     answered: float
 
     def select(self, number: int, members: list[Member]) -> list[Member]:
@@ -69,9 +69,14 @@ class RoundKind(Protocol):
         return members
 
     def collect(
-        self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog, observer: Observer | None
+        self,
+        number: int,
+        defence_round: AnyRound,
+        members: Sequence[Member],
+        faults: FaultLog,
+        observer: Observer | None,
     ) -> Aggregate | None:
-        """Ask clients once; return the result of their replies, or None if there are too few."""
+        """Ask clients once and aggregate their replies; return None if there are too few."""
 
     def close(self) -> None:
         """End the run; by default, do nothing."""
@@ -79,12 +84,12 @@ class RoundKind(Protocol):
 
 
 class ClearRound(RoundKind):
-    """A round in which the server sees each update.
+    """Rounds in which the server sees each update.
 
     Args:
         engine: sends messages to the clients.
         model: the server's model.
-        history: the rounds so far.
+        history: the history of the run.
         limits: bounds on each client.
         min_answers: the minimum number of valid replies.
     """
@@ -94,15 +99,20 @@ class ClearRound(RoundKind):
     ) -> None:
         self.engine, self._model, self._history, self._limits = engine, model, history, limits
         self.min_answers, self.answered = min_answers, 0.0
-        self.least = limits.needed() if limits else 1
+        self.min_clients = limits.needed() if limits else 1
 
     def collect(
-        self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog, observer: Observer | None
+        self,
+        number: int,
+        defence_round: AnyRound,
+        members: Sequence[Member],
+        faults: FaultLog,
+        observer: Observer | None,
     ) -> Aggregate | None:
-        """Ask clients once; return the result of their replies, or None if there are too few."""
+        """Ask clients once and aggregate their replies; return None if there are too few."""
         left_out = len(faults.wrong_members.difference(members)) if faults.faults else 0
         replies: list[AnyReply] = []
-        for found in self.engine.ask(number, own_round, members):
+        for found in self.engine.ask(number, defence_round, members):
             if isinstance(found, Fault):
                 faults.add(found)
             else:
@@ -113,25 +123,25 @@ class ClearRound(RoundKind):
         if len(replies) < len(members) or self.engine.traffic:
             replies.sort(key=lambda reply: members.index(reply.members[0]))  # sums must not depend on arrival order
         if observer:
-            observer(own_round.broadcast, [reply.update for reply in replies])
+            observer(defence_round.broadcast, [reply.update for reply in replies])
         limits, past = self._limits, self._history.records
         if limits is not None:
-            result, refused = aggregate(own_round, replies, self._model, limits, past, left_out, self.min_answers)
+            result, refused = aggregate(defence_round, replies, self._model, limits, past, left_out, self.min_answers)
             for member, error in refused.items():
                 faults.add(describe_refusal(member, error))
             replies = [reply for reply in replies if reply.members[0] not in refused]
         else:
-            result = _recover(own_round, replies)
+            result = _recover(defence_round, replies)
         if result is None or self.engine.traffic is None:
             return result
         counts = {"answers": len(replies), "records": sum(reply.records for reply in replies)}
         return dataclasses.replace(result, figures={**result.figures, **counts})
 
 
-def _recover(own_round: AnyRound, replies: Sequence[AnyReply]) -> Aggregate:
-    """Recover the weighted mean; errors name the client, where the defence knows only its position."""
+def _recover(defence_round: AnyRound, replies: Sequence[AnyReply]) -> Aggregate:
+    """Recover the weighted mean; in errors, replace the position of a client with its name."""
     try:
-        return own_round.recover([reply.update for reply in replies], [float(reply.records) for reply in replies])
+        return defence_round.recover([reply.update for reply in replies], [float(reply.records) for reply in replies])
     except NonFiniteUpdate as error:
         known = {f"client {position}": f"client {reply.members[0]}" for position, reply in enumerate(replies)}
         who = FUSED if len(replies[0].members) > 1 else known.get(error.where, error.where)

@@ -1,4 +1,4 @@
-"""A round under secure aggregation: greet, upload, settle, reveal. The server sees only the sum."""
+"""Rounds with secure aggregation: greet, upload, settle, reveal. The server sees only the sum."""
 
 import hmac
 import json
@@ -21,7 +21,7 @@ from fedveil.federation.sums import Sums, Words
 from fedveil.scheme.result import Aggregate
 from fedveil.secagg import Aborted, Conduct, Hello, Opening, Roster, Tally
 from fedveil.secagg.identity import SIGNATURE, channel_key, tag_message
-from fedveil.secagg.masks import proper_key
+from fedveil.secagg.masks import is_valid_key
 from fedveil.secagg.policy import Policy
 
 RENEWAL = Policy.key_rounds  # number of attempts after which clients replace their keys by default
@@ -32,7 +32,7 @@ Messages = tuple[bytes, Mapping[str, bytes]]  # bytes for all clients, and addit
 
 @dataclass(frozen=True)
 class Greeting:
-    """A client's key, the key for the tags on messages to it, and the number of attempts that have used it."""
+    """A client's hello, the key for tags on messages to the client, and the number of attempts that have used it."""
 
     hello: Hello
     channel: bytes
@@ -44,7 +44,7 @@ class Greeting:
 
 @dataclass
 class _Attempt:
-    """One attempt at a sum: who takes part, under which name, and whether clients have begun to reveal."""
+    """An attempt at a sum: its members by name, its opening and tally, and whether the reveal has begun."""
 
     names: Mapping[str, Member]
     opening: Opening
@@ -53,32 +53,32 @@ class _Attempt:
 
 
 class SecureRound:
-    """Runs rounds under secure aggregation. Stores the clients' keys and conduct, and the format of sums.
+    """Runs rounds with secure aggregation, and stores the clients' keys and conduct and the format of sums.
 
     A round takes three exchanges, and one more whenever a client drops out between them. If it fails before the reveal,
-    it is repeated with new noise and new masks. Once clients have been asked to reveal, it is never repeated: its sum
-    is lost, and the model stays unchanged. A client that is proven to have lied is excluded for the rest of the run and
-    named in the record.
+    it is repeated with new noise and new masks. Once clients have been asked to reveal, a failed round is not
+    repeated: its sum is lost, and the model stays unchanged. A client that is proven to have lied is excluded for the
+    rest of the run and listed in the record.
 
     Args:
         engine: sends messages to the clients.
         sums: encodes and decodes sums.
         roster: the members that may take part.
-        session: name of the run.
+        session: identifier of the run.
         min_answers: the minimum number of updates in a sum.
     """
 
     def __init__(self, engine: Engine, sums: Sums, roster: Roster, session: str, min_answers: int) -> None:
         self.engine, self.sums, self._roster, self._session = engine, sums, roster, session
         self.min_answers, self.answered = min_answers, 0.0
-        self.least = max(min_answers, secagg.LEAST)
+        self.min_clients = max(min_answers, secagg.MIN_MEMBERS)
         self.conduct = Conduct()
-        self._greetings: dict[Member, Greeting] = {}  # including clients that are absent now
+        self._greetings: dict[Member, Greeting] = {}  # including clients that are currently absent
         self._doubtful: set[Member] = set()  # clients that may have lost their key
-        self._conflicting: set[Member] = set()  # clients in disputes in this round; left out if there are enough others
+        self._conflicting: set[Member] = set()  # clients in disputes in this round, left out if there are enough others
         self._round = -1
         self._impostors: dict[Member, str] = {}  # clients without a valid hello, with the reason
-        self._noted: set[str] = set()  # excluded clients that a record already names
+        self._reported: set[str] = set()  # excluded clients that are already listed in a record
         self._attempt = 0
         self._key = X25519PrivateKey.generate()
 
@@ -92,14 +92,19 @@ class SecureRound:
         if number != self._round:
             self._round, self._conflicting = number, set()
         members = [member for member in members if not self._is_excluded(member)]
-        calm = [member for member in members if member not in self._conflicting]
-        return calm if len(calm) >= secagg.LEAST else members
+        undisputed = [member for member in members if member not in self._conflicting]
+        return undisputed if len(undisputed) >= secagg.MIN_MEMBERS else members
 
     def collect(
-        self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog, observer: Observer | None
+        self,
+        number: int,
+        defence_round: AnyRound,
+        members: Sequence[Member],
+        faults: FaultLog,
+        observer: Observer | None,
     ) -> Aggregate | None:
         """Try once to open a sum; return None if the round may be repeated. `observer` is not called."""
-        attempt = self._start(number, own_round, members, faults)
+        attempt = self._start(number, defence_round, members, faults)
         if attempt is None:
             return None
         why, total = "", None
@@ -112,9 +117,9 @@ class SecureRound:
                 return None
             why = error.what
         self.answered = time.perf_counter()
-        result = self._decode(own_round, total, attempt.opening, why)
-        new = {name: why for name, why in self.excluded.items() if name not in self._noted}
-        self._noted.update(new)
+        result = self._decode(defence_round, total, attempt.opening, why)
+        new = {name: why for name, why in self.excluded.items() if name not in self._reported}
+        self._reported.update(new)
         notes = {**result.notes, **({"excluded": new} if new else {})}
         answers = {} if self.engine.traffic is None else {"answers": len(attempt.tally.survivors)}
         return replace(result, figures={**result.figures, **answers}, notes=notes)
@@ -126,11 +131,13 @@ class SecureRound:
             end = Step.make(self._session, "end", b"")
             list(self.engine.take_step(end, dict.fromkeys(members, b""), self._channels(members), FAREWELL))
 
-    def _start(self, number: int, own_round: AnyRound, members: Sequence[Member], faults: FaultLog) -> _Attempt | None:
+    def _start(
+        self, number: int, defence_round: AnyRound, members: Sequence[Member], faults: FaultLog
+    ) -> _Attempt | None:
         """Ask clients for their masked updates; return None if there are too few clients."""
         present = self._greet(members, faults)
         names = {self._greetings[member].hello.name: member for member in present}
-        needed = max(self.min_answers, secagg.threshold(max(len(names), secagg.LEAST)))
+        needed = max(self.min_answers, secagg.threshold(max(len(names), secagg.MIN_MEMBERS)))
         if len(names) < needed:
             text = f"{len(names)} clients are present, but secure aggregation needs at least {needed}"
             faults.add(Fault(SERVER, FaultKind.TOO_FEW, text))
@@ -140,10 +147,10 @@ class SecureRound:
             known = self._greetings[member]
             self._greetings[member] = replace(known, uses=known.uses + 1)
         hellos = tuple(self._greetings[names[name]].hello for name in sorted(names))
-        layout = self.sums.layout(own_round, len(hellos))
+        layout = self.sums.layout(defence_round, len(hellos))
         opening = Opening(self._session, number, self._attempt, hellos, *layout)
         terms = SecureTerms(opening, self.sums.clip)
-        digest, uploads = self.engine.ask_masked(number, own_round, present, terms, self._channels(present))
+        digest, uploads = self.engine.ask_masked(number, defence_round, present, terms, self._channels(present))
         attempt = _Attempt(names, opening, Tally(opening, digest, self._roster, self.conduct))
         for member, upload in self._receive(uploads, faults):
             self._take(member, partial(attempt.tally.take_upload, self._name(member), upload), faults)
@@ -163,28 +170,28 @@ class SecureRound:
     def _check_noise(self, attempt: _Attempt) -> None:
         """Abort if so many clients have dropped out that the others would refuse to open the sum."""
         asked, left = len(attempt.opening.roster), len(attempt.tally.survivors)
-        if left < (least := self.sums.least_members(asked)):
-            what = f"{left} of {asked} clients are left: at least {least} are needed for enough noise"
+        if left < (least := self.sums.min_members(asked)):
+            what = f"{left} of {asked} clients remain: at least {least} are needed for enough noise"
             raise Aborted("few", "settle", what, "allow more clients to drop out: fedveil.Privacy(vanishing=...)")
 
     def _take_step(
         self, attempt: _Attempt, step: str, messages: Messages, take: Callable[[str, bytes], None], faults: FaultLog
     ) -> None:
-        """Send a step to the clients named in `messages`; clients without a valid reply have dropped out."""
+        """Send a step to the clients in `messages`; clients without a valid reply count as dropped out."""
         common, own = messages
         wanted = {attempt.names[name]: extra for name, extra in own.items()}
         message = Step.make(self._session, step, common)
         for member, body in self._receive(self.engine.take_step(message, wanted, self._channels(wanted)), faults):
             self._take(member, partial(take, self._name(member), body), faults)
 
-    def _decode(self, own_round: AnyRound, total: Words | None, opening: Opening, why: str) -> Aggregate:
+    def _decode(self, defence_round: AnyRound, total: Words | None, opening: Opening, why: str) -> Aggregate:
         """Return the result of a sum, or an empty result if there is no sum or it cannot be used."""
         if total is not None:
             try:
-                return self.sums.aggregate(own_round, total, opening)
+                return self.sums.aggregate(defence_round, total, opening)
             except (Aborted, UpdateRefused) as error:
                 why = error.what
-        own_round.count_lost()
+        defence_round.count_lost()
         return Aggregate({}, {}, 0.0, notes={"skipped": why})
 
     def _greet(self, members: Sequence[Member], faults: FaultLog) -> list[Member]:
@@ -203,7 +210,7 @@ class SecureRound:
         return [m for m in fresh if self._greetings[m].uses < RENEWAL and not self._is_excluded(m)]
 
     def _check_hello(self, member: Member, body: bytes, challenge: bytes) -> Hello:
-        """Return a client's hello; refuse one that it did not sign. A client may reconnect as another member."""
+        """Verify a client's hello and return it. A client may reconnect as another member."""
         try:
             values = json.loads(body)
             hello, shown = Hello.from_values(values), bytes.fromhex(str(values.get("proof")))
@@ -219,7 +226,7 @@ class SecureRound:
             if len(signature) != SIGNATURE or not self._roster.verifies(hello.name, signature, covered):
                 self._impostors[member] = f"its hello is not signed by {hello.name}"
                 raise BadArgument("hello", self._impostors[member])
-        if not proper_key(hello.key):
+        if not is_valid_key(hello.key):
             self.conduct.exclude(hello.name, "its key is of small order")
             raise BadArgument("hello", f"the key of {hello.name} is of small order")
         tag = tag_message(channel_key(self._key, hello.key, self._session), proof)
@@ -243,7 +250,7 @@ class SecureRound:
     def _receive(
         self, replies: Iterable[tuple[Member, bytes] | Fault], faults: FaultLog
     ) -> Iterator[tuple[Member, bytes]]:
-        """Yield replies and record faults; clients with faults are greeted again: they may have lost their keys."""
+        """Yield replies and record faults; clients with faults may have lost their keys and are greeted again."""
         for found in replies:
             if isinstance(found, Fault):
                 faults.add(found)
@@ -252,7 +259,7 @@ class SecureRound:
                 yield found
 
     def _take(self, member: Member, take: Callable[[], Found], faults: FaultLog) -> Found | None:
-        """Return the result of `take`; if it refuses the reply, record a fault and return None."""
+        """Return the result of `take`; if it raises, record a fault and return None."""
         try:
             return take()
         except Exception as error:  # nothing that a client sends may end the run

@@ -1,4 +1,4 @@
-"""The server: one loop for all engines. Choose clients, ask them, aggregate, step, record, save."""
+"""The server's training loop, which is the same for all engines."""
 
 import contextlib
 import dataclasses
@@ -45,31 +45,31 @@ if TYPE_CHECKING:
 
 SCALE = "scale inputs and targets, or change the loss or the model: the learning rate has had no effect yet"
 NOT_RESTORED = "the model in memory has the values after the step"
-RESTORED = "the model in memory has the values before the step, the last finite ones"
+RESTORED = "the model in memory has the values before the step, which were finite"
 MAX_SHOWN = 5  # maximum number of faults in an error message
-POLL = 0.5  # seconds between two checks for missing clients
+POLL = 0.5  # seconds between checks for missing clients
 
 
-class OneThread:
-    """A lock that raises in a second thread. The first may re-enter it, as callbacks do. A copy is not locked."""
+class SingleThreadLock:
+    """A reentrant lock that raises if another thread holds it. Copies are not locked."""
 
     def __init__(self, where: str) -> None:
         self._where, self._lock = where, threading.RLock()
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            fix = "wait until it is done, or create a federation with its own model for each thread"
+            fix = "wait until it has finished, or create a separate federation and model for each thread"
             raise FedveilError(self._where, "another thread is using it", fix)
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
 
-    def __reduce__(self) -> tuple[type["OneThread"], tuple[str]]:
-        return OneThread, (self._where,)
+    def __reduce__(self) -> tuple[type["SingleThreadLock"], tuple[str]]:
+        return SingleThreadLock, (self._where,)
 
 
 class Server(StoredServer):
-    """A model, its optimizer and a defence. Subclasses provide the engine and the kind of round."""
+    """A server that trains a model. Subclasses provide the engine and the kind of round."""
 
     engine: Engine
     rounds: RoundKind
@@ -94,17 +94,17 @@ class Server(StoredServer):
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
         if not isinstance(defence, str) and (isinstance(defence, type) or not isinstance(defence, Defence)):
-            fix = 'use "plain" for none, "veil", or an object such as fedveil.defences.Veil()'
+            fix = 'use "plain" for no defence, "veil", or an object such as fedveil.defences.Veil()'
             raise BadArgument(where, f"defence is {defence!r}", fix)
         self.defence = build(defence) if isinstance(defence, str) else defence
         self.limits = limits_for(self.defence, limits)
         self.loss = find_loss(loss)
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        self._changing = select_floats({**trained, **self._buffers})  # tensors that a step changes
+        self._changing = select_floats({**trained, **self._buffers})  # the tensors that a step changes
         if (name := find_non_finite(select_floats({**self._parameters, **self._buffers}))) is not None:
             fix = "use finite values; a mask of -inf can be a bool tensor, or be created in forward"
-            raise BadArgument(where, f"the model's {name} holds NaN or infinity", fix)
+            raise BadArgument(where, f"the model's {name} contains NaN or infinity", fix)
         self.optimizer = make_optimizer(optimizer, self._parameters)
         self.schedule = make_schedule(schedule, self.optimizer)
         self.schedule_every = check_choice(where, "schedule_every", schedule_every, ("epoch", "round"))
@@ -112,9 +112,9 @@ class Server(StoredServer):
         policy.check(where)
         self.policy, self.seed, self._started = policy, seed, False
         self.round, self.best, self.history, self.changed, self.stopped = 0, None, History(), [], None
-        self._alone = OneThread(where)
+        self._alone = SingleThreadLock(where)
         self._run, self._behind = secrets.token_bytes(16), False
-        self._undoable = False  # whether an interrupted round is undone
+        self._undoable = False  # whether interrupted rounds are undone
         self._before = self._saved = None
 
     def __repr__(self) -> str:
@@ -125,7 +125,7 @@ class Server(StoredServer):
     @property
     @abstractmethod
     def rounds_per_epoch(self) -> int:
-        """The number of rounds that the largest client needs to see each of its records once."""
+        """The number of rounds in which the largest client uses each of its records once."""
 
     def _start_secure(
         self, client: AnyClient, example: Inputs, roster: "Roster", session: str, records: int | None = None
@@ -139,7 +139,7 @@ class Server(StoredServer):
         self.rounds = SecureRound(self.engine, sums, roster, session, self.policy.min_answers)
 
     def close(self) -> None:
-        """Release the connection after the last round; under secure aggregation clients forget the run's keys."""
+        """Release the connection after the last round; with secure aggregation, clients forget the run's keys."""
         try:
             self.rounds.close()
         finally:
@@ -163,19 +163,19 @@ class Server(StoredServer):
             raise self._divergence(f"{error.where}: {error.what}", LOWER if self.round else SCALE) from error
 
     def exchange(self, on_exchange: Observer | None = None) -> Aggregate:
-        """Broadcast, collect and aggregate, without a step; repeat with new noise while too few replies are valid."""
+        """Broadcast, collect and aggregate, without a step; repeat with new noise if too few replies are valid."""
         policy, faults = self.policy, FaultLog(self.round)
         deadline = time.monotonic() + policy.patience
         self.engine.start_round()
         for attempt in range(1, policy.attempts + 1):
             members = self._choose_members(faults, deadline)
             began, reuse = time.perf_counter(), False
-            own_round = self.defence_server.start_round(self.model, members if self.engine.stable else None)
+            defence_round = self.defence_server.start_round(self.model, members if self.engine.stable else None)
             try:
-                result = self.rounds.collect(self.round, own_round, members, faults, on_exchange)
+                result = self.rounds.collect(self.round, defence_round, members, faults, on_exchange)
                 reuse = on_exchange is None and self.engine.keeps_nothing
             finally:
-                own_round.release(reuse=reuse)  # no secret is left, however the attempt ends
+                defence_round.release(reuse=reuse)  # no secret is left, however the attempt ends
             if result is not None:
                 return self._describe(result, len(members), faults, attempt, began)
             if attempt < policy.attempts:
@@ -197,11 +197,11 @@ class Server(StoredServer):
         return dataclasses.replace(result, figures=figures, notes=notes)
 
     def _choose_members(self, faults: FaultLog, deadline: float) -> list[Member]:
-        """Wait for enough clients; return those to ask, leaving out senders of wrong replies if others suffice."""
+        """Wait for enough clients and choose among them, without those that sent wrong replies if possible."""
         policy = self.policy
         needed = policy.min_answers
         if not self._started:
-            needed = max(policy.wait_for or 1, needed, self.rounds.least)
+            needed = max(policy.wait_for or 1, needed, self.rounds.min_clients)
         while len(members := self.engine.members()) < needed:
             if time.monotonic() >= deadline:
                 what = f"only {len(members)} of {needed} clients are present after {policy.patience:g} s"
@@ -222,19 +222,19 @@ class Server(StoredServer):
         if diverged and {fault.member for fault in diverged}.issuperset(members):
             who = "all clients" if len(members) > 1 else f"client {members[0]}"
             return NonFiniteUpdate(who, diverged[-1].text)
-        needed = max(self.policy.min_answers, self.rounds.least)
-        rule = f" ({self.limits.aggregator} needs them)" if self.limits and self.rounds.least > 1 else ""
+        needed = max(self.policy.min_answers, self.rounds.min_clients)
+        rule = f" (required by {self.limits.aggregator})" if self.limits and self.rounds.min_clients > 1 else ""
         missing = f"fewer than {needed} valid replies{rule}" if needed > 1 else "no valid reply"
         what = f"{missing} after {self.policy.attempts} attempt{'s' if self.policy.attempts > 1 else ''}"
         return self._too_few(what, faults)
 
     def _too_few(self, what: str, faults: FaultLog) -> TooFewAnswers:
         shown = "; ".join(map(str, faults.faults[-MAX_SHOWN:]))
-        fix = "look at the clients' logs; a new run resumes from the checkpoint"
+        fix = "check the clients' logs, then resume from the checkpoint"
         return TooFewAnswers(f"round {self.round}", f"{what}: {shown}" if shown else what, fix)
 
     def _advance(self, result: Aggregate) -> None:
-        """Step the optimizer, the round and the schedule."""
+        """Step the optimizer and the schedule, and increment the round."""
         self._apply(result)
         self.round += 1
         due = self.schedule_every == "round" or self.round % self.rounds_per_epoch == 0
@@ -242,7 +242,7 @@ class Server(StoredServer):
             self.schedule.step()
 
     def _apply(self, result: Aggregate) -> None:
-        """Step the optimizer, and replace the buffers; refuse a step after which the model is not finite."""
+        """Step the optimizer and replace the buffers; raise if the model is no longer finite."""
         aftermath = NOT_RESTORED if self._before is None else RESTORED
         for name, parameter in self._parameters.items():
             parameter.grad = result.gradients.get(name)
@@ -260,7 +260,7 @@ class Server(StoredServer):
         if infinite is None and self._undoable:
             infinite = find_non_finite_state(self.optimizer.state_dict())
         if infinite is not None:
-            raise self._divergence(f"after the step {infinite} holds NaN or infinity; {aftermath}", LOWER)
+            raise self._divergence(f"after the step, {infinite} contains NaN or infinity; {aftermath}", LOWER)
 
     def fit(
         self,
@@ -280,23 +280,23 @@ class Server(StoredServer):
         There are no local epochs: clients compute gradients of a perturbed model, which only the server can update.
 
         Args:
-            epochs: how often the largest client goes through its records; by default once or, with a guarantee for
-                records, for the rounds that its noise was chosen for.
-            test: held-out records, in any form that clients' records may have; evaluated after each epoch.
+            epochs: number of times that the largest client goes through its records, by default 1. With privacy for
+                records, the default is to train for the number of rounds that the noise was chosen for.
+            test: held-out records in any form that is accepted for clients; the model is evaluated after each epoch.
             rounds: number of rounds, instead of epochs.
-            evaluate_every: number of rounds between evaluations, instead of an epoch.
+            evaluate_every: number of rounds between evaluations; by default, one epoch.
             folder: where to save checkpoints and, at the end, the last and the best model (`fedveil.load_model`). A
-                checkpoint is written after each evaluation (without test data at the same interval), at least once a
-                minute, and at the end. After an exception or an interrupt it holds the last complete round; an
-                incomplete round is undone, in memory too.
-            resume: continue the run in the folder, if there is one. Without it such a folder is refused.
-            checkpoint_every: rounds between additional checkpoints. A durable defence saves after every round, for
-                privacy accounting.
+                checkpoint is written after each evaluation (without test data, at the same interval), at least once a
+                minute, and at the end. After an exception or an interrupt, it contains the last complete round; an
+                incomplete round is undone, including in memory.
+            resume: whether to continue the run in the folder, if there is one. If not, a folder with a run is refused.
+            checkpoint_every: number of rounds between additional checkpoints. A durable defence saves after every
+                round, for privacy accounting.
             patience: stop after this number of evaluations without improvement.
-            on_round: a function that is called with each round's record, or a list of such functions.
+            on_round: a function that is called with each round's record, or a list of functions.
 
         Returns:
-            One record per round, with metrics where the model was evaluated.
+            The history: one record per round, with metrics if the model was evaluated.
         """
         home, callbacks = None if folder is None else Path(folder), list_callbacks(on_round)
         for name, count in (("epochs", epochs), ("rounds", rounds)):
@@ -309,7 +309,7 @@ class Server(StoredServer):
         held_out = None if test is None else self._read_test(test)
         check_monitor(self.schedule, held_out, patience)
         if resume and home is None:
-            raise BadArgument("fit", "resume=True needs the folder of the run", "pass folder=, too")
+            raise BadArgument("fit", "resume=True needs the folder of the run", "pass folder= as well")
         last = rounds if rounds is not None else (1 if epochs is None else epochs) * self.rounds_per_epoch
         self._warn_if_done(last, rounds is None)
         every = evaluate_every or self.rounds_per_epoch
@@ -334,7 +334,7 @@ class Server(StoredServer):
     def _train(self, plan: FitPlan) -> None:
         """Complete an evaluation that was interrupted, then train up to the plan's last round."""
         records = self.history.records
-        started = time.perf_counter() - (records[-1].seconds if records else 0.0)  # a resumed run continues its clock
+        started = time.perf_counter() - (records[-1].seconds if records else 0.0)  # a resumed run's clock continues
         if plan.test is not None and records and records[-1].evaluated is False:
             self._complete(plan, started)
         while self.round < plan.last and not has_stalled(self.history, plan.patience) and self._has_budget():
@@ -344,33 +344,33 @@ class Server(StoredServer):
                 self._before = Snapshot(self)
             self._advance(result)
             epoch, seconds = self.round / self.rounds_per_epoch, time.perf_counter() - started
-            evaluated = False if plan.test is not None and plan.ends_interval(self.round) else None  # False: due
+            evaluated = False if plan.test is not None and plan.ends_interval(self.round) else None  # False means due
             record = RoundRecord(self.round, epoch, result.error, rate, seconds, evaluated)
             records.append(dataclasses.replace(record, figures=result.figures, notes=result.notes))
             self._complete(plan, started)
 
     def _complete(self, plan: FitPlan, started: float) -> None:
-        """Evaluate the last round and write a checkpoint, if they are due, and call the callbacks."""
+        """Evaluate the model and write a checkpoint if they are due, then call the callbacks."""
         records = self.history.records
         if plan.test is not None and records[-1].evaluated is False:
             records[-1] = self._evaluate(plan.test, records[-1], started)
         self._before = None
         if plan.folder is not None and (plan.saves(self.round) or has_stalled(self.history, plan.patience)):
-            self.save(plan.folder)  # before the callbacks: the round counts, whatever they do
+            self.save(plan.folder)  # before the callbacks, so that the round counts whatever they do
             plan.saved = time.monotonic()
         for call in plan.callbacks:
             call(records[-1])
 
     def _read_test(self, test: UserRecords) -> Source:
-        """Return test data, checked against the model and the loss."""
+        """Check test data against the model and the loss; return them as a source."""
         return read_held_out(test, self.model, self.loss, self.dtype)
 
     def _warn_if_done(self, last: int, in_epochs: bool) -> None:
-        """Warn if a second call to fit trains nothing: it counts from the start, not from the last call."""
+        """Warn if a call to `fit` trains nothing because it counts from the start of the run."""
         if 0 < last <= self.round:
             unit, more = ("epochs", self.round // self.rounds_per_epoch) if in_epochs else ("rounds", self.round)
-            what = f"{unit} count from the start, and round {self.round} is done already"
-            LOG.warning("fedveil: fit trains nothing: %s; fit(%s=%d) trains more", what, unit, more + 1)
+            what = f"{unit} are counted from the start of the run, and round {self.round} is already complete"
+            LOG.warning("fedveil: fit trains nothing: %s; use fit(%s=%d) to continue training", what, unit, more + 1)
 
     def _evaluate(self, test: Source, record: RoundRecord, started: float) -> RoundRecord:
         """Return the record with the metrics on the test data; update the best model and a plateau schedule."""
@@ -381,7 +381,7 @@ class Server(StoredServer):
         if math.isnan(value):
             raise self._divergence(f"{name} is NaN, although the test data are finite", LOWER)
         if self._undoable:
-            self._before = Snapshot(self)  # the round is complete, its evaluation is not
+            self._before = Snapshot(self)  # the round is complete, but its evaluation is not
         if better(name, value, self.best[0] if self.best else None):
             self.best = value, {key: tensor.detach().clone() for key, tensor in self.model.state_dict().items()}
         if isinstance(self.schedule, ReduceLROnPlateau):

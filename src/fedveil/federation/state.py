@@ -1,4 +1,4 @@
-"""The state of a server: restored in memory if a round is interrupted, and saved to disk as checkpoints."""
+"""The state of a server: snapshots in memory to undo interrupted rounds, and checkpoints on disk."""
 
 import hashlib
 import json
@@ -36,9 +36,9 @@ Folder = str | os.PathLike[str]
 Setting = Mapping[str, object]  # values, keyed by their names in messages
 OPTIMIZER, RECORDS = "optimizer", "records"
 SPENT = "one more round would exceed the epsilon budget"
-LOWER = "lower the learning rate; earlier checkpoints are still there"
+LOWER = "lower the learning rate; earlier checkpoints are still available"
 CHUNK = 2**20  # number of values hashed at a time
-CHECKSUM = 8  # bytes: enough to notice a change
+CHECKSUM = 8  # bytes: enough to detect a change
 T = TypeVar("T")
 
 
@@ -52,12 +52,12 @@ class CheckpointState(TypedDict):
     defence: State
     best: tuple[float, dict[str, Tensor]] | None
     setting: dict[str, object]
-    records: str  # JSON: torch pickles a long list slowly
+    records: str  # JSON, because torch is slow to pickle long lists
     private: NotRequired[list[int]]  # clients in this process that have a private state
 
 
 def find_non_finite_state(optimizer: StateDict) -> str | None:
-    """Return the first tensor of an optimizer's state_dict that contains NaN or infinity; None if all are finite."""
+    """Return the name of the first tensor in an optimizer's state_dict that is not finite, or None if all are."""
     named: dict[str, object] = {}
     for index, state in optimizer["state"].items():
         named |= {f"the optimizer's {key} of parameter {index}": value for key, value in state.items()}
@@ -76,7 +76,7 @@ def _copy_state(state: T) -> T:
 class Snapshot:
     """A copy of a server's parameters, buffers, optimizer, schedule, round and records.
 
-    The defence's state is not restored: a round whose noise was drawn counts for privacy even if it is undone.
+    The defence's state is not included: a round whose noise was drawn counts for privacy even if it is undone.
     """
 
     def __init__(self, server: "StoredServer") -> None:
@@ -101,7 +101,7 @@ class Snapshot:
 
 
 def checksum_records(shards: Shards, key: bytes) -> str | None:
-    """Return a short keyed checksum of all clients' records; None if they are read batch by batch."""
+    """Return a short keyed checksum of all clients' records, or None if they are read batch by batch."""
     if not isinstance(shards, MemoryShards):
         return None
     found = hashlib.blake2b(key=key, digest_size=CHECKSUM)
@@ -116,7 +116,7 @@ def checksum_records(shards: Shards, key: bytes) -> str | None:
 
 
 class StoredServer(ABC):
-    """The part of a server in checkpoints: model, optimizer, schedule, defence, round, records and best model."""
+    """The saved part of a server: model, optimizer, schedule, defence, round, records and best model."""
 
     model: nn.Module
     device: torch.device
@@ -131,11 +131,11 @@ class StoredServer(ABC):
     history: History
     stopped: str | None  # why training ended early
     changed: list[str]  # settings that differ from those of the resumed run
-    _alone: AbstractContextManager[None]  # refuses a second thread
+    _alone: AbstractContextManager[None]  # raises in a second thread
     _run: bytes  # identifies this run's checkpoints
-    _behind: bool  # whether the last checkpoint on disk was bad, so that the previous one is used
+    _behind: bool  # whether the previous checkpoint is used because the last one on disk was bad
     _before: Snapshot | None  # taken before a round or an evaluation that is not complete yet
-    _saved: tuple[object, ...] | None  # identifies the state that was saved last
+    _saved: tuple[object, ...] | None  # identifies the last saved state
 
     def _has_budget(self) -> bool:
         """Return whether the epsilon budget allows one more round; if not, record and log why training stops."""
@@ -158,12 +158,12 @@ class StoredServer(ABC):
         }
 
     def setting(self) -> Setting:
-        """Return the settings that should be the same when a run is resumed."""
+        """Return the settings that should not change when a run is resumed."""
         optimizer = type(self.optimizer).__name__
         return {OPTIMIZER: optimizer, "loss": self.loss.name, "gradient clipping": self.clip_norm or 0.0}
 
     def save(self, folder: Folder) -> None:
-        """Write a checkpoint; the previous one is kept beside it."""
+        """Write a checkpoint, and keep the previous one."""
         with self._alone:
             self._undo()
             self._check_state()
@@ -174,7 +174,7 @@ class StoredServer(ABC):
     def _check_state(self) -> None:
         """Refuse to save a model or an optimizer that is not finite."""
         if name := _find_divergence(self.model.state_dict(), self.optimizer.state_dict()):
-            raise self._divergence(f"{name} holds NaN or infinity, and such a model is not saved", LOWER)
+            raise self._divergence(f"{name} contains NaN or infinity, so the model is not saved", LOWER)
 
     def _save(self, folder: Path) -> set[int]:
         """Write a checkpoint; return the rounds of all checkpoints that exist now."""
@@ -188,8 +188,8 @@ class StoredServer(ABC):
     def resume(self, folder: Folder) -> None:
         """Continue from the checkpoint in a folder, with the same data order and optimizer state but new secrets.
 
-        If it is damaged, or its model is not finite, the previous checkpoint is used; a warning and the last record
-        report this.
+        If the checkpoint is damaged or its model is not finite, the previous checkpoint is used; this is reported in a
+        warning and in the last record.
         """
         damaged: list[checkpoint.Damaged] = []
         folder = Path(folder)
@@ -198,7 +198,7 @@ class StoredServer(ABC):
                 tag, content = checkpoint.read(path, self.device)
                 state = cast(CheckpointState, content)
                 if name := _find_divergence(state["model"], state["optimizer"]):
-                    what = f"the checkpoint is from a run that diverged: {name} holds NaN or infinity"
+                    what = f"the checkpoint is from a run that diverged: {name} contains NaN or infinity"
                     raise checkpoint.Damaged(str(path), what, "start the run again with a lower learning rate")
                 private = self._private_states(folder, tag, state)
             except checkpoint.Damaged as error:
@@ -215,14 +215,14 @@ class StoredServer(ABC):
             return
         if len(damaged) == 1:
             raise damaged[0]
-        raise BadArgument(damaged[0].where, f"{damaged[0].what}; {damaged[1].where} is bad, too", damaged[0].fix)
+        raise BadArgument(damaged[0].where, f"{damaged[0].what}; {damaged[1].where} is also bad", damaged[0].fix)
 
     def _private_states(self, folder: Path, tag: StateTag, state: CheckpointState) -> dict[int, State]:
         """Return the private states of clients in this process, by client; remote clients keep their own."""
         return {}
 
     def _explain_fallback(self, path: Path, damaged: Sequence[checkpoint.Damaged]) -> None:
-        """Report that the previous checkpoint is used; the round between the two counts for privacy."""
+        """Report that the previous checkpoint is used, and count the lost round for privacy."""
         why = f"{damaged[0].where}: {damaged[0].what}" if damaged else f"there is no {checkpoint.LAST}"
         text = f"{why}; the run continues from {path.name}, round {self.round}"
         LOG.warning("fedveil: %s", text)
@@ -238,7 +238,7 @@ class StoredServer(ABC):
         for name in own:
             if wrote[name] != own[name]:
                 what = f"the checkpoint was written with the {name} {wrote[name]!r}, not {own[name]!r}"
-                raise BadArgument(str(folder), what, f"resume with the {name} that wrote it")
+                raise BadArgument(str(folder), what, f"resume with the same {name}")
         asked = self._first_rate()
         try:
             self.model.load_state_dict(state["model"])
@@ -249,7 +249,7 @@ class StoredServer(ABC):
         if None not in (restored, asked) and restored != asked:
             how = 'set federation.optimizer.param_groups[0]["lr"] after resume(folder), then call fit'
             rates = f"{restored}, not {asked}; to change it, {how}"
-            LOG.warning("fedveil: the checkpoint's learning rate is used, %s", rates)
+            LOG.warning("fedveil: using the checkpoint's learning rate, %s", rates)
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
         self.defence_server.restore(state["defence"])
@@ -263,7 +263,7 @@ class StoredServer(ABC):
         return
 
     def _compare(self, folder: Path, state: CheckpointState) -> None:
-        """Remember which settings changed, and warn about them."""
+        """Record which settings have changed, and warn about them."""
         before, now = state["setting"], self.setting()
         known = [name for name in before if None not in (before[name], now.get(name))]
         self.changed = [name for name in known if before[name] != now[name]]
@@ -272,13 +272,13 @@ class StoredServer(ABC):
             LOG.warning("fedveil: %s; its history and best model now mix both", what)
 
     def _first_rate(self) -> float | None:
-        """Return the learning rate that the optimizer was created with; None if a schedule has changed it since."""
+        """Return the optimizer's initial learning rate, or None if a schedule may have changed it."""
         group = self.optimizer.param_groups[0]
         rate = group.get("initial_lr", None if self.schedule else group["lr"])
         return None if rate is None else float(rate)
 
     def _open(self, folder: Path, resume: bool) -> None:
-        """Continue the run in a folder, or refuse to mix it with this one."""
+        """Resume the run in a folder, if there is one, or refuse to mix it with this run."""
         found = checkpoint.found_in(folder)
         tag = checkpoint.read_tag(found[0]) if found else None
         own = tag.run == self._run if tag else self.round > 0
@@ -304,7 +304,7 @@ class StoredServer(ABC):
     def _save_on_failure(self, folder: Path, error: BaseException) -> None:
         """Save the last complete state; a failure is only logged, so that the error that ended the run is raised."""
         try:
-            with handle(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C must not stop the save
+            with handle(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C must not interrupt the save
                 self._undo(diverged=isinstance(error, Diverged))
                 accountant = self.defence_server.accountant
                 counted = accountant is not None and accountant.rounds > 0
@@ -332,5 +332,5 @@ class StoredServer(ABC):
 
 
 def _find_divergence(model: Mapping[str, Tensor], optimizer: StateDict) -> str | None:
-    """Return the first tensor of a model or its optimizer that contains NaN or infinity; None if all are finite."""
+    """Return the name of the first tensor of a model or its optimizer that is not finite, or None if all are."""
     return find_non_finite(select_floats(model)) or find_non_finite_state(optimizer)

@@ -1,4 +1,4 @@
-"""Early stopping: end training once the metric on the test data no longer improves."""
+"""Early stopping: end training when the test metric stops improving."""
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -10,7 +10,7 @@ from fedveil.records.sources import Source
 
 
 def check_monitor(schedule: LRScheduler | None, test: Source | None, patience: int | None) -> None:
-    """Refuse settings that monitor a metric if nothing is evaluated."""
+    """Refuse settings that monitor a metric if there are no test data."""
     if patience is not None:
         check_count("fit", "patience", patience)
     if test is None and (patience is not None or isinstance(schedule, ReduceLROnPlateau)):
@@ -19,7 +19,7 @@ def check_monitor(schedule: LRScheduler | None, test: Source | None, patience: i
 
 
 def has_stalled(history: History, patience: int | None) -> bool:
-    """Return whether the last `patience` evaluations brought no improvement."""
+    """Return whether the metric has not improved in the last `patience` evaluations."""
     if patience is None or not history.records or not history.records[-1].evaluated:
         return False
     name = deciding_metric(history.metrics)

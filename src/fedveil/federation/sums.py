@@ -1,4 +1,4 @@
-"""Sums under secure aggregation: encode updates as fixed-point words, choose their ranges, and decode the result."""
+"""Sums for secure aggregation: encode updates as fixed-point words, choose their ranges, and decode the result."""
 
 import dataclasses
 import math
@@ -26,23 +26,23 @@ from fedveil.secagg.fixed import HIGHEST, LARGEST, LOWEST, decode_rows, encode_r
 from fedveil.secagg.messages import HEAD
 from fedveil.wire import Tensors, add_prefix, strip_prefix
 
-FIRST_EXPONENT = 24  # exponent of rows about which nothing is known yet
-FIRST_RECORDS = 2**17  # total number of records that is assumed until the first sum reveals it
+FIRST_EXPONENT = 24  # exponent of rows whose magnitudes are not known yet
+FIRST_RECORDS = 2**17  # total number of records assumed until the first sum reveals it
 EXTRA_HEADROOM = 16  # bits of headroom added after a sum has wrapped around
-SMALLEST = 2.0**-8  # minimum size of a row relative to the largest row of its kind: a row may be small by chance
-MAX_FACTOR = 100.0  # maximum factor of a veil: larger factors would cost more digits than float32 has
+SMALLEST = 2.0**-8  # minimum size of a row relative to the largest of its kind, since a row may be small by chance
+MAX_FACTOR = 100.0  # maximum factor of a veil: larger factors would lose more digits than float32 has
 PASSES = "passes/"
 Words = NDArray[np.uint64]
 RowFormat = tuple[tuple[int, ...], tuple[int, ...], bool]  # exponents, rows and checks of an `Opening`
 
 
 class PackedTensor(NamedTuple):
-    """The layout of one tensor of an update in words."""
+    """The layout of one tensor of an update as words."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    rows: int  # one row per pass, otherwise a single row; each row has an exponent
+    rows: int  # one row per pass, or a single row for other tensors; each row has an exponent
 
     @property
     def size(self) -> int:
@@ -51,7 +51,7 @@ class PackedTensor(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of tensor (passes, gradient, buffer or counter); numbers of one kind have similar sizes."""
+        """The kind of tensor (passes, gradient, buffer or counter); values of the same kind have similar magnitudes."""
         return self.name.partition("/")[0] if self.dtype.is_floating_point else "counter"
 
 
@@ -83,7 +83,7 @@ class Packing:
             raise ModelMismatch("opening", what, "build the client's model with the same code as the server's")
         flat = [tensors[part.name].detach().cpu().double().reshape(-1) for part in self.parts]
         values = torch.cat(flat).numpy() if flat else np.zeros(0)
-        if not np.abs(values).max(initial=0.0) < LARGEST:  # also if there is a NaN
+        if not np.abs(values).max(initial=0.0) < LARGEST:  # also true if there is a NaN
             return no_words(opening)
         weighted = values * records if weigh else values
         found = encode_rows(weighted, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
@@ -92,13 +92,13 @@ class Packing:
     def unpack(self, total: Words, opening: Opening, *, weigh: bool = True) -> tuple[int, Tensors]:
         """Return the number of records in a sum and the weighted mean of its updates, with counters rounded.
 
-        Clipped updates are divided by the number of clients: the number of records that a client claims must not scale
-        the updates of others. If `weigh` is False, the sum itself is returned.
+        Clipped updates are divided by the number of clients, since the number of records that a client claims must not
+        scale the updates of others. If `weigh` is False, the sum itself is returned.
         """
         records = int(total[1] if opening.checks or not weigh else total[0])  # each clipped client counts once
         if not records:
             what = "no client contributed to it: training has diverged, or all of them failed"
-            raise Aborted("sum", "the sum", what, "look at the clients' logs")
+            raise Aborted("sum", "the sum", what, "check the clients' logs")
         if not 1 <= records < 2**53:
             raise Aborted("sum", "the sum", f"its clients have {records} records in total", "look for a hostile client")
         values = decode_rows(total[HEAD:], opening.rows, row_bits(opening)) / (records if weigh else 1)
@@ -122,7 +122,7 @@ class Packing:
         """Return an exponent for each row, given the largest magnitudes in the mean over `records` records.
 
         A row may be zero, or much smaller than it will be in the next round, so it gets headroom for the values in
-        other rows of its kind: the same pass of other tensors, or other buffers. `headroom` is added in bits.
+        other rows of its kind: the same pass of other tensors, or other buffers. `headroom` bits are added to each row.
         """
         rows = [(part.kind, row, size * records) for part in self.parts for row, size in enumerate(sizes[part.name])]
         largest: dict[tuple[str, int], float] = {}
@@ -148,13 +148,13 @@ def no_words(opening: Opening) -> Words:
 
 def check_combination(defence: AnyDefence, model: nn.Module, limits: Limits | None) -> None:
     """Refuse settings that need individual updates, or whose result cannot be computed from a sum of updates."""
-    where, alone = "secure_aggregation", "leave secure_aggregation out, or use plain or veil"
+    where, alone = "secure_aggregation", "omit secure_aggregation, or use plain or veil"
     inner = defence.base
     if defence.dp_clip is not None and not inner.clippable:
         what = f"differential privacy clips recovered gradients, but with {inner.name} no client can recover its own"
         raise BadArgument(where, what, "use plain, whose clients clip their own gradients")
     if not inner.linear:
-        raise BadArgument(where, f"{inner.name} is not linear: the sum of its updates does not give its result", alone)
+        raise BadArgument(where, f"{inner.name} is not linear, so a sum of updates cannot be decoded", alone)
     if inner.largest_factor > MAX_FACTOR:
         what = f"factors up to {inner.largest_factor:g} leave too few digits in fixed point"
         raise BadArgument(where, what, f"use multiplicative={MAX_FACTOR:g} or less")
@@ -170,13 +170,13 @@ def check_combination(defence: AnyDefence, model: nn.Module, limits: Limits | No
 def encode_words(
     tensors: Mapping[str, Tensor], records: int, opening: Opening, clip: float | None = None, *, integers: bool = False
 ) -> Words:
-    """Client: encode an update as words.
+    """Encode a client's update as words.
 
     Args:
         tensors: the encoded update.
         records: the client's number of records, which is the weight of its update.
         opening: the opening of the attempt.
-        clip: with differential privacy for clients, clip the gradient to this norm, and count the client once.
+        clip: with differential privacy for clients, the norm to which the gradient is clipped; the client counts once.
         integers: whether the update is a sum of integers, which is not weighted.
     """
     if clip is not None:
@@ -189,11 +189,11 @@ def encode_words(
 
 
 class Sums:
-    """Server: chooses the format of each sum from earlier sums, and decodes the sum. It never uses a single update.
+    """Chooses the format of each sum based on earlier sums, and decodes the sum, without using individual updates.
 
     Args:
         defence: the run's defence.
-        client: computes an update, to estimate the magnitudes in the first round.
+        client: computes an update, from which the magnitudes in the first round are estimated.
         model: the server's model.
         example: inputs for that estimate.
         records: total number of records of all clients, if known.
@@ -203,16 +203,16 @@ class Sums:
         self, defence: AnyDefence, client: AnyClient, model: nn.Module, example: Inputs, records: int | None = None
     ) -> None:
         self.model, self.codec, self.clip = model, find_codec(defence), defence.dp_clip
-        self.integers, self.least_members = defence.integer_sums, defence.least_members
+        self.integers, self.min_members = defence.integer_sums, defence.min_members
         self.packing: Packing | None = None
         self._example, self._client = example, client
         self._expected: Mapping[str, Tensor] | None = None
         self._records = records or FIRST_RECORDS
         self.headroom = 0  # additional bits in the next attempt
 
-    def layout(self, own_round: AnyRound, clients: int) -> RowFormat:
+    def layout(self, defence_round: AnyRound, clients: int) -> RowFormat:
         """Return the format of the words in an attempt with `clients` clients."""
-        _, template = self.codec.template(own_round.base, self.model)
+        _, template = self.codec.template(defence_round.base, self.model)
         if self.clip is not None and not self.integers:
             template = {name: own for name, own in template.items() if name.startswith("gradient/")}
         self.packing = packing = Packing.from_tensors(template)
@@ -222,14 +222,14 @@ class Sums:
             exponent = min(max(math.frexp(self.clip)[1] + 1, LOWEST), HIGHEST)
             return (exponent,) * len(packing.rows), packing.rows, False
         if self._expected is None:
-            self._expect_first(own_round)
+            self._expect_first(defence_round)
         exponents = (min(FIRST_EXPONENT + self.headroom, HIGHEST),) * len(packing.rows)
         if self._expected is not None:
-            sizes = _find_ranges(own_round).bound(self._expected)
+            sizes = _find_ranges(defence_round).bound(self._expected)
             exponents = packing.choose_exponents(sizes, self._records, self.headroom)
         return exponents, packing.rows, True
 
-    def _expect_first(self, own_round: AnyRound) -> None:
+    def _expect_first(self, defence_round: AnyRound) -> None:
         """Estimate the magnitudes in the first round from a client's step on random inputs."""
         draw, device = torch.Generator().manual_seed(0), next(self.model.parameters()).device
         inputs = each(lambda tensor: _draw_like(tensor, draw), self._example)
@@ -239,15 +239,15 @@ class Sums:
             samples = Samples(inputs, targets.expand(count(inputs), *targets.shape[1:]).to(device))
             try:
                 with torch.random.fork_rng(devices=[]):
-                    expected = _find_ranges(own_round).expect(self._client.step(own_round.broadcast, samples))
+                    expected = _find_ranges(defence_round).expect(self._client.step(defence_round.broadcast, samples))
             except Exception:  # the loss expects targets of another kind
                 continue
             if all(bool(own.isfinite().all()) for own in expected.values()):
                 self._expected = expected
                 return
 
-    def aggregate(self, own_round: AnyRound, total: Words, opening: Opening) -> Aggregate:
-        """Return the round's result from the sum of its words; abort if the sum wrapped around or is empty."""
+    def aggregate(self, defence_round: AnyRound, total: Words, opening: Opening) -> Aggregate:
+        """Compute the round's result from the sum of its words; abort if the sum wrapped around or is empty."""
         assert self.packing is not None
         clients = len(opening.roster)
         wrapped = wrapped_rows(total[HEAD:], opening.rows) if opening.checks else []
@@ -257,31 +257,31 @@ class Sums:
             raise Aborted("sum", "the sum", f"{what}; the next round has {EXTRA_HEADROOM} more bits of headroom")
         records, tensors = self.packing.unpack(total, opening, weigh=not self.integers)
         if self.integers:
-            return own_round.recover_total(strip_prefix("sum", tensors), records, clients, int(total[0]))
-        values, template = self.codec.template(own_round.base, self.model)
+            return defence_round.recover_total(strip_prefix("sum", tensors), records, clients, int(total[0]))
+        values, template = self.codec.template(defence_round.base, self.model)
         own = add_prefix("buffer", dict(self.model.named_buffers())) if self.clip is not None else {}
         tensors = {name: (tensors | own)[name] for name in template}  # in the model's order
-        update = self.codec.decode_update(own_round.base, self.model, values, tensors, 0)
+        update = self.codec.decode_update(defence_round.base, self.model, values, tensors, 0)
         rows = self.packing.bound_rounding(opening.exponents, clients, records)
-        ranges = _find_ranges(own_round)
+        ranges = _find_ranges(defence_round)
         expected, rounding = ranges.expect(update, self._expected), ranges.bound_rounding(rows)
-        result = own_round.base.recover([update], [1.0])
+        result = defence_round.base.recover([update], [1.0])
         size = math.hypot(*[float(torch.linalg.vector_norm(g.double())) for g in result.gradients.values()])
         self._expected, self._records, self.headroom = expected, records, 0
         error = result.error + (rounding / size if size else 0.0)
         figures = {**result.figures, "records": records, "fixed_point_error": rounding / size if size else 0.0}
         result = dataclasses.replace(result, error=error, figures=figures)
-        return own_round.finish_sum(result, int(total[0]))
+        return defence_round.finish_sum(result, int(total[0]))
 
 
-def _find_ranges(own_round: AnyRound) -> AnyRanges:
+def _find_ranges(defence_round: AnyRound) -> AnyRanges:
     """Return the round of a linear defence as `Ranges`."""
-    assert isinstance(own_round.base, Ranges)
-    return own_round.base
+    assert isinstance(defence_round.base, Ranges)
+    return defence_round.base
 
 
 def _draw_like(example: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw normal values with the example's root mean square, since the example may be untypical; keep integers."""
+    """Draw normal values with the example's root mean square, since the example may be atypical; keep integers."""
     if not example.is_floating_point() or not example.numel():
         return example
     size = float(example.double().square().mean().sqrt())

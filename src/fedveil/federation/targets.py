@@ -1,4 +1,4 @@
-"""Targets in the form that losses expect, and the default loss. Errors never quote the values of targets."""
+"""Convert targets to the form that losses expect, and choose the default loss."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import move_inputs, predict, slice_inputs
-from fedveil.records.inputs import Batch, Inputs, name_tensors
+from fedveil.records.inputs import Batch, Inputs, tensors_by_path
 from fedveil.records.sources import Rows, Source
 from fedveil.scheme import losses
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, BinaryCrossEntropy, Loss, match_targets
@@ -23,7 +23,7 @@ PER_CLASS = "a model with one output per class"
 
 @contextmanager
 def attribute_targets(who: str) -> Iterator[None]:
-    """Name the owner of the targets in errors about them."""
+    """Add the owner of the targets to errors about them."""
     try:
         yield
     except BadArgument as error:
@@ -34,7 +34,7 @@ def attribute_targets(who: str) -> Iterator[None]:
 
 @contextmanager
 def refuse_failure(where: str, what: str, fix: str) -> Iterator[None]:
-    """Turn an error in a model or a loss into a refusal that quotes its first line."""
+    """Convert an error in a model or a loss to a `BadArgument` that quotes its first line."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -44,12 +44,12 @@ def refuse_failure(where: str, what: str, fix: str) -> Iterator[None]:
         raise BadArgument(where, f"{what}: {first}", fix) from error
 
 
-def usual_loss(output: Tensor, sources: Sequence[Source]) -> str:
-    """Return the name of the default loss for these records: for classes if targets are integers, else for quantities.
+def default_loss(output: Tensor, sources: Sequence[Source]) -> str:
+    """Return the name of the default loss: for classes if targets are integers, otherwise for quantities.
 
-    A model with a single output and integer targets 0 and 1 is a binary classifier. Floats that are all 0 or 1 may be
-    classes or quantities, and are refused. From a stream, only the first record is read. `output` is the model's output
-    for one record.
+    A model with a single output is a binary classifier if its targets are the integers 0 and 1. Floats that are all 0
+    or 1 may be classes or quantities, and are refused. Only the first record of a stream is read. `output` is the
+    model's output for one record.
     """
     targets, single = sources[0].take([0])[1], output.numel() == 1
     known = [source.targets for source in sources if isinstance(source, Rows)]
@@ -58,7 +58,7 @@ def usual_loss(output: Tensor, sources: Sequence[Source]) -> str:
         if not binary or not any(bool(own.any()) for own in known) or all(bool(own.all()) for own in known):
             return "squared_error"
         what = "all targets are floats 0 or 1: are they classes or quantities?"
-        fix = f"name the loss: {YES_NO}, loss='cross_entropy' for one-hot rows of classes, {QUANTITIES}"
+        fix = f"pass {YES_NO}, loss='cross_entropy' for one-hot rows of classes, {QUANTITIES}"
         raise BadArgument("Federation", what, fix)
     if not single:
         return "cross_entropy"
@@ -70,12 +70,12 @@ def usual_loss(output: Tensor, sources: Sequence[Source]) -> str:
 
 
 def target_maker(model: nn.Module, loss: Loss, example: Batch) -> Callable[[Tensor], Tensor]:
-    """Return a function that turns class indices into one-hot rows in the shape of the model's outputs.
+    """Return a function that converts class indices to one-hot rows in the shape of the model's outputs.
 
-    The function refuses targets that the loss cannot be trained on. A custom loss gets targets unchanged. Cross-entropy
-    at several positions of a record (pixels, tokens) keeps indices: one-hot targets would need as much memory as the
+    The function refuses targets that do not fit the loss. A custom loss receives targets unchanged. Cross-entropy at
+    several positions of a record (pixels, tokens) keeps indices: one-hot targets would need as much memory as the
     outputs, and indices show which axis of the outputs is the class axis. If shapes do not determine that axis, it is
-    the axis of the last layer's outputs.
+    the class axis of the last layer's outputs.
     """
     if isinstance(loss, AUTOGRAD_LOSSES):
         return lambda targets: targets
@@ -97,8 +97,8 @@ def target_maker(model: nn.Module, loss: Loss, example: Batch) -> Callable[[Tens
 def one_output(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return the model's output for the first of these records; refuse a model that does not accept them."""
     fix = "use a model whose forward accepts these records (docs/inputs.md), or other records"
-    if any(tensor.dtype == torch.uint8 for tensor in name_tensors(inputs).values()):
-        fix += ": .float() for bytes"
+    if any(tensor.dtype == torch.uint8 for tensor in tensors_by_path(inputs).values()):
+        fix += "; for bytes, call .float()"
     return try_model(model, inputs, "the clients' records", fix)[:1].cpu()
 
 
@@ -114,7 +114,7 @@ def try_model(model: nn.Module, inputs: Inputs, who: str, fix: str, client_input
     """
     first = next(model.parameters())
     what = f"{type(model).__name__} does not accept them ({_describe_inputs(inputs)})"
-    what += "" if client_inputs is None else f"; the clients' are {_describe_inputs(client_inputs)}"
+    what += "" if client_inputs is None else f"; the clients have {_describe_inputs(client_inputs)}"
     with refuse_failure(who, what, fix):
         return predict(model, move_inputs(slice_inputs(inputs, 0, 2), first.device, first.dtype))
 
@@ -125,7 +125,7 @@ def describe(tensor: Tensor) -> str:
 
 
 def _describe_inputs(inputs: Inputs) -> str:
-    return ", ".join(f"{path}: {describe(tensor)}" for path, tensor in name_tensors(inputs).items())
+    return ", ".join(f"{path}: {describe(tensor)}" for path, tensor in tensors_by_path(inputs).items())
 
 
 def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> Tensor:
@@ -150,8 +150,8 @@ def is_binary(targets: Tensor) -> bool:
 
 def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | None) -> None:
     """Refuse a single output, and rows that are not probability distributions."""
-    floats, place = targets.is_floating_point(), class_axis(outputs, targets, axis)
-    if outputs.dim() < 2 or outputs.shape[place] < 2:
+    floats, dim = targets.is_floating_point(), class_axis(outputs, targets, axis)
+    if outputs.dim() < 2 or outputs.shape[dim] < 2:
         what = f"{loss.name} compares classes, but the model has one output: nothing can be learned"
         raise BadArgument("targets", what, f"use {YES_NO}, {QUANTITIES} (targets.float()), or {PER_CLASS}")
     if not floats:
@@ -159,12 +159,12 @@ def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | Non
     if targets.shape != outputs.shape and not _has_positions(targets, outputs):
         wanted = f"class indices, or probabilities of shape {tuple(outputs.shape)}"
         what = f"they are {targets.dtype} of shape {tuple(targets.shape)}, but {loss.name} expects {wanted}"
-        fix = f"use targets.long() of shape {tuple(remove_axis(outputs.shape, place))} for classes, or {QUANTITIES}"
+        fix = f"use targets.long() of shape {tuple(remove_axis(outputs.shape, dim))} for classes, or {QUANTITIES}"
         raise BadArgument("targets", what, f"{fix} with one output per quantity")
     if isinstance(loss, losses.Hinge) and not is_binary(targets):
         what = "hinge expects one-hot rows, but some values are not 0 or 1"
         raise BadArgument("targets", what, "use loss='cross_entropy'")
-    if bool((targets < 0).any()) or bool(((targets.double().sum(place) - 1).abs() > MAX_ROUNDING).any()):
+    if bool((targets < 0).any()) or bool(((targets.double().sum(dim) - 1).abs() > MAX_ROUNDING).any()):
         what = f"{loss.name} expects probabilities, but some rows have negative values or do not sum to 1"
         several = "loss='binary_cross_entropy' for several binary targets per record"
         raise BadArgument("targets", what, f"use class indices or rows that sum to 1, {several}, or {QUANTITIES}")
@@ -187,7 +187,7 @@ def _check_quantities(loss: Loss, targets: Tensor, outputs: Tensor) -> None:
     """Refuse integers that cannot be classes, and negative counts."""
     if not targets.is_floating_point():
         if outputs[0].numel() == 1 or targets.shape == outputs.shape:
-            what = f"they are {targets.dtype}, which means class indices, but {loss.name} compares quantities here"
+            what = f"they are {targets.dtype}, so they are class indices, but {loss.name} compares quantities here"
             raise BadArgument("targets", what, f"use targets.float() for quantities, or {YES_NO}")
         return
     if not _has_positions(targets, outputs):
@@ -197,7 +197,7 @@ def _check_quantities(loss: Loss, targets: Tensor, outputs: Tensor) -> None:
         raise BadArgument("targets", what, f"use counts of at least 0, or {QUANTITIES}")
 
 
-def warn_of_activation(model: nn.Module, loss: Loss, outputs: Tensor) -> None:
+def warn_about_activation(model: nn.Module, loss: Loss, outputs: Tensor) -> None:
     """Warn if the model outputs probabilities but the loss expects logits: the activation would be applied twice."""
     found, last = outputs.double(), list(model.modules())[-1]
     inside = bool(((found >= 0) & (found <= 1)).all())

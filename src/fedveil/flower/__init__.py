@@ -1,6 +1,6 @@
-"""A federation on Flower: `Server` for the ServerApp, `answer` or `client_app` for the ClientApp.
+"""Federations over Flower: `Server` for the ServerApp, `answer` or `client_app` for the ClientApp.
 
-Names are imported when they are first used: a Flower deployment starts a new process for every message.
+Names are imported when they are first used, because a Flower deployment starts a new process for every message.
 """
 
 from typing import TYPE_CHECKING

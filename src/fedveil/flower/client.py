@@ -1,4 +1,4 @@
-"""The client's side of a Flower app: it answers the server's messages."""
+"""The client side of a Flower app, which answers the server's messages."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from fedveil.flower.wrapping import unwrap, wrap
 from fedveil.records.sources import UserRecords
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
-from fedveil.secagg.environment import own_party, own_policy
+from fedveil.secagg.environment import load_own_party, load_own_policy
 from fedveil.wire import from_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LAST, PRIVATE = "fedveil.last", "fedveil.private"
 SUPERLINK = 1  # the node id of a ServerApp
-MAX_STATE = 2**24  # bytes; Flower loses large states silently
+MAX_STATE = 2**24  # bytes; Flower silently drops large states
 
 
 def answer(
@@ -40,22 +40,22 @@ def answer(
     folder: Path | None = None,
     party: Party | None = None,
 ) -> Message:
-    """Answer a message from `fedveil.flower.Server`; return the reply for a ClientApp to return.
+    """Return a ClientApp's reply to a message from `fedveil.flower.Server`.
 
     Args:
         message: the message.
         context: Flower's context; stores the number of the last round and this client's private state.
-        model: determines the architecture; its values are neither used nor changed.
-        data: this client's (inputs, targets), or a function that loads them, called once the message has been checked.
-            Inputs have the form of the server's `example` (docs/inputs.md).
-        defence: a defence whose settings (for example PPDL's noise) override those that the server asks for.
-        loss: the server's custom loss function, if its loss has no name.
+        model: a model with the server's architecture; its values are neither used nor changed.
+        data: this client's (inputs, targets), or a function that loads them, which is called after the message has
+            been checked. Inputs have the same form as the server's `example` (docs/inputs.md).
+        defence: a defence whose settings (for example PPDL's noise) override the server's.
+        loss: the loss function, if the server uses a custom one.
         client: the index of this client, which determines the order of its batches; by default the node's
             `partition-id`.
-        folder: store private state (SPN's head, PPDL's noise generator) in this folder on the node, instead of Flower's
+        folder: a folder on the node for private state (SPN's head, PPDL's noise generator), instead of Flower's
             context, which is lost when the SuperNode or the run ends.
-        party: for secure aggregation, `fedveil.secagg.Party`; by default from FEDVEIL_IDENTITY, FEDVEIL_ROSTER and
-            FEDVEIL_POLICY in the node's environment. A party without a memory on disk must live as long as the run.
+        party: the client's side of secure aggregation; by default created from FEDVEIL_IDENTITY, FEDVEIL_ROSTER and
+            FEDVEIL_POLICY in the node's environment. A party without a memory on disk must exist for the whole run.
 
     Raises:
         FedveilError: the message is stale, malformed or for another model; Flower reports this to the server.
@@ -66,15 +66,15 @@ def answer(
     if client is None:
         client = int(str(context.node_config.get("partition-id", context.node_id)))
     file = folder / f"fedveil-client-{client}.pt" if folder is not None else None
-    with hide_failures():  # Flower sends the text of an exception to the server, and it may contain records
+    with hide_failures():  # Flower sends the text of an exception, which may contain records, to the server
         session = ClientSession(
             model,
             data,
             client=client,
             defence=defence,
             loss=loss,
-            party=party or own_party(),
-            policy=own_policy(),
+            party=party or load_own_party(),
+            policy=load_own_policy(),
             state=_load_state(context, file),
         )
         reply = session.reply(*unwrap(message.content, "ask"))
@@ -148,6 +148,6 @@ def _save_to_context(private: Mapping[str, object], context: Context) -> None:
     tensors = {name: value for name, value in private.items() if isinstance(value, torch.Tensor)}
     data = to_bytes("state", {name: value for name, value in private.items() if name not in tensors}, tensors)
     if len(data) > MAX_STATE:
-        what = f"this client's private state has {len(data)} bytes; Flower's context holds at most {MAX_STATE}"
+        what = f"this client's private state has {len(data)} bytes, but Flower's context can hold at most {MAX_STATE}"
         raise BadArgument("answer", what, "pass a folder on the node: answer(..., folder=Path(...))")
     context.state[PRIVATE] = ConfigRecord({"state": data})

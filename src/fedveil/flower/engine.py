@@ -11,7 +11,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation.protocol import Fault, FaultKind, Member
 from fedveil.flower.wrapping import unwrap, wrap
 
-MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between two polls for replies
+MIN_POLL, MAX_POLL = 0.005, 0.5  # seconds between polls for replies
 POLL_FRACTION = 0.05  # maximum delay caused by polling, relative to the time waited so far
 
 
@@ -47,7 +47,7 @@ def collect(grid: Grid, sent: Mapping[str, int], timeout: float) -> Iterator[tup
     Args:
         grid: Flower's grid.
         sent: the node of each message, by message id.
-        timeout: in seconds.
+        timeout: timeout in seconds.
     """
     start, pending = time.monotonic(), dict(sent)
     deadline = start + timeout
@@ -72,17 +72,17 @@ def collect(grid: Grid, sent: Mapping[str, int], timeout: float) -> Iterator[tup
 
 
 def _pull(grid: Grid, message: str, node: int) -> Iterable[Message | Fault]:
-    """Return the replies to one message: pulled separately, so that an unreadable reply affects no other node."""
+    """Return the replies to one message; pull them separately, so that an unreadable reply affects no other node."""
     try:
         return list(grid.pull_messages([message]))
     except httpx.HTTPError:
-        raise  # the SuperLink has been gone for longer than Flower retries: not the node's fault
+        raise  # the SuperLink was down for longer than Flower retries, which is not the node's fault
     except Exception as error:  # Flower's decoder may raise anything on malformed bytes
         return [Fault(node, FaultKind.UNREADABLE, f"{type(error).__name__}: {error}")]
 
 
 def _read_reply(node: int, reply: Message) -> bytes | Fault:
-    """Return the bytes of a reply; a fault for an error from Flower, or for the reply of another node."""
+    """Return the bytes of a reply, or a fault for an error from Flower or a reply from another node."""
     if reply.has_error():
         return Fault(node, FaultKind.ENGINE_ERROR, f"{reply.error.code}: {reply.error.reason}")
     if reply.metadata.src_node_id != node:

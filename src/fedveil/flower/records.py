@@ -1,4 +1,4 @@
-"""A file in which a node caches its records."""
+"""Cache a node's records in a file."""
 
 import hashlib
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def cache_records(path: Path, make: Callable[[], Batch]) -> Batch:
 
     Args:
         path: the file, in a folder on the node. A file that is damaged or was written by another version is replaced.
-        make: loads the records; called if the file cannot be used.
+        make: a function that loads the records, called if the file cannot be used.
     """
     try:
         values, tensors = from_bytes(_verify_checksum(path.read_bytes()), KIND)
@@ -43,9 +43,9 @@ def cache_records(path: Path, make: Callable[[], Batch]) -> Batch:
 
 
 def _verify_checksum(content: bytes) -> bytes:
-    """Return the content without the checksum in front of it."""
+    """Verify the checksum at the start of the content; return the rest."""
     if hashlib.sha256(data := content[DIGEST:]).digest() != content[:DIGEST]:
-        raise BadArgument("cache_records", "the file is damaged: its checksum differs")
+        raise BadArgument("cache_records", "the file is damaged: its checksum is wrong")
     return data
 
 
@@ -54,7 +54,7 @@ def _flatten(inputs: Inputs) -> Packed:
     constants = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     for leaf in constants.values():
         if not isinstance(leaf, PLAIN):
-            what = f"inputs hold a {type(leaf).__name__}, which cannot be written to a file"
+            what = f"inputs contain a value of type {type(leaf).__name__}, which cannot be written to a file"
             raise BadArgument("cache_records", what, "convert it to a tensor")
     tensors = {f"inputs.{k}": leaf for k, leaf in enumerate(leaves) if k not in constants}
     return {"form": pytree.treespec_dumps(form), "others": constants}, tensors

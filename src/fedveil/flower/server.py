@@ -7,9 +7,9 @@ from fedveil.flower.engine import FlowerTransport
 
 
 class Server(RemoteServer[Grid]):
-    """A federation whose clients are Flower nodes that run `fedveil.flower.answer`.
+    """A server whose clients are Flower nodes that run `fedveil.flower.answer`.
 
-    Args are those of `RemoteServer`; the first is Flower's grid, which the function with `@app.main()` receives.
+    The arguments are those of `RemoteServer`; the first is the grid that Flower passes to the `@app.main()` function.
     """
 
     def _connect(self, connection: Grid) -> FlowerTransport:

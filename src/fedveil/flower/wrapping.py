@@ -1,4 +1,4 @@
-"""Bytes as the content of a Flower message: in arrays, which Flower sends in chunks, unlike a ConfigRecord."""
+"""Pack bytes into Flower messages as arrays, which Flower sends in chunks, unlike a ConfigRecord."""
 
 from flwr.app import Array, ArrayRecord, RecordDict
 
@@ -15,7 +15,7 @@ def wrap(common: bytes, extra: bytes = b"") -> RecordDict:
 
 
 def unwrap(content: RecordDict, kind: str) -> tuple[bytes, bytes]:
-    """Return the bytes for every node and those for this node alone; `kind` names the message in errors."""
+    """Return the bytes for every node and those for this node only; `kind` is the message's name in errors."""
     record = content.get(RECORD)
     if not isinstance(record, ArrayRecord) or COMMON not in record:
         what, fix = "this message is not from fedveil", "use fedveil.flower in both the server's and the client's app"

@@ -26,7 +26,7 @@ def analyse(
     min_coverage: float = 0.0,
     public: Collection[str] = (),
 ) -> Plan:
-    """Find out which layers of a model can be perturbed, and how.
+    """Determine which layers of a model can be perturbed, and how.
 
     The model is neither run nor changed: torch.export records the operations of a forward pass for the given shapes,
     dtypes and modes (train or eval), and the plan is valid only for these. No noise can pass through an operation
@@ -35,23 +35,24 @@ def analyse(
     Args:
         model: any network that torch.export can trace.
         example_inputs: a tensor, a tuple with one tensor per argument of forward, or a dict of keyword arguments; the
-            first dimension of each tensor is the batch.
-        head: "linear" adds noise to the last Linear or convolution that allows it; other operations may follow.
-            "exposed" adds none: **clients then see the true predictions**, and only hidden layers are perturbed.
-        min_coverage: minimum fraction of the parameter values that can be perturbed; other models are refused.
-        public: names, or prefixes of names, of parameters whose values clients know, such as a published backbone;
+            first dimension of each tensor is the batch dimension.
+        head: "linear" adds noise to the last Linear or convolution that allows it; other operations may follow
+            it. "exposed" adds none: **clients then see the true predictions**, and only hidden layers are perturbed.
+        min_coverage: the minimum coverage, from 0 to 1; models with less are refused.
+        public: names or name prefixes of parameters whose values clients know, such as those of a published backbone;
             `plan.known` then measures how much they reveal.
 
     Returns:
-        The plan. `print(plan)` shows axes, symmetries and pinned operations; `plan.coverage` is the coverage.
+        The plan. `print(plan)` shows axes, symmetries and pinned operations; `plan.coverage` is the fraction of
+        parameter values that can be perturbed.
 
     Raises:
         NotTraceable: torch.export cannot trace forward.
         HeadNotLinear: no Linear or convolution allows additive noise, and `head` is not "exposed".
         NothingToVeil: every axis is pinned.
         TooLittleCovered: the coverage is below `min_coverage`.
-        AnalysisError: forward returns more than one tensor, no parameter requires a gradient, or tensors differ in
-            dtype or device or are neither float32 nor float64.
+        AnalysisError: forward returns more than one tensor, no parameter requires a gradient, or the tensors differ
+            in dtype or device, or are neither float32 nor float64.
 
     Warns:
         UserWarning: more than a tenth of the parameter values would be sent unchanged.
@@ -64,12 +65,12 @@ def analyse(
     if head not in ("linear", "exposed"):
         raise BadArgument("analyse", f'head must be "linear" or "exposed", got {head!r}')
     if not 0 <= min_coverage <= 1:
-        raise BadArgument("analyse", f"min_coverage must be from 0 to 1, got {min_coverage}")
+        raise BadArgument("analyse", f"min_coverage must be between 0 and 1, got {min_coverage}")
     refuse_wrapped("analyse", model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-6):
             what = f"it is {tensor.dtype}: a veil would lose more precision than plain training"
-            fix = "call model.float(); in float32 and float64, a veil is as exact as plain training"
+            fix = "call model.float(); in float32 and float64, a veil is as precise as plain training"
             raise AnalysisError(name, what, fix)
     graph = export(model, example_inputs)
     layer, node = (None, None) if head == "exposed" else find_head(model, graph, example_inputs)
@@ -81,7 +82,7 @@ def analyse(
         raise AnalysisError(plan.model_name, "no parameter that forward reads requires a gradient", fix)
     reasons = "; ".join(f"{where}: {why}" for where, why in plan.pinned[:3]) or "it has no hidden axis"
     if plan.head is None and plan.coverage == 0:
-        fix = 'put a ReLU, BatchNorm or pooling between two layers with weights, or use head="linear"'
+        fix = 'put a ReLU, BatchNorm or pooling layer between two layers with weights, or use head="linear"'
         raise NothingToVeil(plan.model_name, f"a veil would change nothing, because {reasons}", fix)
     if plan.coverage < min_coverage:
         what = f"the coverage is {plan.coverage:.1%}, less than min_coverage ({min_coverage:.1%})"
@@ -101,16 +102,16 @@ def refuse_wrapped(where: str, model: nn.Module) -> None:
         kinds = [kind for kind in type(module).__mro__ if kind.__name__ == "OptimizedModule"]
         if any(kind.__module__.startswith("torch._dynamo") for kind in kinds):
             what = "was compiled by torch.compile, and compiled code cannot be perturbed"
-            fix = f"pass the module before torch.compile: {name}._orig_mod"
+            fix = f"pass the original module: {name}._orig_mod"
         elif getattr(module, "_compiled_call_impl", None) is not None:
-            what = "was compiled in place by its compile(), and compiled code cannot be perturbed"
-            fix = f"build the model without calling its compile(), or set {name}._compiled_call_impl = None"
+            what = "was compiled in place by its compile() method, and compiled code cannot be perturbed"
+            fix = f"build the model without calling compile(), or set {name}._compiled_call_impl = None"
         elif isinstance(module, torch.jit.ScriptModule):
             what = "is a ScriptModule, whose operations cannot be traced"
-            fix = "pass the original module, before torch.jit.script or torch.jit.trace"
+            fix = "pass the original module, not the output of torch.jit.script or torch.jit.trace"
         elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
             what = f"is wrapped in {type(module).__name__}, which splits a batch across devices"
-            fix = f"pass {name}.module, on one device"
+            fix = f"pass {name}.module, on a single device"
         else:
             continue
         raise BadArgument(where, f"layer {path!r} of the model {what}" if path else f"the model {what}", fix)

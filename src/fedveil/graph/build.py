@@ -1,4 +1,4 @@
-"""Build a plan from the constraints that were recorded while walking through a model."""
+"""Build a plan from the constraints recorded while traversing a model."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -14,24 +14,24 @@ from fedveil.graph.solve import Orders, Scales, components, ranks, solve_orders,
 from fedveil.graph.units import Dims, Symmetry, compress, factor_along, varying_dims
 from fedveil.graph.walk import Walk
 
-POOLED = 2**15  # maximum number of elements in a pooled tensor
+MAX_POOLED = 2**15  # maximum number of elements in a pooled tensor
 
 
 def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collection[str] = ()) -> Plan:
     """Build a plan from the constraints that the walk recorded."""
     ledger, name, state = walk.ledger, type(model).__name__, ModelState.read(model)
     scales, orders = solve_scales(ledger), solve_orders(ledger)
-    layout, builder = _lay_out(name, state, walk.used), _SlotBuilder(scales, orders)
+    layout, builder = _build_layout(name, state, walk.used), _SlotBuilder(scales, orders)
     pieces = {e.name: [builder.add(region) for region in ledger.regions.get(e.name, ())] for e in layout.entries}
-    pool = Pool.build([e for e in layout.entries if e.shape.numel() <= POOLED], pieces, layout.device)
+    pool = Pool.build([e for e in layout.entries if e.shape.numel() <= MAX_POOLED], pieces, layout.device)
     pins = {Reason(it.where, it.why): None for it in ledger.limits if not it.symmetry and it.where != "output"}
     axes, known = _build_axes(ledger, scales), _find_known_names(state.parameters, layout, public)
     solved = scales.symmetries, orders, builder.finish()
     return Plan(name, axes, head, layout, state.modes, *solved, pieces, pool, tuple(pins), known)
 
 
-def _lay_out(model_name: str, state: ModelState, used: set[str]) -> Layout:
-    """Choose the position of each tensor of the model in the flat vector."""
+def _build_layout(model_name: str, state: ModelState, used: set[str]) -> Layout:
+    """Choose the position of each of the model's tensors in the flat vector."""
     parameters = {name: tensor for name, tensor in state.parameters.items() if name in used}
     kinds = (
         {name: tensor for name, tensor in parameters.items() if tensor.requires_grad},
@@ -64,7 +64,7 @@ class _SlotBuilder:
         self._scale_count = self._order_count = 1
 
     def add(self, region: Region) -> TensorPart:
-        """Create the slots of a region and return the region with them."""
+        """Create the slots of a region and return the corresponding part of a tensor."""
         scale = [slots for slots in map(self._add_scale, region.units.scale) if slots]
         order, used = [], frozenset[int]()
         for factor in region.units.order:
@@ -101,7 +101,7 @@ class _SlotBuilder:
         label, place = short.numpy().ravel(), position.expand(short.shape).numpy().ravel()
         count = len(label)
         rank, kind, member = ranks(label), kinds[label], members[label]
-        group = np.where(kind == 0, -1 - np.arange(count), kind)  # each fixed position gets a separate group
+        group = np.where(kind == 0, -1 - np.arange(count), kind)  # each fixed position forms a separate group
         by_kind = np.lexsort((rank, member, group))
         starts = np.searchsorted(group[by_kind], group)
         repeat = np.where(kind == 0, 0, np.bincount(label)[label])
@@ -120,32 +120,32 @@ class _SlotBuilder:
 def _build_axes(ledger: Ledger, scales: Scales) -> tuple[Axis, ...]:
     """Group scale units into axes, and merge axes that share a class."""
     classes = scales.classes
-    births = [(where, classes[units.numpy()]) for where, units in ledger.births]
-    pairs = [(np.full_like(own, number), len(births) + own) for number, (_, own) in enumerate(births)]
-    found = components(len(births) + len(scales.symmetries), pairs)  # the first birth connected to each birth and class
+    origins = [(where, classes[units.numpy()]) for where, units in ledger.scale_origins]
+    pairs = [(np.full_like(own, number), len(origins) + own) for number, (_, own) in enumerate(origins)]
+    found = components(len(origins) + len(scales.symmetries), pairs)  # the first origin in each node's component
     limits: dict[int, dict[Reason, None]] = {}
     for limit in ledger.limits:
-        for first in np.unique(found[len(births) + classes[limit.members.numpy()]]):
+        for first in np.unique(found[len(origins) + classes[limit.members.numpy()]]):
             limits.setdefault(int(first), {})[Reason(limit.where, limit.why)] = None
     axes = []
-    for first in dict.fromkeys(found[: len(births)].tolist()):
-        numbers = np.flatnonzero(found[: len(births)] == first)
-        own = np.unique(np.concatenate([births[n][1] for n in numbers]))
+    for first in dict.fromkeys(found[: len(origins)].tolist()):
+        numbers = np.flatnonzero(found[: len(origins)] == first)
+        own = np.unique(np.concatenate([origins[n][1] for n in numbers]))
         symmetry = Symmetry(int(np.bitwise_and.reduce(scales.symmetries[own])))
-        names = tuple(dict.fromkeys(births[n][0] for n in numbers))
+        names = tuple(dict.fromkeys(origins[n][0] for n in numbers))
         axes.append(Axis(names, len(own), symmetry, tuple(limits.get(first, {}))))
     return tuple(axes)
 
 
 def _find_known_names(parameters: Mapping[str, Tensor], layout: Layout, public: Collection[str]) -> tuple[str, ...]:
-    """Return the names of constant parameters, followed by those of parameters declared public."""
+    """Return the names of constant parameters, followed by those declared public."""
     names = [entry.name for entry in layout.trainable + layout.frozen]
     declared = [name for name in names if any(name == p or name.startswith(p.rstrip(".") + ".") for p in public)]
     return tuple(dict.fromkeys([*[name for name in names if _is_constant(parameters[name])], *sorted(declared)]))
 
 
 def _is_constant(value: Tensor) -> bool:
-    """Return whether all elements are equal and nonzero, as in a newly initialised norm; false for a single element."""
+    """Return whether all elements are equal and nonzero, as in a new norm layer; false for a single element."""
     flat = value.detach().reshape(-1)
     one = flat[:1]
     return flat.numel() > 1 and bool(one != 0) and bool((flat[:64] == one).all()) and bool((flat == one).all())

@@ -1,4 +1,4 @@
-"""The operations of an exported model, in the form in which rules receive them, and the registry of rules."""
+"""The operations of an exported model, in the form that rules receive, and the registry of rules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ MAX_ELEMENTS = 2**20  # maximum size of a parameter that is used element by elem
 
 
 class NoRule(Exception):
-    """Raised if there is no rule for an operation, or for this use of it; the message gives the reason."""
+    """Raised if there is no rule for an operation, or for this use of it; the message states the reason."""
 
 
 @dataclass(eq=False)
@@ -54,9 +54,9 @@ class StateTensor:
         known, shape = self.ledger.element_units, self.whole.shape
         if self.name not in known:
             if shape.numel() > MAX_ELEMENTS:
-                self.leave_bare(self.name, "it is too large for an operation that uses its elements one by one")
+                self.leave_bare(self.name, "it is too large for an operation that uses its elements individually")
                 return Units()
-            known[self.name] = Units((self.ledger.fresh_scale(shape, self.name),), (self.ledger.fresh_order(shape),))
+            known[self.name] = Units((self.ledger.create_scale(shape, self.name),), (self.ledger.create_order(shape),))
             replace(self, value=self.whole).attach(known[self.name])
         if self.value is self.whole:
             return known[self.name]
@@ -64,7 +64,7 @@ class StateTensor:
         return self.ledger.move(known[self.name], lambda factor: factor.contiguous().as_strided(*form))
 
     def attach(self, units: Units, view: Tensor | None = None) -> None:
-        """Record the noise on this tensor; the dims of `units` are its own, or those of a view of all its elements."""
+        """Record the noise on this tensor; `units` may have the dims of `view`, a view of all its elements."""
         form = self.value if view is None else view
         self.ledger.attach(self.name, form, int(self.value.storage_offset()), units)
 
@@ -80,14 +80,14 @@ Outcome = Units | list[Units] | StateTensor
 
 
 def as_tensor(argument: object) -> Traced:
-    """Return the argument if it is a tensor; otherwise there is no rule."""
+    """Return the argument if it is a tensor; otherwise raise NoRule."""
     if not isinstance(argument, Traced):
         raise NoRule(f"it has an operand of type {type(argument).__name__}")
     return argument
 
 
 def as_state(argument: object) -> StateTensor:
-    """Return the argument if it is a parameter or buffer of the model; otherwise there is no rule."""
+    """Return the argument if it is a parameter or buffer of the model; otherwise raise NoRule."""
     if not isinstance(argument, StateTensor):
         raise NoRule("its weight is computed, not a parameter")
     return argument
@@ -98,7 +98,7 @@ class Call:
     """An operation with its operands.
 
     Attributes:
-        name: the name of the ATen operation, without overload and in-place underscore.
+        name: the name of the ATen operation, without overload or in-place underscore.
         where: the operation's location in the model, for messages.
         arguments: the arguments by name; tensors are `Activation` or `StateTensor` objects.
         output: the results, as fake tensors.
@@ -124,11 +124,11 @@ class Call:
         return self.arguments[name]
 
     def get(self, *names: str) -> object:
-        """Return the first of these arguments that the operation has, else None."""
+        """Return the first of these arguments that the operation has, or None."""
         return next((self.arguments[name] for name in names if name in self.arguments), None)
 
     def tensor(self, *names: str) -> Traced:
-        """Return the first of these arguments, which must be a tensor."""
+        """Return the first of these arguments that the operation has, which must be a tensor."""
         return as_tensor(self.get(*names))
 
     def state(self, name: str) -> StateTensor | None:
@@ -136,7 +136,7 @@ class Call:
         return None if self.get(name) is None else as_state(self[name])
 
     def sequence(self, *names: str) -> list[object]:
-        """Return an argument as a list; a single value becomes a list of one."""
+        """Return an argument as a list; a single value becomes a one-element list."""
         found = self.get(*names)
         return list(found) if isinstance(found, list | tuple) else [found]
 
@@ -174,8 +174,8 @@ class Call:
         return units if isinstance(self.output, Tensor) else [units]
 
     def broadcast(self, operand: Traced) -> Units:
-        """Return the operand's units with as many dims as the output has."""
-        return operand.units.each(lambda factor: align(factor, self.rank))
+        """Return the operand's units with as many dims as the output."""
+        return operand.units.map(lambda factor: align(factor, self.rank))
 
     def distinct_dims(self, operand: Traced) -> Dims:
         """Return the dims of the output along which the operand's elements may differ."""
@@ -187,7 +187,7 @@ class Call:
         self.ledger.limit(factors, symmetry, self.where, why)
 
     def drop_scale(self, units: Units, why: str | None = None) -> Units:
-        """Return the units without their scale, because this operation commutes with no factor."""
+        """Return the units without their scale, because this operation does not commute with any factor."""
         self.limit(units.scale, Symmetry.NOTHING, why)
         return Units((), units.order)
 
@@ -199,15 +199,15 @@ class Call:
         """Make order factors equal along `dims`, because one weight is applied to all elements along them."""
         merged = tuple(self.ledger.merge_order(factor, dims) for factor in factors)
         for factor in merged:
-            self.ledger.count(factor)
+            self.ledger.require_equal_counts(factor)
         return merged
 
-    def channels(self, units: Units, dim: int, rank: int) -> Units:
-        """Make units equal along all of the `rank` dims except `dim`, and return them as 1-d factors."""
+    def merge_to_channels(self, units: Units, dim: int, rank: int) -> Units:
+        """Make units equal along all of the `rank` dims except `dim`, and return them as 1-D factors."""
         others = frozenset(range(rank)) - {dim}
         order = self.merge_order([factor for factor in units.order if factor.shape[dim] > 1], others)
         self.ledger.fix(*[factor for factor in units.order if varying_dims(factor) and factor.shape[dim] == 1])
-        return Units(self.merge_scale(units.scale, others), order).each(Tensor.flatten)
+        return Units(self.merge_scale(units.scale, others), order).map(Tensor.flatten)
 
 
 Rule = Callable[[Call], Outcome]
@@ -215,7 +215,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a function as the rule for ATen operations."""
+    """Register a function as the rule for these ATen operations."""
 
     def register(function: Rule) -> Rule:
         assert not RULES.keys() & names, f"two rules for {RULES.keys() & names}"

@@ -1,7 +1,7 @@
-"""Measure and describe how much of a model is perturbed, and how much of the noise follows from known values.
+"""Measure and describe how much of a model is perturbed, and how much of the noise is revealed by known values.
 
-For example, the weight of a new BatchNorm is all ones, so each perturbed value is the product of its factors. If all
-but one of these factors are known, the last one follows, in this tensor and in all others.
+For example, the weight of a newly initialised BatchNorm is all ones, so each perturbed value equals the product of its
+factors. If all but one of these factors are known, the last one is revealed, for this tensor and all others.
 """
 
 import math
@@ -28,10 +28,10 @@ class KnownValues:
     """Values that clients know, and how much they reveal.
 
     Attributes:
-        names: the parameters whose values are known: constant parameters, and those declared public.
-        share: fraction of the parameter values whose factors follow from known values: the magnitudes of all their
-            factors, or the signs if only signs are secret. Positions and the signs of other factors stay secret, but
-            a public tensor with distinct values also reveals positions.
+        names: the parameters whose values are known: constant parameters and those declared public.
+        share: the fraction of parameter values whose factors are revealed: the magnitudes of all their factors,
+            or the signs if only signs are secret. Positions and the signs of other factors stay secret, but a public
+            tensor with distinct values also reveals positions.
     """
 
     names: tuple[str, ...]
@@ -39,7 +39,7 @@ class KnownValues:
 
 
 def _count_free(part: "TensorPart", scale: Mask, order: Mask | None = None) -> int:
-    """Count the elements of a part on which none of the selected slots act, as a product over independent dims."""
+    """Count the elements of a part that none of the selected slots act on, as a product over independent dims."""
     factors = [own.select(torch.from_numpy(~scale)) for own in part.scale]
     factors += [] if order is None else [own.select(torch.from_numpy(~order)) for own in part.order]
     groups: list[tuple[Dims, torch.Tensor]] = []
@@ -54,14 +54,14 @@ def _count_free(part: "TensorPart", scale: Mask, order: Mask | None = None) -> i
 
 
 def _hidden_parts(plan: "Plan") -> list["TensorPart"]:
-    """Return the parts of all parameters except the head's, whose noise cannot follow from known values."""
+    """Return the parts of all parameters except those of the head, whose noise is not revealed by known values."""
     head = (plan.head.weight, plan.head.bias) if plan.head else ()
     parameters = plan.layout.trainable + plan.layout.frozen
     return [part for entry in parameters if entry.name not in head for part in plan.pieces[entry.name]]
 
 
 def measure_shares(plan: "Plan") -> MappingProxyType[str, float]:
-    """Return the fraction of parameter values with each kind of perturbation; only a value's strongest kind counts."""
+    """Return the fraction of parameter values per kind of perturbation; each value counts as its strongest kind."""
     symmetries = plan.symmetries[plan.slots.unit]
     sized, acts, moves = (symmetries & Symmetry.POSITIVE) > 0, symmetries > 0, plan.slots.order > 0
     counts = np.zeros(len(KINDS), np.int64)
@@ -76,7 +76,7 @@ def measure_shares(plan: "Plan") -> MappingProxyType[str, float]:
 
 
 def measure_known_values(plan: "Plan") -> KnownValues:
-    """Measure how much of the noise follows from values that clients know in advance."""
+    """Measure how much of the noise is revealed by values that clients know in advance."""
     known = [part for name in plan.known_names for part in plan.pieces[name]]
     units = plan.slots.unit
     sized, signed = ((plan.symmetries[units] & kind) > 0 for kind in (Symmetry.POSITIVE, Symmetry.SIGN))
@@ -92,7 +92,7 @@ def measure_known_values(plan: "Plan") -> KnownValues:
 
 
 def _find_revealed_classes(plan: "Plan", known: Sequence["TensorPart"], kind: Symmetry) -> list[int]:
-    """Return the scale classes whose magnitude (or sign) follows from known values as the last unknown in a product."""
+    """Return the scale classes whose magnitude (or sign) is revealed as the only unknown left in a known product."""
     secret = (plan.symmetries & kind) > 0
     products = [product for part in known for product in _find_products(plan, part, secret)]
     found: set[int] = set()
@@ -115,7 +115,7 @@ def _find_products(plan: "Plan", part: "TensorPart", secret: Mask) -> set[frozen
 
 
 def as_dict(plan: "Plan") -> dict[str, object]:
-    """Return the plan as a dict of plain values, which `fedveil inspect --json` prints."""
+    """Return the plan as a dict of plain values, as printed by `fedveil inspect --json`."""
     layout, head = plan.layout, plan.head
     return {
         "model": plan.model_name,
@@ -137,43 +137,43 @@ def as_dict(plan: "Plan") -> dict[str, object]:
     }
 
 
-def shares_in_words(plan: "Plan") -> str:
+def describe_shares(plan: "Plan") -> str:
     """Describe in one line how much of the model is perturbed in each way."""
-    words = ("scaled or with additive noise", "changed in sign", "only moved", "bare")
+    words = ("scaled or with additive noise", "with changed signs", "only permuted", "bare")
     return ", ".join(f"{share:.1%} {what}" for share, what in zip(plan.shares.values(), words, strict=True))
 
 
-def known_in_words(plan: "Plan") -> str | None:
-    """Describe in one sentence how much follows from known values; None if nothing does."""
+def describe_known_values(plan: "Plan") -> str | None:
+    """Describe in one sentence how much is revealed by known values; return None if nothing is."""
     if not plan.known.share:
         return None
     names = ", ".join(plan.known.names[:3]) + (", ..." if len(plan.known.names) > 3 else "")
     return (
-        f"The factors (or signs) of {plan.known.share:.1%} of the values follow from values that clients know "
-        f"({names}): only their positions, and the signs of factors, stay secret."
+        f"Values that clients know ({names}) reveal the factors (or signs) of {plan.known.share:.1%} of the values; "
+        "only their positions and the signs of their factors stay secret."
     )
 
 
-def _abbreviate(names: Sequence[str], more: str = "") -> str:
-    return "".join(names[:1]) + (f" (+{len(names) - 1}{more})" if len(names) > 1 else "")
+def _abbreviate(names: Sequence[str], suffix: str = "") -> str:
+    return "".join(names[:1]) + (f" (+{len(names) - 1}{suffix})" if len(names) > 1 else "")
 
 
 def _describe_head(plan: "Plan") -> str:
     """Describe which layer receives additive noise, and how clients run the layers after it."""
     head = plan.head
     if head is None:
-        return "HEAD EXPOSED: no additive noise, clients see the true predictions"
+        return "HEAD EXPOSED: no additive noise; clients see the true predictions"
     layer = f"{head.path or head.weight} with {head.outputs} outputs"
     if not head.is_inner:
         return f"the final layer, {layer}, receives additive noise"
-    runs = "on all candidates for its noise at once" if head.tail == "stacked" else "once per candidate for its noise"
+    runs = "on all noise candidates at once" if head.tail == "stacked" else "once per noise candidate"
     return f"{layer} receives additive noise; clients run the layers after it {runs}"
 
 
 def describe(plan: "Plan") -> str:
-    """Describe a plan: a table of axes with their factors and limits, then the pinned operations with reasons."""
-    first = f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {shares_in_words(plan)}"
-    lines = [line for line in (first, _describe_head(plan), known_in_words(plan)) if line] + [""]
+    """Describe a plan: a table of axes with their factors and limits, followed by the pinned operations and reasons."""
+    first = f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {describe_shares(plan)}"
+    lines = [line for line in (first, _describe_head(plan), describe_known_values(plan)) if line] + [""]
     rows = [("channels from", "units", "factors", "limited by")]
     for axis in plan.axes:
         limits = _abbreviate([f"{where}: {why}" for where, why in axis.limited_by], " more")
@@ -182,7 +182,7 @@ def describe(plan: "Plan") -> str:
     for name, units, factors, why in rows:
         lines.append(f"  {name:<{widths[0]}}  {units:>{widths[1]}}  {factors:<{widths[2]}}  {why}".rstrip())
     if plan.pinned:
-        lines += ["", "no factor passes", *[f"  {where}: {why}" for where, why in plan.pinned]]
+        lines += ["", "no factor passes through", *[f"  {where}: {why}" for where, why in plan.pinned]]
     if plan.layout.unused:
         lines += ["", "never read by forward, so neither sent nor trained: " + ", ".join(plan.layout.unused)]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Record a model's operations with torch.export, as calls to a few hundred ATen functions."""
+"""Record a model's operations with torch.export, as calls to ATen functions."""
 
 import copy
 import linecache
@@ -19,7 +19,7 @@ from fedveil.errors import AnalysisError, BadArgument, NotTraceable
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
 from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
 
-SAMPLES = 2  # in the example input: torch.export treats one as a special case, and BatchNorm needs at least two
+SAMPLES = 2  # batch size of the example: torch.export treats 1 as a special case, and BatchNorm needs at least 2
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class ModelGraph:
 
     Attributes:
         graph: the ATen operations; each node's `meta["val"]` is its output as fake tensors.
-        parameters: maps placeholders to the parameters' names; a tied parameter has its first name.
-        buffers: maps placeholders to the buffers' names in the same way.
+        parameters: the parameter name of each placeholder; a tied parameter is listed under its first name.
+        buffers: the buffer name of each placeholder; tied buffers are handled in the same way.
         outputs: the nodes that the model returns.
         single: whether the model returns exactly one tensor.
     """
@@ -42,18 +42,18 @@ class ModelGraph:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Copy a model. All tensors of the copy are contiguous; those that already were share memory with the original."""
+    """Copy a model, making its tensors contiguous; already contiguous ones share memory with the original."""
     memo: dict[int, object] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         plain = tensor.detach()
         if not plain.is_contiguous():
             plain = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
         memo[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
-    twin = copy.deepcopy(model, memo)
-    for module in twin.modules():
+    model_copy = copy.deepcopy(model, memo)
+    for module in model_copy.modules():
         if getattr(module, "momentum", 0) is None:  # a cumulative average depends on the number of batches
             module.momentum = 0.1  # type: ignore[assignment]
-    return twin
+    return model_copy
 
 
 def check_example(model: nn.Module, inputs: Inputs) -> Inputs:
@@ -72,8 +72,8 @@ def check_example(model: nn.Module, inputs: Inputs) -> Inputs:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the log messages and warnings of torch.export (failures, recurrent layers, deprecations)."""
+def _silence_export() -> Iterator[None]:
+    """Suppress log messages and warnings from torch.export (failures, recurrent layers, deprecations)."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -85,23 +85,23 @@ def _quiet() -> Iterator[None]:
 
 def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
     """Record the operations of a forward pass, which depend only on shapes, dtypes and modes."""
-    twin, first = copy_model(model), dict[int, str]()
+    model_copy, first = copy_model(model), dict[int, str]()
     state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {name: first.setdefault(id(tensor), name) for name, tensor in state}  # tied tensors have several names
     args, kwargs = arguments(check_example(model, inputs))
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             what = f"torch.autocast is on for {device}: {ROUNDING}"
-            raise AnalysisError("analyse", what, "call it outside of torch.autocast, and train in float32")
+            raise AnalysisError("analyse", what, "call analyse outside torch.autocast, and train in float32")
     try:
-        with _quiet():
-            program = torch.export.export(twin, args, kwargs, strict=False)
-            if _needs_functions(program.graph):
+        with _silence_export():
+            program = torch.export.export(model_copy, args, kwargs, strict=False)
+            if _needs_functionalization(program.graph):
                 program = program.run_decompositions({})
     except Exception as error:
-        raise _explain(model, twin, error) from error
+        raise _explain(model, model_copy, error) from error
     if any("autocast" in getattr(node.target, "__name__", "") for node in program.graph.nodes):
-        what = f"its forward turns on torch.autocast: {ROUNDING}"
+        what = f"its forward method enables torch.autocast: {ROUNDING}"
         raise AnalysisError(type(model).__name__, what, "remove the autocast block, and train in float32")
     signature = program.graph_signature
     parameters = {node: names[name] for node, name in signature.inputs_to_parameters.items()}
@@ -116,7 +116,7 @@ def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
 ROUNDING = "it rounds veiled activations differently from plain ones"
 
 
-def _needs_functions(graph: fx.Graph) -> bool:
+def _needs_functionalization(graph: fx.Graph) -> bool:
     """Return whether the graph modifies floating-point tensors in place in a way that rules cannot follow."""
     writes = [node for node in graph.nodes if node.op == "call_function" and is_in_place(node)]
     values = [node.meta.get("val") for node in writes if operation_name(node) not in IN_PLACE]
@@ -124,15 +124,15 @@ def _needs_functions(graph: fx.Graph) -> bool:
 
 
 LOGITS = (
-    "wrap it in a module that returns the logits alone: forward(self, **inputs) returns "
+    "wrap it in a module that returns only the logits: forward(self, **inputs) returns "
     'self.model(**inputs)["logits"] (or .logits)'
 )
 LIBRARY = re.compile(r"[/\\]torch[/\\]|[/\\]fedveil[/\\]|[/\\]inspect.py$|<frozen|<string>")
 
 
-def _find_failure(model: nn.Module, twin: nn.Module, error: Exception) -> str:
+def _find_failure(model: nn.Module, model_copy: nn.Module, error: Exception) -> str:
     """Return the module and the line of the user's code where the export failed."""
-    names = {id(module): name for name, module in twin.named_modules()}
+    names = {id(module): name for name, module in model_copy.named_modules()}
     where, line = type(model).__name__, ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
@@ -144,30 +144,30 @@ def _find_failure(model: nn.Module, twin: nn.Module, error: Exception) -> str:
     return where + line
 
 
-def _explain(model: nn.Module, twin: nn.Module, error: Exception) -> AnalysisError | BadArgument:
+def _explain(model: nn.Module, model_copy: nn.Module, error: Exception) -> AnalysisError | BadArgument:
     """Return an error that states where the export failed and how to fix it."""
-    where = _find_failure(model, twin, error)
+    where = _find_failure(model, model_copy, error)
     text = str(error).strip()
     first = text.splitlines()[0][:300] if text else type(error).__name__
     kind = type(error).__name__
     local_values = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
     if any(isinstance(value, PackedSequence) for value in local_values):
         fix = "pass padded batches without packing them, and mask the outputs beyond the end of each sequence"
-        return NotTraceable(where, "torch.export cannot record packed sequences", fix)
+        return NotTraceable(where, "torch.export cannot trace packed sequences", fix)
     if "_detect_is_causal_mask" in "".join(traceback.format_tb(error.__traceback__)):
         what = "PyTorch reads the values of the mask to find out whether it is causal"
-        return NotTraceable(where, what, "pass is_causal=True (tgt_is_causal=True) or False with the mask")
+        return NotTraceable(where, what, "pass is_causal (or tgt_is_causal) together with the mask")
     if "DataDependent" in kind or "Guard" in kind or "data-dependent" in text.lower():
-        what = "its forward reads the values of a tensor, which differ from client to client"
+        what = "its forward method reads the values of a tensor, which differ from client to client"
         fix = "replace `if`, loops, .item(), float() and int() on tensors with torch.where, masks or torch.clamp"
         return NotTraceable(where, what, fix)
     if isinstance(error, TypeError) and ("forward()" in text or ("argument" in text and "missing" in text)):
         fix = "pass positional arguments as a tuple, (first, second), and keyword arguments as a dict, {'name': tensor}"
         return BadArgument("analyse", f"example_inputs do not match the arguments of forward: {first}", fix)
     if "numpy" in text.lower():
-        return NotTraceable(where, "its forward calls NumPy", "use torch functions instead of NumPy functions")
+        return NotTraceable(where, "its forward method calls NumPy", "use torch functions instead of NumPy functions")
     if "pytree" in text.lower():
-        what = "its forward takes or returns an object that is not a tensor, tuple, list or dict"
+        what = "its forward method takes or returns an object that is not a tensor, tuple, list or dict"
         return NotTraceable(where, what, LOGITS)
     fix = "check that example_inputs have the shapes and dtypes that the model expects, and that forward runs on them"
-    return NotTraceable(where, f"torch.export cannot record its forward: {first.rstrip('.')}", fix)
+    return NotTraceable(where, f"torch.export cannot trace its forward method: {first.rstrip('.')}", fix)

@@ -24,16 +24,16 @@ class Head:
     """The layer that receives additive noise.
 
     Attributes:
-        path: the module whose forward calls it.
+        path: the path of the module that calls it.
         weight: the name of its weight.
         bias: the name of its bias, if it has one.
         outputs: the number of its outputs.
-        dim: the dim of the weight that counts outputs: 0, or 1 for a transposed convolution.
-        axis: the dim of the outputs that counts them: -1 for a Linear, 1 for a convolution.
-        tail: the operations after the layer. "alike": all are linear and the same for every output. "reshaped": all are
-            reshapes, which clients need not run. Otherwise, clients subtract each candidate for the noise from the
-            layer's output: "stacked" along the batch, or, if a later operation couples samples, with forward
-            "repeated" for each candidate.
+        dim: the dim of the weight that indexes outputs: 0, or 1 for a transposed convolution.
+        axis: the dim of the output tensor that indexes outputs: -1 for a Linear, 1 for a convolution.
+        tail: the operations after the layer. "alike": all are linear and treat every output in the same way.
+            "reshaped": all are reshapes, which clients need not run. Otherwise, clients subtract each noise candidate
+            from the layer's output. "stacked": the results are concatenated along the batch. "repeated": forward runs
+            once per candidate, because the results cannot be stacked.
     """
 
     path: str
@@ -46,12 +46,12 @@ class Head:
 
     @property
     def is_inner(self) -> bool:
-        """Whether clients must run the operations after the layer for each candidate for the noise."""
+        """Whether clients must run the operations after the layer for each noise candidate."""
         return self.tail in INNER_TAILS
 
 
 def find_head(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head, fx.Node | None]:
-    """Return the final Linear or convolution and its node; otherwise, the last one that can take noise, and None."""
+    """Return the final layer and its node; if it cannot take noise, return the last layer that can, and None."""
     if not graph.single:
         raise AnalysisError(type(model).__name__, "the model returns more than one tensor, or a dict", LOGITS)
     found = _find_head_at_end(model, graph, inputs)
@@ -63,7 +63,7 @@ def find_head(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head
             return _find_head_within(model, graph, node, inputs), None
         except _UnsuitableLayer as reason:
             reasons.append(f"{describe_location(node)}: {reason}")
-    what = "; ".join(reasons[:3]) or "it has no Linear and no convolution"
+    what = "; ".join(reasons[:3]) or "it has neither a Linear nor a convolution"
     raise HeadNotLinear(
         type(model).__name__,
         f"no layer can take additive noise: {what}",
@@ -73,13 +73,13 @@ def find_head(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head
 
 
 class _UnsuitableLayer(Exception):
-    """Raised for a layer that cannot take additive noise; the message gives the reason."""
+    """Raised for a layer that cannot take additive noise; the message states the reason."""
 
 
 def _find_head_at_end(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head, fx.Node] | None:
-    """Find a Linear or convolution followed only by operations that are linear and the same for every output."""
+    """Find a Linear or convolution followed only by linear operations that treat every output in the same way."""
     node, tail = graph.outputs[0], []
-    while node.op == "call_function" and operation_name(node) in operations.EQUAL:
+    while node.op == "call_function" and operation_name(node) in operations.UNIFORM_LINEAR:
         tail.append(operation_name(node))
         node = node.all_input_nodes[0]
     if node.op != "call_function" or operation_name(node) not in operations.LAYERS or len(node.users) > 1:
@@ -100,7 +100,7 @@ def _find_head_at_end(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tu
 
 
 def _find_layers(graph: ModelGraph) -> list[fx.Node]:
-    """Return Linears and convolutions from last to first, starting with those that are on every path to the output."""
+    """Return Linear layers and convolutions from last to first, with those on every path to the output in front."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function" and operation_name(n) in operations.LAYERS][::-1]
     state = {*graph.parameters, *graph.buffers}
     inputs = {n for n in graph.graph.nodes if n.op == "placeholder" and n.name not in state}
@@ -109,7 +109,7 @@ def _find_layers(graph: ModelGraph) -> list[fx.Node]:
 
 
 def _reaches(node: fx.Node, goals: set[fx.Node], avoid: fx.Node | None) -> bool:
-    """Return whether a path that avoids the node `avoid` leads from one of the goals to a node."""
+    """Return whether a path from one of the goals to `node` avoids the node `avoid`."""
     seen, waiting = {node}, [node]
     while waiting:
         here = waiting.pop()
@@ -122,7 +122,7 @@ def _reaches(node: fx.Node, goals: set[fx.Node], avoid: fx.Node | None) -> bool:
 
 
 def _describe_layer(graph: ModelGraph, node: fx.Node) -> tuple[Head, int]:
-    """Return a layer as a head, and the number of times that forward calls it."""
+    """Return a layer as a head, and the number of times forward calls it."""
     name, arguments, names, calls = operation_name(node), named_arguments(node), dict[str, str](), 0
     for key in ("weight", "bias"):
         argument = arguments[key]
@@ -146,12 +146,12 @@ def _describe_layer(graph: ModelGraph, node: fx.Node) -> tuple[Head, int]:
 
 
 def _find_head_within(model: nn.Module, graph: ModelGraph, node: fx.Node, inputs: Inputs) -> Head:
-    """Return a layer that is followed by other operations as a head."""
+    """Return the head for a layer that is followed by other operations."""
     head, calls = _describe_layer(graph, node)
     alone = _run(model, head, inputs, 1, copies=1)
     if alone is None or alone[1] != calls:
         raise _UnsuitableLayer("forward calls it where its output cannot be changed")
-    if calls == 1 and keeps_samples_apart(graph, node):
+    if calls == 1 and keeps_samples_independent(graph, node):
         samples, *others = alone[0]
         if _run(model, head, inputs, 1, copies=3) == ([3 * samples, *others], 1):
             return replace(head, tail="stacked")
@@ -174,13 +174,13 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, extra: int, copies: int =
     """Run the model on fake tensors with `extra` more head outputs.
 
     If `copies` is not 0, the extra outputs are removed again, and the others are repeated `copies` times along the
-    batch. Return the shape of the model's output and the number of calls to the head, or None if the model does not
-    run because code after the head depends on the number of outputs or samples.
+    batch. Return the shape of the model's output and the number of calls to the head, or None if the model fails,
+    for example because code after the head depends on the number of outputs or samples.
     """
-    twin = copy_model(model)
+    model_copy = copy_model(model)
     values: dict[str, Tensor] = {}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        for name, value in [*twin.named_parameters(), *twin.named_buffers()]:
+        for name, value in [*model_copy.named_parameters(), *model_copy.named_buffers()]:
             shape = list(value.shape)
             if name in (head.weight, head.bias):
                 shape[head.dim if name == head.weight else 0] += extra
@@ -194,13 +194,13 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, extra: int, copies: int =
         args, kwargs = arguments(example)
         try:
             with LayerOutputMode(values[head.weight], change) as layer:
-                out = torch.func.functional_call(twin, values, args, kwargs)
+                out = torch.func.functional_call(model_copy, values, args, kwargs)
         except Exception:
             return None
     return (list(out.shape), layer.calls) if isinstance(out, Tensor) else None
 
 
-def keeps_samples_apart(graph: ModelGraph, node: fx.Node) -> bool:
+def keeps_samples_independent(graph: ModelGraph, node: fx.Node) -> bool:
     """Return whether no operation after a node couples the samples of a batch (the first dim).
 
     Unknown operations are assumed to couple samples. The result is also false if a later operation uses a tensor that
@@ -213,13 +213,13 @@ def keeps_samples_apart(graph: ModelGraph, node: fx.Node) -> bool:
             continue
         others = [n for n in tensors if n not in following]
         stored = all(n.name in graph.parameters or n.name in graph.buffers for n in others)
-        if not stored or not _keeps_samples_apart(step, others):
+        if not stored or not _keeps_samples_independent(step, others):
             return False
         following.add(step)
     return True
 
 
-def _keeps_samples_apart(step: fx.Node, parameters: list[fx.Node]) -> bool:
+def _keeps_samples_independent(step: fx.Node, parameters: list[fx.Node]) -> bool:
     value, first = step.meta.get("val"), step.all_input_nodes[0].meta.get("val")
     if not isinstance(value, Tensor) or not isinstance(first, Tensor) or not hasattr(step.target, "_schema"):
         return False

@@ -1,8 +1,8 @@
-"""Pass inputs to a model's forward, and intercept calls to its layers.
+"""Pass inputs to a model's forward method, and intercept calls to its layers.
 
-Inputs are a tensor, a tuple of arguments, or a dict of keyword arguments. Tuples and dicts may be nested and contain
-integers or floats; the first dimension of every tensor is the batch. A dict is passed as keyword arguments,
-``model(**inputs)``; for a forward that takes a dict as its first argument, pass a one-element tuple:
+Inputs are a tensor, a tuple of arguments, or a dict of keyword arguments. Tuples and dicts may be nested and may
+contain integers or floats; the first dimension of every tensor is the batch dimension. A dict is passed as keyword
+arguments, ``model(**inputs)``; if forward takes a dict as its first argument, pass a one-element tuple:
 ``({"ids": ids, "mask": mask},)``.
 """
 
@@ -22,7 +22,7 @@ Inputs = Tensor | Sequence[Any] | Named
 
 
 def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments for forward."""
+    """Return the inputs as positional and keyword arguments for forward."""
     if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):
@@ -54,7 +54,7 @@ def count(inputs: Inputs) -> int:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """A call to a module in a forward pass: the first tensor that was passed to it, and its output."""
+    """A call to a module in a forward pass: the first tensor passed to it, and its output."""
 
     module: nn.Module
     first_input: Tensor
@@ -63,7 +63,7 @@ class ModuleCall:
 
 @contextmanager
 def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
-    """Record the calls to these modules during forward passes, in the order in which they begin."""
+    """Record calls to these modules during forward passes, in the order in which the calls begin."""
     calls: list[ModuleCall] = []
 
     def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -96,7 +96,7 @@ class LayerOutputMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Named | None = None
     ) -> object:
-        """Call the function, and change its result if it is the layer."""
+        """Call the function, and change its result if it computes the layer."""
         found = func(*args, **(kwargs or {}))
         weight = args[1] if len(args) > 1 else (kwargs or {}).get("weight")
         if weight is not self._weight or getattr(func, "__name__", "") not in LAYERS:

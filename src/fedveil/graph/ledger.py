@@ -1,11 +1,11 @@
 """Record constraints on the noise: which values share it, and which operations limit it.
 
-Rules only add constraints: units that are equal, factors with which an operation does not commute, fixed positions, and
+Rules only add constraints: units that are equal, factors that an operation does not commute with, fixed positions, and
 blocks of units that are permuted together. `solve.py` solves them once all operations have been visited.
 
 A permutation acts on order units. It moves the k-th element of unit u to the k-th element of unit v in every tensor at
-once, which is a symmetry of the network if every operation treats u and v alike. A `Mark` records how an operation uses
-units; a `Block` records that units (the features of an attention head, the channels of a group) only move together.
+once, which is a symmetry of the network if every operation treats u and v in the same way. A `Mark` records how an
+operation uses units; a `Block` records that units, such as the channels of a group, only move together.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ FACTORS = {Symmetry.NOTHING: "no factor", Symmetry.SIGN: "only signs", Symmetry.
 
 
 class Limit(NamedTuple):
-    """A limit on factors, because an operation does not commute with all of them."""
+    """A limit on factors, imposed by an operation that does not commute with all of them."""
 
     members: Tensor
     symmetry: Symmetry
@@ -32,7 +32,7 @@ class Limit(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """How an operation uses order units: units can be swapped only if their values are equal at every position."""
+    """A use of order units by an operation; units can be swapped only if their values are equal at every position."""
 
     order: Tensor
     values: Callable[[Rank], Tensor]
@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 class StridedView(NamedTuple):
-    """A strided view of a tensor, given by the arguments of `Tensor.as_strided`."""
+    """A strided view of a tensor, defined by the arguments of `Tensor.as_strided`."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -54,7 +54,7 @@ class StridedView(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The index after the view's last element."""
+        """The index just past the view's last element."""
         return self.offset + 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
 
     def overlaps(self, other: "StridedView") -> bool:
@@ -75,12 +75,12 @@ class Region(NamedTuple):
 
 @dataclass
 class Ledger:
-    """All units, the constraints on them, and the tensors of the model to which they belong.
+    """All units, the constraints on them, and the model's tensors that carry them.
 
     Attributes:
-        scales, orders: the numbers of scale and order units created so far; unit 0 does nothing.
+        scales, orders: the numbers of scale and order units so far, including unit 0, which does nothing.
         scale_pairs, order_pairs: pairs of units that must be equal.
-        births: the names of the model's tensors at which new scale units begin, each with these units.
+        scale_origins: the tensors and operations at which scale units begin, each with its units.
         limits, marks, blocks: the other constraints.
         regions: the noise on each tensor of the model.
         element_units: the units of each parameter that is used element by element.
@@ -90,7 +90,7 @@ class Ledger:
     orders: int = 1
     scale_pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     order_pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    births: list[tuple[str, Tensor]] = field(default_factory=list)
+    scale_origins: list[tuple[str, Tensor]] = field(default_factory=list)
     limits: list[Limit] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
@@ -99,20 +99,20 @@ class Ledger:
 
     # Create units.
 
-    def fresh_scale(self, shape: Sequence[int], where: str) -> Tensor:
-        """Create scale units that begin at the tensor named `where`."""
+    def create_scale(self, shape: Sequence[int], where: str) -> Tensor:
+        """Create scale units that begin at `where`, the name of a tensor or operation."""
         count = torch.Size(shape).numel()
         units = torch.arange(self.scales, self.scales + count)
         self.scales += count
-        self.births.append((where, units))
+        self.scale_origins.append((where, units))
         return units.reshape(tuple(shape))
 
-    def fresh_order(self, shape: Sequence[int]) -> Tensor:
+    def create_order(self, shape: Sequence[int]) -> Tensor:
         """Create order units."""
         count = torch.Size(shape).numel()
         units = torch.arange(self.orders, self.orders + count).reshape(tuple(shape))
         self.orders += count
-        self.count(units)
+        self.require_equal_counts(units)
         return units
 
     # Constrain scale units.
@@ -127,7 +127,7 @@ class Ledger:
             self.limits.append(Limit(members[members > 0], symmetry, where, reason))
 
     def unite_scale(self, a: Tensor, b: Tensor, where: str, why: str) -> None:
-        """Make two factors equal, element by element; an element without a unit in one may have none in the other."""
+        """Make two factors equal element by element; where only one of them has a unit, limit that unit to 1."""
         if a is b:
             return
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
@@ -144,7 +144,7 @@ class Ledger:
         self.unite_scale(factor, first, where, "it sums elements, some of which carry no factor")
         return first
 
-    def agree_scale(self, a: Sequence[Tensor], b: Sequence[Tensor], where: str, why: str) -> tuple[Tensor, ...]:
+    def reconcile_scale(self, a: Sequence[Tensor], b: Sequence[Tensor], where: str, why: str) -> tuple[Tensor, ...]:
         """Make two products of factors equal and return the common product.
 
         Factors that occur on only one side are paired with each other or limited to 1. For products of many
@@ -168,8 +168,8 @@ class Ledger:
 
     # Constrain order units.
 
-    def count(self, order: Tensor) -> None:
-        """Forbid swaps of units that do not occur equally often in this factor."""
+    def require_equal_counts(self, order: Tensor) -> None:
+        """Forbid swapping units that do not occur the same number of times in this factor."""
         self.marks.append(Mark(order, lambda _: torch.zeros_like(order)))
 
     def fix(self, *factors: Tensor) -> None:
@@ -182,7 +182,7 @@ class Ledger:
         return tuple(factor for factor in factors if not varying_dims(factor) & dims)
 
     def unite_order(self, a: Tensor, b: Tensor) -> None:
-        """Make order factors equal element by element."""
+        """Make two order factors equal element by element."""
         if a is b:
             return
         a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
@@ -197,12 +197,12 @@ class Ledger:
         return first
 
     def move(self, units: Units, operation: Callable[[Tensor], Tensor]) -> Units:
-        """Apply an operation that only moves elements to a tensor's factors."""
+        """Apply an operation to a tensor's factors; the operation must only move elements."""
         order = tuple(self.move_order(lambda factors: operation(factors[0]), [factor]) for factor in units.order)
         return Units(tuple(map(operation, units.scale)), order, units.zero)
 
     def move_order(self, operation: Callable[[Sequence[Tensor]], Tensor], factors: Sequence[Tensor]) -> Tensor:
-        """Apply an operation that only moves elements to order factors, one from each operand."""
+        """Apply an operation to order factors, one from each operand; the operation must only move elements."""
         after = operation(factors)
         if len(factors) == 1 and torch.equal(after.flatten(), factors[0].flatten()):
             return after
@@ -229,20 +229,20 @@ class Ledger:
             return factor
         outer = sorted(varying_dims(factor) - inner)
         if not outer:
-            self.count(factor)
+            self.require_equal_counts(factor)
             return None
-        parents = self.fresh_order(first_along(factor, dims).shape)
+        parents = self.create_order(first_along(factor, dims).shape)
         rows = factor.permute(*outer, *[d for d in range(factor.dim()) if d not in outer])
         self.blocks.append(Block(rows.reshape(parents.numel(), -1), parents.flatten()))
         return parents
 
-    def agree_order(
+    def reconcile_order(
         self, a: Sequence[Tensor], distinct_a: Dims, b: Sequence[Tensor], distinct_b: Dims
     ) -> tuple[Tensor, ...]:
         """Give both operands of an element-wise operation the same order and return the order of the result.
 
         `distinct_a` and `distinct_b` are the dims along which the elements of each operand may differ. Along all other
-        dims an operand is broadcast, so that permuting the other operand does not affect it.
+        dims an operand is broadcast, so permuting the other operand does not affect it.
         """
         left = [(factor, self._fold(factor, dims - distinct_b)) for factor in a if (dims := varying_dims(factor))]
         right = [(factor, self._fold(factor, dims - distinct_a)) for factor in b if (dims := varying_dims(factor))]
@@ -269,20 +269,20 @@ class Ledger:
 
     # Assign units to the model's tensors.
 
-    def attach(self, name: str, form: Tensor, offset: int, units: Units) -> None:
-        """Record the noise on a part of the tensor `name`, with the shape and strides of `form`.
+    def attach(self, name: str, layout: Tensor, offset: int, units: Units) -> None:
+        """Record the noise on a part of the tensor `name`, with the shape and strides of `layout`.
 
-        A part that is used twice has the same noise in both places, even if one of them transposes it.
+        A part that is used twice carries the same noise both times, even if one of the uses transposes it.
         """
-        dims = sorted(range(form.dim()), key=lambda d: (-form.stride()[d], d))
-        view = StridedView(tuple(form.shape[d] for d in dims), tuple(form.stride()[d] for d in dims), offset)
-        units, known = units.each(lambda factor: factor.permute(dims)), self.regions.setdefault(name, [])
+        dims = sorted(range(layout.dim()), key=lambda d: (-layout.stride()[d], d))
+        view = StridedView(tuple(layout.shape[d] for d in dims), tuple(layout.stride()[d] for d in dims), offset)
+        units, known = units.map(lambda factor: factor.permute(dims)), self.regions.setdefault(name, [])
         for number, (other, old) in enumerate(known):
             if other == view:
                 why = "it is used in two ways that need different noise"
-                scale = self.agree_scale(old.scale, units.scale, name, why)
+                scale = self.reconcile_scale(old.scale, units.scale, name, why)
                 everywhere = frozenset(range(len(dims)))
-                order = self.agree_order(old.order, everywhere, units.order, everywhere)
+                order = self.reconcile_order(old.order, everywhere, units.order, everywhere)
                 known[number] = Region(view, Units(scale, order))
                 return
         overlapping = [old for other, old in known if view.overlaps(other)]

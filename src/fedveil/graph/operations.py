@@ -1,6 +1,6 @@
 """Names of ATen operations by kind, and functions that read an operation's name, arguments and location.
 
-Names contain neither the overload nor the in-place underscore.
+Names include neither the overload nor the in-place underscore.
 """
 
 from torch import fx
@@ -19,7 +19,7 @@ UPSAMPLINGS = {
 }  # fmt: skip
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "_unsafe_view"}
 
-# Functions of one number, grouped by the factors with which they commute.
+# Functions of a single number, grouped by the factors that they commute with.
 POSITIVE = {"relu", "leaky_relu", "abs", "rrelu"}
 ODD = {
     "tanh", "sin", "asinh", "atan", "erf", "sign", "softshrink", "hardshrink", "sinh", "tan", "asin", "atanh",
@@ -33,13 +33,13 @@ OTHER = {
     "trunc", "nan_to_num", "sinc",
 }  # fmt: skip
 
-# Operations that may follow a head: linear, and the same for every output. SAME_ELEMENTS only reshape.
+# Operations that may follow a head: linear ones that treat every output in the same way. SAME_ELEMENTS only reshape.
 SAME_ELEMENTS = RESHAPES | {"squeeze", "unsqueeze", "contiguous", "clone", "alias"}
-EQUAL = SAME_ELEMENTS | UPSAMPLINGS | AVERAGE_POOLS | {
+UNIFORM_LINEAR = SAME_ELEMENTS | UPSAMPLINGS | AVERAGE_POOLS | {
     "permute", "transpose", "movedim", "t", "mean", "sum", "slice", "narrow",
 }  # fmt: skip
 
-# Operations that do not couple samples: in general, in evaluation mode, or along dims other than the first.
+# Operations that do not couple samples: always, only in evaluation mode, or along dims other than the first.
 ELEMENTWISE = POSITIVE | ODD | EVEN | OTHER | {
     "hardtanh", "neg", "pow", "add", "sub", "mul", "div", "clone", "contiguous", "alias", "_to_copy", "to", "type_as",
 }  # fmt: skip
@@ -54,18 +54,18 @@ ALONG_DIMS = {
     "select", "narrow", "glu", "squeeze", "unsqueeze", "transpose", "flip", "cumsum", "argmax", "max", "std", "var",
 }  # fmt: skip
 
-# In-place operations on separate elements, after which a view of the same memory still has the same noise. A graph
-# with other in-place operations is rewritten without them.
+# Element-wise in-place operations, after which views of the same memory still carry the same noise. A graph with other
+# in-place operations is rewritten without them.
 IN_PLACE = {"add", "sub", "neg", "hardtanh", "detach", "dropout", "feature_dropout"} | POSITIVE | ODD | OTHER
 
 
 def count_spatial_dims(name: str) -> int:
-    """Return the number of spatial dims in the name of an operation, such as 2 for conv2d."""
+    """Return an operation's number of spatial dims, as given in its name, such as 2 for conv2d."""
     return next(n for n in SPATIAL_DIMS if f"{n}d" in name)
 
 
 def operation_name(node: fx.Node) -> str:
-    """Return the name of an operation without namespace, overload and in-place underscore, such as "linear"."""
+    """Return the name of an operation without namespace, overload or in-place underscore, such as "linear"."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None:
         return str(getattr(node.target, "__name__", node.target))
@@ -87,7 +87,7 @@ def named_arguments(node: fx.Node) -> dict[str, Argument]:
 
 
 def innermost_module(node: fx.Node) -> tuple[str, str]:
-    """Return the path and class name of the innermost module whose forward calls an operation."""
+    """Return the path and class name of the innermost module that calls an operation."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return "", ""
@@ -96,7 +96,7 @@ def innermost_module(node: fx.Node) -> tuple[str, str]:
 
 
 def describe_location(node: fx.Node) -> str:
-    """Describe an operation in messages, by its module's path and by the operation's name or PyTorch's class."""
+    """Return an operation's location for messages: its module's path, and the PyTorch class or the operation's name."""
     path, kind = innermost_module(node)
     what = kind.rpartition(".")[2] if kind.startswith("torch.nn.modules") else operation_name(node).rstrip("_")
     return f"{path} ({what})" if path else what

@@ -1,10 +1,10 @@
-"""The result of an analysis: how noise is shared between the values of a model, in a form that is fast to apply.
+"""The result of an analysis: how noise is shared among the values of a model, in a form that is fast to apply.
 
 Each factor of each tensor is stored as *slots*, one per element of the factor. A scale slot contains the class of a
 secret number and its exponent; an order slot contains the positions of one class of units in the tensor. A secret then
-consists of two short vectors, a number per scale slot and a distance per order slot.
+consists of two short vectors: one number per scale slot and one distance per order slot.
 
-Small tensors are pooled in one flat vector, which is perturbed by one product and one gather; large tensors are
+Small tensors are pooled in one flat vector, which is perturbed with one product and one gather; large tensors are
 multiplied by broadcasting and gathered dim by dim.
 """
 
@@ -72,11 +72,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a model in the order in which they are stored in a flat vector.
+    """The tensors of a model, in the order in which they appear in a flat vector.
 
     Attributes:
         trainable: parameters that require gradients.
-        frozen: parameters that do not.
+        frozen: parameters that do not require gradients.
         buffers: floating-point buffers.
         counters: names of the other buffers, which are sent separately.
         unused: names of parameters that forward never reads; they are not sent.
@@ -112,13 +112,13 @@ class Layout:
 
     @cached_property
     def name(self) -> str:
-        """A short name of the architecture: a hash of the names, shapes and dtype of the tensors that are sent."""
+        """A short identifier of the architecture: a hash of the names, shapes and dtype of the tensors sent."""
         text = repr((sorted((entry.name, tuple(entry.shape)) for entry in self.entries), str(self.dtype)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def flatten(tensors: Mapping[str, Tensor], entries: tuple[Entry, ...]) -> Tensor:
-    """Concatenate the tensors of these entries in one vector."""
+    """Concatenate the tensors of these entries into one vector."""
     flat: Tensor = _flatten_dense_tensors([tensors[entry.name] for entry in entries])  # type: ignore[no-untyped-call]
     return flat
 
@@ -168,16 +168,16 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class Slots:
-    """All slots of a model. Slot 0 of each kind, scale and order, does nothing.
+    """All slots of a model. Scale slot 0 and order slot 0 do nothing.
 
     Attributes:
         classes: the number of scale classes.
         unit: the scale class of each scale slot; class 0 is pinned.
         power: the exponent of each scale slot, +1 or -1.
         order: the order class of each order slot; class 0 does not move.
-        origin: for each order slot, the index in `table` of the same occurrence of the first class of its kind.
-        repeat: for each order slot, the number of times that each class of its kind occurs in the tensor.
-        place: for each order slot, its index in the flattened tensor, along the slot's dims.
+        origin: for each order slot, the index in `table` of the same occurrence for the first class of its kind.
+        repeat: for each order slot, the number of times each class of its kind occurs in the tensor.
+        position: for each order slot, its index in the flattened tensor, along the slot's dims.
         table: indices into the flattened tensors, sorted by kind, class and occurrence.
     """
 
@@ -187,7 +187,7 @@ class Slots:
     order: Integers
     origin: Integers
     repeat: Integers
-    place: Integers
+    position: Integers
     table: Integers
 
     def factors(self, scale: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -196,13 +196,13 @@ class Slots:
 
     def shifts(self, member: Integers) -> Integers:
         """Return the distance from each order slot to its source, given the new index of each class within its kind."""
-        found: Integers = self.table[self.origin + member[..., self.order] * self.repeat] - self.place
+        found: Integers = self.table[self.origin + member[..., self.order] * self.repeat] - self.position
         return found
 
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Small tensors, concatenated in one flat vector.
+    """Small tensors, concatenated into one flat vector.
 
     Attributes:
         entries: the tensors, with their positions in the pool.
@@ -220,7 +220,7 @@ class Pool:
     def build(
         cls, entries: Sequence[Entry], pieces: Mapping[str, Sequence[TensorPart]], device: torch.device
     ) -> "Pool":
-        """Concatenate tensors in one flat vector, and list the slots of each element."""
+        """Concatenate tensors into one flat vector, and list the slots of each element."""
         pooled, length = [], 0
         for entry in entries:
             pooled.append(replace(entry, start=length, stop=length + entry.shape.numel()))
@@ -263,11 +263,11 @@ class Axis:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """Which layers of a model can be perturbed, and how. `print(plan)` prints a summary.
+    """A description of how the layers of a model can be perturbed. `print(plan)` prints a summary.
 
     Attributes:
         model_name: the class name of the model.
-        axes: the hidden axes with the factors that each allows.
+        axes: the hidden axes, with the factors that each of them allows.
         head: the layer that receives additive noise; None if the head is exposed.
         layout: the tensors that are sent.
         modes: the path of each module, and whether it was in training mode.
@@ -276,7 +276,7 @@ class Plan:
         slots: the slots of all tensors.
         pieces: for each tensor, its parts and the slots that act on them.
         pool: the small tensors, in one vector.
-        pinned: operations that commute with no factor, and tensors that stay bare, with reasons.
+        pinned: operations that do not commute with any factor, and tensors that are sent unchanged, with reasons.
         known_names: names of parameters whose values clients know in advance.
     """
 
@@ -295,7 +295,7 @@ class Plan:
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
-        """The fraction of parameter values with each kind of perturbation; only a value's strongest kind counts.
+        """The fraction of parameter values per kind of perturbation; each value counts as its strongest kind.
 
         "scaled": multiplied by secret factors, or with additive noise; "signed": multiplied by secret signs; "moved":
         only permuted; "bare": sent unchanged. The fractions add up to 1.
@@ -314,7 +314,7 @@ class Plan:
 
     @property
     def cells(self) -> Integers:
-        """The cell of each order class: classes in a cell may be swapped, except in cell 0, where none moves."""
+        """The cell of each order class. Classes in a cell may be swapped, but those in cell 0 do not move."""
         return self.orders.cells
 
     @cached_property
@@ -325,7 +325,7 @@ class Plan:
 
     @cached_property
     def freedoms(self) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
-        """For each scale class: 1 if it allows positive factors, else 0; and 1 if it allows signs, else 0."""
+        """Two 0/1 arrays: whether each scale class allows positive factors, and whether it allows signs."""
         scaled = (self.symmetries & Symmetry.POSITIVE) > 0
         return scaled.astype(np.float64), ((self.symmetries & Symmetry.SIGN) > 0).astype(np.uint64)
 
@@ -355,7 +355,7 @@ def check_model(plan: Plan, model: nn.Module) -> ModelState:
             if tensor is None or tensor.shape != entry.shape or tensor.dtype != layout.dtype:
                 found = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
                 wanted = f"{tuple(entry.shape)} {layout.dtype}"
-                raise ModelMismatch(entry.name, f"the plan expects {wanted}, the model has {found}", fix)
+                raise ModelMismatch(entry.name, f"the plan expects {wanted}, but the model has {found}", fix)
     if state.modes != plan.modes:
         path = next((a[0] for a, b in zip(plan.modes, state.modes, strict=False) if a != b), plan.model_name)
         raise ModelMismatch(path or plan.model_name, "its mode (train or eval) has changed since the analysis", fix)

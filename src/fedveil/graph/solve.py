@@ -1,7 +1,7 @@
 """Solve the recorded constraints: find units that share a factor, may be swapped, or move in blocks.
 
-Units can be each other's inverse (5 = -7). Each unit is therefore represented by two graph nodes, one for the unit and
-one for its inverse. If both are in the same connected component, the factor can only be +1 or -1.
+Two units can be inverses of each other (5 = -7). Each unit is therefore represented by two graph nodes, one for the
+unit and one for its inverse. If both are in the same connected component, the factor can only be +1 or -1.
 """
 
 import itertools
@@ -49,7 +49,7 @@ class Scales:
 
     Attributes:
         classes: the class of each unit; class 0 contains unit 0, which does nothing.
-        powers: for each unit, +1 if it equals the number of its class, -1 if it equals the inverse.
+        powers: for each unit, +1 if it equals the number of its class, -1 if it equals that number's inverse.
         symmetries: the symmetry of each class.
     """
 
@@ -86,14 +86,14 @@ class Orders:
     """Order units grouped into classes, classes into cells, and cells into kinds.
 
     Any permutation within a cell is allowed. Cells of the same kind are at the same position in different blocks (such
-    as attention heads), and are swapped only together with the rest of their blocks.
+    as attention heads) and are swapped only together with the rest of their blocks.
 
     Attributes:
         classes: the class of each unit; class 0 does not move.
         cells: the cell of each class; cell 0 does not move.
-        kinds: the kind of each class; kind 0 does not move. In every tensor, all classes of a kind are used alike.
-        members: the index of each class in its kind: index of the block times size of the cell, plus index in the cell.
-        blocks: the block of each class; 0 if the class is in no block.
+        kinds: the kind of each class; kind 0 does not move. Every tensor uses all classes of a kind in the same way.
+        members: the index of each class in its kind: block index times cell size, plus index in the cell.
+        blocks: the block of each class; 0 if the class is not in a block.
         families: the family of each block; blocks of the same family may be swapped. Block 0 has family 0.
     """
 
@@ -107,7 +107,7 @@ class Orders:
 
 def mix_hashes(*parts: Hashes | Integers | int) -> Hashes:
     """Combine integers into 64-bit hashes (splitmix64), element by element."""
-    state = np.zeros(1, np.uint64)  # an array: numpy warns when scalars overflow
+    state = np.zeros(1, np.uint64)  # an array, because NumPy warns when scalars overflow
     for part in parts:
         state = state + np.asarray(part).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -117,7 +117,7 @@ def mix_hashes(*parts: Hashes | Integers | int) -> Hashes:
 
 
 def ranks(labels: Integers) -> Integers:
-    """For each position, return the number of earlier positions with the same label."""
+    """Return, for each position, the number of earlier positions with the same label."""
     by_label = np.argsort(labels, kind="stable")
     ordered, found = labels[by_label], np.empty_like(by_label)
     found[by_label] = np.arange(labels.size) - np.searchsorted(ordered, ordered)
@@ -128,7 +128,7 @@ _Use = tuple[Integers, Integers]  # for a tensor: the order class of each elemen
 
 
 def _hash_uses(found: Hashes, uses: Iterable[_Use], first: int) -> Hashes:
-    """Mix uses, numbered from `first`, into the hashes of classes; classes that are used alike get equal hashes."""
+    """Mix uses, numbered from `first`, into the hashes of classes; classes with the same uses get equal hashes."""
     found = found.copy()
     for number, (labels, values) in enumerate(uses, first):
         present, inverse = np.unique(labels, return_inverse=True)
@@ -163,7 +163,7 @@ def solve_orders(ledger: Ledger) -> Orders:
     uses = list(_find_uses(ledger, classes))
     blocks = [(classes[b.children.numpy()], classes[b.parents.numpy()]) for b in ledger.blocks]
     pairs = [(children.ravel(), np.repeat(parents, children.shape[1])) for children, parents in blocks]
-    component = components(count, pairs)  # the smallest class that is connected with each class by blocks
+    component = components(count, pairs)  # the smallest class connected to each class through blocks
     position = ranks(component)  # index of each class in its component
     by_row: list[_Use] = []  # uses that distinguish the rows of a block
     by_kind: list[_Use] = []  # uses that do not distinguish them
@@ -179,7 +179,7 @@ def solve_orders(ledger: Ledger) -> Orders:
 
 
 def _find_families(component: Integers, position: Integers, uses: Hashes, cells: Integers) -> tuple[Integers, Integers]:
-    """Return the block of each class, and the family of each block. Blocks of a family are used alike."""
+    """Return the block of each class and the family of each block; blocks of a family have the same uses."""
     count = len(component)
     sizes = np.bincount(component, minlength=count)
     whole = np.zeros(count, np.uint64)
@@ -195,7 +195,7 @@ def _find_families(component: Integers, position: Integers, uses: Hashes, cells:
 
 def _number_kinds(classes: Integers, cells: Integers, blocks: Integers, families: Integers) -> Orders:
     """Number the kinds, and the classes within each; classes that cannot be swapped with any other do not move."""
-    inner = lowest(cells, ranks(blocks))  # the position, within the block, of the first class of the cell
+    inner = lowest(cells, ranks(blocks))  # the position of the cell's first class within the block
     kinds = renumber(mix_hashes(families[blocks], np.where(blocks > 0, inner, -1 - cells)).view(np.int64)) + 1
     kinds[0] = 0
     kinds = renumber(np.where(np.bincount(kinds)[kinds] < 2, 0, kinds))

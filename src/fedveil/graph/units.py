@@ -1,12 +1,12 @@
 """Describe the noise on each element of a tensor.
 
 Noise consists of *scale* (elements are multiplied by secret factors) and *order* (elements are permuted). Both are
-tuples of *factors*: integer tensors with the same number of dims as the tensor, and with size 1 along every dim along
-which they are constant. For example, noise on the channels of an activation (N, C, H, W) has shape (1, C, 1, 1).
+tuples of *factors*: integer tensors with as many dims as the tensor, and with size 1 in every dim along which they are
+constant. For example, noise on the channels of an activation (N, C, H, W) has shape (1, C, 1, 1).
 
-Each element of a scale factor is the number of a scale unit: 5 multiplies by the secret number of unit 5, -5 divides by
-it, and 0 does nothing. The scale of an element of the tensor is the product over all scale factors. Each element of an
-order factor is the number of an order unit; unit 0 does not move.
+Each element of a scale factor is the index of a scale unit: 5 multiplies by the secret number of unit 5, -5 divides by
+it, and 0 does nothing. An element of the tensor is multiplied by the product over all scale factors. Each element of an
+order factor is the index of an order unit; unit 0 does not move.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Dims = frozenset[int]
 
 
 class Symmetry(IntFlag):
-    """The factors with which an operation commutes; ``a & b`` contains the factors that are in both.
+    """The factors that an operation commutes with; ``a & b`` contains the factors that are in both a and b.
 
     NOTHING contains only 1, SIGN contains +1 and -1, POSITIVE contains all positive numbers, and EVERYTHING contains
     all numbers except 0.
@@ -33,7 +33,7 @@ class Symmetry(IntFlag):
 
     @property
     def words(self) -> str:
-        """The word for this symmetry that is shown to users."""
+        """The name of this symmetry as shown to users."""
         return ("pinned", "signs", "positive", "any")[self]
 
 
@@ -44,8 +44,8 @@ class Units(NamedTuple):
     order: tuple[Tensor, ...] = ()
     zero: bool = False
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Units":
-        """Return units with `change` applied to all factors."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Units":
+        """Return the units with `change` applied to every factor."""
         return Units(tuple(map(change, self.scale)), tuple(map(change, self.order)), self.zero)
 
 
@@ -55,7 +55,7 @@ def varying_dims(factor: Tensor) -> Dims:
 
 
 def distinct_dims(value: Tensor) -> Dims:
-    """Return the dims along which a tensor's elements may differ, because it is not broadcast along them."""
+    """Return the dims along which a tensor's elements may differ: those along which it is not broadcast."""
     return frozenset(d for d in range(value.dim()) if value.shape[d] > 1 and value.stride(d) != 0)
 
 
@@ -67,7 +67,7 @@ def split_first_dim(value: Tensor, parts: int) -> Tensor:
 
 
 def compress(factor: Tensor) -> Tensor:
-    """Reduce a factor to size 1 along every dim along which it is constant."""
+    """Reduce a factor to size 1 in every dim along which it is constant."""
     for dim in sorted(varying_dims(factor), key=factor.stride().__getitem__):  # start with expanded dims
         first = factor.narrow(dim, 0, 1)
         if factor.stride()[dim] == 0 or bool((factor == first).all()):
@@ -76,7 +76,7 @@ def compress(factor: Tensor) -> Tensor:
 
 
 def factor_along(values: Tensor, dim: int, rank: int) -> Tensor:
-    """Return 1-d values as a factor that varies along `dim` of a tensor with `rank` dims."""
+    """Return 1-D values as a factor that varies along `dim` of a tensor with `rank` dims."""
     return values.reshape([-1 if d == dim else 1 for d in range(rank)])
 
 

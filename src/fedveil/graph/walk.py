@@ -18,12 +18,12 @@ from fedveil.graph.units import Units, varying_dims
 
 @dataclass
 class Walk:
-    """A walk through a model's graph.
+    """A traversal of a model's graph that records constraints.
 
     Attributes:
         graph: the model's graph.
-        head: the node that receives additive noise.
-        ledger: the constraints that rules have recorded.
+        head: the node that receives additive noise, if any.
+        ledger: the constraints recorded by rules.
         used: the names of parameters that forward reads.
         values: the value of each node visited so far.
         storages: the parameter or buffer that owns each storage.
@@ -76,8 +76,8 @@ class Walk:
         form = operation_name(node), describe_location(node), arguments, output, node.target, self.ledger
         call = Call(*form, is_head=node is self.head)  # type: ignore[arg-type]
         if not is_in_place(node):
-            return self._find_views(call) or self._follow(call)
-        result = self._follow(call)
+            return self._find_views(call) or self._apply_rule(call)
+        result = self._apply_rule(call)
         first = node.args[0] if node.args else None
         if isinstance(first, fx.Node) and isinstance(self.values.get(first), Activation):
             self.values[first] = result  # the argument that was modified in place
@@ -95,8 +95,8 @@ class Walk:
             return None
         return views[0] if isinstance(call.output, Tensor) else views
 
-    def _follow(self, call: Call) -> object:
-        """Apply the operation's rule; without a rule, pin all operands."""
+    def _apply_rule(self, call: Call) -> object:
+        """Apply the operation's rule; if there is none, pin all operands."""
         outcome: Outcome = []
         try:
             if call.name not in RULES:
@@ -109,10 +109,10 @@ class Walk:
         units = [outcome] if isinstance(outcome, Units) else outcome
         outputs = [call.output] if isinstance(call.output, Tensor) else call.output
         pairs = itertools.zip_longest(outputs, units, fillvalue=Units())
-        found = [Activation(value, self._tidy(own)) if isinstance(value, Tensor) else value for value, own in pairs]
+        found = [Activation(value, self._simplify(own)) if isinstance(value, Tensor) else value for value, own in pairs]
         return found[0] if isinstance(call.output, Tensor) else found
 
-    def _tidy(self, units: Units) -> Units:
+    def _simplify(self, units: Units) -> Units:
         """Drop factors that do nothing. If order factors share a dim, as after a reshape, fix all but the first."""
         scale, rest = (tuple(factor for factor in kind if bool(factor.any())) for kind in units[:2])
         order: tuple[Tensor, ...] = ()

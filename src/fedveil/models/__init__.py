@@ -1,4 +1,4 @@
-"""The paper's networks. The rest of Fedveil does not depend on them and works with any nn.Module."""
+"""Example networks. The rest of Fedveil does not depend on them and works with any nn.Module."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from fedveil.models.residual import resnet
     from fedveil.models.sequential import cnn, lenet, mlp
 else:
-    _HOMES = dict.fromkeys(("cnn", "lenet", "mlp"), "sequential")
-    __getattr__ = lazy_getattr(__name__, _HOMES | {"resnet": "residual", "with_group_norm": "convert"})
+    _MODULES = dict.fromkeys(("cnn", "lenet", "mlp"), "sequential")
+    __getattr__ = lazy_getattr(__name__, _MODULES | {"resnet": "residual", "with_group_norm": "convert"})
 
 __all__ = ["cnn", "lenet", "mlp", "resnet", "with_group_norm"]

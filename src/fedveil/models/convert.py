@@ -15,12 +15,12 @@ GROUPS = 16  # the default, as in De et al. (arXiv 2204.13650)
 def with_group_norm(model: nn.Module, groups: int = GROUPS) -> nn.Module:
     """Return a copy of a model with each BatchNorm, which couples the records of a batch, replaced by GroupNorm.
 
-    Weights and biases are kept, but running statistics are not, so the converted model has to be trained.
+    Weights and biases are kept, but running statistics are not, so the converted model must be trained.
 
     Args:
         model: any model.
-        groups: number of groups of channels. If a layer's channels cannot be divided into `groups` groups, the greatest
-            common divisor is used.
+        groups: number of channel groups. If it does not divide a layer's number of channels, the greatest common
+            divisor of the two is used.
 
     >>> from torch import nn
     >>> with_group_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), groups=4)[1].num_groups

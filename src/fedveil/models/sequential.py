@@ -7,7 +7,7 @@ from torch import nn
 from fedveil.checks import check_choice, check_count
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "sigmoid": nn.Sigmoid}
-CHANNELS, KERNEL, STRIDES, SPREAD = 12, 5, (2, 2, 1), 0.5  # settings of `lenet`
+CHANNELS, KERNEL, STRIDES, INIT_BOUND = 12, 5, (2, 2, 1), 0.5  # settings of `lenet`
 
 
 def mlp(inputs: int, outputs: int, *, layers: int = 3, hidden: int = 50, bias: bool = True) -> nn.Sequential:
@@ -42,13 +42,13 @@ def cnn(channels: int = 3, outputs: int = 10, *, width: int = 16, size: int = 32
 
 
 def lenet(channels: int = 3, outputs: int = 10, *, size: int = 32, activation: str = "relu") -> nn.Sequential:
-    """Build the network that gradient inversion was first demonstrated on (Zhu et al. 2019, arXiv 1906.08935).
+    """Build the network on which gradient inversion was first demonstrated (Zhu et al. 2019, arXiv 1906.08935).
 
     It has three 5 x 5 convolutions with 12 channels and strides 2, 2 and 1, and a linear head. With sigmoids, all
     parameters are initialised uniformly in [-1/2, 1/2], as published, so that the gradients of all layers have similar
-    scales. With ReLU, they have PyTorch's default initialisation.
+    scales. With ReLU, they keep PyTorch's default initialisation.
 
-    The published network has only sigmoids. The ReLU variant was added because a veil can use factors with it.
+    The published network uses only sigmoids. The ReLU variant was added because ReLU allows a veil to use factors.
 
     Args:
         channels: number of image channels.
@@ -66,5 +66,5 @@ def lenet(channels: int = 3, outputs: int = 10, *, size: int = 32, activation: s
     net = nn.Sequential(*stack, nn.Flatten(), nn.Linear(CHANNELS * side * side, outputs))
     if activation == "sigmoid":
         for parameter in net.parameters():
-            nn.init.uniform_(parameter, -SPREAD, SPREAD)
+            nn.init.uniform_(parameter, -INIT_BOUND, INIT_BOUND)
     return net

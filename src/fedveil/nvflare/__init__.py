@@ -1,6 +1,6 @@
-"""The same federation over NVIDIA FLARE: `Server` in a job's main, a `Client` on each site, `Job` to submit both.
+"""Federations over NVIDIA FLARE: `Server` in a job's main, a `Client` on each site, and `Job` to submit both.
 
-Clients persist: a site loads torch and its records once, and a round takes milliseconds.
+Clients exist for the whole job: a site loads torch and its records once, and a round takes milliseconds.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The client's side: an object on a site for the duration of a job, and checks of its callers and its connection."""
+"""The client on a FLARE site, which exists for the duration of a job, and checks of its callers and its connection."""
 
 import logging
 import sys
@@ -24,7 +24,7 @@ from fedveil.federation.protocol import clean
 from fedveil.records.sources import UserRecords
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
-from fedveil.secagg.environment import own_party, own_policy
+from fedveil.secagg.environment import load_own_party, load_own_policy
 
 LOG = logging.getLogger("fedveil.nvflare")
 SERVER = "server"  # FLARE's name for the server of a job, in the simulator and in every deployment
@@ -32,40 +32,40 @@ REFUSAL = "refused: only the server of this job may call this site"
 
 
 class InsecureTransport(FedveilError):
-    """A client in secure aggregation whose connection to the server is not secure."""
+    """A client takes part in secure aggregation, but its connection to the server is not secure."""
 
 
 def transport() -> Literal["simulator", "mTLS", "insecure"]:
-    """Return how the site of the current call reaches the server.
+    """Return how the current site is connected to the server.
 
     In the simulator, processes on one machine have no certificates. With mTLS, a site connects directly to the server,
     and both present a certificate of the project. Everything else is insecure: clear text, TLS with only a server
-    certificate, or a relay.
+    certificate, or relays.
 
-    FLARE's SECURE_MODE does not show this: it is also set in a project with `connection_security: clear`. The settings
-    of the connection do. TLS without certificates for the sites is not enough: FLARE's server then accepts the name
-    that a connection claims, and routes replies by that name. Behind a relay the job has no connection to the server,
+    FLARE's SECURE_MODE does not show this, since it is also set in a project with `connection_security: clear`, but the
+    connection's parameters do. TLS without site certificates is not enough: FLARE's server then accepts the name that a
+    connection claims, and routes replies by that name. Behind a relay, the job has no connection to the server,
     and relays do not check who sent a message.
     """
     if collab.fl_ctx.get_prop(FLContextKey.SIMULATE_MODE, False):
         return "simulator"
     connector = _cell().bb_ext_connector
     secure = connector is not None and is_mtls_connection(connector.get_connection_params())
-    return "mTLS" if secure and not connects_directly() else "insecure"
+    return "mTLS" if secure and not bypasses_server() else "insecure"
 
 
 def require_secure_transport() -> None:
-    """Refuse a connection that others can read or open in the server's name; the simulator is exempt."""
+    """Refuse a connection that others could read, or open in the server's name; the simulator is exempt."""
     if transport() == "insecure":
         what = "this client takes part in secure aggregation, but its connection to the server is not mTLS"
         fix = "provision with `connection_security: mtls`, without relays"
         raise InsecureTransport("FLARE", what, fix)
 
 
-def connects_directly() -> bool:
+def bypasses_server() -> bool:
     """Return whether this site's job has connections to cells other than the server's, or accepts them.
 
-    Such connections are never secure, and the other end chooses its name: it may call itself the server.
+    Such connections are never secure, and the other end chooses its own name, which may be the server's.
     """
     cell = _cell()
     return bool(cell.connector_manager.adhoc_allowed or any(cell.adhoc_connectors.values()))
@@ -87,10 +87,10 @@ def called_by_server() -> bool:
     """Return whether the server of the job made the current call; other callers are logged.
 
     FLARE identifies the caller by the origin of the message and its list of the job's participants, not by what the
-    caller claims, and sends the reply to that origin. Over mTLS a connection has the name in its certificate, so only
+    caller claims, and sends the reply to that origin. Over mTLS, a connection has the name in its certificate, so only
     the server gets the reply. The origin alone proves nothing: FLARE 2.9 lets a hostile site send a message in the
     server's name, although it does not see the reply. Without mTLS, and in the simulator, anyone can claim the server's
-    name. If a site has that name, or connections bypass the server, the name is worthless over mTLS, too; then no
+    name. If a site has that name, or connections bypass the server, the name proves nothing even over mTLS, so no
     caller is accepted as the server.
     """
     caller = collab.caller
@@ -98,24 +98,24 @@ def called_by_server() -> bool:
         reason = "it is not the server of this job"
     elif any(site.name == SERVER for site in collab.clients):
         reason = "a site of this job has the same name"
-    elif connects_directly():
+    elif bypasses_server():
         reason = "this site has or allows connections that bypass the server"
     else:
         return True
-    LOG.warning("refused a call by %s: %s", clean(caller), reason)
+    LOG.warning("refused a call from %s: %s", clean(caller), reason)
     return False
 
 
 class Client(ABC):
-    """The client on a site: subclass it to define how to build the model and how the site loads its records.
+    """The client on a site. Subclasses define how to build the model and how the site loads its records.
 
-    FLARE creates one on every site from its constructor's arguments, which must be plain values that are stored as
+    FLARE creates a client on every site from its constructor's arguments, which must be plain values that are stored as
     attributes with the same names. Records are loaded once, in the first round, and stay in memory.
     """
 
-    defence: AnyDefence | None = None  # a defence whose settings override those that the server asks for
-    loss: Function | None = None  # the server's custom loss function, if its loss has no name
-    folder: Path | None = None  # where private state (SPN's head, PPDL's noise) outlives the job
+    defence: AnyDefence | None = None  # a defence whose settings override the server's
+    loss: Function | None = None  # the loss function, if the server uses a custom one
+    folder: Path | None = None  # where private state (SPN's head, PPDL's noise generator) is kept after the job
     party: Party | None = None  # for secure aggregation; by default from FEDVEIL_IDENTITY and FEDVEIL_ROSTER
 
     @abstractmethod
@@ -146,9 +146,9 @@ class Client(ABC):
 
     @collab.publish  # type: ignore[untyped-decorator]
     def answer(self, common: bytes, extra: bytes) -> bytes | str:
-        """Answer a message from the server, or return the reason for a refusal. Calls by others have no effect.
+        """Answer a message from the server, or return the reason for a refusal. Calls from others have no effect.
 
-        FLARE sends tracebacks of exceptions to the server, and a traceback may contain records. So nothing is raised:
+        Nothing is raised, because FLARE sends the tracebacks of exceptions to the server, and they may contain records:
         the server gets the text of Fedveil's errors, which contain no records, but only the names of other errors.
         Tracebacks go to this site's stderr, not to FLARE's logs, which may be streamed to the server.
         """
@@ -157,15 +157,15 @@ class Client(ABC):
         self._arrived += 1
         number = self._arrived
         with self._lock:
-            if number != self._arrived:  # it waited behind an ask that took too long
-                return "a newer message arrived before this one was started"
+            if number != self._arrived:  # it was delayed by an ask that took too long
+                return "a newer message arrived before this one was processed"
             try:
                 return self._answer(common, extra)
             except FedveilError as error:
                 return f"{type(error).__name__}: {error}"
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
-                return f"{type(error).__name__} on the site; its stderr has the traceback"
+                return f"{type(error).__name__} on the site; the traceback is in its stderr"
 
     def _answer(self, common: bytes, extra: bytes = b"") -> bytes:
         if self._session is None:
@@ -178,7 +178,7 @@ class Client(ABC):
         return found
 
     def _start_session(self) -> ClientSession:
-        party = self.party or own_party()
+        party = self.party or load_own_party()
         if party is not None:
             require_secure_transport()  # before the model is built
         return ClientSession(
@@ -188,6 +188,6 @@ class Client(ABC):
             defence=self.defence,
             loss=self.loss,
             party=party,
-            policy=own_policy(),
+            policy=load_own_policy(),
             state=ClientState(private=load_private(self._file)),
         )

@@ -1,4 +1,4 @@
-"""FLARE's sites as a transport: one call per site and message, whose outcome is bytes or a fault."""
+"""FLARE's sites as a transport: one call per site and message, which results in bytes or a fault."""
 
 import logging
 import threading
@@ -12,16 +12,16 @@ from nvflare.collab.api.proxy import Proxy
 from fedveil.federation.protocol import Fault, FaultKind, Member
 
 LOG = logging.getLogger("fedveil.nvflare")
-PROBE_TIMEOUT, PROBE_PAUSE = 5.0, 2.0  # seconds: for the reply to a probe, and between two probes
-GRACE = 5.0  # seconds after a call's timeout within which FLARE itself reports it
+PROBE_TIMEOUT, PROBE_PAUSE = 5.0, 2.0  # seconds to wait for the reply to a probe, and between probes
+GRACE = 5.0  # seconds after a call's timeout within which FLARE itself should report the timeout
 Outcome = tuple[Member, bytes | Fault | RunAborted]
 
 
 class FlareTransport:
     """The sites of a FLARE job, through the proxies in `collab.clients`.
 
-    A site that is silent or cannot be reached is left out of further rounds until it replies to a probe. So a killed
-    site costs one timeout, not one per round.
+    A site that is silent or cannot be reached is left out of further rounds until it replies to a probe. Therefore, a
+    killed site costs one timeout, not one per round.
     """
 
     def __init__(self, sites: Sequence[Proxy]) -> None:
@@ -36,7 +36,7 @@ class FlareTransport:
     def ask(
         self, common: bytes, extras: Mapping[Member, bytes], *, label: str, timeout: float
     ) -> Iterator[tuple[Member, bytes | Fault]]:
-        """See `Transport.ask`. A job that FLARE aborts raises `RunAborted`."""
+        """See `Transport.ask`. Raises `RunAborted` if FLARE aborts the job."""
         outcomes, deadline = SimpleQueue[Outcome](), time.monotonic() + timeout + GRACE
         for name, extra in extras.items():
             threading.Thread(

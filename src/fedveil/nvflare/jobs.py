@@ -1,4 +1,4 @@
-"""FLARE jobs: run in the simulator, or submitted to a deployment and resubmitted if they end early."""
+"""Run FLARE jobs in the simulator, or submit them to a deployment and resubmit them if they end early."""
 
 import contextlib
 import tempfile
@@ -29,7 +29,7 @@ class JobFailed(FedveilError):
 
 
 class Job(CollabRecipe):  # type: ignore[misc]
-    """A job: an object for the server, and one for the clients.
+    """A FLARE job with an object for the server and one for the clients.
 
     Args:
         name: the job's name.
@@ -72,7 +72,7 @@ def submit(
 ) -> str:
     """Submit a job to a deployment, wait until it ends, and return its id.
 
-    FLARE ends a job when a client's process dies, and forgets it when the server does. The job is then submitted again,
+    FLARE ends a job when a client's process dies, and loses it when the server dies. The job is then submitted again,
     and its server continues from the checkpoint.
 
     Args:
@@ -90,43 +90,43 @@ def submit(
         job.export(folder)
         for attempt in range(1, attempts + 1):
             job_id = admin.do("submit_job", str(Path(folder) / job.job_name))
-            on_status(f"job {job_id} is submitted" + (f", attempt {attempt} of {attempts}" if attempt > 1 else ""))
+            on_status(f"job {job_id} was submitted" + (f", attempt {attempt} of {attempts}" if attempt > 1 else ""))
             status = admin.wait_for_end(job_id)
             on_status(f"job {job_id}: {status}")
             if status == RunStatus.FINISHED_COMPLETED:
                 return str(job_id)
     fix = "read the job's log on the server; another submission continues from the checkpoint"
-    raise JobFailed(job.job_name, f"{attempts} submissions ended, the last with {status}", fix)
+    raise JobFailed(job.job_name, f"none of {attempts} submissions completed; the last one ended with {status}", fix)
 
 
 class _Admin:
     """A session with FLARE's server that is reopened if it is lost."""
 
-    def __init__(self, kit: Path, username: str, patience: float, tell: Callable[[str], None]) -> None:
-        self._kit, self._username, self._patience, self._tell = kit, username, patience, tell
+    def __init__(self, kit: Path, username: str, patience: float, report: Callable[[str], None]) -> None:
+        self._kit, self._username, self._patience, self._report = kit, username, patience, report
         self._session: Any = None
         self._sessions = 0  # number of sessions opened so far
 
     def wait_for_end(self, job_id: str) -> str:
         """Wait until a job ends, and return its status. A restarted server still lists its old jobs as running."""
-        sessions, told, asked = self._sessions, "", time.monotonic()
+        sessions, reported, asked = self._sessions, "", time.monotonic()
         while not (status := str(self.do("get_job_status", job_id))).startswith("FINISHED"):
             if status == RunStatus.SUBMITTED and time.monotonic() - asked > SLOW_START:
                 there = ", ".join(sorted(str(site.name) for site in self.do("get_system_info").client_info)) or "none"
                 status += f", waiting for sites; connected: {there}"
             if self._sessions > sessions and status in (RunStatus.RUNNING, RunStatus.DISPATCHED):
                 if job_id not in [job.job_id for job in self.do("get_system_info").job_info]:
-                    return "LOST, the server was started again"
+                    return "LOST, because the server was restarted"
                 sessions = self._sessions
-            if status != told:
-                self._tell(f"job {job_id}: {status}")
-            told = status
+            if status != reported:
+                self._report(f"job {job_id}: {status}")
+            reported = status
             time.sleep(POLL)
         return status
 
     def do(self, method: str, *arguments: str) -> Any:
         """Call a method of the session; give up if the server cannot be reached for `patience` seconds."""
-        deadline, told = time.monotonic() + self._patience, False
+        deadline, reported = time.monotonic() + self._patience, False
         while True:
             try:
                 if self._session is None:
@@ -138,9 +138,9 @@ class _Admin:
                 if time.monotonic() >= deadline:
                     what = f"the server could not be reached for {self._patience:g} s: {error}"
                     raise JobFailed(str(self._kit), what, "start the server, then submit again") from error
-                if not told:
-                    self._tell(f"the server cannot be reached ({type(error).__name__}); trying again")
-                told = True
+                if not reported:
+                    self._report(f"the server cannot be reached ({type(error).__name__}); trying again")
+                reported = True
                 time.sleep(POLL)
 
     def close(self) -> None:

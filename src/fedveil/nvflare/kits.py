@@ -1,4 +1,4 @@
-"""Settings of a FLARE startup kit: allow the classes of a job to run, and keep logs on their site."""
+"""Configure FLARE startup kits: allow a job's classes to run, and keep logs on their site."""
 
 import json
 from pathlib import Path

@@ -10,9 +10,9 @@ from fedveil.nvflare.engine import FlareTransport
 
 
 class Server(RemoteServer[Sequence[Proxy]]):
-    """A federation whose clients are FLARE sites, each with a `fedveil.nvflare.Client`. For use in a job's main.
+    """A server whose clients are FLARE sites, each with a `fedveil.nvflare.Client`. Create it in a job's main.
 
-    Args are those of `RemoteServer`; the first is `collab.clients`.
+    The arguments are those of `RemoteServer`; the first is `collab.clients`.
     """
 
     def _connect(self, connection: Sequence[Proxy]) -> FlareTransport:

@@ -2,8 +2,9 @@
 
 A round adds noise of standard deviation noise x clip to a sum that one unit (a record, or a client) can change by at
 most clip. With a sampling rate below 1, each record is in a round's sum independently with that probability, and the
-sample is secret. Two data sets are neighbours if one record is replaced by a null record, whose gradient is 0, so the
-number of records is public (dp-accounting's REPLACE_SPECIAL). Replacing a record by any other has a larger epsilon.
+sample is secret. Two data sets are neighbours if one record is replaced with a null record, whose gradient is 0, so the
+number of records is public (dp-accounting's REPLACE_SPECIAL). Replacing a record with an arbitrary one has a larger
+epsilon.
 """
 
 import math
@@ -17,10 +18,10 @@ from fedveil.checks import check_count, check_fraction, check_positive, is_numbe
 from fedveil.errors import BadArgument
 
 Members = Sequence[int | str] | None  # the clients of a round; None if they are unknown
-_INTERVAL = 1e-3  # discretisation of the privacy loss; epsilon is an upper bound, too large by less than 2e-4
+_INTERVAL = 1e-3  # discretisation interval of the privacy loss; epsilon is an upper bound, too large by less than 2e-4
 _LOWEST, _HIGHEST = 1e-2, 1e6  # range of the search for a noise multiplier
 _STEPS = 1.02  # ratio of successive milestones
-MOST_ROUNDS = 2**20  # upper limit of `affordable_rounds`
+MAX_ROUNDS = 2**20  # upper limit of `affordable_rounds`
 _EVERY = 50  # up to this number of rounds, every round is a milestone
 
 
@@ -29,7 +30,7 @@ def import_library() -> ModuleType:
     try:
         return import_module("dp_accounting")
     except ImportError as error:
-        what = f"privacy is accounted for with dp-accounting, which cannot be imported ({error})"
+        what = f"privacy accounting needs dp-accounting, which cannot be imported ({error})"
         raise BadArgument("privacy", what, "pip install 'fedveil[dp]'") from error
 
 
@@ -37,19 +38,20 @@ def import_library() -> ModuleType:
 def epsilon(
     rounds: int, noise: float, delta: float, rate: float = 1.0, *, replace: bool = False, group: int = 1
 ) -> float:
-    """Return the epsilon of a number of rounds, for a given delta.
+    """Return the epsilon of `rounds` rounds for a given delta.
 
-    Rounds may depend on the results of earlier rounds. Without sampling, they are together as private as one round
-    with noise / sqrt(rounds) (Dong, Roth and Su, arXiv 1905.02383), and epsilon is exact (Balle and Wang, arXiv
-    1805.06530). With sampling, privacy loss distributions are composed numerically (Koskela et al., arXiv 1906.03049),
-    and the result includes an upper bound on the numerical error.
+    Rounds may depend on the results of earlier rounds. Without sampling, together they are as private as one round with
+    noise / sqrt(rounds) (Dong, Roth and Su, arXiv 1905.02383), and epsilon is exact (Balle and Wang, arXiv 1805.06530).
+    With sampling, privacy loss distributions are composed numerically (Koskela et al., arXiv 1906.03049), and the
+    result includes an upper bound on the numerical error.
 
     Args:
         rounds: the number of rounds in which the unit could take part.
         noise: noise multiplier (standard deviation of the noise on the sum / clip).
-        delta: above 0 and below 1.
+        delta: the delta, above 0 and below 1.
         rate: probability that a record is in a round's sample.
-        replace: neighbours differ in what a record or client contributes, not in whether it contributes.
+        replace: whether neighbours differ in what a record or client contributes, rather than in whether it
+            contributes.
         group: the number of records that belong together, such as those of one person.
     """
     where = "epsilon"
@@ -59,7 +61,7 @@ def epsilon(
     if rounds < 0 or not noise >= 0:
         raise BadArgument(where, f"rounds and noise must be 0 or more, got {rounds!r} and {noise!r}")
     if replace and group > 1 and rate < 1:
-        raise BadArgument(where, "replacement of several records with sampling is not accounted for", "use group alone")
+        raise BadArgument(where, "replace is not supported with sampling and group > 1", "omit replace")
     if not rounds:
         return 0.0
     if not noise:
@@ -91,7 +93,7 @@ def composed_epsilon(spent: Mapping[tuple[float, float], int], delta: float) -> 
 
     Args:
         spent: the number of rounds with each noise multiplier and sampling rate.
-        delta: above 0 and below 1.
+        delta: the delta, above 0 and below 1.
     """
     kinds = {kind: rounds for kind, rounds in spent.items() if rounds}
     if len(kinds) < 2:
@@ -106,7 +108,7 @@ def composed_epsilon(spent: Mapping[tuple[float, float], int], delta: float) -> 
 
 
 def renyi_epsilon(rounds: int, noise: float, delta: float, rate: float = 1.0) -> float:
-    """Return an epsilon from Rényi divergences, which is larger but needs no numerical integration."""
+    """Return a larger epsilon, computed from Rényi divergences without numerical integration."""
     if not rounds:
         return 0.0
     library = import_library()
@@ -124,7 +126,7 @@ def solve_noise(target: float, rounds: int, delta: float, rate: float = 1.0) -> 
     while epsilon(rounds, high, delta, rate) > target:
         low, high = high, 2 * high
         if high > _HIGHEST:
-            what = f"no noise gives epsilon {target:g} in {rounds} rounds at rate {rate:g} and delta {delta:g}"
+            what = f"no noise achieves epsilon {target:g} in {rounds} rounds at rate {rate:g} and delta {delta:g}"
             raise BadArgument("privacy", what, "use a larger epsilon or fewer rounds")
     while high > low * 1.001:
         middle = math.sqrt(low * high)
@@ -134,7 +136,7 @@ def solve_noise(target: float, rounds: int, delta: float, rate: float = 1.0) -> 
 
 @lru_cache(maxsize=64)
 def affordable_rounds(budget: float, noise: float, delta: float, rate: float = 1.0) -> int:
-    """Return the largest number of rounds within a budget of epsilon, but at most `MOST_ROUNDS`."""
+    """Return the largest number of rounds within a budget of epsilon, but at most `MAX_ROUNDS`."""
     if not noise:
         return 0
 
@@ -142,9 +144,9 @@ def affordable_rounds(budget: float, noise: float, delta: float, rate: float = 1
         return epsilon(rounds, noise, delta, rate)
 
     high = 1
-    while high <= MOST_ROUNDS and spent(high) <= budget:
+    while high <= MAX_ROUNDS and spent(high) <= budget:
         high *= 2
-    return high // 2 if high > MOST_ROUNDS else bisect_right(range(high), budget, lo=high // 2, key=spent) - 1
+    return high // 2 if high > MAX_ROUNDS else bisect_right(range(high), budget, lo=high // 2, key=spent) - 1
 
 
 def milestone(rounds: int) -> int:
@@ -177,16 +179,17 @@ class Accountant:
 
     @property
     def rounds(self) -> int:
-        """The largest number of rounds of any client. A round with unknown clients counts for all clients."""
+        """The largest number of rounds of a single client; a round with unknown clients counts for all of them."""
         return self._all + max(self._by_client.values(), default=0)
 
     def epsilon(self, *, replace: bool = False, group: int = 1, running: bool = False) -> float:
         """Return the epsilon spent so far, for the client that took part in the most rounds.
 
         Args:
-            replace: neighbouring data differ in what a record or client contributes, not in whether it contributes.
+            replace: whether neighbours differ in what a record or client contributes, rather than in whether it
+                contributes.
             group: the number of records that belong together.
-            running: return an upper bound, which is recomputed only at milestones.
+            running: whether to return an upper bound, which is recomputed only at milestones.
         """
         rounds = milestone(self.rounds) if running and self.rate < 1 else self.rounds
         if self.budget is not None and rounds > self.rounds:
@@ -223,7 +226,7 @@ class Accountant:
 
 
 def check_delta(where: str, delta: float) -> float:
-    """Return a delta above 0 and below 1; refuse any other."""
+    """Check that delta is above 0 and below 1, and return it."""
     if not is_number(delta) or not 0 < delta < 1:
         raise BadArgument(where, f"delta must be above 0 and below 1, got {delta!r}", "use delta=1e-5")
     return float(delta)

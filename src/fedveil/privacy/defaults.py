@@ -1,9 +1,9 @@
-"""Default settings of differential privacy for records; they depend only on the public number of records."""
+"""Default settings for record-level differential privacy; they depend only on the public number of records."""
 
-SAMPLE = 1024  # expected number of records in a round
-LARGEST_RATE = 0.5
+SAMPLE = 1024  # expected number of records per round
+MAX_RATE = 0.5
 PASSES = 30  # expected number of passes over the records
-FEWEST_ROUNDS, MOST_ROUNDS = 150, 600
+MIN_ROUNDS, MAX_ROUNDS = 150, 600
 CLIP = 2.0
 
 
@@ -13,7 +13,7 @@ def default_rate(records: int) -> float:
     >>> default_rate(1438), default_rate(32950)
     (0.5, 0.031)
     """
-    return float(f"{min(LARGEST_RATE, SAMPLE / records):.2g}")
+    return float(f"{min(MAX_RATE, SAMPLE / records):.2g}")
 
 
 def default_rounds(rate: float) -> int:
@@ -22,7 +22,7 @@ def default_rounds(rate: float) -> int:
     >>> default_rounds(0.5), default_rounds(0.1), default_rounds(0.031)
     (150, 300, 600)
     """
-    return min(MOST_ROUNDS, max(FEWEST_ROUNDS, round(PASSES / rate)))
+    return min(MAX_ROUNDS, max(MIN_ROUNDS, round(PASSES / rate)))
 
 
 def default_lr(rounds: int) -> float:

@@ -1,4 +1,4 @@
-"""Sums of per-record gradients, each clipped to a norm.
+"""Sums of per-record gradients, each clipped to a maximum norm.
 
     S_j = sum_i g_ij min(1, clip / |g_ij|)
 
@@ -6,7 +6,7 @@ Here, g_ij is the gradient of record i's loss for candidate j of a veil's head. 
 candidate. The norm is over all parameters. The sum is computed in one of three ways (tests/privacy/test_gradients.py):
 
 - For a stack of Linear and ReLU layers, the gradient of a layer is an outer product, so its norm is a product of two
-  norms, and one matrix product gives the clipped sum. No per-record gradient is computed.
+  norms, and one matrix product computes the clipped sum. No per-record gradient is computed.
 - Otherwise, torch.func.vmap runs over chunks of records. Linear layers with one row per record are treated as above.
 - Models that vmap does not support, and operations after a veiled head, are run for one record at a time.
 
@@ -34,7 +34,7 @@ from fedveil.wire import Tensors
 
 EPS = torch.finfo(torch.float64).eps
 MEMORY = 2**28  # default limit for per-record gradients, in bytes
-RECORDS, CHEAP = 32, 2**25  # chunks of more than RECORDS records have at most CHEAP bytes: more take longer to allocate
+RECORDS, CHEAP = 32, 2**25  # chunks of more than RECORDS records use at most CHEAP bytes, for fast allocation
 Single = Callable[[Inputs, Tensor], Tensors]
 Back = Callable[[Tensor], tuple[Tensors, Tensors]]
 
@@ -45,12 +45,12 @@ class RecordGradients:
 
     Attributes:
         model: the architecture.
-        values: its parameters and buffers; a veiled head has a row for alpha.
-        trainable: names of the parameters that get a gradient.
-        slopes: returns the derivatives of the records' losses with respect to the outputs, one row per candidate.
+        values: its parameters and buffers; a veiled head has an extra row for alpha.
+        trainable: names of the parameters that receive a gradient.
+        slopes: function that returns the derivatives of the records' losses with respect to the outputs, by candidate.
         candidates: the number of candidates.
         head: the head of a veil.
-        single: a function that returns the gradients of one record, one row per candidate.
+        single: function that returns the gradients of one record, one row per candidate.
         loss: the loss whose derivatives `slopes` returns.
     """
 
@@ -92,8 +92,8 @@ class RecordGradients:
         refuse_coupling(broadcast.loss)
         head = broadcast.head
         if head is not None and not head.decoys:
-            what = "the paper's terms for squared error do not tell the norm of a record's gradient"
-            raise BadArgument("privacy", what, "use candidates: fedveil.Veil(decoys=2)")
+            what = "the paper's terms for squared error do not reveal the norm of a record's gradient"
+            raise BadArgument("privacy", what, "use fedveil.Veil(decoys=2)")
         values = add_alpha(head, broadcast.parameters) if head else dict(broadcast.parameters)
 
         def slopes(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def dense_targets(loss: Loss, head: PublicHead | None, outputs: Tensor, targets:
 def refuse_coupling(loss: Loss) -> None:
     """Refuse a loss that does not have a separate gradient for each record."""
     if loss.couples:
-        what = f"{loss.name} compares records of a batch with one another, so no record has its own gradient"
+        what = f"{loss.name} compares records of a batch with one another, so single records have no gradient"
         raise BadArgument("privacy", what, "use a loss with one value per record, such as cross_entropy")
 
 
@@ -162,14 +162,14 @@ def clipped_sums(
     for rows, found in chunks:
         for name, own in _clip(task, *found, included[rows], clip).items():
             total[name] = total[name].add_(own) if name in total else own
-    for name in () if total else task.trainable:  # no records
+    for name in () if total else task.trainable:  # there are no records
         like = task.values[name].expand(task.candidates, *task.values[name].shape)
         total[name] = torch.zeros_like(task.trim_alpha(name, like), dtype=torch.float64)
     return {name: total[name] for name in task.trainable}
 
 
 def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> Tensor:
-    """Return the factor of each record's gradient, from its squared norm, which is a sum of `terms` squares."""
+    """Return the factor that clips each record's gradient, given its squared norm, a sum of `terms` squares."""
     slack = 1 + (terms + 16) * EPS
     norms = squares.sqrt() * slack
     factors = torch.where(norms > clip, clip / norms, torch.ones_like(norms)) / slack
@@ -191,7 +191,7 @@ class Product:
     """The per-record gradients of a Linear layer, as products of output cotangents and inputs.
 
     Attributes:
-        weight, bias: names of the parameters that get a gradient.
+        weight, bias: names of the parameters that receive a gradient.
         own: cotangents, with dims (candidates, records, outputs).
         entered: inputs, with dims (records, inputs).
     """
@@ -213,7 +213,7 @@ class Product:
 
     def squares(self) -> Tensor:
         """Return the squared norms, with dims (candidates, records)."""
-        own, entered = norms(self.own), norms(self.entered)  # whose squares may underflow, while their product is large
+        own, entered = norms(self.own), norms(self.entered)  # not squared yet, because the squares may underflow
         return torch.square(own * entered * bool(self.weight)) + torch.square(own * bool(self.bias))
 
     def sums(self, factors: Tensor, whole: bool) -> Tensors:
@@ -229,7 +229,7 @@ class Product:
         return found
 
 
-Found = tuple[Tensors, list[Product]]  # gradients with dims (records, candidates, ...); products for what is not there
+Found = tuple[Tensors, list[Product]]  # gradients with dims (records, candidates, ...); products for other parameters
 
 
 def _stack_chunks(
@@ -291,10 +291,10 @@ def _chunks(task: RecordGradients, inputs: Inputs, targets: Tensor, memory: int)
 
 
 def _chunk_size(task: RecordGradients, layers: list[RowLayer], memory: int) -> int:
-    """Return the records per chunk: `memory` holds all their gradients, and those of one parameter in float64."""
+    """Return the number of records per chunk; `memory` holds their gradients, and those of one parameter in float64."""
     sizes = [task.values[name].numel() for name in set(task.trainable) - {own.weight for own in layers}]
     rows = sum(task.values[own.weight].shape[1] + own.tap.numel() for own in layers)
-    item = max(own.dtype.itemsize for own in task.values.values()) * min(2, task.candidates)  # two: to stack candidates
+    item = max(own.dtype.itemsize for own in task.values.values()) * min(2, task.candidates)  # 2: stacking copies
     each_needs = task.candidates * (item * (sum(sizes) + rows) + 16 * max(sizes, default=0))
     return max(1, min(RECORDS, memory // each_needs), min(CHEAP, memory) // each_needs)
 
@@ -304,18 +304,18 @@ def _take(inputs: Inputs, rows: slice) -> Inputs:
 
 
 def needs_loop(task: RecordGradients) -> bool:
-    """Return whether the layers after a veiled head run for each candidate."""
+    """Return whether the layers after a veiled head run separately for each candidate."""
     return task.head is not None and task.head.tail != "alike"
 
 
 def _run_vmap(task: RecordGradients, layers: list[RowLayer], inputs: Inputs, targets: Tensor, inside: bool) -> Found:
-    """Compute the gradients of records with vmap, and products for `layers`; `inside`: slopes too are from vmap."""
+    """Compute the gradients of records with vmap, and products for `layers`; if `inside`, vmap also computes slopes."""
     left_out = {name for layer in layers for name in (layer.weight, layer.bias)}
     leaves = {name: task.values[name] for name in task.trainable if name not in left_out}
     taps = {layer.weight: layer.tap for layer in layers}
     if not inside:
         outputs = torch.func.vmap(lambda record: run_with_taps(task, {}, {}, record)[0], randomness="different")(inputs)
-        targets = task.slopes(outputs, targets).movedim(1, 0)  # of each record alone: forward may mix those of a batch
+        targets = task.slopes(outputs, targets).movedim(1, 0)  # from single records, since forward may mix them
 
     def gradients(record: Inputs, target: Tensor) -> tuple[Tensors, Tensors, Tensors]:
         run = torch.func.vjp(lambda own, taps: run_with_taps(task, own, taps, record), leaves, taps, has_aux=True)
@@ -337,4 +337,4 @@ def _run_vmap(task: RecordGradients, layers: list[RowLayer], inputs: Inputs, tar
 def _run_loop(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Tensors:
     """Compute the gradients of one record at a time."""
     found = [task.single(_take(inputs, slice(i, i + 1)), targets[i : i + 1]) for i in range(count(inputs))]
-    return {name: torch.stack([one[name] for one in found]) for name in task.trainable}
+    return {name: torch.stack([record[name] for record in found]) for name in task.trainable}

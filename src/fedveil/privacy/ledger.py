@@ -1,7 +1,7 @@
-"""A client's ledger counts the rounds in which a data set has been used, over all runs and servers.
+"""A client's ledger, which counts the rounds in which a data set has been used, over all runs and servers.
 
 A round is written to the ledger before the client sends any message for it, because a server may recover a sum without
-the client's last message, and a client may be killed at any time. Failed rounds are therefore counted, too. The ledger
+the client's last message, and a client may be killed at any time. Failed rounds are therefore counted too. The ledger
 contains only numbers of rounds, from which epsilon is computed; it does not depend on the names or keys of runs.
 """
 
@@ -16,12 +16,12 @@ from fedveil.files import OWNER, convert_os_errors, make_folder, write_atomicall
 from fedveil.privacy.accounting import composed_epsilon, milestone
 
 SCHEMA = 1
-MOST_KINDS = 64  # maximum number of different settings; each makes epsilon slower to compute
+MAX_KINDS = 64  # maximum number of different settings; each makes epsilon slower to compute
 Spent = dict[tuple[float, float], int]  # the number of rounds, by noise multiplier and sampling rate
 
 
 class PrivacyLedger:
-    """The rounds that a data set has taken part in, in a file that only its owner can read.
+    """The number of rounds in which a data set has been used, in a file that only its owner can read.
 
     Args:
         path: path of the file, which is created in the first round.
@@ -51,18 +51,18 @@ class PrivacyLedger:
         return rounds
 
     def epsilon(self) -> float:
-        """Return the epsilon that all rounds so far have spent."""
+        """Return the epsilon spent in all rounds so far."""
         return composed_epsilon(self.spent(), self.delta)
 
     def charge(self, noise: float, rate: float) -> None:
-        """Count one more round on disk; refuse a round that would exceed the budget."""
+        """Record one more round on disk; refuse a round that would exceed the budget."""
         kind = (noise, rate)
         make_folder(self.path.parent)
         with convert_os_errors(self.path), FileLock(self.path.with_name(self.path.name + ".lock"), mode=OWNER):
             spent = self.spent()
-            if kind not in spent and len(spent) >= MOST_KINDS:
-                what = f"this data set has been used with {MOST_KINDS} different settings"
-                raise Aborted("budget", "ledger", what, "use one of these settings again")
+            if kind not in spent and len(spent) >= MAX_KINDS:
+                what = f"this data set has been used with {MAX_KINDS} different settings"
+                raise Aborted("budget", "ledger", what, "reuse one of these settings")
             spent[kind] = spent.get(kind, 0) + 1
             if not self._is_affordable(kind, spent):
                 what = f"one more round would exceed this data set's budget of epsilon {self.budget:g}"

@@ -1,9 +1,10 @@
 """Compute a lower bound on the true epsilon from an auditor's guesses of which canaries were in the data.
 
 Each of m canaries is in the data with probability 1/2. The auditor observes the run and makes r guesses, of which v are
-right. The bound is the smallest epsilon for which v right guesses are not too unlikely in an (epsilon, delta)-private
-run (Steinke, Nasr and Jagielski, arXiv 2305.08846, theorem 5.2). The number of guesses must be fixed before the run. At
-delta = 1e-5 and 95 % confidence, the bound cannot exceed about 8, regardless of the number of canaries.
+correct. The bound is the smallest epsilon for which v correct guesses are not too unlikely in an (epsilon,
+delta)-private run (Steinke, Nasr and Jagielski, arXiv 2305.08846, theorem 5.2). The number of guesses must be fixed
+before the run. At delta = 1e-5 and 95 % confidence, the bound cannot exceed about 8, regardless of the number of
+canaries.
 """
 
 import math
@@ -34,7 +35,7 @@ def epsilon_lower_bound(right: int, guesses: int, canaries: int, delta: float, c
 
 
 def p_value(right: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """Bound the probability of at least `right` right guesses for an (epsilon, delta)-private run."""
+    """Bound the probability of at least `right` correct guesses in an (epsilon, delta)-private run."""
     chance = stats.binom(guesses, 1 / (1 + math.exp(-epsilon)))
     beta = float(chance.sf(right - 1))
     steps = np.arange(1, canaries + 1)
@@ -45,8 +46,8 @@ def p_value(right: int, guesses: int, canaries: int, epsilon: float, delta: floa
 def gaussian_estimate(inside: Reals, outside: Reals, delta: float, confidence: float = 0.95) -> float:
     """Estimate epsilon from the scores of canaries inside and outside the data, as for a Gaussian mechanism.
 
-    The estimate is sharper than the bound, but not a proof, because it assumes normally distributed scores. It uses the
-    lower end of a confidence interval for the distance between the means.
+    The estimate is tighter than the bound, but is not a proof, because it assumes normally distributed scores. It uses
+    the lower end of a confidence interval for the distance between the means.
     """
     if not outside.std():  # there is no noise
         return math.inf if inside.mean() > outside.mean() else 0.0
@@ -65,9 +66,9 @@ class MeasuredEpsilon:
     Attributes:
         claimed: the epsilon that the accountant claims.
         bound: a lower bound on the true epsilon, with 95 % confidence.
-        estimate: an estimate of the true epsilon, sharper than the bound but not a proof: it assumes Gaussian scores.
+        estimate: an estimate of the true epsilon, tighter than the bound but not a proof: it assumes Gaussian scores.
         delta: the delta of these three values of epsilon.
-        right: number of right guesses.
+        right: number of correct guesses.
         guesses: number of guesses.
         canaries: number of canaries.
     """
@@ -95,10 +96,10 @@ class MeasuredEpsilon:
 
 
 def measure(scores: Reals, included: Booleans, claimed: float, delta: float, guesses: int) -> MeasuredEpsilon:
-    """Guess that the canaries with the highest scores were included and those with the lowest were not.
+    """Measure epsilon by guessing that canaries with high scores were included and those with low scores were not.
 
     Args:
-        scores: the score of each canary; a higher score means that it was more likely included.
+        scores: the score of each canary; a canary with a higher score is more likely to have been included.
         included: whether each canary was included.
         claimed: the claimed epsilon.
         delta: the delta of the claim.

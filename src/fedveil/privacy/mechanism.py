@@ -1,4 +1,4 @@
-"""The discrete Gaussian mechanism: sums of clipped gradients are rounded to a grid, and noise is drawn on it.
+"""The discrete Gaussian mechanism: sums of clipped gradients are rounded to a grid, and noise on this grid is added.
 
 A client sends its sum S as integers rint(S / unit). The server, or each client, adds discrete Gaussian integers with
 standard deviation 2^20. The noisy sum is an exact integer, so it is free of floating-point rounding errors, which would
@@ -24,7 +24,7 @@ from fedveil.privacy.samplers import SCALE, discrete_gaussian
 from fedveil.scheme.noise import Entropy
 
 LARGEST = 2.0**53  # integers below this are exact in float64
-MOST_RECORDS = 2**17  # maximum size of a client's sample; the bound on rounding errors assumes it
+MAX_RECORDS = 2**17  # maximum size of a client's sample; the bound on rounding errors assumes it
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Grid:
 
     Attributes:
         unit: the distance between grid points; the noise of one party has a standard deviation of 2^20 units.
-        sensitivity: the largest change in the sum that one record can cause.
+        sensitivity: the largest change that one record can cause in the sum.
     """
 
     unit: float
@@ -53,9 +53,9 @@ def make_grid(noise: float, clip: float, numbers: int, *, candidates: int = 1, s
     multiplier = noise or 1.0
     rounding = math.sqrt(candidates * numbers) * multiplier / math.sqrt(shares) / SCALE  # relative to the sensitivity
     if rounding > 0.5:
-        what = f"noise {noise:g} on {candidates * numbers:,} numbers needs a finer grid than 2^-20"
-        raise BadArgument("privacy", what, "use a smaller noise")
-    exact = math.sqrt(candidates) * (clip + 2 * summation_error(MOST_RECORDS, clip))
+        what = f"noise {noise:g} on {candidates * numbers:,} values needs a finer grid than 2^-20"
+        raise BadArgument("privacy", what, "use a smaller noise multiplier")
+    exact = math.sqrt(candidates) * (clip + 2 * summation_error(MAX_RECORDS, clip))
     sensitivity = exact / (1 - rounding) * (1 + 2**-40)
     return Grid(multiplier * sensitivity / math.sqrt(shares) / SCALE, sensitivity)
 
@@ -75,6 +75,6 @@ def count_shares(members: int, colluding: int, vanishing: int) -> int:
     """Return the number of noise shares that are always in the sum and unknown to the adversary."""
     shares = members - colluding - vanishing
     if shares < 1:
-        what = f"of {members} clients, {colluding} may collude and {vanishing} may vanish: no noise is left"
+        what = f"of {members} clients, {colluding} may collude and {vanishing} may vanish, which leaves no noise"
         raise BadArgument("privacy", what, "use more clients, or smaller colluding= and vanishing=")
     return shares

@@ -1,7 +1,7 @@
 """Find the Linear layers whose input has one row per record, and avoid computing their per-record gradients.
 
 The gradient of such a layer for one record is the outer product of the output's cotangent and the input. To obtain the
-cotangent, zeros are added to the output: the gradient of these zeros, called the *tap*, is the cotangent.
+cotangent, a tensor of zeros, called the *tap*, is added to the output: the gradient of the tap is the cotangent.
 """
 
 from collections import Counter
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from fedveil.privacy.gradients import RecordGradients
 
 
-class AtLinear(TorchFunctionMode):
-    """Calls `act` in place of torch.nn.functional.linear."""
+class ReplaceLinear(TorchFunctionMode):
+    """Calls `replacement` in place of torch.nn.functional.linear."""
 
-    def __init__(self, act: Callable[..., Tensor]) -> None:
+    def __init__(self, replacement: Callable[..., Tensor]) -> None:
         super().__init__()
-        self._act = act
+        self._replacement = replacement
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Named | None = None
     ) -> object:
         """Call the function or its replacement."""
-        return (self._act if func is F.linear else func)(*args, **(kwargs or {}))
+        return (self._replacement if func is F.linear else func)(*args, **(kwargs or {}))
 
 
 class RowLayer(NamedTuple):
-    """A Linear with one row per record whose parameters are used only once; `tap` is zeros shaped like its output."""
+    """A Linear with one row per record whose parameters are used only once; `tap` contains zeros."""
 
     weight: str
     bias: str | None
@@ -47,7 +47,7 @@ class RowLayer(NamedTuple):
 def find_row_layers(task: "RecordGradients", inputs: Inputs) -> tuple[list[RowLayer], Tensor]:
     """Run the model for one record; return its row layers and its outputs.
 
-    The parameters of such layers are detached in calls of F.linear, so they receive a gradient only if the model also
+    The parameters of such layers are detached in calls to F.linear, so they receive a gradient only if the model also
     uses them elsewhere.
     """
     leaves = {name: task.values[name].detach().requires_grad_() for name in task.trainable}
@@ -62,7 +62,7 @@ def find_row_layers(task: "RecordGradients", inputs: Inputs) -> tuple[list[RowLa
         layers.append(RowLayer(name, other, torch.zeros_like(found)))
         return found
 
-    with AtLinear(lambda input, weight, bias=None: linear(input, weight, bias)):
+    with ReplaceLinear(lambda input, weight, bias=None: linear(input, weight, bias)):
         outputs = compute_outputs(task.model, each(lambda own: own[:1], inputs), task.values | leaves)
     used = Counter([name for layer in layers for name in (layer.weight, layer.bias) if name])
     if outputs.requires_grad and used:
@@ -72,7 +72,7 @@ def find_row_layers(task: "RecordGradients", inputs: Inputs) -> tuple[list[RowLa
 
 
 class ForwardVaries(Exception):
-    """The calls of a layer differ from those for the first record."""
+    """The calls to a layer differ from those for the first record."""
 
 
 def run_with_taps(task: "RecordGradients", leaves: Tensors, taps: Tensors, record: Inputs) -> tuple[Tensor, Tensors]:
@@ -89,7 +89,7 @@ def run_with_taps(task: "RecordGradients", leaves: Tensors, taps: Tensors, recor
         seen[name] = entered
         return found + taps[name]
 
-    with AtLinear(lambda input, weight, bias=None: linear(input, weight, bias)):
+    with ReplaceLinear(lambda input, weight, bias=None: linear(input, weight, bias)):
         outputs = compute_outputs(task.model, each(lambda own: own.unsqueeze(0), record), task.values | leaves)
     if len(seen) != len(taps):
         raise ForwardVaries

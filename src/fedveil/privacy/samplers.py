@@ -36,7 +36,7 @@ def poisson_sample(entropy: Entropy, records: int, rate: float) -> Integers:
 
 
 def _trial(entropy: Entropy, probability: Fraction) -> bool:
-    """Return True with a rational probability."""
+    """Return True with the given rational probability."""
     while True:
         probability *= 2**64
         word, whole = int(entropy.words(1)[0]), math.floor(probability)
@@ -76,8 +76,9 @@ def _exponential_trial(entropy: Entropy, word: int, exponent: Fraction) -> bool:
 def discrete_gaussian(entropy: Entropy, count: int) -> Integers:
     """Draw integers n with probability proportional to exp(-n^2 / (2 SCALE^2)).
 
-    Uses vectorised rejection sampling from a discrete Laplace distribution (Canonne, Kamath and Steinke, arXiv
-    2004.00010, algorithm 3). The tail is not truncated; only draws beyond 2^31, or 2,048 standard deviations, overflow.
+    The function uses vectorised rejection sampling from a discrete Laplace distribution (Canonne, Kamath and Steinke,
+    arXiv 2004.00010, algorithm 3). The tail is not truncated; only draws beyond 2^31, or 2,048 standard deviations,
+    overflow.
     """
     found, filled = np.empty(count, np.int64), 0
     while filled < count:
@@ -105,8 +106,8 @@ def _discrete_laplace(entropy: Entropy, attempts: int) -> Integers:
 
 def _geometric(entropy: Entropy, count: int) -> Integers:
     """Draw the number of successes before the first failure, with success probability exp(-1)."""
-    found, going = np.zeros(count, np.int64), np.arange(count)
-    while len(going):
-        going = going[exponential_trials(entropy, np.ones(len(going), np.uint64), 1)]
-        found[going] += 1
+    found, active = np.zeros(count, np.int64), np.arange(count)
+    while len(active):
+        active = active[exponential_trials(entropy, np.ones(len(active), np.uint64), 1)]
+        found[active] += 1
     return found

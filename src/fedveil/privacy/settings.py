@@ -9,41 +9,41 @@ from fedveil.errors import BadArgument
 from fedveil.privacy.accounting import check_delta, import_library, solve_noise
 from fedveil.privacy.defaults import default_rounds
 from fedveil.privacy.gradients import MEMORY
-from fedveil.privacy.mechanism import MOST_RECORDS, Grid, count_shares, make_grid
+from fedveil.privacy.mechanism import MAX_RECORDS, Grid, count_shares, make_grid
 from fedveil.wire import Values
 
 Unit = Literal["record", "client"]
 NoiseSource = Literal["server", "clients"]
 TERMS = ("noise", "clip", "rate", "noise_by", "colluding", "vanishing")  # settings that clients need
-LOWEST, HIGHEST = 1e-6, 1e6  # bounds on `clip`, so that squares and products do not overflow in float64
+MIN_CLIP, MAX_CLIP = 1e-6, 1e6  # bounds on `clip`, so that squares and products do not overflow in float64
 
 
 @dataclass(frozen=True)
 class Privacy:
     """The settings of differential privacy for a run.
 
-    Set either a target `epsilon`, from which the noise for the number of `rounds` is computed, or set `noise`, and
-    epsilon is reported.
+    Set either a target `epsilon`, from which the noise for `rounds` rounds is computed, or `noise`, for which epsilon
+    is reported.
 
     Attributes:
         epsilon: the budget. Training stops before it is exceeded.
         noise: noise multiplier (standard deviation of the noise on the sum / clip). With 0, gradients are only clipped.
-        delta: the probability with which epsilon may not hold; choose it far below 1 / number of records.
+        delta: the probability with which epsilon may be exceeded; choose it far below 1 / number of records.
         clip: maximum norm of a record's gradient, or of a client's.
         unit: the unit of protection: one "record", or all records of a "client".
-        rate: the probability that a record is in a round's sample. By default, if a batch size is given, batch_size /
-            the largest client's records; else 1,024 / all records, at most 0.5. Only for records: the clients of a
-            round are not secret.
-        rounds: the number of rounds for which the noise is chosen, and that `fit()` trains for. For records, by default
-            30 / rate, at least 150 and at most 600.
-        noise_by: "server", which the clients must trust, or "clients", each of which adds a share of the noise under
+        rate: the probability that a record is in a round's sample. By default, batch_size / the number of records of
+            the largest client if a batch size is given; otherwise 1,024 / the number of all records, at most 0.5. Not
+            available for clients, because the clients of a round are not secret.
+        rounds: the number of rounds for which the noise is chosen and `fit()` trains. For records, the default is
+            30 / rate, but at least 150 and at most 600.
+        noise_by: "server", which the clients must trust, or "clients", each of which adds a share of the noise with
             secure aggregation.
         colluding: the number of clients that may reveal their shares of the noise; at least 1, because each client
             knows its share.
-        vanishing: the number of clients that may drop out of a sum and still leave enough noise in it.
-        memory: bytes that a client may use for per-record gradients.
-        allow_factors: accept a veil with factors. The guarantee holds, but accuracy suffers, because norms and noise
-            are computed from perturbed gradients.
+        vanishing: the number of clients that may drop out of a sum without leaving too little noise in it.
+        memory: maximum number of bytes that a client uses for per-record gradients.
+        allow_factors: whether to accept a veil with factors. The guarantee holds, but accuracy suffers, because norms
+            and noise are computed from perturbed gradients.
     """
 
     epsilon: float | None = None
@@ -63,7 +63,7 @@ class Privacy:
         where = "Privacy"
         check_choice(where, "unit", self.unit, ("record", "client"))
         check_choice(where, "noise_by", self.noise_by, ("server", "clients"))
-        for name, low, high in (("clip", LOWEST, HIGHEST), ("noise", 0.0, 1e6), ("epsilon", 1e-6, 1e6)):
+        for name, low, high in (("clip", MIN_CLIP, MAX_CLIP), ("noise", 0.0, 1e6), ("epsilon", 1e-6, 1e6)):
             if getattr(self, name) is not None:
                 check_range(where, name, getattr(self, name), low, high)
         check_delta(where, self.delta)
@@ -75,14 +75,16 @@ class Privacy:
         check_count(where, "vanishing", self.vanishing, 0)
         check_count(where, "memory", self.memory)
         if self.unit == "client" and self.rate not in (None, 1):
-            raise BadArgument(where, "rate is for records", "leave rate out, and use participation=")
+            raise BadArgument(where, "rate applies only to records", "omit rate, and use participation=")
         if self.unit == "client" and self.noise_by == "clients":
-            raise BadArgument(where, "clients add noise for records only", 'use noise_by="server" or unit="record"')
+            raise BadArgument(
+                where, "clients add noise only if the unit is a record", 'use noise_by="server" or unit="record"'
+            )
         if self.epsilon is None and self.noise is None:
-            raise BadArgument(where, "it needs epsilon or noise", "use epsilon=3, or noise=1.0")
+            raise BadArgument(where, "neither epsilon nor noise is set", "use epsilon=3, or noise=1.0")
         if self.unit == "client" and self.epsilon is not None and self.noise is None and self.rounds is None:
             what = "the noise for an epsilon depends on the number of rounds"
-            raise BadArgument(where, what, "pass rounds=, too, or noise=")
+            raise BadArgument(where, what, "also pass rounds=, or pass noise= instead")
 
     def terms(self) -> Values:
         """Return the settings that clients need, as JSON values."""
@@ -95,7 +97,7 @@ class Privacy:
             raise BadArgument("ask", f"privacy must have the settings {', '.join(TERMS)}")
         return cls(**terms, allow_factors=True)
 
-    def least_members(self, members: int) -> int:
+    def min_members(self, members: int) -> int:
         """Return the minimum number of members that must contribute to a sum for it to contain enough noise."""
         return members - self.vanishing if self.noise_by == "clients" else 0
 
@@ -122,13 +124,13 @@ class Privacy:
         Args:
             numbers: the number of values in one gradient.
             candidates: the number of gradients per record.
-            members: the number of clients that are asked, under secure aggregation.
+            members: the number of clients selected for the round, with secure aggregation.
         """
         assert self.noise is not None
         if self.noise_by == "server":
             return make_grid(self.noise, self.clip, numbers)
         if members is None:
-            what = "noise in shares needs secure aggregation: a single update has only one share"
+            what = "noise shares need secure aggregation: a single update contains only one share"
             raise BadArgument("privacy", what, 'set secure_aggregation=True, or noise_by="server"')
         shares = count_shares(members, self.colluding, self.vanishing)
         return make_grid(self.noise, self.clip, numbers, candidates=candidates, shares=shares)
@@ -140,8 +142,8 @@ class Privacy:
         sample is larger and takes longer.
         """
         assert self.rate is not None
-        if self.rate * records > MOST_RECORDS / 2:
+        if self.rate * records > MAX_RECORDS / 2:
             what = f"a sample of {self.rate * records:,.0f} records is too large for the bound on rounding errors"
-            raise BadArgument("privacy", what, f"use a rate with at most {MOST_RECORDS // 2:,} records per client")
+            raise BadArgument("privacy", what, f"use a rate for at most {MAX_RECORDS // 2:,} records per client")
         mean, spread = self.rate * records, math.sqrt(records * self.rate * (1 - self.rate))
         return max(1, min(records, math.ceil(mean + 6 * spread + 6)))

@@ -1,1 +1,1 @@
-"""Users' records: convert objects that contain records to validated sources, which return batches."""
+"""Convert users' records to validated sources, which return batches."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.generic]
 FORMS = "a tensor, a NumPy array, a pandas DataFrame or Series, or numbers"
-NO_GAPS = "leave these records out, or fill in a number such as the column's mean"
+NO_GAPS = "omit these records, or fill in a number such as the column's mean"
 CODES = "use numbers: pandas.get_dummies for inputs, pandas.factorize for classes, days since a date for dates"
 _WIDER = {"f2": "f4", "f16": "f8", "u2": "i4", "u4": "i8", "u8": "i8"}  # types that torch supports poorly
 _NUMBERS = bool | int | float | np.number | np.bool_
@@ -29,7 +29,7 @@ def as_tensor(where: str, kind: str, value: object) -> Tensor:
     """Convert numbers in any common form to a tensor.
 
     Args:
-        where: the owner of the value, such as "client 0", which messages name first.
+        where: the owner of the value, such as "client 0", with which messages begin.
         kind: the role of the value, such as "inputs" or "targets".
         value: a tensor, a NumPy array or scalar, a pandas DataFrame (a column per feature) or Series, a number, or a
             list of numbers, nested or not.
@@ -100,7 +100,7 @@ def _read_numbers(value: object) -> Array:
     try:
         array = np.asarray(value)
     except ValueError:
-        raise _NotNumericError("its rows differ in length or shape", "use rows of one shape") from None
+        raise _NotNumericError("its rows differ in length or shape", "use rows of the same shape") from None
     # a single string turns all values into strings
     return np.asarray(value, dtype=object) if array.dtype.kind in "SU" else array
 
@@ -119,7 +119,7 @@ def _read_column(name: str, series: "Series") -> Array:
 
 
 def _check_numeric(name: str, array: Array) -> None:
-    """Refuse text, dates and objects; the error names the first value that is not a number."""
+    """Refuse text, dates and objects; the error contains the first value that is not a number."""
     if array.dtype.kind in "biufc":
         return
     for index, item in np.ndenumerate(array):
@@ -137,7 +137,7 @@ def _from_array(array: Array) -> Tensor:
         masked = np.argwhere(np.ma.getmaskarray(array)).tolist()
         if masked:
             why = f"{len(masked)} of its values are masked, the first at {masked[0]}"
-            raise _NotNumericError(why, "call .filled(value), or leave these records out")
+            raise _NotNumericError(why, "call .filled(value), or omit these records")
         array = np.asarray(array)
     _check_numeric("it", array)
     dtype = array.dtype.newbyteorder("=")

@@ -1,4 +1,4 @@
-"""Inputs of a model's forward: a tensor, a tuple of arguments or a dict of keyword arguments, which may be nested."""
+"""Inputs to a model's forward: a tensor, a tuple of arguments or a dict of keyword arguments, which may be nested."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
@@ -11,7 +11,7 @@ from fedveil.errors import BadArgument
 
 Inputs = Tensor | Sequence[object] | Mapping[str, object]
 Batch = tuple[Inputs, Tensor]
-"""The inputs and targets of some records."""
+"""The inputs and targets of a batch of records."""
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
@@ -19,17 +19,17 @@ def map_tensors(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
     return cast(Inputs, pytree.tree_map_only(Tensor, change, inputs))
 
 
-def name_leaves(inputs: object) -> dict[str, object]:
-    """Return the leaves of the inputs by their path, such as "inputs", "inputs[0]" or "inputs['ids']"."""
+def leaves_by_path(inputs: object) -> dict[str, object]:
+    """Return the leaves of the inputs, keyed by path, such as "inputs", "inputs[0]" or "inputs['ids']"."""
     if isinstance(inputs, Tensor):
         return {"inputs": inputs}
     leaves, _ = pytree.tree_flatten_with_path(inputs)
     return {"inputs" + pytree.keystr(path): leaf for path, leaf in leaves}
 
 
-def name_tensors(inputs: object) -> dict[str, Tensor]:
-    """Return the tensors in the inputs by their path."""
-    return {path: leaf for path, leaf in name_leaves(inputs).items() if isinstance(leaf, Tensor)}
+def tensors_by_path(inputs: object) -> dict[str, Tensor]:
+    """Return the tensors in the inputs, keyed by path."""
+    return {path: leaf for path, leaf in leaves_by_path(inputs).items() if isinstance(leaf, Tensor)}
 
 
 def describe(tensor: Tensor, skip: int = 0) -> str:
@@ -38,12 +38,12 @@ def describe(tensor: Tensor, skip: int = 0) -> str:
 
 
 def describe_forms(batch: Batch) -> dict[str, str]:
-    """Describe one record of each tensor in a batch, by path; other leaves are described by their values."""
-    leaves = {**name_leaves(batch[0]), "targets": batch[1]}
+    """Describe one record of each tensor in a batch, keyed by path; other leaves are described by their values."""
+    leaves = {**leaves_by_path(batch[0]), "targets": batch[1]}
     return {path: describe(leaf, 1) if isinstance(leaf, Tensor) else repr(leaf) for path, leaf in leaves.items()}
 
 
-def check_alike(owner: str, forms: Mapping[str, str], other: str, expected: Mapping[str, str]) -> None:
+def check_same_form(owner: str, forms: Mapping[str, str], other: str, expected: Mapping[str, str]) -> None:
     """Refuse records that differ in structure, shape or kind of number from the records of another owner.
 
     Args:
@@ -55,7 +55,7 @@ def check_alike(owner: str, forms: Mapping[str, str], other: str, expected: Mapp
     for path in (*expected, *forms):
         found, wanted = (each.get(path, "missing") for each in (forms, expected))
         if found != wanted:
-            what = f"{path} is {found:.60}, that of {other} is {wanted:.60}"
+            what = f"{path} is {found:.60}, but that of {other} is {wanted:.60}"
             raise BadArgument(owner, what, "use the same structure, shape and kind of number for all records")
 
 

@@ -42,7 +42,7 @@ class Shards(ABC):
     batch_size: int
     seed: int
     names: tuple[int, ...]
-    min_records: int = field(default=2, kw_only=True)  # in a batch, because BatchNorm needs two
+    min_records: int = field(default=2, kw_only=True)  # minimum per batch, because BatchNorm needs two
 
     @abstractmethod
     def take(self, rows: Tensor) -> Batch:
@@ -93,7 +93,7 @@ class MemoryShards(Shards):
         """Return the records in these rows."""
         inputs, targets = self.inputs, self.targets
         rows = rows if targets.device.type == "cpu" else rows.to(targets.device)
-        if isinstance(inputs, Tensor):  # a fast path, because this runs in every round
+        if isinstance(inputs, Tensor):  # fast path, because this runs in every round
             return inputs.index_select(0, rows), targets.index_select(0, rows)
         return map_tensors(lambda tensor: tensor.index_select(0, rows), inputs), targets.index_select(0, rows)
 
@@ -124,5 +124,5 @@ _orders, _long_orders = lru_cache(maxsize=256)(_draw_order), lru_cache(maxsize=1
 
 
 def _order(seed: int, client: int, epoch: int, size: int, start: int) -> Tensor:
-    """Return the order of a client's records in an epoch; few long orders are cached, to save memory."""
+    """Return the order of a client's records in an epoch; only a few long orders are cached, to save memory."""
     return (_orders if size <= 2**17 else _long_orders)(seed, client, epoch, size, start)

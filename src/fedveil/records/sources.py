@@ -16,16 +16,16 @@ from fedveil.records.arrays import as_tensor, is_frame, is_series
 from fedveil.records.inputs import (
     Batch,
     Inputs,
-    check_alike,
+    check_same_form,
     describe,
     describe_forms,
+    leaves_by_path,
     map_tensors,
-    name_leaves,
-    name_tensors,
+    tensors_by_path,
 )
 
 UserRecords: TypeAlias = tuple[object, object] | Dataset[object] | DataLoader[object]
-"""Records in any form that users may pass."""
+"""Records in any form that is accepted from users."""
 FORMS = "(inputs, targets) of tensors, NumPy arrays or pandas frames, a Dataset of (input, target), or a DataLoader"
 PLAIN = bool | int | float | str | None  # types of constants that inputs may contain
 ITEMS = "(input, target) or (input, input, ..., target)"
@@ -58,7 +58,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Records of a Dataset, which are read on demand and need not fit into memory."""
+    """Records of a Dataset, which are read on demand and need not fit in memory."""
 
     owner: str
     dataset: IndexedDataset
@@ -68,10 +68,10 @@ class Stream:
         return len(self.dataset)
 
     def take(self, rows: Sequence[int], *, check: bool = False) -> Batch:
-        """Read these records as one batch; if `check` is true, refuse records unlike the first one."""
+        """Read these records as one batch; if `check` is true, refuse records that differ from the first one."""
         items = self._read_items(rows)
         if check and self.collate is default_collate:
-            self._check_alike(rows, items)
+            self._check_same_form(rows, items)
         return self._collate(rows, items)
 
     def _read_items(self, rows: Sequence[int]) -> list[object]:
@@ -88,27 +88,27 @@ class Stream:
             *inputs, targets = self.collate(items)
         except (RuntimeError, TypeError, ValueError, KeyError) as error:
             if self.collate is default_collate:
-                self._check_alike(rows, items)
+                self._check_same_form(rows, items)
             first = ", ".join(map(str, rows[:3])) + (", ..." if len(rows) > 3 else "")
             why = str(error).splitlines()[0].rstrip(".")
             what = f"cannot collate records {first} into a batch of inputs and targets: {why}"
-            fix = "use records of one shape, or a DataLoader whose collate_fn returns (inputs, targets)"
+            fix = "use records of the same shape, or a DataLoader whose collate_fn returns (inputs, targets)"
             raise BadArgument(self.owner, what, fix) from error
         if not inputs or not isinstance(targets, Tensor):
             fix = "use a collate_fn that returns (inputs, targets)"
             raise BadArgument(self.owner, "a batch does not end with a tensor of targets", fix)
         return _join_arguments(inputs), targets
 
-    def _check_alike(self, rows: Sequence[int], items: list[object]) -> None:
+    def _check_same_form(self, rows: Sequence[int], items: list[object]) -> None:
         """Refuse a record that differs from the first one."""
         first: dict[str, str] = {}
         for row, item in zip(rows, items, strict=True):
             where = f"{self.owner}, record {row}"
             *inputs, target = cast(Sequence[object], item)
-            leaves = {**name_leaves(_join_arguments(inputs)), "target": target}
+            leaves = {**leaves_by_path(_join_arguments(inputs)), "target": target}
             forms = {path: describe(as_tensor(where, path, leaf)) for path, leaf in leaves.items()}
             first = first or forms
-            check_alike(where, forms, f"record {rows[0]}", first)
+            check_same_form(where, forms, f"record {rows[0]}", first)
 
 
 Source = Rows | Stream
@@ -141,12 +141,12 @@ def list_clients(clients: object) -> list[UserRecords]:
 
 
 def as_source(owner: str, records: object) -> Source:
-    """Return a user's records as a source.
+    """Convert a user's records to a source.
 
     Args:
         owner: the name of the owner in messages, such as "client 0" or "test data".
         records: see `UserRecords`. Arrays, frames and TensorDatasets stay in memory; other Datasets are read on demand.
-            Batches are not in the DataLoader's order, so that a resumed run can continue with the next batch.
+            The DataLoader's order is not used, so that a resumed run can continue with the next batch.
 
     Raises:
         BadArgument: the records have another form.
@@ -189,7 +189,7 @@ def _store(owner: str, inputs: object, targets: object) -> Rows:
             owner, what, "pass one pair (inputs, targets): concatenate all inputs, and all targets, with torch.cat"
         )
     found = as_tensor(owner, "targets", targets)
-    if is_frame(targets):  # one column of integers contains classes
+    if is_frame(targets):  # a single column of integers contains classes
         found = found[:, 0] if found.shape[1] == 1 and not found.is_floating_point() else found.double()
     if not found.dim():
         raise BadArgument(owner, "targets is a single number", "pass one target per record")
@@ -228,18 +228,16 @@ def check_sources(sources: Sequence[Source]) -> list[Source]:
     first: Batch | None = None
     for source in sources:
         if not len(source):
-            raise BadArgument(
-                source.owner, "there are no records", "pass at least one record, or leave out this client"
-            )
+            raise BadArgument(source.owner, "there are no records", "pass at least one record, or omit this client")
         stored = source if isinstance(source, Rows) else None
         batch = (stored.inputs, stored.targets) if stored else source.take(range(min(2, len(source))))
         check_form(source.owner, batch)
         first = first or batch
-        check_alike(source.owner, describe_forms(batch), sources[0].owner, describe_forms(first))
+        check_same_form(source.owner, describe_forms(batch), sources[0].owner, describe_forms(first))
         check_finite(source.owner, batch, range(len(batch[1])))
         if stored:  # put keys in the same order
-            own, structure = name_leaves(batch[0]), pytree.tree_structure(first[0])
-            inputs = pytree.tree_unflatten([own[path] for path in name_leaves(first[0])], structure)
+            own, structure = leaves_by_path(batch[0]), pytree.tree_structure(first[0])
+            inputs = pytree.tree_unflatten([own[path] for path in leaves_by_path(first[0])], structure)
             source = replace(stored, inputs=cast(Inputs, inputs))
         found.append(source)
     return found
@@ -248,18 +246,18 @@ def check_sources(sources: Sequence[Source]) -> list[Source]:
 def check_form(owner: str, batch: Batch) -> None:
     """Refuse inputs without tensors, leaves other than tensors and constants, and tensors without a row per record."""
     inputs, targets = batch
-    leaves = name_leaves(inputs)
+    leaves = leaves_by_path(inputs)
     for path, leaf in leaves.items():
         if not isinstance(leaf, Tensor | PLAIN):
             fix = "convert arrays with torch.as_tensor, and other mappings with dict"
             raise BadArgument(owner, f"{path} is a {type(leaf).__name__}, not a tensor", fix)
-    tensors = name_tensors(inputs)
+    tensors = tensors_by_path(inputs)
     if not tensors:
         fix = "use a tensor (torch.tensor(inputs) of numbers), or a tuple or dict of forward's arguments"
         raise BadArgument(owner, f"inputs of type {type(inputs).__name__} contain no tensor", fix)
     for path, tensor in {**tensors, "targets": targets}.items():
         if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
-            raise BadArgument(owner, f"{path} are a sparse, nested or meta tensor", "use a dense tensor: .to_dense()")
+            raise BadArgument(owner, f"{path} is a sparse, nested or meta tensor", "use a dense tensor: .to_dense()")
         records = len(tensor) if tensor.dim() else 0
         if not records or records != len(targets):
             what = f"there are {records} records in {path} and {len(targets)} targets"
@@ -268,7 +266,7 @@ def check_form(owner: str, batch: Batch) -> None:
 
 def check_finite(owner: str, batch: Batch, numbers: Sequence[int]) -> None:
     """Refuse NaN and infinity in inputs and targets; `numbers` are the indices of the records."""
-    _refuse_infinite(owner, batch, numbers, None, "NaN or infinity", "correct this record, or leave it out")
+    _refuse_infinite(owner, batch, numbers, None, "NaN or infinity", "correct this record, or omit it")
 
 
 def check_range(owner: str, batch: Batch, numbers: Sequence[int], dtype: torch.dtype) -> None:
@@ -281,7 +279,7 @@ def _refuse_infinite(
     owner: str, batch: Batch, numbers: Sequence[int], dtype: torch.dtype | None, what: str, fix: str
 ) -> None:
     """Refuse floats that are not finite; if `dtype` is given, those that are not finite in this dtype."""
-    for path, tensor in {**name_tensors(batch[0]), "targets": batch[1]}.items():
+    for path, tensor in {**tensors_by_path(batch[0]), "targets": batch[1]}.items():
         if not tensor.is_floating_point() or (dtype and torch.finfo(tensor.dtype).max <= torch.finfo(dtype).max):
             continue
         finite = torch.isfinite(tensor.to(dtype) if dtype else tensor)

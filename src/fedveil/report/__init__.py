@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from fedveil.report.page import render as render
     from fedveil.report.page import write as write
 else:
-    __getattr__ = lazy_getattr(__name__, {"render": "page", "write": "page"})  # rendering is imported on first use
+    __getattr__ = lazy_getattr(__name__, {"render": "page", "write": "page"})  # `page` is imported on first use
 
 NOTHING = "\u2013"  # a dash in place of a missing number
-LARGEST = 1e300  # the difference between larger values may overflow
+LARGEST = 1e300  # differences between larger values may overflow
 
 
-def finite(value: float) -> bool:
+def is_finite(value: float) -> bool:
     """Return whether a value can be drawn on an axis."""
     return abs(value) < LARGEST  # also False for NaN
 
@@ -42,9 +42,9 @@ def _refuse_if(condition: bool, where: str, what: str, fix: str = "") -> None:
 class Curves:
     """Lines over a common x axis. Later lines are dashed and drawn over earlier ones, so pass the reference first.
 
-    Values that cannot be drawn (NaN, infinity, zero or less on a logarithmic axis) leave a gap.
-    `bands` contains the band around a line: (low, high) for each of its points. On a logarithmic y axis, a band is left
-    out where it reaches zero. A note on the page reports everything that is left out.
+    Values that cannot be drawn (NaN, infinity, or zero or less on a logarithmic axis) leave a gap.
+    `bands` maps the name of a line to the band around it: (low, high) for each point. On a logarithmic y axis, a band
+    is omitted where it reaches zero. A note on the page reports everything that is omitted.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Curves:
     def __post_init__(self) -> None:
         for name, ends in self.bands.items():
             points = len(self.series.get(name, ()))
-            fits = len(ends) == points and all(finite(low) and finite(high) and low <= high for low, high in ends)
+            fits = len(ends) == points and all(is_finite(low) and is_finite(high) and low <= high for low, high in ends)
             what = f"the band of {name!r} must have {points} finite pairs, low before high"
             _refuse_if(not fits, f"Curves {self.title!r}", what)
 
@@ -81,7 +81,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A confusion matrix: a row for each true class, a column for each predicted class."""
+    """A confusion matrix, with one row per true class and one column per predicted class."""
 
     title: str
     labels: Sequence[str]
@@ -92,7 +92,7 @@ class Matrix:
         size, where = len(self.labels), f"Matrix {self.title!r}"
         square = [len(row) for row in self.counts] == [size] * size
         _refuse_if(not square, where, f"{size} labels need {size} rows of {size} counts")
-        _refuse_if(any(count < 0 for row in self.counts for count in row), where, "a count is below zero")
+        _refuse_if(any(count < 0 for row in self.counts for count in row), where, "a count is negative")
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Interval:
         where = f"Interval {self.name!r}" + (f" of group {self.group!r}" if self.group else "")
         ends = [end for end in (self.low, self.high) if end is not None]
         what = f"value {self.value}, low {self.low}, high {self.high}"
-        infinite = not all(finite(number) for number in (*ends, self.value or 0.0))
+        infinite = not all(is_finite(number) for number in (*ends, self.value or 0.0))
         _refuse_if(infinite, where, what, 'pass None, and missing="failed: ..." with the reason')
         fits = len(ends) in ((0, 2) if self.value is not None else (0,)) and ends == sorted(ends)
         _refuse_if(not fits, where, what, "pass a value with both ends, low before high, or with neither")
@@ -188,7 +188,7 @@ class Intervals:
     def __post_init__(self) -> None:
         where = f"Intervals {self.title!r}"
         limits = [limit for limit in (self.low, self.high) if limit is not None]
-        infinite = not all(map(finite, (*self.references.values(), *limits)))
+        infinite = not all(map(is_finite, (*self.references.values(), *limits)))
         _refuse_if(infinite, where, "a reference or a limit is not finite", "pass a finite number, or leave it out")
         reverse = len(limits) == 2 and limits[0] >= limits[1]
         _refuse_if(reverse, where, f"low {self.low} is not below high {self.high}", "pass the lower limit first")

@@ -7,15 +7,15 @@ from itertools import compress
 
 from fedveil.report import NOTHING
 
-FLAT = 1e-9  # if the span of values is smaller than this, relative to their size, they are drawn as one level
+FLAT = 1e-9  # values whose span, relative to their size, is smaller than this are drawn as one level
 
 Ticks = tuple[tuple[float, str], ...]  # value, label
 
 
-def short(value: float) -> str:
-    """Format a number with at most six significant digits, and exponents as in 1e-6.
+def format_number(value: float) -> str:
+    """Format a number with at most six significant digits, writing exponents as in 1e-6.
 
-    >>> short(0.97222222), short(2.5e-7), short(20000.0), short(math.nan)
+    >>> format_number(0.97222222), format_number(2.5e-7), format_number(20000.0), format_number(math.nan)
     ('0.972222', '2.5e-7', '20000', 'nan')
     """
     text = f"{value:.6g}"
@@ -26,7 +26,7 @@ def short(value: float) -> str:
 
 
 def align(cells: Sequence[str]) -> list[str]:
-    """Pad the numbers in a column with zeros to the same number of decimals, except numbers in exponent notation.
+    """Pad the numbers in a column with zeros to the same number of decimals, except those in exponent notation.
 
     >>> align(["0.51", "0.6319", NOTHING, "2e-7"])
     ['0.5100', '0.6319', '\u2013', '2e-7']
@@ -45,7 +45,7 @@ def tick_label(value: float, step: float) -> str:
     ('0.50', '97.5', '15,000', '3e-7')
     """
     if step < 1e-4 or abs(value) >= 1e7:
-        return short(round(value / step) * step)
+        return format_number(round(value / step) * step)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     if round(step * 10**decimals, 6) != round(step * 10**decimals):
         decimals += 1
@@ -80,7 +80,7 @@ def _linear_ticks(low: float, high: float, step: float) -> Ticks:
     return tuple((number * step, tick_label(number * step, step)) for number in range(first, last + 1))
 
 
-def linear(low: float, high: float, *, max_intervals: int, extend: bool, min_step: float = 0.0) -> ChartAxis:
+def linear_axis(low: float, high: float, *, max_intervals: int, extend: bool, min_step: float = 0.0) -> ChartAxis:
     """Return a linear axis with ticks at least `min_step` apart; `extend` moves its ends outwards to ticks."""
     size = max(abs(low), abs(high))
     if high - low <= FLAT * size or high - low <= 1e-290:  # a single value: leave a margin
@@ -104,10 +104,10 @@ def _log_ticks(low: float, high: float, max_intervals: int) -> Ticks:
     values = [value for value in values if low <= value <= high]
     if len(values) < 2:
         values = [value for value, _ in _linear_ticks(low, high, nice_step(high - low, max_intervals))]
-    return tuple((value, short(value)) for value in values)
+    return tuple((value, format_number(value)) for value in values)
 
 
-def logarithmic(low: float, high: float, *, max_intervals: int, extend: bool = True) -> ChartAxis:
+def log_axis(low: float, high: float, *, max_intervals: int, extend: bool = True) -> ChartAxis:
     """Return a logarithmic axis; `low` must be above zero. `extend` adds a margin at both ends."""
     first, last = math.log10(low), math.log10(high)
     margin = max(0.05 * (last - first), 0.02) if extend or last - first < 0.04 else 0.0

@@ -1,7 +1,7 @@
 """Line charts, and charts of values with their intervals, as inline SVG.
 
 Text has the same size at every width, because positions are percentages and line widths do not scale. Names and values
-of intervals are text in a CSS grid, so that they wrap and, on a phone, appear above their row.
+of intervals are text in a CSS grid, so that they can wrap and, on a phone, appear above their row.
 """
 
 import math
@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from fedveil.report import LARGEST, NOTHING, Curves, Interval, Intervals, count, finite
-from fedveil.report.axes import ChartAxis, align, linear, logarithmic, short
+from fedveil.report import LARGEST, NOTHING, Curves, Interval, Intervals, count, is_finite
+from fedveil.report.axes import ChartAxis, align, format_number, linear_axis, log_axis
 from fedveil.report.markup import COLOURS, fill
 
 UNITS = 1000  # width and height of the viewBox of the plot
-EVERY_MARKED = 12  # up to this number of points, every point has a mark; a longer line has MARKS marks
+EVERY_MARKED = 12  # every point of a line with at most this many points has a mark; longer lines have MARKS marks
 MARKS = 8
-DENSE = 150  # a line with more points is drawn thinner
-SAME = 0.006  # lines closer than this fraction of the axis, about the width of a line, coincide
+DENSE = 150  # lines with more points than this are drawn thinner
+SAME = 0.006  # lines closer than this fraction of the axis (about a line width) coincide
 DASHES = ((), (7, 5), (1.5, 5), (12, 4, 2, 4), (3, 3), (14, 6))
 DATA_ROWS = 100  # maximum number of rows in the table behind a chart
 LEFT_OUT = "left out: not finite, or not above zero on a logarithmic axis"
@@ -33,7 +33,7 @@ Band = tuple[list[Point], list[Point]]  # lower edge, upper edge; NaN where ther
 
 @dataclass(frozen=True)
 class Line:
-    """A named series. Points that cannot be drawn have y = NaN and are counted."""
+    """A named series. Points that cannot be drawn have y = NaN; `left_out` is their number."""
 
     name: str
     points: tuple[Point, ...]
@@ -47,8 +47,8 @@ class Line:
 
 def _make_line(name: str, points: Sequence[Point], curves: Curves) -> Line:
     """Create a line, with y = NaN at points that cannot be drawn."""
-    least_x, least_y = (1 / LARGEST if log else -LARGEST for log in (curves.log_x, curves.log_y))
-    fits = [finite(x) and finite(y) and x >= least_x and y >= least_y for x, y in points]
+    min_x, min_y = (1 / LARGEST if log else -LARGEST for log in (curves.log_x, curves.log_y))
+    fits = [is_finite(x) and is_finite(y) and x >= min_x and y >= min_y for x, y in points]
     kept = tuple((float(x), float(y) if fit else math.nan) for (x, y), fit in zip(points, fits, strict=True))
     return Line(name, kept, fits.count(False))
 
@@ -71,20 +71,20 @@ def thin(points: Sequence[Point], limit: int) -> tuple[Point, ...]:
 
 
 def _split_gaps(points: Sequence[Point]) -> list[list[Point]]:
-    """Split points into runs without a gap."""
+    """Split points at gaps into runs."""
     return [list(run) for gap, run in groupby(points, lambda point: math.isnan(point[1])) if not gap]
 
 
 def _coincidences(lines: Sequence[Line], axis: ChartAxis) -> list[str]:
-    """Return a sentence for each pair of lines, among the first six, that cannot be told apart."""
+    """Return a sentence for each pair of lines, among the first six, that cannot be distinguished."""
     sentences = []
     for one, other in combinations(lines[:6], 2):
         left, right = dict(one.drawn), dict(other.drawn)
         pairs = [(left[x], right[x]) for x in left.keys() & right.keys()]
         close = all(abs(axis.position(a) - axis.position(b)) <= SAME for a, b in pairs)
         if pairs and close and len(pairs) == len(one.drawn) == len(other.drawn):
-            gap = max(abs(a - b) for a, b in pairs)
-            sentences.append(f"{one.name} and {other.name} coincide: largest difference {short(float(f'{gap:.2g}'))}.")
+            gap = format_number(float(f"{max(abs(a - b) for a, b in pairs):.2g}"))
+            sentences.append(f"{one.name} and {other.name} coincide: largest difference {gap}.")
     return sentences
 
 
@@ -95,13 +95,13 @@ def _build_axes(curves: Curves, lines: Sequence[Line], bands: Sequence[Band]) ->
     xs = [x for x, _ in drawn]
     ys = [y for _, y in (*drawn, *chain(*chain(*bands))) if not math.isnan(y)]
     if curves.log_x:
-        across = logarithmic(min(xs), max(xs), max_intervals=6, extend=False)
+        across = log_axis(min(xs), max(xs), max_intervals=6, extend=False)
     else:
         integers = max(xs) > min(xs) and all(x.is_integer() for x in xs)  # avoid ticks such as half a round
-        across = linear(min(xs), max(xs), max_intervals=6, extend=False, min_step=1.0 if integers else 0.0)
+        across = linear_axis(min(xs), max(xs), max_intervals=6, extend=False, min_step=1.0 if integers else 0.0)
     if curves.log_y:
-        return across, logarithmic(min(ys), max(ys), max_intervals=6)
-    return across, linear(min(ys), max(ys), max_intervals=5, extend=True)
+        return across, log_axis(min(ys), max(ys), max_intervals=6)
+    return across, linear_axis(min(ys), max(ys), max_intervals=5, extend=True)
 
 
 def _path(points: Sequence[Point], axes: Axes) -> str:
@@ -117,9 +117,9 @@ def _path(points: Sequence[Point], axes: Axes) -> str:
 def _band(curves: Curves, line: Line) -> Band:
     """Return both edges of the band around a line."""
     ends = curves.bands.get(line.name) or [(math.nan, math.nan)] * len(line.points)
-    least = 1 / LARGEST if curves.log_y else -LARGEST
+    minimum = 1 / LARGEST if curves.log_y else -LARGEST
     edges = [
-        (x, low, high) if low >= least and not math.isnan(y) else (x, math.nan, math.nan)
+        (x, low, high) if low >= minimum and not math.isnan(y) else (x, math.nan, math.nan)
         for (x, y), (low, high) in zip(line.points, ends, strict=True)
     ]
     return [(x, low) for x, low, _ in edges], [(x, high) for x, _, high in edges]
@@ -137,7 +137,7 @@ def _dash(number: int) -> str | None:
 
 
 def _stroke(number: int, line: Line, axes: Axes, limit: int) -> dict[str, object]:
-    """Return the path of a line, its marks, shifted so that they do not overlap, and the values for the script."""
+    """Return the path and values of a line, and its marks, shifted so that those of different lines do not overlap."""
     across, up = axes
     points = thin(line.points, limit)
     drawn = [point for point in points if not math.isnan(point[1])]
@@ -147,9 +147,9 @@ def _stroke(number: int, line: Line, axes: Axes, limit: int) -> dict[str, object
     return {
         "path": _path(points, axes),
         "dense": len(drawn) > DENSE,
-        "xs": " ".join(short(x) for x, _ in drawn),
-        "ys": " ".join(short(y) for _, y in drawn),
-        "last": short(line.drawn[-1][1]),
+        "xs": " ".join(format_number(x) for x, _ in drawn),
+        "ys": " ".join(format_number(y) for _, y in drawn),
+        "last": format_number(line.drawn[-1][1]),
         "marks": [(across.position(x), 1 - up.position(y)) for x, y in marked],
     }
 
@@ -175,9 +175,9 @@ def _curve_table(curves: Curves, lines: Sequence[Line]) -> tuple[str, list[str],
     rows = min(len(every), DATA_ROWS)
     chosen = [every[round(index * (len(every) - 1) / max(1, rows - 1))] for index in range(rows)]
     numbers = [chosen, *([known.get(x, math.nan) for x in chosen] for known in (dict(line.points) for line in lines))]
-    columns = [align([NOTHING if math.isnan(number) else short(number) for number in own]) for own in numbers]
-    amount = (f"{len(chosen)} of " if len(chosen) < len(every) else "") + count(len(every), "row")
-    return amount, [curves.x_label, *(line.name for line in lines)], list(zip(*columns, strict=True))
+    columns = [align([NOTHING if math.isnan(number) else format_number(number) for number in own]) for own in numbers]
+    size = (f"{len(chosen)} of " if len(chosen) < len(every) else "") + count(len(every), "row")
+    return size, [curves.x_label, *(line.name for line in lines)], list(zip(*columns, strict=True))
 
 
 def draw_curves(curves: Curves, limit: int) -> Markup:
@@ -201,7 +201,7 @@ def draw_curves(curves: Curves, limit: int) -> Markup:
         lines=drawn,
         axes=axes,
         units=UNITS,
-        at=f"{curves.x_label} = {short(ends.pop())}" if len(ends) == 1 else "last values",
+        at=f"{curves.x_label} = {format_number(ends.pop())}" if len(ends) == 1 else "last values",
         words=" ".join([opening, *same, "The values are in the table below."]),
         remarks=" ".join([*same, *_remarks(curves, lines, bands, limit)]),
         table=_curve_table(curves, lines),
@@ -214,7 +214,7 @@ FormattedRow = tuple[str, str, str]  # value, low, high
 
 
 class Reference(NamedTuple):
-    """A reference line at a fraction of the axis; its name is at a level above the plot (0 is the lowest)."""
+    """A reference line: its position as a fraction of the axis, and the level of its name above the plot."""
 
     name: str
     position: float
@@ -223,7 +223,7 @@ class Reference(NamedTuple):
 
 def place_references(references: Mapping[str, float], axis: ChartAxis) -> list[Reference]:
     """Return the reference lines with a level for each name; outer names are higher, so that few lines cross them."""
-    positions = {f"{name} {short(value)}": axis.position(value) for name, value in references.items()}
+    positions = {f"{name} {format_number(value)}": axis.position(value) for name, value in references.items()}
     outward = sorted(positions, key=lambda name: abs(positions[name] - 0.5))
     return [Reference(name, positions[name], level) for level, name in enumerate(outward)]
 
@@ -235,7 +235,7 @@ def build_axis(section: Intervals) -> ChartAxis:
     numbers = [*measured, *section.references.values(), *limits]
     if not numbers:
         return ChartAxis(0.0, 1.0, False, ())
-    axis = linear(min(numbers), max(numbers), max_intervals=7, extend=True)
+    axis = linear_axis(min(numbers), max(numbers), max_intervals=7, extend=True)
     low = section.low if section.low == min(numbers) < max(numbers) else axis.low
     high = section.high if section.high == max(numbers) > min(numbers) else axis.high
     slack = 1e-9 * (high - low)
@@ -246,7 +246,8 @@ def _format_rows(rows: Sequence[Interval], axis: ChartAxis) -> list[FormattedRow
     """Format the value, low and high of each row to about a thousandth of the axis."""
     decimals = max(0, 3 - math.ceil(math.log10(axis.high - axis.low) - 1e-9))
     numbers = [number for row in rows for number in (row.value, row.low, row.high)]
-    cells = iter(align([NOTHING if number is None else short(round(number, decimals) + 0.0) for number in numbers]))
+    rounded = [None if number is None else round(number, decimals) + 0.0 for number in numbers]
+    cells = iter(align([NOTHING if number is None else format_number(number) for number in rounded]))
     return list(zip(cells, cells, cells, strict=True))
 
 
@@ -254,7 +255,7 @@ def _interval_table(section: Intervals) -> tuple[str, list[str], list[list[str]]
     """Return the size, header and rows of the table behind the chart, with the references at the end."""
     rows = [*section.rows, *(Interval(name, value, group="reference") for name, value in section.references.items())]
     numbers = [[getattr(row, end) for row in rows] for end in ("value", "low", "high")]
-    columns = [align([NOTHING if number is None else short(number) for number in own]) for own in numbers]
+    columns = [align([NOTHING if number is None else format_number(number) for number in own]) for own in numbers]
     cells = [
         [f"{row.group}: {row.name}" if row.group else row.name, row.missing if row.value is None else value, low, high]
         for row, value, low, high in zip(rows, *columns, strict=True)

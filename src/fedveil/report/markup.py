@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from fedveil.report import NOTHING, Matrix, Picture, count
 
-COLOURS = 8  # number of colours in theme.html; further series differ in dash and mark
+COLOURS = 8  # number of colours in theme.html; further series reuse them with other dashes and marks
 MARKS = 4  # number of mark shapes in page.html
 WIDE, NARROW = 96, 64  # approximate width of a picture's longer side in pixels, on a desktop and on a phone
 NUMERIC = re.compile(r"(?i)[<>≤≥~≈]?\s*[-+\u2212±]?\s*[\d.,]*\d(e[-+]?\d+)?\b.{0,24}")  # a number, then its unit
@@ -19,7 +19,7 @@ RANGE = re.compile(r"(.*\S) (\[[^\]]*\]|\([^)]*\))")  # a value, then its interv
 BLANK = frozenset({"", "-", "\u2013", "\u2014", "n/a", "nan", "inf", "not measured"})
 
 
-def asset(name: str) -> str:
+def read_asset(name: str) -> str:
     """Read a text file of this package."""
     return files("fedveil.report").joinpath(name).read_text(encoding="utf-8")
 
@@ -52,12 +52,12 @@ def prose(text: str) -> Markup:
 
 
 def is_failure(text: str) -> bool:
-    """Return whether a text begins with "failed"."""
+    """Return whether the text begins with "failed"."""
     return text.strip().lower().startswith("failed")
 
 
 def numeric_columns(rows: Sequence[Sequence[str]], columns: int) -> list[bool]:
-    """Return which columns contain only numbers, apart from blanks and failures."""
+    """Return, for each column, whether it contains only numbers, apart from blanks and failures."""
     cells = ([row[index].strip() for row in rows] for index in range(columns))
     informative = [[cell for cell in own if cell.lower() not in BLANK and not is_failure(cell)] for own in cells]
     return [bool(own) and all(NUMERIC.fullmatch(cell) for cell in own) for own in informative]

@@ -1,9 +1,9 @@
 "use strict";
-// The page works without this script, which adds a choice of theme, values under the pointer, a copy button, contents that fold on a phone, and a mark for the current section.
+// The page works without this script, which adds a theme switch, values under the pointer, a copy button, contents that collapse on a phone, and a highlight for the current section.
 (() => {
   const root = document.documentElement, KEY = "fedveil-theme";
   const stored = () => { try { return localStorage.getItem(KEY); } catch { return null; } };
-  const store = (value) => { try { localStorage.setItem(KEY, value); } catch { /* storage is not allowed: do not remember the theme */ } };
+  const store = (value) => { try { localStorage.setItem(KEY, value); } catch { /* storage is not allowed: the theme is not remembered */ } };
   const known = stored();
   if (known === "light" || known === "dark") root.dataset.theme = known;
 
@@ -53,7 +53,7 @@
     const dot = svg("circle", { r: path.classList.contains("under") ? 7 : 4.5, class: `dot ${[...path.classList].find((name) => /^s\d$/.test(name))}` });
     plot.append(dot);
     const value = frame.parentElement.querySelectorAll(".legend .value")[Number(path.dataset.line)];
-    return { name: path.dataset.name, points: steps, places: steps.map((point) => along(point.x)), dot, value, last: value.textContent };
+    return { name: path.dataset.name, points: steps, positions: steps.map((point) => along(point.x)), dot, value, last: value.textContent };
   });
 
   const chart = (frame) => {
@@ -66,20 +66,20 @@
     plot.append(hair);
     const lines = readLines(frame, plot, along);
     const xs = [...new Set(lines.flatMap((line) => line.points.map((point) => point.x)))].sort((a, b) => a - b);
-    const places = xs.map(along), reach = Math.max((right - left) / 100, 1e-12 * Math.abs(right));
+    const positions = xs.map(along), reach = Math.max((right - left) / 100, 1e-12 * Math.abs(right));
     const cursor = document.createElement("div");
     for (const [key, value] of Object.entries({ class: "cursor", role: "slider", tabindex: 0, "aria-valuemin": xs[0], "aria-valuemax": xs.at(-1),
-      "aria-label": `Values by ${frame.dataset.xLabel}: arrow keys move` })) cursor.setAttribute(key, value);
-    let place = xs.length - 1;
+      "aria-label": `Values by ${frame.dataset.xLabel}: use the arrow keys to move` })) cursor.setAttribute(key, value);
+    let selected = xs.length - 1;
 
     const show = (wanted) => {
-      place = Math.max(0, Math.min(xs.length - 1, wanted));
-      const x = xs[place];
+      selected = Math.max(0, Math.min(xs.length - 1, wanted));
+      const x = xs[selected];
       hair.setAttribute("x1", share(x));
       hair.setAttribute("x2", share(x));
       for (const line of lines) {
-        const index = nearest(line.places, places[place]), point = line.points[index];
-        const near = Math.abs(line.places[index] - places[place]) <= reach;
+        const index = nearest(line.positions, positions[selected]), point = line.points[index];
+        const near = Math.abs(line.positions[index] - positions[selected]) <= reach;
         line.value.textContent = near ? point.word : "–";
         line.dot.classList.toggle("on", near);
         line.dot.setAttribute("cx", share(point.x));
@@ -97,21 +97,21 @@
     };
     const point = (event) => {
       const box = plot.getBoundingClientRect();
-      show(nearest(places, left + (event.clientX - box.left) / box.width * (right - left)));
+      show(nearest(positions, left + (event.clientX - box.left) / box.width * (right - left)));
     };
     cursor.addEventListener("pointermove", point);
     cursor.addEventListener("pointerdown", point);
     cursor.addEventListener("pointerleave", rest);
-    cursor.addEventListener("focus", () => { if (cursor.matches(":focus-visible")) show(place); });
+    cursor.addEventListener("focus", () => { if (cursor.matches(":focus-visible")) show(selected); });
     cursor.addEventListener("blur", rest);
     const steps = { ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -10, PageUp: 10, Home: -1e9, End: 1e9 };
     cursor.addEventListener("keydown", (event) => {
       if (event.key === "Escape") rest();
       if (!(event.key in steps) || event.ctrlKey || event.metaKey || event.altKey) return;
       event.preventDefault();
-      show(place + steps[event.key]);
+      show(selected + steps[event.key]);
     });
-    cursor.setAttribute("aria-valuenow", xs[place]);
+    cursor.setAttribute("aria-valuenow", xs[selected]);
     frame.append(cursor);
   };
 

@@ -11,11 +11,11 @@ from markupsafe import Markup
 from fedveil.files import write_atomically
 from fedveil.report import Curves, Intervals, Page, Section, SideBySide
 from fedveil.report.charts import draw_curves, draw_intervals
-from fedveil.report.markup import asset, fill
+from fedveil.report.markup import fill, read_asset
 
 SCRIPTS = ("page.js", "png.js")
-POINTS_PER_LINE = 500  # about the number that a screen can show
-POINTS_PER_PAGE = 20_000  # keeps a page of many charts below 1 MB
+POINTS_PER_LINE = 500  # about as many as a screen can show
+POINTS_PER_PAGE = 20_000  # keeps a page with many charts below 1 MB
 
 
 def _id(number: int, title: str) -> str:
@@ -45,22 +45,22 @@ def _body(section: Section, limit: int) -> Markup:
 
 
 def render(page: Page) -> str:
-    """Return the page as HTML. It loads no other files, follows the reader's theme, and works without its script.
+    """Return the page as HTML. The page loads no other files, follows the reader's theme, and works without its script.
 
-    Its content security policy allows only this script. Link previews have a title and a verdict, but no picture,
+    Its content security policy allows only this script. Link previews show the title and the verdict, but no picture,
     because og:image must be an absolute URL, and the address of the page is not known.
 
     >>> render(Page("A run", "It worked.", [], "fedveil demo")).startswith("<!doctype html>")
     True
     """
     limit = max(40, min(POINTS_PER_LINE, POINTS_PER_PAGE // max(1, sum(map(_count_lines, page.sections)))))
-    style, script = Markup(asset("page.css")), Markup("".join(map(asset, SCRIPTS)))
+    style, script = Markup(read_asset("page.css")), Markup("".join(map(read_asset, SCRIPTS)))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = [
         (_id(number, section.title), section.title, _kind(section), _body(section, limit))
         for number, section in enumerate(page.sections, start=1)
     ]
-    parts = {"icon": quote(asset("icon.svg")), "style": style, "script": script, "digest": digest}
+    parts = {"icon": quote(read_asset("icon.svg")), "style": style, "script": script, "digest": digest}
     return f"{fill('page.html', page=page, sections=sections, **parts)}\n"
 
 

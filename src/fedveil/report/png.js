@@ -1,7 +1,7 @@
-// Save a figure as a PNG file. The figure as laid out by the browser, including text and tables, is converted to one SVG, which is drawn on a canvas.
-// Pictures always use the light theme on white, and charts have the same width on a phone as on a desktop, so that they suit slides and papers.
+// Save a figure as a PNG file. The figure, as laid out by the browser, is converted to a single SVG with its text and tables, which is drawn on a canvas.
+// Pictures always use the light theme on white, and charts have the same width on a phone as on a desktop, so that they are suitable for slides and papers.
 (() => {
-  const SCALE = 2, MARGIN = 32, WIDTH = 880, NARROWEST = 560, root = document.documentElement;
+  const SCALE = 2, MARGIN = 32, WIDTH = 880, MIN_WIDTH = 560, root = document.documentElement;
   const pen = document.createElement("canvas").getContext("2d");
   const svg = (name, attributes, style = "") => {
     const element = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -9,7 +9,7 @@
     element.style.cssText = style;
     return element;
   };
-  const place = ({ left, top, width, height }) => ({ x: left, y: top, width, height });
+  const toRect = ({ left, top, width, height }) => ({ x: left, y: top, width, height });
 
   const words = (node, look) => [...node.data.matchAll(/\S+/g)].map(({ 0: word, index }) => {
     const range = document.createRange();
@@ -18,7 +18,7 @@
     const box = range.getBoundingClientRect();
     pen.font = `${look.fontStyle} ${look.fontWeight} ${look.fontSize} ${look.fontFamily}`;
     const { fontBoundingBoxAscent: up, fontBoundingBoxDescent: down } = pen.measureText(word);
-    const upright = look.writingMode !== "horizontal-tb", line = up / (up + down); // vertical text reads upwards
+    const upright = look.writingMode !== "horizontal-tb", line = up / (up + down); // vertical text runs upwards
     const [x, y] = upright ? [box.left + line * box.width, box.bottom] : [box.left, box.top + line * box.height];
     const turned = upright ? { transform: `rotate(-90 ${x} ${y})` } : {};
     const made = svg("text", { x, y, ...turned }, `font: ${pen.font}; fill: ${look.color}; font-variant-numeric: ${look.fontVariantNumeric}`);
@@ -29,14 +29,14 @@
   const boxes = (element, look) => {
     const box = element.getBoundingClientRect(), round = { rx: parseFloat(look.borderTopLeftRadius) }, found = [];
     const line = (y, width, colour) => svg("line", { x1: box.left, x2: box.right, y1: y, y2: y }, `stroke: ${colour}; stroke-width: ${width}`);
-    if (look.backgroundColor !== "rgba(0, 0, 0, 0)") found.push(svg("rect", { ...place(box), ...round }, `fill: ${look.backgroundColor}`));
-    if (look.outlineStyle === "solid") found.push(svg("rect", { ...place(box), ...round }, `fill: none; stroke: ${look.outlineColor}; stroke-width: ${look.outlineWidth}`));
+    if (look.backgroundColor !== "rgba(0, 0, 0, 0)") found.push(svg("rect", { ...toRect(box), ...round }, `fill: ${look.backgroundColor}`));
+    if (look.outlineStyle === "solid") found.push(svg("rect", { ...toRect(box), ...round }, `fill: none; stroke: ${look.outlineColor}; stroke-width: ${look.outlineWidth}`));
     if (parseFloat(look.borderTopWidth)) found.push(line(box.top, look.borderTopWidth, look.borderTopColor));
     return found;
   };
 
   const copied = (element) => { // the picture includes the page's style, so classes still apply
-    const made = element.cloneNode(true), box = place(element.getBoundingClientRect());
+    const made = element.cloneNode(true), box = toRect(element.getBoundingClientRect());
     for (const [key, value] of Object.entries(box)) made.setAttribute(key, value);
     made.style.cssText = `width: ${box.width}px; height: ${box.height}px; overflow: visible`;
     return made;
@@ -79,7 +79,7 @@
     root.dataset.theme = "light";
     try {
       const table = figure.querySelector(":scope > .scroll > table");
-      figure.style.width = `${table ? Math.max(NARROWEST, table.offsetWidth) : WIDTH}px`;
+      figure.style.width = `${table ? Math.max(MIN_WIDTH, table.offsetWidth) : WIDTH}px`;
       return picture(figure);
     } finally {
       figure.classList.remove("saved");

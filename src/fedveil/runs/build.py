@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 LOSSES: dict[Task, LossName] = {"classification": "cross_entropy", "regression": "squared_error"}  # default losses
 TASKS: dict[str, Task] = {"bank": "regression", "diabetes": "regression"}  # default tasks
-FIX = "scale by public values in --data package.module:factory, or use --scaling records to accept this"
+FIX = "scale with public constants in --data package.module:factory, or use --scaling records to accept this"
 NOTES: dict[Scaling, str] = {
-    "public": "standardised by constants that do not depend on the records",
-    "records": "standardised by statistics of the training records, which epsilon does not cover",
+    "public": "standardised with constants that do not depend on the records",
+    "records": "standardised with statistics of the training records, which epsilon does not cover",
 }
 TASKS |= dict.fromkeys(("digits", "cifar10", "cifar100", "images", "lesion"), "classification")
 
@@ -85,10 +85,10 @@ def load_data(config: Config) -> Data:
 
 
 def choose_scaling(config: Config) -> Scaling:
-    """Return how inputs are standardised; refuse a CSV file under privacy, unless the user accepts its statistics."""
+    """Return how to standardise inputs; with privacy, refuse a CSV file unless the user accepts its statistics."""
     name, scaling = config.data.name, config.data.scaling
     if name == "csv" and scaling is None and has_privacy(config):
-        what = "its columns are standardised by statistics of the training records, which no guarantee covers"
+        what = "its columns are standardised with statistics of the training records, which no guarantee covers"
         raise BadArgument("--data csv with privacy", what, FIX)
     private = has_privacy(config) and name in SCALED.split()
     return scaling or ("public" if private else "records")
@@ -141,7 +141,7 @@ def named_model(settings: ModelSettings, shape: torch.Size, outputs: int) -> nn.
 
 
 def load_factory(spec: str) -> nn.Module:
-    """Return the model that `package.module:name` names, or that the factory with this name builds."""
+    """Return the model at `package.module:name`, or the model that the factory at this path builds."""
     model = _call_factory(spec, "a model", "fedveil inspect my_package.models:net", nn.Module)
     if not isinstance(model, nn.Module):
         raise BadArgument(spec, f"returned {type(model).__name__}, not a torch.nn.Module")
@@ -164,7 +164,7 @@ def load_own_data(spec: str) -> Data:
 
 
 def _call_factory(spec: str, kind: str, example: str, expected: type) -> object:
-    """Return the object that `spec` names if it has the expected type, otherwise the result of calling it."""
+    """Return the object at `spec` if it has the expected type, otherwise the result of calling it."""
     found = import_object(spec, kind, example)
     if isinstance(found, expected):
         return found
@@ -174,7 +174,7 @@ def _call_factory(spec: str, kind: str, example: str, expected: type) -> object:
         with contextlib.suppress(ValueError):  # built-in classes have no signature
             inspect.signature(found).bind()
     except TypeError as error:
-        what, fix = f"cannot be called without arguments: {error}", "name a factory without required arguments"
+        what, fix = f"cannot be called without arguments: {error}", "use a factory without required arguments"
         raise BadArgument(spec, what, fix) from error
     return found()
 
@@ -186,7 +186,7 @@ def build_defence(config: Config) -> AnyDefence:
 
 
 def build_privacy(config: Config, largest: int) -> "Privacy | None":
-    """Return the settings of differential privacy; the largest client has `largest` records."""
+    """Return the settings for differential privacy; the largest client has `largest` records."""
     if not has_privacy(config):
         return None
     from fedveil.privacy import Privacy
@@ -196,7 +196,7 @@ def build_privacy(config: Config, largest: int) -> "Privacy | None":
 
 
 def sampling_rate(config: Config, largest: int) -> float | None:
-    """Return the rate at which clients sample their records under privacy for records; else None."""
+    """Return the rate at which clients sample records for differential privacy for records; otherwise None."""
     own, training = config.privacy, config.training
     if not has_privacy(config) or own.unit == "client":
         return None
@@ -212,10 +212,10 @@ def rounds_per_epoch(config: Config, largest: int) -> int:
 
 
 def choose_settings(config: Config, records: int) -> Config:
-    """Return the configuration with settings that suit differential privacy, wherever none were given.
+    """Return the configuration with settings that suit differential privacy, where none were given.
 
-    They depend on the number of training records, which is public, and on nothing else in the data. A configuration
-    that has them stays as it is.
+    They depend only on the number of training records, which is public. A configuration that already has them is
+    unchanged.
     """
     if not has_privacy(config):
         return config

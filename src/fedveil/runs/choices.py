@@ -84,7 +84,7 @@ def settings_class(name: str) -> type | None:
         return None
     for field in dataclasses.fields(found):
         if field.name in SECTION_OF:
-            what = f"its setting {field.name!r} has the same name as a key of [{SECTION_OF[field.name]}]"
+            what = f"its setting {field.name!r} has the same name as a key in [{SECTION_OF[field.name]}]"
             raise BadArgument(name, what, "rename the setting")
     return found
 

@@ -52,7 +52,7 @@ class Settings(BaseModel):
 
 
 class NamedSettings(Settings):
-    """A section whose first key names the data set, model or defence that the other keys configure."""
+    """A section whose first key selects the data set, model or defence that the other keys configure."""
 
     @property
     def name(self) -> str:
@@ -83,7 +83,7 @@ class DataSettings(NamedSettings):
         None, "fraction of the records to test on, unless they are already divided; by default 0.2", "csv images"
     )
     scaling: Literal["records", "public"] | None = _key(
-        None, "standardise by the training records, or by constants; by default public under privacy", SCALED
+        None, "standardise with the training records, or with constants; by default public with privacy", SCALED
     )
     size: Positive | None = _key(None, "side of the images in pixels; by default 32, or 64 for lesion", IMAGES)
     labels: str | None = _key(None, "classes to train on, such as 0-4 or first-half; by default all", rare=True)
@@ -103,7 +103,7 @@ class ModelSettings(NamedSettings):
     width: Positive = _key(16, "number of channels in the first layer", "cnn resnet")
     activation: Literal["relu", "sigmoid"] = _key("relu", "activation function", "lenet")
     norm: Literal["batch", "group", "none"] = _key(
-        "batch", "normalise over the batch or over groups of channels; by default group under privacy", "resnet"
+        "batch", "normalise over the batch or over groups of channels; by default group with privacy", "resnet"
     )
     shortcut: Literal["A", "B"] = _key("A", "shortcuts: zero padding (A) or convolutions (B)", "resnet", rare=True)
 
@@ -161,7 +161,7 @@ class TrainingSettings(Settings):
 
 NEEDS_NOISE = ("clip", "rate", "noise_by", "unit")
 CHOSEN = ("rate", "epochs", "clip", "lr", "schedule", "schedule_every", "layers", "norm")
-"""Keys whose defaults are different under differential privacy (`fedveil.runs.build.choose_settings`)."""
+"""Keys whose defaults are different with differential privacy (`fedveil.runs.build.choose_settings`)."""
 
 
 class PrivacySettings(Settings):
@@ -225,7 +225,7 @@ class Config(BaseModel):
 
     @property
     def title(self) -> str:
-        """Data, model and defence, in a form suitable as a folder name."""
+        """Data, model and defence, in a form suitable for a folder name."""
         return f"{self.data.name}-{self.model.name}-{self.defence.name}".replace(":", ".")
 
 
@@ -233,7 +233,7 @@ SECTIONS: dict[str, type[Settings]] = {name: type(field.default) for name, field
 SECTION_OF = {key: section for section, kind in SECTIONS.items() for key in kind.model_fields}
 """The section of each key."""
 CODE = ("data", "model", "defence")
-"""Keys that may name code, as package.module:name."""
+"""Keys that may refer to code, as package.module:name."""
 
 
 def format_flags(values: Mapping[str, Value]) -> str:
@@ -312,11 +312,11 @@ def has_privacy(config: Config) -> bool:
 
 
 def refuse_code(values: Mapping[str, object], where: str, named_keys: Collection[str] = ()) -> None:
-    """Refuse values in a file that name code, except for keys that the user has also given on the command line."""
+    """Refuse values in a file that refer to code, except for keys that the user also gave on the command line."""
     for key in CODE:
         value = values.get(key)
         if key not in named_keys and isinstance(value, str) and ":" in value:
-            what = f"{key} = {value!r} names code, which runs when it is imported; this file could come from anyone"
+            what = f"{key} = {value!r} refers to code, which runs when imported; this file could come from anyone"
             fix = f"pass --{key} {shlex.quote(value)} or --trust-code on the command line, or trust_code=True in Python"
             raise BadArgument(where, what, fix)
 
@@ -327,8 +327,8 @@ def check_schema(values: object, where: str) -> dict[str, object]:
         raise BadArgument(where, f"contains a {type(values).__name__}, not sections", "use the config.json of a run")
     found = dict(values)
     if (schema := found.pop("schema", None)) != SCHEMA:
-        what = f"has schema {schema!r}, but this version of fedveil reads schema {SCHEMA}"
-        raise BadArgument(where, what, "use the version of fedveil that wrote it, or train again")
+        what = f"has schema {schema!r}, but this version of Fedveil reads schema {SCHEMA}"
+        raise BadArgument(where, what, "use the version of Fedveil that wrote it, or train again")
     return found
 
 

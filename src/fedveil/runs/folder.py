@@ -54,8 +54,8 @@ def check_folder(folder: Path, config: Config, resume: bool) -> None:
         return
     if not resume:
         fix = "add --resume (resume=True in Python) to continue it, or choose another --out"
-        raise BadArgument(str(folder), "there is a run in this folder", fix)
-    old = read_config(folder, trust_code=True)  # it is only compared, and nothing is built from it
+        raise BadArgument(str(folder), "this folder already contains a run", fix)
+    old = read_config(folder, trust_code=True)  # it is only compared; nothing is built from it
     for name, value in applicable_values(config).items():
         if name != "epochs" and (before := old.flat()[name]) != value:
             flag = f"--{name.replace('_', '-')}"
@@ -71,9 +71,9 @@ def read_config(folder: Folder, *, trust_code: bool = False, named_keys: Collect
 
     Args:
         folder: folder of the run.
-        trust_code: accept data, a model or a defence named as `package.module:name`. Building it imports that module,
-            which runs its code; a folder from elsewhere may name any module.
-        named_keys: keys for which the user has already named the same code.
+        trust_code: accept data, a model or a defence given as `package.module:name`. Building it imports that module,
+            which runs its code; a folder from elsewhere may refer to any module.
+        named_keys: keys for which the user has already given the same code.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -116,8 +116,8 @@ def load_model(
         folder: folder of the run.
         best: return the model from the best evaluation instead of the last one.
         model: load the values into this model instead of building one from the run's configuration. Required for
-            folders without a configuration, which `Federation.fit` and runs on Flower or FLARE write.
-        trust_code: build a model that the configuration names as `package.module:name`. This imports the module, which
+            folders without a configuration, as written by `Federation.fit` and by runs on Flower or FLARE.
+        trust_code: build a model that the configuration gives as `package.module:name`. This imports the module, which
             runs its code.
 
     Raises:
@@ -134,14 +134,14 @@ def load_model(
         raise BadArgument(str(path), f"is damaged: {error}", fix) from error
     except RuntimeError as error:
         what = f"its values belong to another model: {error}"
-        raise BadArgument(str(path), what, "pass load_model(..., model=)") from error
+        raise BadArgument(str(path), what, "pass the right model: load_model(folder, model=...)") from error
     return network.eval()
 
 
 def _is_newest(path: Path) -> bool:
     """Return whether a file of values exists and no checkpoint in its folder is from a later round."""
     last = checkpoint.read_tag(path.parent / checkpoint.LAST)
-    return path.is_file() and (last is None or checkpoint.round_of_values(path) >= last.round)
+    return path.is_file() and (last is None or checkpoint.read_round(path) >= last.round)
 
 
 def _values_in_checkpoint(folder: Path, best: bool) -> Mapping[str, Tensor]:
@@ -165,8 +165,8 @@ def _values_in_checkpoint(folder: Path, best: bool) -> Mapping[str, Tensor]:
 def _architecture(folder: Path, trust_code: bool) -> nn.Module:
     """Build the network of a run, with new initial values."""
     if not (folder / "config.json").is_file():
-        what = "there is no config.json, which names the network"
-        raise BadArgument(str(folder), what, "pass load_model(folder, model=the network)")
+        what = "there is no config.json, which specifies the network"
+        raise BadArgument(str(folder), what, "pass the network: load_model(folder, model=...)")
     config = read_config(folder, trust_code=trust_code)
     if ":" in config.model.name:
         return load_factory(config.model.name)
@@ -176,7 +176,7 @@ def _architecture(folder: Path, trust_code: bool) -> nn.Module:
         shape, outputs = torch.Size(shapes["record"]), int(shapes["outputs"])
     except (ValueError, KeyError, TypeError) as error:
         what = f"{SHAPES}, which contains the shape of records, cannot be read: {error}"
-        raise BadArgument(str(folder), what, "pass load_model(folder, model=the network)") from error
+        raise BadArgument(str(folder), what, "pass the network: load_model(folder, model=...)") from error
     return named_model(config.model, shape, outputs)
 
 

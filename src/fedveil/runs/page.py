@@ -13,7 +13,7 @@ from fedveil.federation.evaluate import METRICS, metrics, move_inputs, predict, 
 from fedveil.federation.history import History
 from fedveil.federation.server import Server
 from fedveil.graph import Plan
-from fedveil.graph.coverage import known_in_words
+from fedveil.graph.coverage import describe_known_values
 from fedveil.report import Curves, Facts, Matrix, Page, Section, SideBySide, Table, Text
 from fedveil.runs.config import Value
 from fedveil.runs.results import RunSummary, primary_metric
@@ -21,7 +21,7 @@ from fedveil.scheme import Broadcast, Loss, client_view
 from fedveil.scheme.outputs import head_axis
 
 SERVER, NO_DATA = "the server's model", " (no data needed)"
-MOST_CLASSES = 20
+MAX_CLASSES = 20
 WINDOWS = 60  # approximate number of points on a curve of medians
 
 TEXTS = TypeAdapter(dict[str, str]).validate_python(
@@ -68,7 +68,7 @@ def view_sections(views: Mapping[str, nn.Module], data: Data, name: str, found: 
     """Return sections that compare a metric of the server's model with the same metric of a client's copies."""
     rows = [[view, f"{value:.4f}"] for view, value in found.items()]
     sections: list[Section] = [Table("The server's model and a client's copy", ["model", f"test {name}"], rows)]
-    if name == "accuracy" and 0 < len(data.classes) <= MOST_CLASSES:
+    if name == "accuracy" and 0 < len(data.classes) <= MAX_CLASSES:
         parts = [Matrix(view, data.classes, counts) for view, counts in confusions(views, data).items()]
         sections.append(SideBySide("Predictions on the test data", parts))
     return sections
@@ -90,7 +90,7 @@ def verdict(name: str, found: Mapping[str, float], budget: str = "") -> str:
 def veil_sections(plan: Plan, draws: int = 0) -> list[Section]:
     """Return sections on how a veil perturbs the model; `draws` is the number of draws of persistent noise."""
     rows = [[kind, f"{100 * plan.shares[kind]:.1f} %", TEXTS[kind]] for kind in ("scaled", "signed", "moved", "bare")]
-    note = "Each value is counted once, under the strongest perturbation. " + (known_in_words(plan) or "")
+    note = "Each value is counted once, under the strongest perturbation. " + (describe_known_values(plan) or "")
     table = Table("What the veil perturbs", ["kind of value", "fraction", "in each broadcast"], rows, note.strip())
     kept = [TEXTS["kept"], TEXTS["redrawn"].format(draws)][:draws]
     return [table, Text("What is and is not protected", (*PROTECTION, *kept))]

@@ -19,7 +19,7 @@ from fedveil.plain_json import read_json, to_json
 from fedveil.runs.config import SCHEMA, check_schema
 
 LOG = logging.getLogger("fedveil")
-Figure = int | float | str | None
+SummaryValue = int | float | str | None
 
 
 def primary_metric(measured: Collection[str]) -> str:
@@ -45,7 +45,7 @@ class RunSummary:
         rounds: number of rounds.
         metrics: test metrics of the last model and, for a standardised target, `rmse` in the original units.
         best: primary metric of the best model; None if no model was evaluated.
-        coverage: fraction of the model's values under each kind of perturbation; empty for defences other than a veil.
+        coverage: fraction of the model's values with each kind of perturbation; empty for defences other than a veil.
         budget: privacy budget spent; None without differential privacy.
         largest_error: largest relative error of a recovered gradient.
         seconds: duration of all rounds.
@@ -64,7 +64,7 @@ class RunSummary:
     repeat: str
     stopped: str | None = None
 
-    def to_dict(self) -> dict[str, Figure]:
+    def to_dict(self) -> dict[str, SummaryValue]:
         """Return plain values by name, to write to a file."""
         has_best, budget = self.best is not None, self.budget
         return {

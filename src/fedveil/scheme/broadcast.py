@@ -18,9 +18,9 @@ from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_los
 from fedveil.scheme.torch_losses import TorchLoss, build_module, is_module
 from fedveil.wire import Packed, Tensors, Values, add_prefix, check_fields, strip_prefix
 
-MOST_GROUPS = MOST_DECOYS = 64  # the maximum that clients accept
-MOST_PASSES = MOST_GROUPS + 2  # gradients that a client computes and sends for a batch
-MOST_AXES, MOST_CLASSES = 8, 2**18  # maximum number of axes and classes of a model's outputs
+MAX_GROUPS = MAX_DECOYS = 64  # the maximum number that clients accept
+MAX_PASSES = MAX_GROUPS + 2  # maximum number of gradients that a client computes and sends for a batch
+MAX_AXES, MAX_CLASSES = 8, 2**18  # maximum number of axes and classes of a model's outputs
 LARGEST = 1e100  # maximum of a numeric setting, so that products do not overflow float64
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that torch computes in
 SAME_CODE = "build the client's model with the same code as the server's model"
@@ -32,15 +32,15 @@ class PublicHead(Head):
 
     Attributes:
         noisy_bias: whether the bias has the same noise, as if it were the weight of an input that is always 1. A bias
-            close to zero gets no noise, because it would reveal the noise.
+            close to zero gets no noise, because it would reveal that noise.
         direction: r_a, one number per output.
         partition: the group of each output.
-        offset: the size of the noise, one number per group; the paper's gamma is this plus the secret d of the anchor.
+        offset: the size of the noise, one number per group; the paper's gamma is this plus the anchor's secret d.
         candidates: offsets for which clients compute gradients, one per row: the true offset and decoys. Empty for
-            squared error, which has other terms.
+            squared error with the paper's terms.
 
     Raises:
-        BadArgument: there are more than `MOST_GROUPS` groups or `MOST_DECOYS` decoys.
+        BadArgument: there are more than `MAX_GROUPS` groups or `MAX_DECOYS` decoys.
     """
 
     noisy_bias: bool
@@ -50,9 +50,9 @@ class PublicHead(Head):
     candidates: Tensor
 
     def __post_init__(self) -> None:
-        if self.groups > MOST_GROUPS or len(self.candidates) > MOST_DECOYS + 1:
+        if self.groups > MAX_GROUPS or len(self.candidates) > MAX_DECOYS + 1:
             what = f"{self.groups} groups and {len(self.candidates)} candidates are more work than clients accept"
-            raise BadArgument("head", what, f"use at most {MOST_GROUPS} groups and {MOST_DECOYS} decoys")
+            raise BadArgument("head", what, f"use at most {MAX_GROUPS} groups and {MAX_DECOYS} decoys")
 
     @property
     def groups(self) -> int:
@@ -76,19 +76,19 @@ _HEAD = {each.name: each.type for each in fields(PublicHead) if each.type is not
 
 
 def _split_tensors(where: str, values: Values, tensors: Mapping[str, Tensor], *prefixes: str) -> list[Tensors]:
-    """Return the tensors for each prefix, without the prefix; refuse other tensors and anything but dicts."""
+    """Return the tensors for each prefix, without the prefix; refuse other tensors and invalid dicts."""
     for what, found in (("values", values), ("tensors", tensors)):
         if not isinstance(found, Mapping) or not all(type(name) is str for name in found):
             raise BadArgument(where, f"{what} must be a dict with names as keys, got {type(found).__name__}")
     parts = [strip_prefix(prefix, tensors) for prefix in prefixes]
     if sum(map(len, parts)) < len(tensors):
-        strange = next(name for name in tensors if name.partition("/")[0] not in prefixes or "/" not in name)
-        raise BadArgument(where, f"{strange[:80]!a} was not asked for")
+        extra = next(name for name in tensors if name.partition("/")[0] not in prefixes or "/" not in name)
+        raise BadArgument(where, f"unexpected tensor {extra[:80]!a}")
     return parts
 
 
 def resolve_loss(where: str, loss: str, loss_settings: Values, custom: Loss | None) -> Loss:
-    """Return the loss that the server named; a user's function is not sent, and must be passed as `custom`."""
+    """Return the loss with the name the server sent; a user's function is not sent and must be passed as `custom`."""
     if custom is not None and custom.name != loss:
         raise BadArgument(where, f"the server's loss is {loss!r}, but the client's is {custom.name!r}")
     if custom is None and loss not in LOSSES and not is_module(loss):
@@ -99,7 +99,7 @@ def resolve_loss(where: str, loss: str, loss_settings: Values, custom: Loss | No
 
 
 def _build_loss(name: str, settings: Values) -> Loss:
-    """Build a loss. Each setting must have the type of its default; if that is None, it must be a list of numbers."""
+    """Build a loss. Each setting must have the type of its default, or be a list of numbers if the default is None."""
     default = LOSSES[name]() if name in LOSSES else build_module(name, {})
     known, found = default.settings(), dict[str, bool | int | float | str | tuple[float, ...] | None]()
     for key, value in settings.items():
@@ -109,9 +109,9 @@ def _build_loss(name: str, settings: Values) -> Loss:
         listed, single = known[key] is None and isinstance(value, list | tuple), isinstance(known[key], float)
         numbers = value if listed else [value] if single else []
         fits = listed or single or type(value) is type(known[key])
-        if not fits or len(numbers) > MOST_CLASSES or not all(is_number(n) and abs(n) <= LARGEST for n in numbers):
+        if not fits or len(numbers) > MAX_CLASSES or not all(is_number(n) and abs(n) <= LARGEST for n in numbers):
             form = "a list of numbers or None" if known[key] is None else f"a {type(known[key]).__name__}"
-            raise BadArgument("loss", f"{key} of {name} must be {form}, finite and of reasonable size")
+            raise BadArgument("loss", f"{key} of {name} must be {form}, finite and not too large")
         found[key] = tuple(map(float, value)) if listed else float(value) if single else value
     try:
         return build_module(name, found) if isinstance(default, TorchLoss) else replace(default, **found)
@@ -122,9 +122,9 @@ def _build_loss(name: str, settings: Values) -> Loss:
 
 
 def match_model(state: ModelState, parameters: Tensors, buffers: Tensors, *, complete: bool) -> None:
-    """Refuse tensors that do not match the client's model in name, shape or dtype, and missing buffers.
+    """Refuse missing buffers, and tensors that do not match the client's model in name, shape or dtype.
 
-    Floating-point tensors may all have another dtype that torch computes in, because clients use the dtype sent.
+    Floating-point tensors may share a dtype other than the model's, because clients compute in the dtype they receive.
 
     Args:
         state: the state of the client's model.
@@ -141,7 +141,7 @@ def match_model(state: ModelState, parameters: Tensors, buffers: Tensors, *, com
         kinds = value.dtype, wanted[name].dtype
         other = all(kind.is_floating_point for kind in kinds) and len(floats) == 1 and value.dtype in FLOATS
         if kinds[0] != kinds[1] and not other:
-            raise ModelMismatch(name, f"the broadcast has {kinds[0]}, the model has {kinds[1]}", SAME_CODE)
+            raise ModelMismatch(name, f"the broadcast has {kinds[0]}, but the model has {kinds[1]}", SAME_CODE)
 
 
 def _match_shapes(sent: Mapping[str, Tensor], own: Mapping[str, Tensor], *, complete: bool) -> bool:
@@ -151,21 +151,21 @@ def _match_shapes(sent: Mapping[str, Tensor], own: Mapping[str, Tensor], *, comp
         tensor = own.get(name)
         if tensor is None or tensor.shape != value.shape:
             found = "nothing" if tensor is None else str(tuple(tensor.shape))
-            what = f"the broadcast has {str(tuple(value.shape))[:80]}, the model has {found}"
+            what = f"the broadcast has {str(tuple(value.shape))[:80]}, but the model has {found}"
             raise ModelMismatch(name[:80], what, SAME_CODE)
         alike = alike and value.dtype == tensor.dtype
     if complete and len(sent) < len(own):
         name = next(name for name in own if name not in sent)
-        raise ModelMismatch(name, f"the broadcast has nothing, the model has {tuple(own[name].shape)}", SAME_CODE)
+        raise ModelMismatch(name, f"the broadcast has nothing, but the model has {tuple(own[name].shape)}", SAME_CODE)
     return alike
 
 
 def check_trainable(trainable: Collection[str], parameters: Mapping[str, Tensor]) -> None:
     """Refuse an empty list of trainable parameters, duplicates, and names that were not sent or have no gradient."""
     differentiable = {name for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
-    strange = [name for name in trainable if name not in differentiable]
-    if strange or not trainable or len(set(trainable)) < len(trainable):
-        what = f"{strange[0][:80]!a} cannot be trained" if strange else "trainable is empty or contains a name twice"
+    invalid = [name for name in trainable if name not in differentiable]
+    if invalid or not trainable or len(set(trainable)) < len(trainable):
+        what = f"{invalid[0][:80]!a} cannot be trained" if invalid else "trainable is empty or contains a name twice"
         raise ModelMismatch("broadcast", what, SAME_CODE)
 
 
@@ -182,12 +182,12 @@ class Broadcast:
         round, model: the names of the round and of the architecture, which the update repeats.
         loss: the loss that clients minimise.
         parameters: the perturbed parameters; the head is anchored, without its public offset.
-        buffers: the perturbed buffers, and counters.
+        buffers: the perturbed buffers, and the counters.
         trainable: names of the parameters whose gradients clients compute.
         training: paths of the modules in training mode; all others must be in evaluation mode.
         head: the public part of the head; None if the head is exposed.
         continued: whether the client has already processed a batch for this broadcast. Buffers then have an extra
-            leading dim, with a row per candidate, and contain their values after the client's last batch.
+            leading dim, with one row per candidate, and contain their values after the client's last batch.
     """
 
     round: str
@@ -215,7 +215,7 @@ class Broadcast:
     def unpack(
         cls, values: Values, tensors: Mapping[str, Tensor], loss: "Loss | Function | str | None" = None
     ) -> "Broadcast":
-        """Return the message that `pack` converted. A user's loss function is not sent and must be passed."""
+        """Restore a message from the output of `pack`. A user's loss function is not sent and must be passed."""
         where = "Broadcast.unpack"
         parameters, buffers, public = _split_tensors(where, values, tensors, "parameter", "buffer", "head")
         found = check_fields(where, values, _BROADCAST)
@@ -231,7 +231,7 @@ class Broadcast:
         if has_head:
             head = _read_head(where, check_fields(where, values, {"head": dict})["head"], public, parameters)
             if not head.decoys and (head.tail in INNER_TAILS or not isinstance(used, SquaredError)):
-                raise BadArgument(where, f"the head has no candidates, but the loss {used.name} needs them here")
+                raise BadArgument(where, f"the head has no candidates, but the loss {used.name} requires them")
         return cls(loss=used, parameters=parameters, buffers=buffers, head=head, **found)
 
 
@@ -243,7 +243,7 @@ def _read_head(where: str, values: Values, public: Tensors, parameters: Tensors)
     weight, bias, dim = parameters.get(named["weight"]), parameters.get(named["bias"] or ""), named["dim"]
     if weight is None or (bias is None) != (named["bias"] is None):
         raise ModelMismatch("head", "the broadcast has no parameters with the names of its weight and bias", SAME_CODE)
-    if weight.dim() < 2 or dim not in (0, 1) or not (named["axis"] == -1 or 0 < named["axis"] < MOST_AXES):
+    if weight.dim() < 2 or dim not in (0, 1) or not (named["axis"] == -1 or 0 < named["axis"] < MAX_AXES):
         raise ModelMismatch(
             "head", f"a weight with {weight.dim()} dims cannot have its outputs on dim {dim}", SAME_CODE
         )
@@ -260,7 +260,7 @@ def _read_head(where: str, values: Values, public: Tensors, parameters: Tensors)
         if not fits:
             raise ModelMismatch("head", f"its {name} does not match {outputs} outputs in {groups} groups", SAME_CODE)
     if not 0 <= int(partition.min()) <= int(partition.max()) < groups:
-        raise ModelMismatch("head", f"its partition has groups outside 0 to {groups - 1}", SAME_CODE)
+        raise ModelMismatch("head", f"its partition contains groups outside the range 0 to {groups - 1}", SAME_CODE)
     return PublicHead(**(named | public))
 
 
@@ -273,8 +273,8 @@ class Update:
         samples: the number of samples that the passes are averaged over.
         passes: gradients by name, with an extra leading axis for the passes: G^, sigma~_1 ... sigma~_m and beta, or one
             pass for each of the broadcast's candidates.
-        buffers: the client's perturbed buffers after its forward pass, with a row per candidate if the operations
-            after the head ran once for each candidate.
+        buffers: the client's perturbed buffers after its forward pass, with one row per candidate if the operations
+            after the head ran once per candidate.
     """
 
     round: str
@@ -290,7 +290,7 @@ class Update:
 
     @classmethod
     def unpack(cls, values: Values, tensors: Mapping[str, Tensor]) -> "Update":
-        """Return the message that `pack` converted."""
+        """Restore a message from the output of `pack`."""
         passes, buffers = _split_tensors("Update.unpack", values, tensors, "passes", "buffer")
         return cls(**check_fields("Update.unpack", values, _UPDATE), passes=passes, buffers=buffers)
 

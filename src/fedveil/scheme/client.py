@@ -13,7 +13,7 @@ One of the candidates is d and the others are decoys, so one coefficient is 1 an
 
 For a stack of Linear and ReLU layers, all cotangents are propagated together: one product per layer computes the
 gradients for all of them, and another computes the cotangents of the layer's input. This avoids call overhead, which
-is most of the cost of small networks. The result equals that of autograd up to rounding (tests/scheme/test_client.py).
+dominates the cost of small networks. The result equals that of autograd up to rounding (tests/scheme/test_client.py).
 """
 
 import copy
@@ -94,7 +94,7 @@ def client_step(
     Args:
         model: a model of the same architecture; its values are neither used nor changed.
         broadcast: the server's message.
-        inputs: a batch on the model's device: a tensor, a tuple of arguments or a dict of keyword arguments of
+        inputs: a batch on the model's device: a tensor, a tuple of arguments or a dict of keyword arguments for
             forward.
         targets: targets with the shape of the model's outputs, or class indices, depending on the loss.
         weights: the weight of each sample, by default 1 / samples. With weights |D_k| / (|D| samples_k), one call for
@@ -105,11 +105,12 @@ def client_step(
         BadArgument: the batch is empty, or the targets have the wrong shape.
     """
     if torch.is_inference_mode_enabled():
-        raise BadArgument("client_step", "torch.inference_mode() does not allow gradients", "call it outside that mode")
+        what = "torch.inference_mode() does not allow gradients"
+        raise BadArgument("client_step", what, "call client_step outside torch.inference_mode()")
     for device in {tensor.device.type for tensor in broadcast.parameters.values()}:
         if torch.is_autocast_enabled(device):
             what = f"torch.autocast is on for {device}: a veiled gradient would lose more precision than a plain one"
-            raise BadArgument("client_step", what, "call it outside torch.autocast")
+            raise BadArgument("client_step", what, "call client_step outside torch.autocast")
     state = check_broadcast(model, broadcast)
     samples = inputs.shape[0] if isinstance(inputs, Tensor) else count(inputs)
     if not samples or samples != targets.shape[0]:
@@ -143,7 +144,7 @@ def _needs_tail(head: PublicHead, loss: Loss) -> bool:
 
 @dataclass(eq=False, repr=False)
 class _BatchRun:
-    """A batch and the model that processes it, with the model's forward method and autograd."""
+    """A batch and the model that processes it, using the model's forward method and autograd."""
 
     model: nn.Module
     state: ModelState
@@ -157,14 +158,14 @@ class _BatchRun:
         self.values = {name: value.detach() for name, value in self.values.items()}
         self.leaves = {name: self.values[name].requires_grad_() for name in self.broadcast.trainable}
         unsent = {name: own.shape for name, own in self.state.parameters.items() if name not in self.values}
-        if unsent:  # forward does not read them; if it does here, it must not see the client's values
+        if unsent:  # forward should not read them, and must not see the client's values
             zero = next(iter(self.values.values())).new_zeros(())
             self.values |= {name: zero.expand(shape) for name, shape in unsent.items()}
 
     def compute_passes(self, head: PublicHead | None) -> tuple[Tensors, Tensors]:
         """Run forward once and backward once per cotangent; return gradients and buffers."""
         buffers = self._copy_buffers()
-        with self._fill_model(buffers):
+        with self._load_values(buffers):
             outputs = self._run_to_head(head) if head and head.tail != "alike" else call(self.model, self.inputs)
             if head:
                 _check_outputs(head, outputs)
@@ -172,7 +173,7 @@ class _BatchRun:
                 backs = cotangents(self.broadcast.loss, head, outputs, self.targets, self.weights)
             found = self._allocate(len(backs))
             for number, cotangent in enumerate(backs):
-                self._run_back(found, number, outputs, cotangent, last=number == len(backs) - 1)
+                self._run_backward(found, number, outputs, cotangent, last=number == len(backs) - 1)
         return found, buffers
 
     def compute_candidates(self, head: PublicHead) -> tuple[Tensors, Tensors]:
@@ -181,20 +182,20 @@ class _BatchRun:
         found = self._allocate(count)
         if head.tail == "stacked":
             buffers = self._copy_buffers()
-            with self._fill_model(buffers):
+            with self._load_values(buffers):
                 outputs = self._run_candidates(head, range(count))
-                if len(outputs) != count * len(self.targets):  # else uninitialised rows would be sent
+                if len(outputs) != count * len(self.targets):  # otherwise uninitialised rows would be sent
                     raise ModelMismatch(head.path[:80], "the layers after it couple samples", SAME_CODE)
                 for number, part in enumerate(outputs.chunk(count)):
-                    self._run_back(found, number, part, self._cotangent(part), last=number == count - 1)
+                    self._run_backward(found, number, part, self._cotangent(part), last=number == count - 1)
             return found, buffers
         left = []
         for number in range(count):
             buffers = self._copy_buffers(number)
             repeat = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=number < count - 1)
-            with repeat, self._fill_model(buffers):  # dropout drops the same units for every candidate
+            with repeat, self._load_values(buffers):  # dropout drops the same units for every candidate
                 outputs = self._run_candidates(head, [number])
-                self._run_back(found, number, outputs, self._cotangent(outputs), last=True)
+                self._run_backward(found, number, outputs, self._cotangent(outputs), last=True)
             left.append(buffers)
         if head.tail in INNER_TAILS:
             for name in [name for name, value in buffers.items() if value.is_floating_point()]:
@@ -202,14 +203,14 @@ class _BatchRun:
         return found, buffers
 
     def _copy_buffers(self, number: int = 0) -> Tensors:
-        """Copy the broadcast's buffers; if it is continued, those of the given candidate."""
+        """Copy the broadcast's buffers; if the broadcast is continued, copy those of the given candidate."""
         sent = self.broadcast.buffers
         sent = select_row(sent, number) if self.broadcast.continued else sent
         return {name: value.clone() for name, value in sent.items()}
 
     @contextmanager
-    def _fill_model(self, buffers: Tensors) -> Iterator[None]:
-        """Put the broadcast's values into the model, as torch.func.functional_call does, but without a traversal."""
+    def _load_values(self, buffers: Tensors) -> Iterator[None]:
+        """Put the broadcast's values into the model, like torch.func.functional_call, but without traversing it."""
         values = self.values | buffers
         homes = [(home, name, value) for key, value in values.items() for home, name in self.state.homes[key]]
         own = [home[name] for home, name, _ in homes]
@@ -225,7 +226,7 @@ class _BatchRun:
     def _allocate(self, passes: int) -> Tensors:
         return {name: leaf.new_empty((passes, *leaf.shape)) for name, leaf in self.leaves.items()}
 
-    def _run_back(self, found: Tensors, number: int, outputs: Tensor, cotangent: Tensor, *, last: bool) -> None:
+    def _run_backward(self, found: Tensors, number: int, outputs: Tensor, cotangent: Tensor, *, last: bool) -> None:
         """Run backward for one pass, and write the gradients to its row of `found`."""
         leaves = list(self.leaves.values())
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
@@ -252,7 +253,7 @@ class _BatchRun:
         return captured[0]
 
     def _run_candidates(self, head: PublicHead, numbers: Sequence[int]) -> Tensor:
-        """Return the model's outputs, stacked along the batch, as if each of these candidates were the true offset."""
+        """Return the model's outputs, taking each of these candidates as the true offset, stacked along the batch."""
 
         def correct(output: Tensor) -> Tensor:
             _check_outputs(head, output)
@@ -280,14 +281,14 @@ class _HeadReached(Exception):
 def cotangents(
     loss: Loss, head: PublicHead | None, outputs: Tensor, targets: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Return one cotangent per pass, for the outputs or, with a head, for (y, alpha). `weights` replace 1 / samples."""
+    """Return one cotangent per pass, of the outputs or, with a head, of (y, alpha). `weights` replace 1 / samples."""
     outputs = outputs.detach()
     if head is None:
         return (output_gradient(loss, outputs, targets) * sample_weights(outputs, weights, loss)).unsqueeze(0)
     axis = head.axis
     if axis != 1 and outputs.dim() > 2 and isinstance(loss, CrossEntropy) and loss.average_positions:
-        what = "torch.nn.CrossEntropyLoss expects classes on axis 1, but these outputs have them last"
-        fix = 'use loss="cross_entropy", a sum over positions, or let forward return outputs.movedim(-1, 1)'
+        what = "torch.nn.CrossEntropyLoss expects classes on axis 1, but these outputs have them on the last axis"
+        fix = 'use loss="cross_entropy", which sums over positions, or return outputs.movedim(-1, 1) from forward'
         raise BadArgument("loss", what, fix)
     if axis != -1:
         dense = not isinstance(loss, AUTOGRAD_LOSSES) and targets.is_floating_point() and targets.dim() == outputs.dim()

@@ -1,10 +1,10 @@
-"""Losses: the value of each sample, and its derivative with respect to the model's outputs.
+"""Losses: the value for each sample, and its derivative with respect to the model's outputs.
 
 The last axis of the outputs contains classes or predicted values. Values at several positions of a sample are summed;
 the caller averages over samples. A torch loss or a user's function receives the outputs as the model returns them.
 
-The derivatives of named losses are written out. With autograd, a client's step would take 25 to 35 % longer for batches
-of 32, and 7 to 10 % longer for batches of 512 (perceptron with three hidden layers of 50 units).
+The derivatives of named losses are implemented explicitly. With autograd, a client's step would take 25 to 35 % longer
+for batches of 32, and 7 to 10 % longer for batches of 512 (perceptron with three hidden layers of 50 units).
 """
 
 import math
@@ -41,20 +41,20 @@ class Loss(ABC):
         return {}
 
     def dense(self, targets: Tensor, outputs: Tensor) -> Tensor:
-        """Return targets in the form that `values` and `gradient` expect, which may be the form they already have."""
+        """Convert targets to the form that `values` and `gradient` expect; by default, return them unchanged."""
         return targets
 
     def weigh_part(self, weights: Tensor) -> Tensor:
-        """Return sample weights for a batch that is only part of the samples, for a loss that couples samples."""
+        """Return the sample weights for a batch with only some of the samples, for a loss that couples samples."""
         return weights
 
     @abstractmethod
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each sample, for targets that `dense` returned."""
+        """Return the loss of each sample, for targets returned by `dense`."""
 
     @abstractmethod
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the derivative of the sum of `values` with respect to the outputs, for targets that `dense` returned.
+        """Return the derivative of the sum of `values` with respect to the outputs, for targets returned by `dense`.
 
         For a named loss, outputs may have extra leading dims that share the same targets.
         """
@@ -71,7 +71,7 @@ def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.shape == outputs.shape[:1]:
         is_float = targets.is_floating_point()
         fix = f"{fix}, or targets.long() for classes" if is_float else f"use F.one_hot(targets, {wanted[-1]})"
-    raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but the model's outputs have {wanted}", fix)
+    raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but the model's outputs have shape {wanted}", fix)
 
 
 def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
@@ -99,15 +99,15 @@ def check_classes(targets: Tensor, classes: int) -> None:
 def sample_weights(outputs: Tensor, weights: Tensor | None, loss: Loss | None = None) -> Tensor | float:
     """Return the weight of each sample, by default 1 / samples, in a shape that broadcasts to the outputs.
 
-    If a loss couples samples, the weights must be equal; weights other than 1 / samples mean that the batch is only a
-    part of the samples.
+    If a loss couples samples, the weights must be equal; weights other than 1 / samples mean that the batch
+    contains only some of the samples.
     """
     if weights is None:
         return 1 / outputs.shape[0]
     if loss is not None and loss.couples:
         if bool((weights != weights[0]).any()):
-            what = f"{loss.name} compares samples of a batch with each other, but these are samples of several clients"
-            raise BadArgument("weights", what, "call client_step for each client: their batches cannot be fused")
+            what = f"{loss.name} compares samples of a batch with each other, but these come from several clients"
+            raise BadArgument("weights", what, "call client_step once per client; their batches cannot be fused")
         weights = loss.weigh_part(weights)
     return weights.to(outputs).reshape(-1, *[1] * (outputs.dim() - 1))
 
@@ -176,7 +176,7 @@ class LogCosh(NamedLoss):
 
 
 class Poisson(NamedLoss):
-    """Negative log likelihood of counts whose rate is exp(output), without the constant log(target!)."""
+    """Negative log-likelihood of counts whose rate is exp(output), without the constant log(target!)."""
 
     name = "poisson"
 
@@ -210,7 +210,7 @@ class Huber(NamedLoss):
 
     def __post_init__(self) -> None:
         if not 0 < self.delta < math.inf:
-            raise BadArgument("Huber", f"delta must be a number above 0, got {self.delta}")
+            raise BadArgument("Huber", f"delta must be positive and finite, got {self.delta}")
 
     def _terms(self, y: Tensor, target: Tensor) -> Tensor:
         return F.huber_loss(y, target, reduction="none", delta=self.delta)
@@ -255,8 +255,8 @@ class CrossEntropy(ClassLoss):
     Args:
         weight: one factor per class. The mean divides by the number of samples, not by the sum of their weights.
         label_smoothing: fraction of each target that is distributed equally over all classes.
-        average_positions: average over the positions of a sample, with classes on axis 1, as torch.nn.CrossEntropyLoss
-            does; by default, positions are summed.
+        average_positions: whether to average over the positions of a sample, with classes on axis 1, as
+            torch.nn.CrossEntropyLoss does; by default, positions are summed.
     """
 
     weight: tuple[float, ...] | None = None
@@ -271,7 +271,7 @@ class CrossEntropy(ClassLoss):
         if self.weight is not None:
             weight = tuple(float(w) for w in self.weight)
             if not all(math.isfinite(w) and w >= 0 for w in weight):
-                raise BadArgument("CrossEntropy", "class weights must be finite and not negative")
+                raise BadArgument("CrossEntropy", "class weights must be finite and nonnegative")
             object.__setattr__(self, "weight", weight)
 
     def _weigh(self, target: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ class AutogradLoss(Loss):
     """A loss that is differentiated by autograd and receives outputs and targets unchanged."""
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Differentiate the sum of values."""
+        """Differentiate the sum of the values."""
         with torch.enable_grad():
             leaf = outputs.detach().requires_grad_()
             value = self.values(leaf, targets).sum()
@@ -311,7 +311,7 @@ class AutogradLoss(Loss):
 
 @dataclass(frozen=True)
 class Custom(AutogradLoss):
-    """A user's function (outputs, targets) that returns a value per sample; values per output are summed."""
+    """A user's function (outputs, targets) that returns one value per sample; values per output are summed."""
 
     function: Function
 
@@ -329,8 +329,9 @@ class Custom(AutogradLoss):
         found, first, others = self.function(outputs, targets), outputs.shape[:1], outputs.shape[1:]
         known = (first, first + others, first + others[:-1], first + others[1:])
         if not isinstance(found, Tensor) or found.shape not in known:
-            what = f"it returned {_describe(found)} for outputs of {_describe(outputs)}, not one value per sample"
-            fix = "return a tensor of shape (samples,), with reduction='none' and a sum over other dims"
+            shape = tuple(outputs.shape)
+            what = f"it returned {_describe(found)} for outputs of shape {shape}, not one value per sample"
+            fix = "return a tensor of shape (samples,), with reduction='none' and a sum over the other dims"
             if isinstance(found, Tensor) and not found.dim():
                 fix += "; or, if it compares samples with each other, use fedveil.BatchLoss(function)"
             raise BadArgument(f"loss {self.name}", what, fix)
@@ -347,7 +348,7 @@ class BatchLoss(Custom):
     couples = True
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the value of the batch, repeated for each sample, so that their mean is the loss."""
+        """Return the batch's value, repeated for each sample, so that the mean is the loss."""
         found = self.function(outputs, targets)
         if not isinstance(found, Tensor) or found.dim():
             what = f"it returned {_describe(found)}, not one number for the batch"
@@ -356,7 +357,7 @@ class BatchLoss(Custom):
 
 
 def _describe(found: object) -> str:
-    return f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    return f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
 
 
 def couples_samples(loss: Loss) -> bool:
@@ -373,7 +374,7 @@ LOSSES: dict[str, type[NamedLoss]] = {
 
 
 def find_loss(loss: "str | Loss | Function") -> Loss:
-    """Return the loss that is given by name, as a `Loss`, as a loss module of torch, or as a function."""
+    """Return the loss for a name, a `Loss`, a torch loss module or a function."""
     if isinstance(loss, str):
         if loss not in LOSSES:
             known = ", ".join(f'"{name}"' for name in LOSSES)
@@ -384,8 +385,8 @@ def find_loss(loss: "str | Loss | Function") -> Loss:
     if isinstance(loss, type):
         raise BadArgument("loss", f"{loss.__name__} is a class", f"pass an instance: {loss.__name__}()")
     if not callable(loss):
-        fix = "pass a name, a loss module of torch or a function (outputs, targets)"
+        fix = "pass a name, a torch loss module or a function (outputs, targets)"
         raise BadArgument("loss", f"a {type(loss).__name__} is not a loss", fix)
-    from fedveil.scheme.torch_losses import read_module  # imported here because it derives from the classes above
+    from fedveil.scheme.torch_losses import read_module  # imported here to avoid a circular import
 
     return read_module(loss) or Custom(loss)

@@ -5,7 +5,7 @@ Anchoring splits the head's noise into a large public offset and a small secret 
 Decoys are plausible false offsets (docs/losses.md, "How decoys are drawn"). A client can subtract each candidate from
 the head that it received, and knows that heads are usually small and that their columns have no common direction. It
 can therefore compute three estimates of the true offset, which are weighted means of the columns' votes. A decoy is an
-offset for which the errors of these estimates are those of the same head with shuffled rows and columns.
+offset for which these estimates have the same errors as for the same head with shuffled rows and columns.
 """
 
 import math
@@ -22,18 +22,18 @@ from fedveil.checks import check_range
 from fedveil.errors import BadArgument
 from fedveil.graph.plan import Plan
 from fedveil.graph.solve import Integers
-from fedveil.scheme.broadcast import MOST_DECOYS, MOST_GROUPS
+from fedveil.scheme.broadcast import MAX_DECOYS, MAX_GROUPS
 from fedveil.scheme.losses import Loss, SquaredError
 
-SMALLEST_SIZE, LARGEST_SIZE = 1e-30, 1e30  # minimum and maximum size of the offset
+MIN_ADDITIVE, MAX_ADDITIVE = 1e-30, 1e30  # minimum and maximum size of the offset
 DEFAULT_DECOYS = 2  # as many passes as for squared error with one group
-CHEAPEST = ", which on average hides as much as more groups and costs the least"
-LARGEST_FACTOR = 1e6  # with larger factors, products of a few of them overflow float32
+CHEAPEST = ", which costs the least and, on average, hides as much as more groups do"
+MAX_MULTIPLICATIVE = 1e6  # with larger factors, products of a few of them overflow float32
 MAX_STEPS = 16  # maximum number of iterations for the anchor
-QUANTILE = 0.1  # quantile of the columns' sizes that determines their weights
-SETTLED = 0.01  # converged if the square of a step is at most this fraction of a small column's square
+QUANTILE = 0.1  # quantile of the columns' squared norms that determines their weights
+TOLERANCE = 0.01  # converged if a step's squared norm is at most this fraction of a small column's
 TINY = np.finfo(np.float64).tiny
-SHUFFLES = MOST_DECOYS  # number of shuffled heads in a fit
+SHUFFLES = MAX_DECOYS  # number of shuffled heads in a fit
 GRID = -28  # exponent of a candidate's last binary digit, relative to the spread of the columns' votes
 RIDGE = 0.01  # regularisation per shuffled head, needed if the estimates nearly agree
 
@@ -114,12 +114,12 @@ class NoiseSettings:
     keep_noise: bool = False
 
     def __post_init__(self) -> None:
-        _check_count("groups", self.groups, MOST_GROUPS, f"use groups=1{CHEAPEST}")
-        check_range("Veil", "additive", self.additive, SMALLEST_SIZE, LARGEST_SIZE)
-        check_range("Veil", "multiplicative", self.multiplicative, 1.0, LARGEST_FACTOR)
+        _check_count("groups", self.groups, MAX_GROUPS, f"use groups=1{CHEAPEST}")
+        check_range("Veil", "additive", self.additive, MIN_ADDITIVE, MAX_ADDITIVE)
+        check_range("Veil", "multiplicative", self.multiplicative, 1.0, MAX_MULTIPLICATIVE)
         if self.decoys is not None:
-            fix = f"use decoys={DEFAULT_DECOYS}: clients compute one gradient per decoy and one more"
-            _check_count("decoys", self.decoys, MOST_DECOYS, fix)
+            fix = f"use decoys={DEFAULT_DECOYS}: clients compute one more gradient than there are decoys"
+            _check_count("decoys", self.decoys, MAX_DECOYS, fix)
 
     def check_groups(self, plan: Plan) -> None:
         """Refuse more groups than the model has outputs."""
@@ -139,7 +139,7 @@ class NoiseSettings:
         """Draw factors and permutations for `count` rounds.
 
         r is log-uniform in [1/x, x] with x = multiplicative; the head's numbers are log-uniform in [1/2, 2]. All have
-        random signs, but r only where its symmetry allows them.
+        random signs, except r where its symmetry does not allow them.
         """
         width, signed = plan.freedoms
         numbers_for_head = self.groups + plan.head.outputs if plan.head else 0
@@ -253,15 +253,16 @@ def _balance(sizes: Reals, partition: Integers, groups: int, entropy: Entropy) -
 
 
 def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: int) -> Reals:
-    """Return A(head): m numbers that change with any offset added to the head along r_a.
+    """Return A(head): m numbers that shift with any offset added to the head along r_a.
 
     A(head + (g o r_a) 1^T) = A(head) + g, for any g with one number per group. Each column votes for g: its vote is the
-    multiple of r_a, within each group, that fits the column best. A starts as the median vote, and is then replaced by
-    the weighted mean of the votes until it converges. The weight of a column is 1 / (its square + the square at the
-    lowest tenth of the columns), after A is subtracted. Columns that are small because of a large factor dominate,
-    because they make alpha large.
+    multiple of r_a, within each group, that fits the column best. A starts as the median vote, and is then repeatedly
+    replaced by the weighted mean of the votes until it converges. The weight of a column is 1 / (its squared norm + the
+    10th percentile of the squared norms), after A is subtracted. Columns that are small because of a large factor
+    dominate, because they make alpha large.
 
-    This differs from the paper, which sends the sum of head and noise. benchmarks/anchor.py measures the noise left.
+    This differs from the paper, which sends the sum of head and noise. benchmarks/anchor.py measures how much noise
+    remains.
     """
     rows = direction[None] if groups == 1 else (partition == np.arange(groups)[:, None]) * direction
     energy = rows @ direction
@@ -274,13 +275,13 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
         weights, small = column_weights(energy @ (away * away) + beside)
         step = away @ weights / weights.sum()
         total = total + step
-        if energy @ (step * step) <= SETTLED * small[0]:
+        if energy @ (step * step) <= TOLERANCE * small[0]:
             break
     return total
 
 
 def column_weights(squares: Reals) -> tuple[Reals, Reals]:
-    """Return the weights of columns, given their squares along the last axis, and the square of a small column."""
+    """Return column weights, given squared norms along the last axis, and the squared norm of a small column."""
     columns = squares.shape[-1]
     tenth = min(max(1, int(QUANTILE * columns)), columns - 1)
     small: Reals = np.partition(squares, tenth, axis=-1)[..., tenth : tenth + 1]
@@ -340,7 +341,7 @@ def draw_candidates(
 def _fit_shuffled_heads(head: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
     """Regress the first estimate's error on the differences (ridge), over heads with shuffled rows and columns.
 
-    Residuals are leave-one-out residuals; those of the fitted heads would be too small.
+    Residuals are leave-one-out residuals, because in-sample residuals would be too small.
     """
     columns = head.shape[1]
     order = _draw_orders(columns, columns - bias, entropy)

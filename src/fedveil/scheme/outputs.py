@@ -18,8 +18,8 @@ def compute_outputs(model: nn.Module, inputs: Inputs, buffers: dict[str, Tensor]
     args, kwargs = arguments(inputs)
     outputs = torch.func.functional_call(model, buffers, args, kwargs) if buffers else model(*args, **kwargs)
     if not isinstance(outputs, Tensor):
-        what = f"its forward returns {type(outputs).__name__}, not one tensor"
-        raise BadArgument(type(model).__name__, what, "let forward return only the outputs that the loss needs")
+        what = f"its forward method returns {type(outputs).__name__}, not a single tensor"
+        raise BadArgument(type(model).__name__, what, "return only the outputs that the loss needs")
     return outputs
 
 
@@ -34,12 +34,12 @@ def head_axis(model: nn.Module) -> int | None:
 def class_axis(outputs: Tensor, targets: Tensor, axis: int | None = None) -> int:
     """Return the class axis of the outputs, 1 or -1.
 
-    The shape of class indices is that of the outputs without the class axis. If both axes match, as for outputs
-    (n, c, c), or neither does, because targets are dense, the result is `axis`, by default the last one.
+    Class indices have the shape of the outputs without the class axis. If both axes match, as for outputs (n, c, c), or
+    neither does, because targets are dense, return `axis`, which defaults to the last axis.
     """
     if outputs.dim() < 3:
         return -1
-    last, second = (targets.shape == remove_axis(outputs.shape, place) for place in (-1, 1))
+    last, second = (targets.shape == remove_axis(outputs.shape, candidate) for candidate in (-1, 1))
     if last != second:
         return -1 if last else 1
     return -1 if axis is None else axis
@@ -58,20 +58,20 @@ def are_class_indices(outputs: Tensor, targets: Tensor) -> bool:
 
 
 def expand_classes(targets: Tensor, outputs: Tensor, axis: int | None = None) -> Tensor:
-    """Return class indices as one-hot targets along the class axis, with the shape of the outputs."""
-    place = class_axis(outputs, targets, axis)
-    return one_hot(targets, outputs.movedim(place, -1)).movedim(-1, place)
+    """Convert class indices to one-hot targets along the class axis, with the shape of the outputs."""
+    found = class_axis(outputs, targets, axis)
+    return one_hot(targets, outputs.movedim(found, -1)).movedim(-1, found)
 
 
-def _classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> tuple[Tensor, Tensor, int]:
-    """Return outputs with classes last if the loss compares classes, dense targets, and the axis that was moved."""
+def _move_classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> tuple[Tensor, Tensor, int]:
+    """Return outputs with classes last if the loss compares them, dense targets, and the original class axis."""
     if isinstance(loss, CLASS_LOSSES):
-        torchs = isinstance(loss, CrossEntropy) and loss.average_positions and outputs.dim() > 2
-        place = 1 if torchs else class_axis(outputs, targets, axis)
-        if place != -1:
-            moved = outputs.movedim(place, -1)
-            wanted = targets.movedim(place, -1) if targets.shape == outputs.shape else targets
-            return moved, loss.dense(wanted, moved), place
+        second = isinstance(loss, CrossEntropy) and loss.average_positions and outputs.dim() > 2
+        source = 1 if second else class_axis(outputs, targets, axis)
+        if source != -1:
+            moved = outputs.movedim(source, -1)
+            wanted = targets.movedim(source, -1) if targets.shape == outputs.shape else targets
+            return moved, loss.dense(wanted, moved), source
     elif (
         targets.numel() != outputs.numel()
         and not isinstance(loss, AUTOGRAD_LOSSES)
@@ -83,12 +83,12 @@ def _classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None
 
 def output_gradient(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
     """Return the derivative of the loss with respect to the outputs."""
-    moved, wanted, place = _classes_last(loss, outputs, targets, axis)
+    moved, wanted, source = _move_classes_last(loss, outputs, targets, axis)
     found = loss.gradient(moved, wanted)
-    return found if place == -1 else found.movedim(-1, place)
+    return found if source == -1 else found.movedim(-1, source)
 
 
 def values(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
     """Return the loss of each sample, summed over positions."""
-    moved, wanted, _ = _classes_last(loss, outputs, targets, axis)
+    moved, wanted, _ = _move_classes_last(loss, outputs, targets, axis)
     return loss.values(moved, wanted)

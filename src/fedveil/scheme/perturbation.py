@@ -1,6 +1,7 @@
 """Perturb a model (paper, Sec. 4.1, "Parameter perturbation"), and keep the secrets of a run and of each broadcast.
 
-The last functions predict the range of the next round's passes, for the fixed-point numbers of secure aggregation.
+The last functions predict the range of the next round's passes, which secure aggregation needs for its fixed-point
+numbers.
 """
 
 import math
@@ -24,8 +25,8 @@ from fedveil.scheme.result import Aggregate, recover_each
 from fedveil.scheme.transform import BufferPool, Transform
 from fedveil.wire import Tensors
 
-SLOTS_AHEAD = 2**15  # maximum number of slots, over all rounds, for which noise is drawn in advance
-MOST_AHEAD = 16  # maximum number of rounds for which noise is drawn in advance
+MAX_SLOTS_AHEAD = 2**15  # maximum number of slots, over all rounds, for which noise is drawn in advance
+MAX_ROUNDS_AHEAD = 16  # maximum number of rounds for which noise is drawn in advance
 
 
 class MemoryOnly:
@@ -42,7 +43,7 @@ class MemoryOnly:
 
 
 class Perturbation(MemoryOnly):
-    """A perturbed model, and the secret with which the gradient is recovered from updates, for one attempt of a round.
+    """A perturbed model and the secret needed to recover the gradient from updates, for one attempt at a round.
 
     Attributes:
         broadcast: the complete message to clients.
@@ -57,19 +58,19 @@ class Perturbation(MemoryOnly):
     def recovery(self) -> Recovery:
         """The secret of the broadcast; raises BadArgument after `release`."""
         if self._recovery is None:
-            what = "the secret of this round was released"
+            what = "the secret of this round has been released"
             raise BadArgument("recover", what, "recover the gradient before release(), or perturb the model again")
         return self._recovery
 
     def check(self, update: Update, position: int = 0) -> None:
-        """Refuse an update that is not a reply to this broadcast or is not finite; errors name client `position`."""
+        """Refuse an update that is not a reply to this broadcast or not finite; errors name the client `position`."""
         check_updates(self.recovery, [update], position)
         refuse_non_finite(f"client {position}", update)
 
     def recover(self, updates: Sequence[Update], weights: Sequence[float] | None = None) -> Aggregate:
         """Recover the weighted mean of the gradients that clients would have sent for the true model.
 
-        It may be called repeatedly until `release`. See `fedveil.scheme.recover.recover`.
+        It may be called any number of times before `release`. See `fedveil.scheme.recover.recover`.
 
         Args:
             updates: one update per client.
@@ -86,20 +87,20 @@ class Perturbation(MemoryOnly):
         return self.recovery.template()
 
     def release(self, *, reuse: bool = False) -> None:
-        """Discard the secret. It may be called repeatedly.
+        """Discard the secret; further calls have no effect.
 
         Args:
             reuse: whether later broadcasts may overwrite the memory of this broadcast's large tensors, which is safe
                 only if they are no longer in use.
         """
         if reuse and self._recovery is not None and self._recovery.memory is not None:
-            self._pool.give(self._recovery.memory)
+            self._pool.put_back(self._recovery.memory)
         self._recovery = None
 
 
 @dataclass
 class _Reserve:
-    """The contents of a session: prepared noise and fits, which are removed when they are used."""
+    """A session's contents: noise drawn in advance or kept, fits for decoys, and memory to reuse."""
 
     process: int = field(default_factory=os.getpid)
     ahead: list[UnitNoise] = field(default_factory=list, repr=False)
@@ -127,7 +128,7 @@ class VeilSession(MemoryOnly):
         self.plan, self.loss, self.settings = plan, find_loss(loss), settings
         self._decoys = settings.count_decoys(plan, self.loss)
         self._entropy, self._content = entropy or Entropy(), _Reserve()
-        self.draws = 0  # how often kept noise was drawn, which is not secret
+        self.draws = 0  # number of times that kept noise was drawn, which is not secret
 
     @property
     def _reserve(self) -> _Reserve:
@@ -155,7 +156,7 @@ class VeilSession(MemoryOnly):
         state = check_model(plan, model)
         tensors = state.parameters | state.buffers
         public, coefficients = None, [1.0]
-        # a model that has diverged may overflow here, which clients' updates will show
+        # a diverged model may overflow here, which will show in the clients' updates
         with torch.no_grad(), np.errstate(all="ignore"):
             transform = Transform.from_noise(plan, units)
             values, memory = transform.apply(tensors, reserve.pool)
@@ -174,11 +175,11 @@ class VeilSession(MemoryOnly):
     def _perturb_head(
         self, values: Tensors, transform: Transform, noise: HeadNoise, fits: list[Fit]
     ) -> tuple[PublicHead, list[float]]:
-        """Replace the scaled head by its base, in place; return its public part and the coefficients for recovery.
+        """Replace the scaled head with its base, in place; return its public part and the coefficients for recovery.
 
         base = V + (d o r_a) 1^T with d = -A(V): base + (offset o r_a) 1^T is the paper's head, with gamma = offset + d.
-        The offset is drawn instead of gamma, so that it reveals nothing about d. A bias that is large enough is an
-        additional column of V.
+        The offset is drawn instead of gamma, so that it reveals nothing about d. A bias that is large enough is
+        treated as an additional column of V.
         """
         head, entropy = self.plan.head, self._entropy
         assert head is not None
@@ -223,13 +224,13 @@ class VeilSession(MemoryOnly):
         return units, head
 
     def _next_units(self, reserve: _Reserve) -> UnitNoise:
-        """Return unused noise. For small models, noise is drawn for several rounds at once, which costs little more."""
+        """Return unused noise. For small models, noise is drawn for several rounds at once, at little extra cost."""
         if self._entropy.for_tests_only:
             return self.settings.draw_units(self.plan, 1, self._entropy)[0]
         try:
             return reserve.ahead.pop()  # atomic, so that no other thread uses it
         except IndexError:
-            count = max(1, min(MOST_AHEAD, SLOTS_AHEAD // len(self.plan.slots.unit)))
+            count = max(1, min(MAX_ROUNDS_AHEAD, MAX_SLOTS_AHEAD // len(self.plan.slots.unit)))
             first, *others = self.settings.draw_units(self.plan, count, self._entropy)
             reserve.ahead.extend(others)
             return first
@@ -244,8 +245,8 @@ def _squared_error_coefficients(offset: Reals, direction: Reals, partition: NDAr
 def _is_bias_small(V: Reals) -> bool:
     """Return whether the bias (the last column) is so small that it would reveal the noise.
 
-    For example, zeros plus noise are the noise. A column that is smaller than the others by the square root of their
-    number estimates the noise as well as all others together.
+    For example, a zero bias plus noise equals the noise. A column that is smaller than the others by the square
+    root of their number estimates the noise as well as all others combined.
     """
     squares = (V * V).sum(0)
     columns = len(squares) - 1
@@ -294,9 +295,9 @@ def predict_passes(secret: Recovery, update: Update, last: Mapping[str, Tensor] 
 
 
 def bound_passes(secret: Recovery, passes: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Bound the elements of each pass with a round's noise, by name, from passes that `predict_passes` predicted.
+    """Bound the elements of each pass under a round's noise, given predictions from `predict_passes`.
 
-    Passes change from round to round because units get other factors. The larger the factors may be, the more headroom
+    Passes change from round to round because units get new factors. The larger the factors may be, the more headroom
     passes get; terms that depend on the sum of the head's inputs get more than others. With decoys, the true pass has a
     different index in every round, so all rows get the largest bound.
     """
@@ -327,7 +328,7 @@ def _input_scale(secret: Recovery) -> float:
 
 
 def bound_rounding(secret: Recovery, rounding: Mapping[str, Sequence[float]]) -> float:
-    """Bound the norm of the gradient error that is caused by rounding the elements of each pass."""
+    """Bound the norm of the gradient error caused by rounding the elements of each pass."""
     coefficients = [float(bool(c)) if secret.decoys else abs(c) for c in secret.coefficients]
     total = 0.0
     for name, factors in _find_factors(secret).items():

@@ -17,16 +17,16 @@ from fedveil.scheme.result import Aggregate
 from fedveil.scheme.transform import Group, Transform
 from fedveil.wire import Tensors
 
-LARGEST = sys.float_info.max
-MOST_SAMPLES = 2**53  # integers up to this size are exact in float64
+MAX_FLOAT = sys.float_info.max
+MAX_SAMPLES = 2**53  # integers up to this value are exact in float64
 DROP = "drop this client from the round; lower the learning rate if all clients are affected"
-FADING = 0.5  # minimum size of a row, relative to its previous size
-TensorForm = tuple[torch.Size, torch.dtype]
+MIN_RATIO = 0.5  # minimum ratio of a row's maximum to that of the previous round
+TensorSpec = tuple[torch.Size, torch.dtype]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Recovery:
-    """The secret with which the gradient is recovered from replies to one broadcast.
+    """The secret needed to recover the gradient from the replies to one broadcast.
 
     Attributes:
         plan: the model's plan.
@@ -44,7 +44,7 @@ class Recovery:
     transform: Transform
     coefficients: list[float]
     decoys: bool
-    counters: dict[str, TensorForm]
+    counters: dict[str, TensorSpec]
     multiplicative: float
     memory: Tensor | None
 
@@ -56,12 +56,12 @@ class Recovery:
     def template(self) -> Update:
         """Return an update for this round on the meta device, with a sample count of 1."""
         passes, buffers = (
-            {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in forms.items()}
-            for forms in self.find_forms()
+            {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in specs.items()}
+            for specs in self.tensor_specs()
         )
         return Update(self.round, self.plan.layout.name, 1, passes, buffers)
 
-    def find_forms(self) -> tuple[dict[str, TensorForm], dict[str, TensorForm]]:
+    def tensor_specs(self) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
         """Return the shapes and dtypes that an update's passes and buffers must have."""
         layout, passes = self.plan.layout, (len(self.coefficients),)
         rows = passes if self.has_rows else ()
@@ -72,19 +72,19 @@ class Recovery:
 
 
 def check_updates(secret: Recovery, updates: Sequence[Update], first: int = 0) -> None:
-    """Refuse updates that cannot belong to this round; errors name a client by its index, counted from `first`."""
-    layout, (passes, buffers) = secret.plan.layout, secret.find_forms()
+    """Refuse updates that cannot belong to this round; errors identify a client by its index, starting at `first`."""
+    layout, (passes, buffers) = secret.plan.layout, secret.tensor_specs()
     for position, update in enumerate(updates, first):
         client = f"client {position}"
         if not isinstance(update, Update):
-            raise MisshapenUpdate(client, f"its update is {type(update).__name__}, not an Update")
+            raise MisshapenUpdate(client, f"its update has type {type(update).__name__}, not Update")
         if type(update.model) is not str or update.model != layout.name:
             fix = "build the same architecture on clients and server"
             raise ForeignUpdate(client, f"its update is for model {_shorten(update.model)}, not {layout.name}", fix)
         if type(update.round) is not str or update.round != secret.round:
             what = f"its update is for round {_shorten(update.round)}, not {secret.round[:8]}"
             raise StaleUpdate(client, what, "aggregate only replies to this round's broadcast")
-        if type(update.samples) is not int or not 1 <= update.samples <= MOST_SAMPLES:
+        if type(update.samples) is not int or not 1 <= update.samples <= MAX_SAMPLES:
             raise IncompleteUpdate(client, "its number of samples is not an integer from 1 to 2^53")
         check_tensors(client, "pass", update.passes, passes, layout.device)
         check_tensors(client, "buffer", update.buffers, buffers, layout.device)
@@ -96,7 +96,7 @@ def _shorten(text: str) -> str:
 
 
 def check_tensors(
-    client: str, kind: str, tensors: Mapping[str, Tensor], expected: Mapping[str, TensorForm], device: torch.device
+    client: str, kind: str, tensors: Mapping[str, Tensor], expected: Mapping[str, TensorSpec], device: torch.device
 ) -> None:
     """Refuse a client's tensors that are missing, misshapen or unexpected, without reading their values."""
     if not isinstance(tensors, dict):
@@ -114,9 +114,9 @@ def check_tensors(
             form = f"{tuple(tensor.shape)} {tensor.dtype}"
             raise MisshapenUpdate(client, f"{kind} {name} is {form}, not {tuple(shape)} {dtype}")
     if len(tensors) > len(expected):
-        strange = next(name for name in tensors if name not in expected)
-        text = ascii(strange[:80]) if isinstance(strange, str) else type(strange).__name__
-        raise MisshapenUpdate(client, f"{kind} {text} was not asked for")
+        extra = next(name for name in tensors if name not in expected)
+        text = ascii(extra[:80]) if isinstance(extra, str) else type(extra).__name__
+        raise MisshapenUpdate(client, f"{kind} {text} is unexpected")
 
 
 def refuse_non_finite(client: str, update: Update) -> None:
@@ -132,8 +132,8 @@ def check_finite(client: str, kind: str, tensors: Mapping[str, Tensor]) -> None:
             raise NonFiniteUpdate(client, f"{kind} {name} contains NaN or infinity", DROP)
 
 
-def are_moderate(tensors: Iterable[Tensor]) -> bool:
-    """Return whether all elements are finite and so small that their squares and products with factors are finite."""
+def are_overflow_safe(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all elements are finite and small enough that squares and products with factors are finite too."""
     floats = [tensor for tensor in tensors if tensor.is_floating_point()]
     if not floats:
         return True
@@ -150,7 +150,7 @@ def select_floats(tensors: Mapping[str, object]) -> dict[str, Tensor]:
 def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """Return the name of the first floating-point tensor that contains NaN or infinity; None if all are finite.
 
-    Elements are examined only if the norm of a tensor is not finite, so a round usually costs a few microseconds.
+    Elements are examined only if the norm of a tensor is not finite, so the check usually takes a few microseconds.
     """
     if not tensors:
         return None
@@ -162,18 +162,18 @@ def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def bound_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return the largest magnitude in each tensor, as a list with one element."""
+    """Return the largest magnitude in each tensor, as a one-element list."""
     return {name: [float(tensor.abs().max()) if tensor.numel() else 0.0] for name, tensor in tensors.items()}
 
 
 def smooth(current: Tensor, last: Tensor | None) -> Tensor:
-    """Scale up each row whose maximum is less than half of the last one, because sums may cancel by chance."""
+    """Scale up each row whose maximum is less than half the previous one, because sums may cancel by chance."""
     if last is None:
         return current
-    sizes, before = current.abs().flatten(1).amax(1), FADING * last.abs().flatten(1).amax(1)
+    sizes, before = current.abs().flatten(1).amax(1), MIN_RATIO * last.abs().flatten(1).amax(1)
     grown = torch.where((sizes > 0) & (before > sizes), before / sizes, torch.ones_like(sizes))
     shape = (-1, *[1] * (current.dim() - 1))
-    return torch.where((sizes > 0).view(shape), current * grown.view(shape), FADING * last)
+    return torch.where((sizes > 0).view(shape), current * grown.view(shape), MIN_RATIO * last)
 
 
 @torch.no_grad()
@@ -183,7 +183,7 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
     Paper, Sec. 4.3:   G(l) = R(l) o (sum_k w_k G^_k - sum_s gamma_s sum_k w_k sigma~_k,s + v sum_k w_k beta_k)
 
     This differs from the paper in two ways. gamma is replaced by the anchor's d, because clients use the base. Losses
-    other than squared error have one pass per candidate, and the result is the pass for d.
+    other than squared error have one pass per candidate, and the result is the one for d.
 
     Args:
         secret: the secret of the round.
@@ -191,8 +191,8 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
         weights: |D_k| of each client; by default, the number of samples in each update.
 
     Guarantees: the result equals that of plain autograd up to rounding (tests/scheme/test_exactness.py). Updates are
-      not changed. If any update is refused, nothing is recovered. Any object passed as an update is refused or gives a
-      finite result (tests/scheme/test_recover.py).
+      not changed. If any update is refused, nothing is recovered. Any object passed as an update is either refused or
+      yields a finite result (tests/scheme/test_recover.py).
 
     Raises:
         BadArgument: the weights cannot be used.
@@ -208,7 +208,7 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
     gradients, sums = _sum_passes(secret, updates, shares, passes)
     # also check the passes for decoys, so that a refusal does not reveal the true offset
     checked = [(*(update.passes.values() if secret.decoys else ()), *update.buffers.values()) for update in updates]
-    if not sums.finite or not all(map(are_moderate, checked)):
+    if not sums.finite or not all(map(are_overflow_safe, checked)):
         _refuse_overflow(secret, updates, shares)
     buffers = _recover_buffers(secret, updates, shares, used[0])
     return Aggregate(gradients, buffers, sums.error(), _count_bytes(secret))
@@ -228,7 +228,7 @@ def _count_bytes(secret: Recovery) -> dict[str, float]:
 def _sum_passes(
     secret: Recovery, updates: Sequence[Update], shares: Sequence[float], passes: range
 ) -> tuple[Tensors, "_PassSums"]:
-    """Return the gradients that are recovered from these passes, and the norms of the terms."""
+    """Return the gradients recovered from these passes, and the norms of the terms."""
     layout, transform = secret.plan.layout, secret.transform
     coefficients = [1.0] * len(passes) if secret.decoys else secret.coefficients[passes.start : passes.stop]
     sums = _PassSums(coefficients, layout)
@@ -292,13 +292,13 @@ class _PassSums:
     def error(self) -> float:
         """Return the estimated relative error: the rounding error of the passes divided by the norm of their sum.
 
-        The result is at most the largest float, which is exceeded only if passes cancel to 300 digits.
+        The result is capped at the largest float, which matters only if passes cancel to 300 digits.
         """
         if not self._size:
             return self._eps
-        size = min(self._size, LARGEST)
-        terms = sum(c * (min(own, LARGEST) / size) for c, own in zip(self._coefficients, self._sizes, strict=True))
-        return min(self._eps * terms, LARGEST)
+        size = min(self._size, MAX_FLOAT)
+        terms = sum(c * (min(own, MAX_FLOAT) / size) for c, own in zip(self._coefficients, self._sizes, strict=True))
+        return min(self._eps * terms, MAX_FLOAT)
 
 
 def _norm(values: Tensor) -> float:
@@ -309,13 +309,13 @@ def _norm(values: Tensor) -> float:
     largest = float(values.abs().max())
     if not math.isfinite(largest):
         return math.inf
-    return min(largest * float(torch.linalg.vector_norm(values.double() / largest)), LARGEST)
+    return min(largest * float(torch.linalg.vector_norm(values.double() / largest)), MAX_FLOAT)
 
 
 def _refuse_overflow(secret: Recovery, updates: Sequence[Update], shares: Sequence[float]) -> None:
     """Refuse updates that are not finite or that overflow when the noise is removed, even in passes for decoys.
 
-    The error names a client whose update overflows by itself or, if there is none, the one with the largest numbers.
+    The error names a client whose update overflows on its own or, if there is none, the one with the largest norm.
     """
     for position, update in enumerate(updates):
         refuse_non_finite(f"client {position}", update)
@@ -325,7 +325,7 @@ def _refuse_overflow(secret: Recovery, updates: Sequence[Update], shares: Sequen
     tensors = [[*update.passes.values(), *update.buffers.values()] for update in updates]
     sizes = [math.hypot(*(_norm(t) for t in own if t.is_floating_point())) for own in tensors]
     position = alone[0] if alone else sizes.index(max(sizes))
-    what = f"its finite numbers overflow {secret.plan.layout.dtype} when the noise is removed"
+    what = f"its values are finite, but overflow {secret.plan.layout.dtype} when the noise is removed"
     raise NonFiniteUpdate(f"client {position}", what, DROP)
 
 
@@ -343,12 +343,12 @@ def _client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -
     given = [update.samples for update in updates] if weights is None else weights
     try:
         count = len(given)
-        numbers = np.asarray(given if count == len(updates) else [])  # not read if their number is wrong
-    except Exception as error:  # an invalid object may raise anything
+        numbers = np.asarray(given if count == len(updates) else [])  # not read if their count is wrong
+    except Exception as error:  # an invalid object may raise any exception
         raise BadArgument("recover", f"weights cannot be used: {type(error).__name__}", "pass numbers") from error
     if count != len(updates) or not count:
-        what = f"got {len(updates)} updates and {count} weights; there must be one weight per update, and at least one"
-        raise BadArgument("recover", what)
+        what = f"got {len(updates)} updates and {count} weights"
+        raise BadArgument("recover", what, "pass at least one update, and one weight per update")
     if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
         raise BadArgument("recover", "weights must be a list of numbers")
     sizes = [float(size) for size in numbers.tolist()]

@@ -21,7 +21,7 @@ class Aggregate:
         buffers: new values of the model's buffers, by name: the mean over clients for floating-point buffers, the
             maximum for counters.
         error: estimated relative error that the defence adds to the gradient; 0 if it adds none.
-        figures: further numbers for the round's record; those named "bytes_..." are per client.
+        figures: additional numbers for the round's record; those named "bytes_..." are per client.
         notes: text for the round's record: faults, clients with a capped weight, or the reason for a missing gradient.
     """
 
@@ -33,7 +33,7 @@ class Aggregate:
 
 
 def recover_each(recover_one: Callable[[T], Aggregate], updates: Sequence[T]) -> list[Aggregate | UpdateRefused]:
-    """Recover each update separately; for a refused update, return an error that names its client."""
+    """Recover the gradient from each update separately; for a refused update, return an error that names the client."""
     found: list[Aggregate | UpdateRefused] = []
     for position, update in enumerate(updates):
         try:

@@ -17,12 +17,12 @@ from fedveil.wire import Values
 PREFIX = "torch.nn."  # prefix of the modules' names in messages
 INDEX_LOSSES = ("CrossEntropyLoss", "MultiLabelMarginLoss", "MultiMarginLoss", "NLLLoss")
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
-OBSOLETE = ("size_average", "reduce")  # deprecated arguments of torch's modules
+DEPRECATED = ("size_average", "reduce")  # deprecated arguments of torch's modules
 
 
 @dataclass(frozen=True, eq=False)
 class TorchLoss(AutogradLoss):
-    """A loss module of torch, and the same module without a reduction.
+    """A torch loss module, and the same module without a reduction.
 
     A client minimises the module's value for its batch, or for all its records if it uses all of them in one round.
     """
@@ -38,17 +38,17 @@ class TorchLoss(AutogradLoss):
 
     @property
     def couples(self) -> bool:
-        """Whether the module is a sum, or a mean over class indices, which divides by their total weight."""
+        """Whether the module computes a sum, or a mean over class indices, which divides by their total weight."""
         return self.reduction == "sum" or (self.reduction == "mean" and hasattr(self.module, "ignore_index"))
 
     def settings(self) -> Values:
         """Return the module's options as plain values."""
-        names = [name for name in inspect.signature(type(self.module)).parameters if name not in OBSOLETE]
+        names = [name for name in inspect.signature(type(self.module)).parameters if name not in DEPRECATED]
         options = {name: getattr(self.module, name) for name in names}
         return {name: own.tolist() if isinstance(own, Tensor) else own for name, own in options.items()}
 
     def weigh_part(self, weights: Tensor) -> Tensor:
-        """Return weights with which parts of a sum add up; refuse part of a mean, because its divisor is unknown."""
+        """Return weights with which parts of a sum add up; refuse a part of a mean, because its divisor is unknown."""
         alone = torch.full_like(weights, 1 / len(weights))
         if self.reduction != "sum" and not torch.equal(weights, alone):
             what = "its mean divides by the weights of all samples, but this batch contains only some of them"
@@ -72,15 +72,15 @@ class TorchLoss(AutogradLoss):
         buffers = {name: own.to(outputs) for name, own in module.named_buffers()}
         try:
             found: Tensor = torch.func.functional_call(module, buffers, (outputs, targets))
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # its text may contain a target
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # its message may contain a target
             forms = [f"{own.dtype} of shape {tuple(own.shape)}" for own in (targets, outputs)]
-            what = f"{self.name} does not accept {forms[0]} for outputs {forms[1]}, or does not accept their values"
-            raise BadArgument("targets", what, "see torch's error, which is the cause of this one") from error
+            what = f"{self.name} does not accept targets {forms[0]} for outputs {forms[1]}, or rejects their values"
+            raise BadArgument("targets", what, "see torch's error above, which caused this one") from error
         return found
 
 
 def read_module(loss: object) -> Loss | None:
-    """Return a loss module of torch as a loss, or None for any other object.
+    """Convert a torch loss module to a loss; return None for any other object.
 
     Cross-entropy without weights is replaced by `CrossEntropy`.
     """
@@ -104,11 +104,11 @@ def _wrap(module: nn.Module) -> TorchLoss:
 
 
 def is_module(name: str) -> bool:
-    """Return whether this is the name of a loss module of torch."""
+    """Return whether this is the name of a torch loss module."""
     return name.startswith(PREFIX) and name.removeprefix(PREFIX) in torch_loss.__all__
 
 
 def build_module(name: str, options: Mapping[str, bool | int | float | str | tuple[float, ...] | None]) -> TorchLoss:
-    """Build a loss module of torch from its name and options."""
+    """Build a torch loss module from its name and options."""
     own = {key: torch.tensor(v, dtype=torch.float64) if isinstance(v, tuple) else v for key, v in options.items()}
     return _wrap(getattr(torch_loss, name.removeprefix(PREFIX))(**own))

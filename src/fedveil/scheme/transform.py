@@ -16,7 +16,7 @@ from fedveil.graph.plan import Entry, Plan, TensorPart, flatten, unflatten
 from fedveil.scheme.noise import UnitNoise
 from fedveil.wire import Tensors
 
-BLOCK = 2**18  # elements processed at a time
+BLOCK = 2**18  # number of elements processed at a time
 
 
 class Group(NamedTuple):
@@ -39,7 +39,7 @@ class BufferPool:
         except (KeyError, IndexError):
             return _allocate(size, dtype, device)
 
-    def give(self, memory: Tensor, *, scratch: bool = False) -> None:
+    def put_back(self, memory: Tensor, *, scratch: bool = False) -> None:
         """Return memory that is no longer in use to the pool."""
         self._free.setdefault((memory.numel(), memory.dtype, memory.device, scratch), []).append(memory)
 
@@ -48,7 +48,7 @@ def _allocate(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu" or not size or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)  # reduces page faults to a third
+    memory.madvise(mmap.MADV_HUGEPAGE)  # cuts page faults by two thirds
     return torch.frombuffer(memory, dtype=dtype)
 
 
@@ -58,7 +58,7 @@ class Transform:
 
     Attributes:
         plan: the model's plan.
-        factors, sources: R and the source index for each element of the pool: flat becomes factors o flat[sources].
+        factors, sources: R and the source index of each element of the pool: flat becomes factors o flat[sources].
         scale: the factor of each scale slot.
         shift: the distance from each order slot to its source.
     """
@@ -71,14 +71,14 @@ class Transform:
 
     @classmethod
     def from_noise(cls, plan: Plan, noise: UnitNoise) -> "Transform":
-        """Build the transform from noise, on the model's device."""
+        """Build a transform from noise, on the model's device."""
         layout = plan.layout
         scale = torch.from_numpy(noise.factors).to(layout.device, layout.dtype)
         shift = torch.from_numpy(noise.shifts).to(layout.device)
         return cls(plan, plan.pool.factors(scale), plan.pool.sources(shift), scale, shift)
 
     def apply(self, tensors: Mapping[str, Tensor], pool: BufferPool) -> tuple[Tensors, Tensor | None]:
-        """Perturb all tensors of the layout; return them and the memory that the large ones use."""
+        """Perturb all tensors of the layout; return them and the memory used by the large ones."""
         plan = self.plan
         flat = flatten(tensors, plan.pool.entries) if plan.pool.entries else self.factors
         perturbed = unflatten(self.factors * flat.index_select(0, self.sources), plan.pool.entries)
@@ -89,7 +89,7 @@ class Transform:
             memory, scratch = pool.take(sum(sizes), *kind), pool.take(max(sizes), *kind, scratch=True)
             for entry, out in zip(plan.large, torch.split_with_sizes(memory, sizes), strict=True):
                 perturbed[entry.name] = self._apply_large(entry, tensors[entry.name], out, scratch)
-            pool.give(scratch, scratch=True)
+            pool.put_back(scratch, scratch=True)
         return {entry.name: perturbed[entry.name] for entry in plan.layout.entries}, memory
 
     def _apply_large(self, entry: Entry, tensor: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Transform:
 
 
 def _select(part: Tensor, dim: int, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Select indices along a dim, as rows of a matrix or as columns (with torch.gather)."""
+    """Select indices along a dim, as the rows of a matrix or as its columns (with torch.gather)."""
     ahead, inner = part.shape[:dim].numel(), part.shape[dim + 1 :].numel()
     rows = part.reshape(len(index) if ahead == 1 else ahead, -1)
     target = None if out is None else out.view(rows.shape)

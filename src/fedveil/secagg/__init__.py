@@ -7,7 +7,7 @@ per run and seeds derived for every attempt.
     M1  server   broadcast, round, attempt, roster with the M0s, exponents       Opening        Party.admit
     M2  client   words + PRG(b_k) +- PRG(s_kj), encrypted shares of b_k,         Party.upload   Tally.take_upload
                  commitments to b_k and every s_kj, hashes of the shares
-    M3  server   step, members left V; at step 0 the shares and their hashes     Tally.settle
+    M3  server   step, remaining members V; at step 0, shares and their hashes   Tally.settle
     M4  client   signature over (context, step, V), s_kd for d outside V,        Party.settle   Tally.take_settle_reply
                  dealers of unusable shares; M3 again if someone drops out
     M5  server   at least t signatures on the last (step, V)                     Tally.reveal
@@ -18,8 +18,8 @@ per run and seeds derived for every attempt.
 derived, and `tally.Conduct` decides who is excluded. All messages come from one server, whose signature `identity`
 checks.
 
-There is no protection against crafted models that are sent to all clients alike, against differences between sums over
-different members, or against poisoning: a hostile client can spoil the sum. Nor is a client protected if its disk is
+Nothing protects against a crafted model that is sent to every client, against differences between sums over different
+members, or against poisoning: a hostile client can corrupt the sum. Nor is a client protected if its disk is
 restored to an earlier state: it still has its key, but no longer knows how the key was used.
 """
 
@@ -30,11 +30,11 @@ from fedveil.secagg.memory import Memory
 from fedveil.secagg.messages import Hello, Opening
 from fedveil.secagg.party import Party
 from fedveil.secagg.policy import Policy
-from fedveil.secagg.rules import LEAST, REASONS, colluders, threshold
+from fedveil.secagg.rules import MIN_MEMBERS, REASONS, colluders, threshold
 from fedveil.secagg.tally import Conduct, Tally
 
 __all__ = [
-    "LEAST",
+    "MIN_MEMBERS",
     "REASONS",
     "Aborted",
     "Conduct",

@@ -1,4 +1,4 @@
-"""Load a member's keys, roster and policy from files that environment variables name, and never a job."""
+"""Load a member's keys, roster and policy from files given by environment variables; a job cannot choose them."""
 
 import os
 from pathlib import Path
@@ -30,8 +30,8 @@ def load_party(identity: Path, roster: Path, policy: Path | None = None) -> Part
     return found
 
 
-def own_party() -> Party | None:
-    """Return the party that this client's environment defines, or None."""
+def load_own_party() -> Party | None:
+    """Load the party that this client's environment defines, or return None."""
     identity, roster, policy = (os.environ.get(name) for name in (IDENTITY, ROSTER, POLICY))
     if not identity:
         return None
@@ -40,13 +40,13 @@ def own_party() -> Party | None:
     return load_party(Path(identity), Path(roster), Path(policy) if policy else None)
 
 
-def own_policy() -> Policy | None:
-    """Return the policy that the environment of a client without secure aggregation defines, or None."""
+def load_own_policy() -> Policy | None:
+    """Load the policy of a client without secure aggregation from its environment, or return None."""
     path = os.environ.get(POLICY)
     return Policy.read(Path(path)) if path else None
 
 
-def server_files() -> tuple[Identity | None, Roster | None]:
-    """Return the server's signing key and roster; either is None if the environment does not name it."""
+def load_server_files() -> tuple[Identity | None, Roster | None]:
+    """Load the server's signing key and roster; each is None if its environment variable is not set."""
     identity, roster = os.environ.get(IDENTITY), os.environ.get(ROSTER)
     return Identity.load(Path(identity)) if identity else None, Roster.read(Path(roster)) if roster else None

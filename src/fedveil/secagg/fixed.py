@@ -8,19 +8,20 @@ so that the sum of n values stays below 2^62: the sum of the integers is exact, 
 2^-(b+1) per element. `decode` then rounds the sum to float64, which adds at most 2^-53 of its magnitude.
 
 Nothing is saturated or refused. Reduction modulo 2^64 is linear, so whatever exponents a server chooses, the sum of the
-words is a function of the sum of the integers alone. Saturation is not linear: with a well-chosen exponent, the sum
+words depends only on the sum of the integers. Saturation is not linear: with a well-chosen exponent, the sum
 would reveal the client with the smallest values. Nor may a client report that its values do not fit, since that would
 give whoever chose the exponent one bit of information about its data.
 
-Instead every row has two check words, which are linear too. With s_i the integers before their reduction, p = 2^31 - 1
+Instead, every row has two check words, which are linear too. With s_i the integers before their reduction, p = 2^31 - 1
 and r a fixed public vector of 15-bit integers, a client's check word is
 
     (sum_i r_i s_i mod p) + p u,    u random
 
-Modulo p, the sum of these words is the sum of r_i times the true sums. If the sum of some s_i leaves [-2^63, 2^63), the
-opened row is wrong by m_i 2^64, and does not match unless p divides sum_i r_i m_i. That never happens if one element
-wrapped around, and happens with probability 2^-30 if several did. u hides the quotient by p, which is not a function of
-the sum. r is fixed, since it only guards against accidents: a client that wants to spoil a sum can do so anyway.
+Modulo p, the sum of these words is the sum of r_i times the true sums. If a sum of s_i leaves [-2^63, 2^63), element i
+of the opened row is wrong by m_i 2^64, and the row does not match unless p divides sum_i r_i m_i. That never happens if
+one element wrapped around, and happens with probability 2^-30 if several did. u hides the quotient by p, which is not a
+function of the sum. r is fixed, since it only guards against accidents: a client that wants to corrupt a sum can
+do so anyway.
 """
 
 import math
@@ -47,13 +48,13 @@ LOWEST, HIGHEST = -32, 96
 """The range of exponents that clients accept."""
 
 LARGEST = 2.0**512
-"""The largest magnitude of a client's mean: it still fits in a float64 after scaling."""
+"""The largest magnitude allowed in a client's mean, which still fits in a float64 after scaling."""
 
 CHECKS = 2
 """The number of check words per row."""
 
 PRIME = 2**31 - 1
-PIECE = 2**14  # number of values processed at a time: they fit in the cache
+PIECE = 2**14  # number of values processed at a time, small enough to fit in the cache
 
 
 def exponent(largest: float) -> int:
@@ -91,7 +92,7 @@ def reduce(integers: Floats, small: bool | None = None) -> Words:
     """Reduce integers, stored as float64, modulo 2^64; `small` is `fits(integers)`, if known."""
     if fits(integers) if small is None else small:
         return integers.astype(np.int64).view(np.uint64)
-    rest = np.fmod(integers, 2.0**64)  # exact, as are the next two lines: the terms added have no smaller bits
+    rest = np.fmod(integers, 2.0**64)  # exact, as are the next two lines: their results fit in a float64
     rest = np.where(rest >= 2.0**63, rest - 2.0**64, rest)
     rest = np.where(rest < -(2.0**63), rest + 2.0**64, rest)
     return rest.astype(np.int64).view(np.uint64)
@@ -106,9 +107,9 @@ def encode(values: npt.ArrayLike, bits: int) -> Words:
 
 
 def decode(total: Words, bits: int | Integers) -> Floats:
-    """Return the sum of values from the sum of their words."""
+    """Decode the sum of values from the sum of their words."""
     if total.dtype != np.uint64:
-        raise BadArgument("decode", f"words are uint64, got {total.dtype}")
+        raise BadArgument("decode", f"words must be uint64, got {total.dtype}")
     return np.asarray(np.ldexp(total.view(np.int64).astype(np.float64), -bits))
 
 
@@ -116,11 +117,11 @@ def encode_rows(values: Floats, sizes: Sequence[int], bits: Sequence[int], n: in
     """Encode consecutive rows, each with its own number of fractional bits, followed by the check words of each row.
 
     Args:
-        values: finite, all rows concatenated.
+        values: the finite values of all rows, concatenated.
         sizes: number of values in each row.
         bits: number of fractional bits of each row.
         n: number of clients whose words are added.
-        checks: whether check words follow.
+        checks: whether to append check words.
     """
     words = np.empty(len(values) + (CHECKS * len(sizes) if checks else 0), np.uint64)
     scales, hashes = np.exp2(np.array(bits, np.float64)), _Hashes(sizes)
@@ -137,7 +138,7 @@ def encode_rows(values: Floats, sizes: Sequence[int], bits: Sequence[int], n: in
 
 
 def decode_rows(total: Words, sizes: Sequence[int], bits: Sequence[int]) -> Floats:
-    """Return the sum of all rows' values from the sum of encoded words; check words are skipped."""
+    """Decode the sum of all rows from the sum of their encoded words; check words are skipped."""
     return decode(total[: sum(sizes)], np.repeat(np.array(bits, np.int64), sizes))
 
 
@@ -161,7 +162,7 @@ class _Piece(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _pieces(sizes: tuple[int, ...]) -> tuple[_Piece, ...]:
-    """Divide all values into pieces that fit in the cache; empty rows are in none of them."""
+    """Divide all values into pieces that fit in the cache; empty rows are left out."""
     ends, found = np.cumsum(np.array(sizes, np.int64)), []
     total = int(ends[-1]) if sizes else 0
     for start in range(0, total, PIECE):
@@ -175,7 +176,7 @@ def _pieces(sizes: tuple[int, ...]) -> tuple[_Piece, ...]:
 
 
 class _Hashes:
-    """Accumulates sum_i r_i s_i mod p of each row, for each vector r, from residues added piece by piece."""
+    """Accumulates sum_i r_i s_i mod p for each row and each vector r, from residues added piece by piece."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         total = max(sum(sizes), 1)
@@ -189,7 +190,7 @@ class _Hashes:
             sums[piece.rows] += np.add.reduceat((products & PRIME) + (products >> 31), piece.starts)
 
     def values(self) -> Words:
-        """Return the hashes of the first row, then of the second, and so on."""
+        """Return the hashes, row by row."""
         return (self._sums % PRIME).T.reshape(-1).astype(np.uint64)
 
 
@@ -207,7 +208,7 @@ def _quotients(count: int, n: int) -> Words:
 
 @lru_cache(maxsize=32)
 def _coefficients(size: int) -> npt.NDArray[np.int16]:
-    """Return two fixed rows of integers from 1 to 2^15 - 1: AES-256-CTR under a key of zeros and of ones."""
+    """Return two fixed rows of integers from 1 to 2^15 - 1: AES-256-CTR with all key bytes 0, and all 1."""
     keys = bytes(32), bytes([1]) * 32
     streams = [Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor().update(bytes(2 * size)) for key in keys]
     return np.stack([np.frombuffer(stream, "<u2") for stream in streams]).astype(np.int16) & 0x7FFF | 1

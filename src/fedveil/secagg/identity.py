@@ -3,13 +3,13 @@
 A member creates an identity once (`fedveil keys new NAME`), keeps the file, and gives its roster line to the others
 through a channel that the server does not control. The roster prevents a server from inventing clients.
 
-A message to a client consists of bytes that all clients get and a few bytes for this client alone. The mark precedes
+A message to a client consists of bytes that all clients get and a few bytes for this client only. The mark precedes
 the bytes for this client and covers both parts; a client checks it first. The common bytes are therefore identical for
 all clients, and masks are bound to their digest.
 
-    signature   by the server's Ed25519 key, which the client's policy names
-    tag         HMAC-SHA256 under a key that server and client agree on when the client says hello in reply to a signed
-                message: as good as a signature for this client, at 1 % of the cost. No other member has the key.
+    signature   made with the server's Ed25519 key, which the client's policy specifies
+    tag         HMAC-SHA256 with a key that the server and the client agree on when the client says hello in reply to
+                a signed message: as good as a signature for this client, at 1 % of the cost. No other member has it.
 """
 
 import hashlib
@@ -34,21 +34,21 @@ KEY = 32  # size of a private or public key in bytes
 SIGNATURE = 64
 TAG = 32
 SIGNED, TAGGED = b"s", b"t"  # the first byte of a mark
-LONGEST_FILE = 2**26
+MAX_FILE = 2**26
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 HEX = re.compile(r"[0-9a-f]{64}")
 JsonObject = dict[str, Any]  # type: ignore[explicit-any]
-IDENTITY = """# The signing key of one member. It stays on this machine; `fedveil keys show` prints what others may see.
+IDENTITY = """# The signing key of one member. Keep it on this machine; `fedveil keys show` prints the public part.
 name = "{name}"
 private = "{private}"
 """
-ROSTER = "# Who may take part: one line per member, its name and its public key (`fedveil keys show FILE`)\n"
+ROSTER = "# The members that may take part, one per line: name and public key (from `fedveil keys show FILE`)\n"
 
 
 def check_member_name(where: str, name: object) -> str:
-    """Return a member's name; raise BadArgument for anything else."""
+    """Check a member's name and return it; raise BadArgument for anything else."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        what = "a member's name has 1 to 64 letters, digits or . _ @ - and begins with a letter or digit"
+        what = "a member's name must have 1 to 64 letters, digits or . _ @ - and begin with a letter or digit"
         raise BadArgument(where, what)
     return name
 
@@ -73,7 +73,7 @@ def _read_file(path: Path, forbidden: int, what: str, fix: str) -> str:
             if os.name == "posix" and found.st_uid not in (os.geteuid(), 0):
                 what = f"it belongs to another user (uid {found.st_uid})"
                 raise BadArgument(str(path), what, f"change its owner, then run {fix}")
-            return file.read(LONGEST_FILE).decode()
+            return file.read(MAX_FILE).decode()
     except OSError as error:
         raise BadArgument(str(path), f"cannot be read: {error.strerror or type(error).__name__}") from None
     except UnicodeDecodeError:
@@ -120,7 +120,7 @@ class Identity(SecretHolder):
 
     @classmethod
     def new(cls, name: str) -> "Identity":
-        """Generate a key from the operating system's entropy."""
+        """Generate a new key from the operating system's entropy."""
         return cls(name, Ed25519PrivateKey.generate())
 
     @classmethod
@@ -161,14 +161,14 @@ class Roster:
         if len(set(members.values())) != len(members):
             raise BadArgument("Roster", "two members have the same public key")
         self._members = dict(members)
-        self._keys: dict[str, Ed25519PublicKey] = {}  # parsed when they are first used
+        self._keys: dict[str, Ed25519PublicKey] = {}  # parsed on first use
 
     def __repr__(self) -> str:
         return f"Roster({', '.join(self.names)})"
 
     @classmethod
     def read(cls, path: Path) -> "Roster":
-        """Read a text file with one member per line, a name and a public key in hex; # begins a comment.
+        """Read a text file with one member per line: a name and a public key in hex. # starts a comment.
 
         A file that others can change is refused.
         """
@@ -178,7 +178,7 @@ class Roster:
             if not words:
                 continue
             if len(words) != 2 or not HEX.fullmatch(words[1]):
-                raise BadArgument(where, "a line must hold a name and a public key of 64 hexadecimal digits")
+                raise BadArgument(where, "a line must contain a name and a public key of 64 hexadecimal digits")
             if check_member_name(where, words[0]) in members:
                 raise BadArgument(where, f"{words[0]} is listed twice")
             members[words[0]] = bytes.fromhex(words[1])
@@ -195,9 +195,9 @@ class Roster:
         return tuple(self._members)
 
     def public_key(self, name: str) -> bytes:
-        """Return a member's public key; raise BadArgument if the roster does not list the name."""
+        """Return a member's public key; raise BadArgument if the roster does not contain the name."""
         if name not in self._members:
-            raise BadArgument("roster", f"{name!r} is not in it")
+            raise BadArgument("roster", f"it does not contain {name!r}")
         return self._members[name]
 
     def verifies(self, name: str, signature: bytes, message: bytes) -> bool:
@@ -228,7 +228,7 @@ class Digest(NamedTuple):
 
 
 def channel_key(private: X25519PrivateKey, public: bytes, run: str) -> bytes:
-    """Return the key for the tags between the server and one client in a run."""
+    """Return the key for tags between the server and one client in a run."""
     return derive(agree(private, public), b"", "server", run)
 
 
@@ -249,7 +249,7 @@ def admit_message(server: bytes, channels: Iterable[bytes], digest: bytes, extra
         server: the server's public key.
         channels: keys for the tags in the runs that the client takes part in.
         digest: digest of the bytes that all clients get.
-        extra: the bytes that arrived for this client alone.
+        extra: the bytes that arrived for this client only.
     """
     kind, size = extra[:1], SIGNATURE if extra[:1] == SIGNED else TAG
     mark, rest = extra[1 : 1 + size], extra[1 + size :]
@@ -258,7 +258,7 @@ def admit_message(server: bytes, channels: Iterable[bytes], digest: bytes, extra
         return rest
     if kind == SIGNED and is_signature(server, mark, covered):
         return rest
-    what = "the message is not signed by the server that this client's policy names"
+    what = "the message is not signed by the server in this client's policy"
     raise Aborted("server", "message", what, "compare `server` in the policy with the server's public key") from None
 
 

@@ -1,20 +1,20 @@
-"""Keys, seeds and commitments derived from secrets, shares of a seed, and the streams that mask a vector.
+"""Derive keys, seeds and commitments from secrets, split seeds into shares, and mask vectors with key streams.
 
-    pair       = X25519 of two members, agreed once per run
-    s_kj       = HKDF-SHA256(pair, salt = context, info = ("mask", both names in order))
+    pair       = X25519 secret of two members, agreed once per run
+    s_kj       = HKDF-SHA256(pair, salt = context, info = ("mask", both names, sorted))
     share key  = HKDF-SHA256(pair, salt = context, info = ("share", from, to))
     PRG(seed)  = AES-256-CTR(HKDF-SHA256(seed, info = "stream")), as little-endian words
     commitment = SHA-256(context, seed)
 
-The context is a hash over everything that the clients of a round must have in common (`messages.context`): run, round,
+The context is a hash of everything that the clients of a round must have in common (`messages.context`): run, round,
 attempt, roster, exponents and the entire broadcast. If the broadcasts of two clients differ in one bit, their masks do
-not cancel, and no mask or key is used twice. A seed is committed to and expanded under different labels, so that a
+not cancel. No mask or key is used twice. A seed is committed to and expanded with different labels, so that a
 commitment reveals nothing about the stream.
 
 Self seeds are shared as in Shamir (1979): any t of n shares determine the secret, and t - 1 reveal nothing about it.
 The secret is the value at 0 of a polynomial of degree t - 1 over GF(p) whose other coefficients are uniform; the share
 of member x = 1 .. n is its value at x. With p = 2^521 - 1, one element can represent any 32-byte seed. A wrong share
-gives another secret, which may also be below 2^256; `Tally` detects it by comparison with the dealer's commitment.
+yields a different secret, which may also be below 2^256; `Tally` compares it with the dealer's commitment.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ Seeds = Iterable[bytes]
 
 
 def fields(*parts: bytes | str | int) -> bytes:
-    """Encode fields as bytes, each preceded by its length: different lists of fields give different bytes."""
+    """Encode fields as bytes, each preceded by its length, so that different lists of fields give different bytes."""
     found = b""
     for part in parts:
         raw = part if isinstance(part, bytes) else str(part).encode()
@@ -71,8 +71,8 @@ def agree(private: X25519PrivateKey, public: bytes) -> bytes:
         raise Aborted("roster", "roster", "a member's key is of small order") from None
 
 
-def proper_key(key: bytes) -> bool:
-    """Return whether a secret can be agreed with the owner of an X25519 key: it must not be of small order."""
+def is_valid_key(key: bytes) -> bool:
+    """Return whether an X25519 public key can be used to agree on a secret: it must not be of small order."""
     try:
         agree(X25519PrivateKey.generate(), key)
     except Aborted:
@@ -97,7 +97,7 @@ def share_label(context: bytes, sender: str, receiver: str) -> bytes:
 
 def seal(share: bytes, pair: bytes, context: bytes, sender: str, receiver: str) -> bytes:
     """Encrypt a share from one member to another in one attempt."""
-    nonce = os.urandom(NONCE)  # the key is used once; a random nonce is safe even if a disk is restored
+    nonce = os.urandom(NONCE)  # the key is used only once; a random nonce is safe even if a disk is restored
     key = AESGCM(share_key(pair, context, sender, receiver))
     return nonce + key.encrypt(nonce, share, share_label(context, sender, receiver))
 
@@ -131,14 +131,14 @@ def share_hash(context: bytes, dealer: str, index: int, share: bytes) -> bytes:
 def split(
     secret: int, t: int, n: int, *, prime: int = PRIME, draw: Callable[[int], int] = secrets.randbelow
 ) -> list[int]:
-    """Split a secret into shares at 1 .. n.
+    """Split a secret into shares at the points 1 .. n.
 
     Args:
         secret: an element of GF(prime).
         t: number of shares needed to recover it.
         n: number of shares.
-        prime: size of the field; above n.
-        draw: returns a uniform integer below its argument, from the operating system.
+        prime: size of the field, greater than n.
+        draw: function that returns a uniform random integer below its argument.
     """
     if not 1 <= t <= n < prime or not 0 <= secret < prime:
         raise BadArgument("split", f"t must be between 1 and n, and n and the secret below the prime, got t={t}, n={n}")
@@ -162,17 +162,17 @@ def weights(points: tuple[int, ...], prime: int = PRIME) -> tuple[int, ...]:
 
 
 def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
-    """Return the secret of the polynomial through these shares, keyed by their points."""
+    """Recover a secret from its shares, keyed by their points."""
     return sum(w * y for w, y in zip(weights(tuple(shares), prime), shares.values(), strict=True)) % prime
 
 
 def split_seed(seed: bytes, t: int, n: int) -> list[bytes]:
-    """Return the shares of a 32-byte seed at 1 .. n."""
+    """Split a 32-byte seed into shares at the points 1 .. n."""
     return [share.to_bytes(WIDTH, "big") for share in split(int.from_bytes(seed, "big"), t, n)]
 
 
 def join_seed(shares: Mapping[int, bytes]) -> bytes:
-    """Return the seed from t shares, keyed by their points; abort if they are not shares of a seed."""
+    """Recover a seed from t shares, keyed by their points; abort if they are not shares of a seed."""
     if not all(is_field_element(share) for share in shares.values()):
         raise Aborted("share", "join_seed", "a share is not an element of the field")
     secret = join({point: int.from_bytes(share, "big") for point, share in shares.items()})
@@ -182,7 +182,7 @@ def join_seed(shares: Mapping[int, bytes]) -> bytes:
 
 
 def is_field_element(share: bytes) -> bool:
-    """Return whether bytes encode an element of the field, in its only valid encoding."""
+    """Return whether bytes are the canonical encoding of a field element."""
     return len(share) == WIDTH and int.from_bytes(share, "big") < PRIME
 
 
@@ -241,7 +241,7 @@ def mask(words: Words, self_seed: bytes, index: int, pairs: Mapping[int, bytes],
 
 
 def unmask(uploads: Sequence[Words], self_seeds: Seeds, pairs: Mapping[tuple[int, int], bytes]) -> Words:
-    """Return the sum of x_k from the y_k of the survivors.
+    """Return the sum of the survivors' x_k, given their y_k.
 
     Args:
         uploads: y_k of the survivors.

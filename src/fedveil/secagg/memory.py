@@ -1,15 +1,15 @@
 """A client's memory between messages: its key for each run, how the key was used, and which sums were opened.
 
-The X25519 key and the last attempt are stored together: a key without its counter would mask twice with the same
+The X25519 key and the last attempt are stored together: a key without its counter could mask twice with the same
 streams. Both are written before a reply is sent, so that a client that is killed and restarted refuses messages that it
 has already answered. A run's counters only grow, even when its key is replaced.
 
-Keys expire. A key is replaced after some rounds or hours (`Policy`), and one past its lifetime is removed, while the
-counters of its run stay. A run that has ended leaves a tombstone: its name is never accepted again. The table of runs
-is bounded, and a full one refuses new runs rather than forget old ones.
+Keys expire. A key is replaced after a number of rounds or hours (`Policy`), and an expired key is removed, but the
+counters of its run are kept. A run that has ended leaves a tombstone: its name is never accepted again. The table of
+runs is bounded; when it is full, new runs are refused rather than old ones forgotten.
 
-Unlike in the published protocol, the memory also holds the attempt in progress (shares, members left), since a client
-may be a new process for every message. Only one process may use it at a time: two at once could be shown different
+Unlike in the published protocol, the memory also holds the attempt in progress (shares, remaining members), since a
+client may be a new process for every message. Only one process may use it at a time: two could be shown different
 lists of members.
 """
 
@@ -32,13 +32,13 @@ from fedveil.secagg.identity import KEY, SecretHolder, read_private_file
 from fedveil.secagg.masks import WIDTH
 from fedveil.secagg.messages import HASH
 
-MOST_RUNS = 1024  # maximum number of runs in a memory, including tombstones
-MOST_SUMS = 1000  # maximum number of opened sums whose subject and members are stored
+MAX_RUNS = 1024  # maximum number of runs in a memory, including tombstones
+MAX_SUMS = 1000  # maximum number of opened sums whose subject and members are stored
 SHORT = 16  # size of a stored digest in bytes
 
 
 def _hex_field(*sizes: int) -> BeforeValidator:
-    """Read bytes from hex, and require one of these sizes."""
+    """Parse bytes from hex, and require one of these sizes."""
 
     def parse(text: str) -> bytes:
         raw = bytes.fromhex(text)
@@ -113,7 +113,7 @@ class RunMemory:
     current: Current | None = None
 
     def private(self) -> X25519PrivateKey:
-        """Return the private key as an object."""
+        """Return the private key as an `X25519PrivateKey`."""
         return X25519PrivateKey.from_private_bytes(self.key)
 
     def forget_attempt(self) -> None:
@@ -130,8 +130,8 @@ class State:
         runs: the memory of each run, by the run's name.
         ended: short digests of the names of runs that have ended.
         day: the day of the last opened sum, in days since 1970, and the number of sums opened on it.
-        opened: subject and members of the last opened sums, as concatenated short digests: read in every turn, searched
-            only before a sum is opened.
+        opened: subject and members of the last opened sums, as concatenated short digests; read in every turn, but
+            searched only before a sum is opened.
         format: version of the file's format.
     """
 
@@ -143,16 +143,16 @@ class State:
     format: Literal[3] = 3
 
     def opened_members(self, subject: str) -> list[str]:
-        """Return the digests of the members over whom sums on a subject were opened."""
+        """Return the digests of the lists of members over which sums on a subject were opened."""
         if subject not in self.opened:  # the usual case, and much faster than the search below
             return []
-        starts = range(0, len(self.opened), 4 * SHORT)  # characters of two digests
+        starts = range(0, len(self.opened), 4 * SHORT)  # two digests in hex
         return [self.opened[at:][2 * SHORT : 4 * SHORT] for at in starts if self.opened.startswith(subject, at)]
 
     def remember_sum(self, subject: str, members: str) -> None:
         """Remember an opened sum; beyond the limit, the oldest is forgotten."""
         if members not in self.opened_members(subject):
-            self.opened = (self.opened + subject + members)[-4 * SHORT * MOST_SUMS :]
+            self.opened = (self.opened + subject + members)[-4 * SHORT * MAX_SUMS :]
 
     def end(self, run: str) -> None:
         """Forget a run's key, and never accept the run again."""
@@ -165,7 +165,7 @@ class State:
 
     def is_full(self) -> bool:
         """Return whether the table of runs is full."""
-        return len(self.runs) + len(self.ended) >= MOST_RUNS
+        return len(self.runs) + len(self.ended) >= MAX_RUNS
 
     def sums_on(self, day: int) -> int:
         """Return the number of sums opened on a day."""
@@ -173,7 +173,7 @@ class State:
 
 
 def short_digest(data: bytes) -> str:
-    """Return the digest of some bytes, shortened and in hex, as it is stored."""
+    """Return a shortened digest in hex, as stored in the memory."""
     return hashlib.sha256(data).digest()[:SHORT].hex()
 
 
@@ -185,7 +185,7 @@ class Turn(NamedTuple):
 
 
 class Memory(SecretHolder):
-    """A client's memory, in a file that only its owner can read or in this process. Its repr reveals nothing.
+    """A client's memory, stored in a file that only its owner can read or in this process. Its repr reveals nothing.
 
     Args:
         path: path of the file; without a file, the memory, and with it the key, is lost when the process ends.
@@ -255,7 +255,7 @@ def _from_text(where: str, text: str) -> State:
     try:
         state = _adapter().validate_json(text)
         if _to_text(state) != text or len(bytes.fromhex(state.opened)) % (2 * SHORT):
-            raise ValueError  # a counter that is missing must not get its default
+            raise ValueError  # a missing counter must not be set to its default
     except (ValueError, TypeError):  # not chained: pydantic's errors quote values, which are secret here
         fix = "remove it; the client then generates a new key"
         raise BadArgument(where, "this memory is damaged", fix) from None

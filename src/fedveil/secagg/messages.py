@@ -1,8 +1,8 @@
-"""The messages of the protocol, as typed values and as bytes. Nothing is pickled; sizes are checked before reading.
+"""The messages of the protocol, as typed values and as bytes. Nothing is pickled; sizes are checked before decoding.
 
 A message consists of the length of its head (8 bytes), the head (JSON, padded to a multiple of 8 bytes), and raw bytes
 whose number is determined by the head and the roster. Malformed messages raise BadArgument. Secrets are sent in M2
-(encrypted), M4 and M6 (opened on purpose); those messages have no repr.
+(encrypted), M4 and M6 (revealed on purpose); those messages have no repr.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ from fedveil.secagg.masks import LABEL, SEALED, SEED, WIDTH, WORD, fields
 
 FORMAT = 2
 HASH = 32
-LONGEST_HEAD = 2**20
-LONGEST_RUN = 200
-MOST_MEMBERS = 10_000
-MOST_COUNT = 2**53  # bound on rounds, attempts and steps: every JSON parser holds them exactly
-MOST_WORDS = 2**36
-HEAD = 2  # words before the rows: 1 for each client, and its number of records
+MAX_HEAD = 2**20
+MAX_RUN_NAME = 200
+MAX_MEMBERS = 10_000
+MAX_COUNT = 2**53  # bound on rounds, attempts and steps; JSON parsers represent them exactly
+MAX_WORDS = 2**36
+HEAD = 2  # words before the rows: the constant 1, and the client's number of records
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Opening:
     Attributes:
         run: the run to which all the M0s belong.
         round: round of the federation.
-        attempt: strictly increasing over a run.
-        roster: the M0s of those who take part; a member's index is its position here.
+        attempt: number of the attempt, strictly increasing over a run.
+        roster: the M0s of the members that take part; a member's index is its position here.
         exponents: fixed-point exponent of each row.
         rows: number of values in each row.
         checks: whether check words follow the rows.
@@ -100,12 +100,12 @@ class Opening:
         """Parse the result of `values`; raise BadArgument for anything else."""
         found = _Fields("opening", values)
         roster, checks = found.get("roster"), found.get("checks")
-        if type(roster) is not list or not 0 < len(roster) <= MOST_MEMBERS:
-            raise BadArgument("opening", f"its roster must be a list of 1 to {MOST_MEMBERS:,} members")
+        if type(roster) is not list or not 0 < len(roster) <= MAX_MEMBERS:
+            raise BadArgument("opening", f"its roster must be a list of 1 to {MAX_MEMBERS:,} members")
         exponents = found.integers("exponents", LOWEST, HIGHEST)
-        rows = found.integers("rows", 0, MOST_WORDS)
-        if len(rows) != len(exponents) or sum(rows) > MOST_WORDS or type(checks) is not bool:
-            raise BadArgument("opening", "its rows, exponents and checks do not fit together")
+        rows = found.integers("rows", 0, MAX_WORDS)
+        if len(rows) != len(exponents) or sum(rows) > MAX_WORDS or type(checks) is not bool:
+            raise BadArgument("opening", "its rows, exponents and checks are inconsistent")
         counts = found.count("round"), found.count("attempt")
         hellos = tuple(Hello.from_values(hello) for hello in roster)
         return cls(check_run_name("opening", found.get("run")), *counts, hellos, exponents, rows, checks)
@@ -115,11 +115,11 @@ class Opening:
 def context(opening: Opening, digest: bytes) -> bytes:
     """Hash the opening and H = SHA-256(M1): masks, keys, shares and signatures of an attempt are bound to the result.
 
-    Unlike the published protocol, which binds H alone, this includes the opening, so that clients with different
-    rosters have nothing in common even if the bytes that the caller hashed did not contain the roster.
+    The published protocol uses only H. Including the opening ensures that clients with different rosters have nothing
+    in common, even if the bytes that the caller hashed did not contain the roster.
     """
     if type(digest) is not bytes or len(digest) != HASH:
-        raise BadArgument("digest", f"it must be the {HASH} bytes of SHA-256")
+        raise BadArgument("digest", f"it must be a SHA-256 digest of {HASH} bytes")
     text = json.dumps(opening.values(), sort_keys=True)
     return hashlib.sha256(fields(LABEL, "context", text, digest)).digest()
 
@@ -130,7 +130,7 @@ class Upload:
 
     Attributes:
         context: context of the attempt.
-        commitments: in the order of the roster: to the self seed at the client's own index, elsewhere to pair seeds.
+        commitments: in the order of the roster, to pair seeds and, at the client's own index, to the self seed.
         hashes: hashes of the shares, in the order of the roster.
         sealed: encrypted shares in the order of the roster, without the client's own.
         words: the masked words, y_k.
@@ -149,12 +149,12 @@ class Upload:
 
     @classmethod
     def from_bytes(cls, data: bytes, members: int, size: int) -> "Upload":
-        """Decode an upload of `size` words for a roster of `members`."""
+        """Decode an upload of `size` words for a roster with this number of members."""
         head, body = unpack(data, "upload", 8 * size + 2 * members * HASH + (members - 1) * SEALED)
         words = np.frombuffer(body[: 8 * size], WORD).astype(np.uint64, copy=False)
         rest, block = body[8 * size :], members * HASH
-        hashes = _cut(rest[:block], HASH), _cut(rest[block : 2 * block], HASH)
-        return cls(head.raw("context", HASH), *hashes, _cut(rest[2 * block :], SEALED), words)
+        hashes = _split(rest[:block], HASH), _split(rest[block : 2 * block], HASH)
+        return cls(head.raw("context", HASH), *hashes, _split(rest[2 * block :], SEALED), words)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Settle:
     members: tuple[str, ...]
 
     def signed_bytes(self) -> bytes:
-        """Return the bytes that a client signs if it agrees: context (hence run, attempt and H), step and members."""
+        """Return the bytes that a client signs if it agrees: context (with run, attempt and H), step and members."""
         return fields(LABEL, "settled", self.context, self.step, *self.members)
 
     def values(self) -> JsonObject:
@@ -194,7 +194,7 @@ def pack_dealt(sealed: Iterable[bytes], hashes: Iterable[bytes]) -> bytes:
 def unpack_dealt(data: bytes, count: int) -> list[tuple[bytes, bytes]]:
     """Decode the encrypted shares of `count` dealers, each with its hash."""
     _, body = unpack(data, "sealed", count * (SEALED + HASH))
-    return list(zip(_cut(body[: count * SEALED], SEALED), _cut(body[count * SEALED :], HASH), strict=True))
+    return list(zip(_split(body[: count * SEALED], SEALED), _split(body[count * SEALED :], HASH), strict=True))
 
 
 @dataclass(frozen=True, repr=False)
@@ -225,7 +225,7 @@ class SettleReply:
         """Decode a reply with the seeds of `outside` members."""
         head, body = unpack(data, "settled", SIGNATURE + outside * SEED)
         found = head.raw("context", HASH), head.count("step"), head.names("failed")
-        return cls(*found, bytes(body[:SIGNATURE]), _cut(body[SIGNATURE:], SEED))
+        return cls(*found, bytes(body[:SIGNATURE]), _split(body[SIGNATURE:], SEED))
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Reveal:
     def from_bytes(cls, data: bytes) -> "Reveal":
         """Decode the message."""
         head, body = unpack(data, "reveal")
-        return cls(head.settle(), head.cut_by_name("signers", body, SIGNATURE))
+        return cls(head.settle(), head.split_by_name("signers", body, SIGNATURE))
 
 
 @dataclass(frozen=True, repr=False)
@@ -263,11 +263,11 @@ class RevealReply:
     def from_bytes(cls, data: bytes) -> "RevealReply":
         """Decode the message."""
         head, body = unpack(data, "revealed")
-        return cls(head.raw("context", HASH), head.cut_by_name("dealers", body, WIDTH))
+        return cls(head.raw("context", HASH), head.split_by_name("dealers", body, WIDTH))
 
 
 class _Fields:
-    """The fields of a received JSON object; every accessor raises BadArgument unless its field is well-formed."""
+    """The fields of a received JSON object; all accessors except `get` raise BadArgument if a field is malformed."""
 
     def __init__(self, kind: str, values: object) -> None:
         if type(values) is not dict:
@@ -279,7 +279,7 @@ class _Fields:
         return self._values.get(name)
 
     def raw(self, name: str, size: int) -> bytes:
-        """Return bytes that are sent as lower-case hex."""
+        """Return bytes that were sent as lower-case hex."""
         text = self.get(name)
         if type(text) is not str or len(text) != 2 * size or not set(text) <= set("0123456789abcdef"):
             raise BadArgument(self._kind, f"{name} must be {size} bytes in hex")
@@ -288,7 +288,7 @@ class _Fields:
     def count(self, name: str) -> int:
         """Return an integer of at least 0."""
         value = self.get(name)
-        if type(value) is not int or not 0 <= value < MOST_COUNT:
+        if type(value) is not int or not 0 <= value < MAX_COUNT:
             raise BadArgument(self._kind, f"{name} must be an integer of at least 0")
         return value
 
@@ -302,22 +302,22 @@ class _Fields:
     def names(self, name: str) -> tuple[str, ...]:
         """Return distinct names; the caller checks that they are members."""
         found = self.get(name)
-        if type(found) is not list or len(found) > MOST_MEMBERS or not all(type(item) is str for item in found):
-            raise BadArgument(self._kind, f"{name} must be a list of at most {MOST_MEMBERS:,} names")
+        if type(found) is not list or len(found) > MAX_MEMBERS or not all(type(item) is str for item in found):
+            raise BadArgument(self._kind, f"{name} must be a list of at most {MAX_MEMBERS:,} names")
         if len(set(found)) != len(found):
-            raise BadArgument(self._kind, f"{name} must be distinct")
+            raise BadArgument(self._kind, f"{name} must not contain duplicates")
         return tuple(found)
 
     def settle(self) -> Settle:
         """Return the fields of M3."""
         return Settle(self.raw("context", HASH), self.count("step"), self.names("members"))
 
-    def cut_by_name(self, name: str, body: memoryview, size: int) -> dict[str, bytes]:
-        """Cut raw bytes into one block per name in a field."""
+    def split_by_name(self, name: str, body: memoryview, size: int) -> dict[str, bytes]:
+        """Split raw bytes into one block per name in a field."""
         names = self.names(name)
         if len(body) != size * len(names):
             raise BadArgument(self._kind, f"it has {len(body)} bytes for {len(names)} {name}")
-        return dict(zip(names, _cut(body, size), strict=True))
+        return dict(zip(names, _split(body, size), strict=True))
 
 
 def pack(kind: str, values: JsonObject, body: Iterable[bytes | memoryview] = ()) -> bytes:
@@ -332,28 +332,28 @@ def unpack(data: bytes, kind: str, size: int | None = None) -> tuple[_Fields, me
     if type(data) is not bytes or len(data) < 8:
         raise BadArgument(kind, "it is not a message")
     start = 8 + int.from_bytes(data[:8], "little")
-    if start > min(len(data), LONGEST_HEAD):
+    if start > min(len(data), MAX_HEAD):
         raise BadArgument(kind, "its head is longer than allowed")
     if size is not None and len(data) != start + size:
         raise BadArgument(kind, f"it must have {size:,} bytes after its head, got {len(data) - start:,}")
     try:
         head = json.loads(data[8:start])
     except (ValueError, RecursionError):
-        raise BadArgument(kind, "its head is not JSON", "send the bytes that fedveil encoded") from None
+        raise BadArgument(kind, "its head is not JSON", "send the bytes that Fedveil encoded") from None
     found = _Fields(kind, head)
     if (found.get("kind"), found.get("format")) != (kind, FORMAT):
-        what = f"it is another message, or not in format {FORMAT}"
-        raise BadArgument(kind, what, "install the same version of fedveil everywhere")
+        what = f"it is a different kind of message, or not in format {FORMAT}"
+        raise BadArgument(kind, what, "install the same version of Fedveil everywhere")
     return found, memoryview(data)[start:]
 
 
 def check_run_name(where: str, run: object) -> str:
-    """Return the name of a run; raise BadArgument for anything else."""
-    if type(run) is not str or not 0 < len(run) <= LONGEST_RUN or not run.isprintable():
-        raise BadArgument(where, f"run must be printable text of 1 to {LONGEST_RUN} characters")
+    """Check the name of a run and return it; raise BadArgument for anything else."""
+    if type(run) is not str or not 0 < len(run) <= MAX_RUN_NAME or not run.isprintable():
+        raise BadArgument(where, f"run must be printable text of 1 to {MAX_RUN_NAME} characters")
     return run
 
 
-def _cut(body: memoryview, size: int) -> tuple[bytes, ...]:
+def _split(body: memoryview, size: int) -> tuple[bytes, ...]:
     raw = bytes(body)
     return tuple([raw[at : at + size] for at in range(0, len(raw), size)])

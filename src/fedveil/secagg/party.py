@@ -1,9 +1,9 @@
 """The client's side: it answers the server's messages, and refuses any that could reveal a single client's update.
 
     hello   -> M0      its key for a run, signed
-    admit   M1         checks the opening, and stores that it was admitted, before the client computes anything
+    admit   M1         checks the opening and records that it was admitted, before the client computes anything
     upload  -> M2      its words, masked
-    settle  M3 -> M4   agrees on the remaining members; opens its pair seeds with those who dropped out
+    settle  M3 -> M4   agrees on the remaining members; reveals its pair seeds with those that dropped out
     reveal  M5 -> M6   once: its shares of the self seeds of the remaining members
 
 The party is independent of the transport. Every reply is recorded in the client's memory before it is returned.
@@ -94,7 +94,7 @@ class Party(SecretHolder):
     def prove(self, hello: Hello, challenge: bytes) -> bytes:
         """Prove that this client's hello is fresh, and that it owns the key in it.
 
-        The proof is a signature, followed by a tag under the channel key, which only the owner of the key can compute.
+        The proof is a signature, followed by a tag with the channel key, which only the owner of the key can compute.
         """
         if hello.run not in self._channels:
             self._load_channels()
@@ -102,14 +102,14 @@ class Party(SecretHolder):
         return self._identity.sign(covered) + tag_message(self._channels[hello.run], covered)
 
     def authenticate(self, digest: bytes, extra: bytes) -> bytes:
-        """Check the server's signature or tag on a message, and return the bytes for this client alone.
+        """Check the server's signature or tag on a message, and return the bytes for this client only.
 
         Args:
             digest: digest of the bytes that all clients get (`identity.Digest`).
-            extra: the bytes that arrived for this client alone.
+            extra: the bytes that arrived for this client only.
         """
         if self.policy.server is None:
-            what = "this client's policy names no server, so it answers none under secure aggregation"
+            what = "this client's policy does not specify a server, so it refuses secure aggregation"
             fix = "run fedveil keys policy KEY_FILE --server HEX (docs/secure-aggregation.md)"
             raise BadArgument("policy", what, fix)
         try:
@@ -140,10 +140,10 @@ class Party(SecretHolder):
                 turn.write()
 
     def admit(self, opening: Opening, digest: bytes, subject: bytes | None = None, least: int = 0) -> Ticket:
-        """Check an opening and store that it was admitted; nothing may be computed for it before that.
+        """Check an opening and record that it was admitted; nothing may be computed for it before that.
 
         Args:
-            opening: as it arrived in M1.
+            opening: the opening that arrived in M1.
             digest: SHA-256 of all the bytes of M1.
             subject: 32-byte digest of the sum's subject: the broadcast, and which records take part; by default the
                 digest of M1.
@@ -177,7 +177,7 @@ class Party(SecretHolder):
         with self._memory.turn() as turn:
             run, current = self._find_attempt(turn.state, bound)
             if ticket._used or current.step != -1 or (run.attempt, run.round) != (opening.attempt, opening.round):
-                raise Aborted("attempt", self.name, "this attempt was already uploaded, or a newer one was admitted")
+                raise Aborted("attempt", self.name, "the client has already uploaded, or admitted a newer attempt")
             ticket._used = True
             pairs, others = self._pair_secrets(run, current), dict(enumerate(opening.names))
             index, count = opening.names.index(self.name), len(others)
@@ -193,7 +193,7 @@ class Party(SecretHolder):
             return Upload(bound, commitments, hashes, sealed, self._masked).to_bytes()
 
     def settle(self, message: bytes, extra: bytes = b"") -> bytes:
-        """Return M4: agreement on the remaining members, and the pair seeds with those who dropped out.
+        """Return M4: agreement on the remaining members, and the pair seeds with those that dropped out.
 
         Args:
             message: the part of M3 for all clients.
@@ -270,7 +270,7 @@ class Party(SecretHolder):
             raise Aborted("run", "opening", f"{self.name} has no key for this run", "request its hello first")
         now = int(self._clock())
         if rules.needs_new_key(run, self.policy, now):
-            raise Aborted("key", "opening", "this client's key for the run is due to be replaced", "request its hello")
+            raise Aborted("key", "opening", "this client's key for the run must be replaced", "request its hello")
         rules.check_roster_size(len(opening.roster), self.policy)
         rules.check_roster(opening, self._roster, self._verified)
         rules.check_membership(opening, self.name, run.public)
@@ -280,11 +280,11 @@ class Party(SecretHolder):
         return run
 
     def _find_attempt(self, state: State, context: bytes) -> tuple[RunMemory, Current]:
-        """Return the attempt in progress that a message is about, and the memory of its run."""
+        """Return the memory of a run and its attempt in progress, given the context of a message."""
         for run in state.runs.values():
             if run.current is not None and run.current.context == context and state.member == self.name:
                 return run, run.current
-        raise Aborted("attempt", self.name, "this attempt is not in progress: it has ended, or never began here")
+        raise Aborted("attempt", self.name, "this attempt is not in progress: it has ended, or never started here")
 
     def _pair_secrets(self, run: RunMemory, current: Current) -> dict[str, bytes]:
         """Return the secret that this client shares with each other member."""

@@ -1,7 +1,7 @@
 """A client's own policy: which server it answers, and what it refuses regardless of the request.
 
-It is a TOML file next to the client's identity, written by the site (`fedveil keys policy`); no message changes it. It
-prevents accidents and crude attacks. A server that changes the model slightly between two sums can evade it
+It is a TOML file next to the client's identity, written by the site (`fedveil keys policy`); no message can change it.
+It prevents accidents and crude attacks. A server that changes the model slightly between two sums can evade it
 (docs/secure-aggregation.md).
 """
 
@@ -14,7 +14,7 @@ from fedveil.errors import BadArgument
 from fedveil.files import write_atomically
 from fedveil.secagg.identity import HEX, KEY, parse_toml, read_trusted_file
 
-TEXT = """# What this client requires of a server, and how often it answers. No server can change it.
+TEXT = """# This client's requirements for a server, and how often it answers. No server can change them.
 
 # public key of the server that this client answers (`fedveil keys show` on the server prints it)
 server = "{server}"
@@ -35,10 +35,10 @@ key_rounds = {key_rounds}
 key_hours = {key_hours:g}
 
 # Differential privacy for each record. Remove the # signs to take part only in rounds in which every client adds noise
-# under secure aggregation, and only until the budget is spent, over all runs and servers.
+# with secure aggregation, and only until the budget is spent, over all runs and servers.
 # [privacy]
-# dataset = "patients-2026"  # a name for the records: they have one ledger, beside this file
-# records = 8000             # their number, which is public
+# dataset = "patients-2026"  # a name for the records, which have one ledger, next to this file
+# records = 8000             # number of records, which is public
 # epsilon = 3.0              # the budget
 # delta = 1e-5
 # noise = 0.5                # minimum noise multiplier
@@ -50,13 +50,14 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True)
 class PrivacyLimits:
-    """The privacy that a client requires before its records take part in a round, whatever the server asks for.
+    """The privacy that a client requires before its records take part in a round, regardless of the server's request.
 
     Attributes:
         dataset: name of the records.
-        records: the declared number of records, the client's weight in a sum. It is public; records are not counted.
-        epsilon: the budget of a record over all runs.
-        ledger: file with the rounds that these records have taken part in.
+        records: the declared number of records, used as the client's weight in a sum. It is public; the records
+            are not counted.
+        epsilon: the budget for each record over all runs.
+        ledger: file that lists the rounds that these records have taken part in.
         delta: the delta at which epsilon is computed.
         noise: minimum noise multiplier.
         rate: maximum sampling rate.
@@ -75,7 +76,7 @@ class PrivacyLimits:
     def __post_init__(self) -> None:
         where = "PrivacyLimits"
         if type(self.dataset) is not str or not NAME.fullmatch(self.dataset):
-            raise BadArgument(where, "dataset must be a name of letters, digits, dots, hyphens and underscores")
+            raise BadArgument(where, "dataset must consist of letters, digits, dots, hyphens and underscores")
         check_count(where, "records", self.records)
         check_count(where, "colluding", self.colluding)
         for name, low, high in (("epsilon", 1e-3, 1e3), ("noise", 0.1, 1e6)):
@@ -85,7 +86,7 @@ class PrivacyLimits:
 
     @classmethod
     def from_table(cls, table: object, policy: Path) -> "PrivacyLimits":
-        """Read the table [privacy] of a policy; the ledger is a file beside the policy."""
+        """Read the [privacy] table of a policy; the ledger is a file next to the policy."""
         names = [each.name for each in fields(cls) if each.name != "ledger"]
         if not isinstance(table, dict) or not {"dataset", "records", "epsilon"} <= table.keys():
             raise BadArgument("privacy", "it must be a table with dataset, records and epsilon")
@@ -99,7 +100,7 @@ class Policy:
     """A client's policy.
 
     Attributes:
-        server: public key of the only server that it answers; with None, it answers none under secure aggregation.
+        server: public key of the only server that it answers; if None, it refuses secure aggregation.
         min_records: minimum number of records in an update: in the shard or the batch that the server asks for.
         min_members: minimum number of members in the roster of a sum.
         colluders: number of other members that may collude with the server; rosters too small for this are refused.
@@ -134,7 +135,7 @@ class Policy:
     def read(cls, path: Path) -> "Policy":
         """Read a policy from a file that only its owner can change."""
         if not path.exists():
-            what = "there is no policy, which names the server that this client answers"
+            what = "there is no policy file, which specifies the server that this client answers"
             raise BadArgument(str(path), what, "run fedveil keys policy KEY_FILE --server HEX")
         found = parse_toml(path, read_trusted_file(path))
         for name in found:
@@ -152,6 +153,6 @@ class Policy:
     def write(self, path: Path) -> Path:
         """Write a file that `read` accepts; refuse to replace an existing file."""
         if self.server is None:
-            raise BadArgument("Policy", "it names no server", "pass a public key: Policy(server=...)")
+            raise BadArgument("Policy", "it does not specify a server", "pass a public key: Policy(server=...)")
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"server": self.server.hex()}
         return write_atomically(path, TEXT.format(**values), 0o644, new=True)

@@ -1,6 +1,6 @@
-"""The rules by which a client refuses a message. Each check raises Aborted, with its reason, or returns None.
+"""The rules that decide whether a client refuses a message. Each check raises Aborted with its reason, or returns None.
 
-With n members of an attempt, t = max(3, floor(2n/3) + 1) of them must agree, and t shares open a self seed. Clients
+In an attempt with n members, t = max(3, floor(2n/3) + 1) of them must agree, and t shares open a self seed. Clients
 compute t themselves. If c of the others reveal all they know to the server, only sums over at least t - c honest
 clients can be opened, provided that c <= t - 2 and 2t > n + c. `colluders` is the largest such c: 1 for n = 4, 3 for n
 = 10. The proof, and a check over all strategies of a server with up to 6 clients, are in tests/secagg/test_promise.py.
@@ -21,23 +21,23 @@ from fedveil.secagg.memory import Current, RunMemory, State
 from fedveil.secagg.messages import Hello, Opening, Reveal, Settle
 from fedveil.secagg.policy import Policy
 
-LEAST = 3
+MIN_MEMBERS = 3
 REASONS = {
-    "server": "the message is not signed by the server that the client's policy names",
+    "server": "the message is not signed by the server in the client's policy",
     "run": "the client has no key for this run, the run has ended, or the opening is for another run",
-    "key": "the client's key for this run is due to be replaced",
+    "key": "the client's key for this run must be replaced",
     "policy": "the client's policy does not allow it: too few records or members, too many sums, or too little privacy",
     "budget": "one more round would exceed the privacy budget of the client's data set",
     "repeat": "a sum on the same broadcast was opened over other members",
     "full": "the table of runs in the client's memory is full",
-    "roster": "the roster names a stranger, leaves the client out, or a key in it is not its owner's",
-    "few": "too few members take part, or are left, to hide each of them",
-    "attempt": "the attempt is not above the last one, or not the one in progress",
-    "round": "the round was revealed already, or is behind one that was",
+    "roster": "the roster contains a stranger or an invalid key, or does not contain the client",
+    "few": "too few members take part, or remain, to hide each of them",
+    "attempt": "the attempt is not later than the last one, or is not the one in progress",
+    "round": "the round has already been revealed, or is earlier than the last one",
     "step": "a step of settling was skipped or repeated",
-    "members": "the members left are not a subset of the last ones, or do not include the client",
+    "members": "the remaining members are not a subset of the previous ones, or do not include the client",
     "signatures": "too few members have signed the same list of members",
-    "busy": "another thread or process uses the client's memory",
+    "busy": "another thread or process is using the client's memory",
     "share": "the shares of a client's seed do not match",
     "sum": "the masks do not cancel",
 }
@@ -50,8 +50,8 @@ def threshold(n: int) -> int:
     >>> [threshold(n) for n in (3, 4, 5, 10, 50)]
     [3, 3, 4, 7, 34]
     """
-    fix = f"use at least {LEAST} clients: with two, each could compute the other's vector from the sum"
-    return max(3, 2 * check_count("secure aggregation", "the number of clients", n, LEAST, fix) // 3 + 1)
+    fix = f"use at least {MIN_MEMBERS} clients: with two, each could compute the other's vector from the sum"
+    return max(3, 2 * check_count("secure aggregation", "the number of clients", n, MIN_MEMBERS, fix) // 3 + 1)
 
 
 def colluders(n: int) -> int:
@@ -65,7 +65,7 @@ def colluders(n: int) -> int:
 
 
 def liars(n: int) -> int:
-    """Return how many of n members may lie and still be identified: the number that may drop out, at least 1.
+    """Return how many of n members can lie and still be identified: the number that may drop out, at least 1.
 
     >>> [liars(n) for n in (3, 4, 5, 10, 50)]
     [1, 1, 1, 3, 16]
@@ -81,7 +81,7 @@ def check_roster_size(n: int, policy: Policy) -> None:
 
 
 def needs_new_key(run: RunMemory, policy: Policy, now: int) -> bool:
-    """Return whether a key is gone, or has been used so often, or is so old, that it must be replaced."""
+    """Return whether a run's key is missing, used up or expired, and must be replaced."""
     return not run.key or run.uses >= policy.key_rounds or not 0 <= now - run.created < 3600 * policy.key_hours
 
 
@@ -94,17 +94,17 @@ def check_budget(state: State, run: RunMemory, policy: Policy, day: int) -> None
 
 
 def check_same_members(state: State, subject: str, members: str) -> None:
-    """Refuse a second sum on the same broadcast over other members: the difference would reveal those missing."""
+    """Refuse a second sum on the same broadcast over other members: the difference would expose those left out."""
     if any(over != members for over in state.opened_members(subject)):
         what = "this client has opened a sum on the same broadcast over other members"
         raise Aborted("repeat", "reveal", what, "continue with the same members, or with another model")
 
 
 def check_roster(opening: Opening, roster: Roster, verified: set[Hello]) -> None:
-    """Require everyone to be in the client's own roster, once, with a key that its owner signed for this run."""
+    """Require each member to be in the client's own roster, once, with a key that it signed for this run."""
     keys = {hello.key for hello in opening.roster}
     if not len(set(opening.names)) == len(keys) == len(opening.roster):
-        raise Aborted("roster", "opening", "it names a member or a key twice")
+        raise Aborted("roster", "opening", "it lists a member or a key twice")
     for hello in opening.roster:
         if hello.run != opening.run:
             raise Aborted("run", "opening", f"the key of {hello.name} is for another run")
@@ -120,21 +120,21 @@ def check_roster(opening: Opening, roster: Roster, verified: set[Hello]) -> None
 def check_membership(opening: Opening, name: str, key: bytes) -> None:
     """Require that the opening includes the client itself, with its current key."""
     if (name, key) not in [(hello.name, hello.key) for hello in opening.roster]:
-        raise Aborted("roster", "opening", f"it does not include {name}, or has an old key of {name}")
+        raise Aborted("roster", "opening", f"it does not include {name}, or lists an old key of {name}")
 
 
 def check_attempt(run: RunMemory, opening: Opening) -> None:
-    """Require a higher attempt than any for which this key has been used, so that no mask is used twice."""
+    """Require an attempt later than any for which this key was used, so that no mask is used twice."""
     if opening.attempt <= run.attempt:
-        raise Aborted("attempt", "opening", f"attempt {opening.attempt} is not above the last one, {run.attempt}")
+        raise Aborted("attempt", "opening", f"attempt {opening.attempt} is not later than the last one, {run.attempt}")
 
 
 def check_round(run: RunMemory, opening: Opening) -> None:
-    """Require a round that is not behind the last one and was not revealed: a round opens at most one sum."""
+    """Require a round that is not earlier than the last one and was not revealed: each round opens at most one sum."""
     if opening.round <= run.revealed:
-        raise Aborted("round", "opening", f"round {opening.round} is not above the one last revealed, {run.revealed}")
+        raise Aborted("round", "opening", f"round {opening.round} is not later than the last revealed, {run.revealed}")
     if opening.round < run.round:
-        raise Aborted("round", "opening", f"round {opening.round} is behind the last one, {run.round}")
+        raise Aborted("round", "opening", f"round {opening.round} is earlier than the last one, {run.round}")
 
 
 def check_step(current: Current, settle: Settle) -> None:
@@ -144,27 +144,27 @@ def check_step(current: Current, settle: Settle) -> None:
 
 
 def check_members(current: Current, members: Collection[str]) -> None:
-    """Require a subset of the last members, and fewer after the first step: no member may return."""
+    """Require a subset of the previous members, and a smaller one after the first step: no member may return."""
     if current.step >= 0 and len(members) >= len(current.members):
         raise Aborted("members", "settle", "every further step must have fewer members")
     if not set(members) <= set(current.members):
-        raise Aborted("members", "settle", "it names a member that was dropped, or a stranger")
+        raise Aborted("members", "settle", "it lists a member that was dropped, or a stranger")
 
 
 def check_survivors(current: Current, members: Collection[str], name: str) -> None:
-    """Require that this client and enough others are left: t members, or more if their noise is needed."""
+    """Require that this client and enough others remain: t members, or more if their noise is needed."""
     if name not in members:
         raise Aborted("members", "settle", "it does not include this client")
     n = len(current.names)
     least = max(threshold(n), current.least)
     if len(members) < least:
-        raise Aborted("few", "settle", f"{len(members)} of {n} members are left: at least {least} are needed")
+        raise Aborted("few", "settle", f"{len(members)} of {n} members remain: at least {least} are needed")
 
 
 def check_agreement(current: Current, reveal: Reveal, roster: Roster, name: str) -> None:
     """Require that at least t members, this client included, have signed the list that it signed last."""
     if (reveal.settle.step, reveal.settle.members) != (current.step, current.members):
-        raise Aborted("members", "reveal", "it is not about the members that this client agreed to last")
+        raise Aborted("members", "reveal", "its members are not those that this client last agreed to")
     text, least = reveal.settle.signed_bytes(), threshold(len(current.names))
     good = 1  # its own signature need not be checked
     for other in current.members:

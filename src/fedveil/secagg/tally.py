@@ -7,8 +7,8 @@ An invalid reply raises BadArgument, and its sender counts as dropped out; Abort
 recorded in the run's `Conduct`.
 
 Nobody is trusted: both ends of a pair must have committed to the same seed, an opened seed must match its commitment, a
-revealed share must match the hash that its dealer gave, and the first word of the sum must be the number of its
-members. A share that does not match its hash is discarded. If shares that match do not give the seed that the dealer
+revealed share must match the hash that its dealer sent, and the first word of the sum must be the number of its
+members. A share that does not match its hash is discarded. If matching shares do not yield the seed that the dealer
 committed to, the dealer has lied.
 """
 
@@ -21,9 +21,9 @@ from fedveil.secagg import masks
 from fedveil.secagg.fixed import Words
 from fedveil.secagg.identity import Roster
 from fedveil.secagg.messages import Opening, Reveal, RevealReply, Settle, SettleReply, Upload, context, pack_dealt
-from fedveil.secagg.rules import LEAST, liars, threshold
+from fedveil.secagg.rules import MIN_MEMBERS, liars, threshold
 
-Pair = tuple[str, str]  # in the order of names
+Pair = tuple[str, str]  # sorted by name
 
 
 class Conduct:
@@ -74,13 +74,13 @@ class Conduct:
         disputes. If the number of disputes alone decided, two liars could keep an honest member out of every round.
         """
         disputed = {(min(pair), max(pair)) for pair in pairs}
-        self._most = most = max(self._most, liars(n))  # partners add up over attempts, even with fewer members
+        self._most = most = max(self._most, liars(n))  # disputes add up over attempts, even smaller ones
         for one, other in disputed:
             self._partners.setdefault(one, set()).add(other)
             self._partners.setdefault(other, set()).add(one)
         for name, partners in self._partners.items():
             if len(partners) > most:
-                self.exclude(name, f"the seeds of its pairs differ from those of {len(partners)} members")
+                self.exclude(name, f"its pair seeds differ from those of {len(partners)} members")
         out = {name for name in self.excluded if any(name in pair for pair in disputed)}
         while left := sorted(pair for pair in disputed if not out & set(pair)):
             counts = Counter(name for pair in left for name in pair)
@@ -95,15 +95,16 @@ class Tally:
     """One attempt at a sum.
 
     Args:
-        opening: as it was sent in M1.
+        opening: the opening that was sent in M1.
         digest: SHA-256 of all the bytes of M1.
         roster: the members that may take part.
         conduct: the members' conduct in the run so far.
     """
 
     def __init__(self, opening: Opening, digest: bytes, roster: Roster, conduct: Conduct | None = None) -> None:
-        if len(opening.roster) < LEAST:
-            raise Aborted("few", "opening", f"{len(opening.roster)} members are too few: at least {LEAST} are needed")
+        if len(opening.roster) < MIN_MEMBERS:
+            what = f"{len(opening.roster)} members are too few: at least {MIN_MEMBERS} are needed"
+            raise Aborted("few", "opening", what)
         self._names, self._roster, self.conduct = opening.names, roster, conduct or Conduct()
         self._index = {name: index for index, name in enumerate(self._names)}
         self._threshold = threshold(len(self._names))
@@ -112,7 +113,7 @@ class Tally:
         self._settle: Settle | None = None
         self._replies: dict[str, SettleReply] = {}  # to the last step
         self._disputing: set[str] = set()
-        self._signatures: dict[str, bytes] = {}  # on the last step, those that were checked
+        self._signatures: dict[str, bytes] = {}  # verified signatures on the last step
         self._complaints: dict[str, set[str]] = {}  # dealers whose shares an accuser cannot use
         self._seeds: dict[tuple[int, int], bytes] = {}  # keyed by (survivor, dropout)
         self._reveal: Reveal | None = None
@@ -129,7 +130,7 @@ class Tally:
         return self._settle.members if self._settle else tuple(name for name in self._names if name in self._uploads)
 
     def take_upload(self, name: str, data: bytes) -> None:
-        """Accept M2; discard it unread if it is late."""
+        """Accept M2; refuse it, unread, if it is late."""
         self._expect("upload", name, self._names, self._settle is None)
         if name in self._uploads:
             raise BadArgument("upload", f"{name} has already uploaded")
@@ -140,14 +141,14 @@ class Tally:
     def settle(self) -> tuple[bytes, dict[str, bytes]]:
         """Return M3: the bytes for all remaining members, and additional bytes for each of them."""
         if self._reveal or (self._settle and self.has_agreement()):
-            raise BadArgument("settle", "the members left have already agreed", "call reveal()")
+            raise BadArgument("settle", "the remaining members have already agreed", "call reveal()")
         if self._settle is None:
             members, step = self._matching_members(), 0
         else:
             replied = [name for name in self._settle.members if name in self._replies]
             members, step = self._recoverable_members(replied), self._settle.step + 1
         if len(members) < self._threshold:
-            what = f"{len(members)} of {len(self._names)} clients are left: at least {self._threshold} are needed"
+            what = f"{len(members)} of {len(self._names)} clients remain: at least {self._threshold} are needed"
             raise Aborted("few", "settle", what, "start a new attempt")
         self._settle, self._replies, self._signatures = Settle(self._context, step, tuple(members)), {}, {}
         own = {name: self._dealt_to(name, members) if step == 0 else b"" for name in members}
@@ -188,7 +189,7 @@ class Tally:
     def reveal(self) -> bytes:
         """Return M5: the signatures of t of the remaining members."""
         if not self.has_agreement():
-            raise BadArgument("reveal", "the members left have not agreed yet", "call settle()")
+            raise BadArgument("reveal", "the remaining members have not agreed yet", "call settle()")
         assert self._settle is not None
         self._reveal = Reveal(self._settle, self._signatures)
         return self._reveal.to_bytes()
@@ -222,10 +223,10 @@ class Tally:
         for dealer in right.keys() - self._revealed[name].keys():
             self.conduct.exclude(dealer, "a share that it dealt is not an element of the field")
         if right.keys() != set(self.survivors) - self._complaints.get(name, set()):
-            self._exclude("revealed", name, "it did not reveal the shares that it was dealt and did not dispute")
+            self._exclude("revealed", name, "it did not reveal exactly the shares that it had accepted")
 
     def total(self) -> Words:
-        """Return the sum over `survivors`, modulo 2^64, after checking everything about it."""
+        """Return the sum over `survivors`, modulo 2^64, after all checks."""
         if self._reveal is None:
             raise BadArgument("total", "nothing has been revealed yet", "call reveal()")
         if len(self._revealed) < self._threshold:
@@ -244,7 +245,7 @@ class Tally:
         return total
 
     def _own_seed(self, name: str) -> bytes | None:
-        """Return a client's self seed from t valid shares; exclude the client if the seed is not the committed one."""
+        """Recover a client's self seed from t valid shares; exclude the client if the seed is not the committed one."""
         shares = {self._index[by] + 1: own[name] for by, own in sorted(self._revealed.items()) if name in own}
         if len(shares) < self._threshold:
             return None
@@ -254,11 +255,11 @@ class Tally:
                 return seed
         except Aborted:
             pass  # the shares do not represent a seed
-        self.conduct.exclude(name, "the shares that it dealt do not give the seed that it committed to")
+        self.conduct.exclude(name, "the shares that it dealt do not yield the seed that it committed to")
         return None
 
     def _matching_members(self) -> list[str]:
-        """Return the members that uploaded, without one of each pair whose commitments to their common seed differ."""
+        """Return the members that uploaded, except one of each pair whose commitments to their common seed differ."""
         left = [name for name in self._names if name in self._uploads]
         disputed = [pair for pair in combinations(left, 2) if self._differs(*pair)]
         self._disputing = {name for pair in disputed for name in pair}
@@ -280,7 +281,7 @@ class Tally:
         return {name for name in left if len(left) - lost[name] < self._threshold}
 
     def _was_dealt(self, dealer: str, name: str, share: bytes) -> bool:
-        """Return whether a share matches the hash that its dealer gave for this member."""
+        """Return whether a share matches the hash that its dealer sent for this member."""
         upload, index = self._uploads.get(dealer), self._index[name]
         return upload is not None and masks.share_hash(self._context, dealer, index, share) == upload.hashes[index]
 
@@ -309,6 +310,6 @@ class Tally:
 
 
 def check_count(total: Words, members: int) -> None:
-    """Require the first word of a sum, to which every client adds 1, to be the number of clients: masks cancel."""
+    """Check that the masks cancel: every client adds 1 to the first word, so it must be the number of clients."""
     if int(total[0]) != members:
         raise Aborted("sum", "total", f"the masks of {members} clients do not cancel: one of them is wrong")

@@ -34,9 +34,9 @@ class AttackRequest(Generic[O]):
 
     Attributes:
         config: configuration of the federation.
-        defences: names of the defences; the federation is attacked under each of them.
+        defences: names of the defences under which the federation is attacked.
         options: values of the attack's flags, as a frozen dataclass.
-        run: folder of a trained run to attack; `defences` then contains only its defence. By default, train a new run.
+        run: folder of a trained run to attack; `defences` then contains only its defence. None to train a new run.
         label: prefix of job names, for attacks that share a folder.
         notes: sentences about the run, printed before the verdict.
     """
@@ -49,7 +49,7 @@ class AttackRequest(Generic[O]):
     notes: tuple[str, ...] = ()
 
     def config_for(self, defence: str) -> Config:
-        """Return the configuration for a defence; settings for a user's defence are dropped if it is built in."""
+        """Return the configuration for a defence; settings for a user's defence are not passed to a built-in one."""
         built_in = {record.name for record in BUILT_IN}
         if defence in built_in and not built_in.issuperset(self.defences):
             return self.config.changed(defence=defence, settings=())
@@ -63,17 +63,17 @@ class AttackRequest(Generic[O]):
 class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
     """Base class for attacks on a federation under several defences.
 
-    If there is one job per defence, a subclass defines `attack` and `result`. If there are several, it overrides
-    `graph`, with the help of `join_parts`.
+    A subclass with one job per defence defines `attack` and `result`. A subclass with several jobs per defence
+    overrides `graph`, usually with `join_parts`.
 
     Attributes:
         name: name on the command line.
-        summary: one line of help.
+        summary: one-line help text.
         options: a frozen dataclass with a default and a description for each of the attack's flags.
         defaults: configuration values that override the defaults of `Config`, at a scale that two cores can handle.
         result: type of the attack's result.
         trains: whether the federation is trained first.
-        needs_shared: whether the attack fails if one of the `shared` jobs fails; otherwise it runs without it.
+        needs_shared: whether the attack fails if any of the `shared` jobs fails; otherwise it runs without that job.
     """
 
     name: str
@@ -154,9 +154,9 @@ def check_defences(names: Sequence[str], known: Sequence[str], flag: str) -> Non
         if ":" not in name:
             check_choice(flag, "defence", name, known)
         if name in names[:number]:
-            raise BadArgument(flag, f"{name!r} is given twice", "leave one out")
+            raise BadArgument(flag, f"{name!r} is given twice", "remove one of them")
     if not names:
-        raise BadArgument(flag, "no defence is named", f"use one or more of {', '.join(known)}")
+        raise BadArgument(flag, "no defence is given", f"use one or more of {', '.join(known)}")
 
 
 def join_parts(

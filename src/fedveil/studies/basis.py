@@ -26,7 +26,7 @@ from fedveil.lookup import import_object, list_installed
 from fedveil.runs.build import load_own_data
 from fedveil.runs.config import Config, DataSettings
 
-AGAIN = "computed again"  # prefix of a progress message that explains why a stored result is not used
+AGAIN = "computed again"  # prefix of a progress message that explains why a stored result is not reused
 CHUNK = 2**20  # number of tensor values to hash at once
 V = TypeVar("V")
 
@@ -38,7 +38,7 @@ class Basis:
     Attributes:
         version: version of this package, which identifies its code and the data that come with it.
         data: SHA-256 of the files of each data set, or of the records that a user's code loads.
-        code: SHA-256 of the source file of each module that the configuration names; its imports are not included.
+        code: SHA-256 of the source file of each module that the configuration refers to, without its imports.
         study: SHA-256 of the source file of an attack from another package.
         checkpoint: SHA-256 of the checkpoint of the user's run that is attacked; None if the study trains the run.
     """
@@ -88,7 +88,7 @@ class Digests:
         """Return the basis of a job, given its work and the user's run that it attacks."""
         found, module = self.configs_basis(configs_in(work)), type(work).__module__
         study = {} if _is_ours(module) else self._modules([module])
-        digest = None if attacked is None else checkpoint.find_digest(attacked / checkpoint.LAST)
+        digest = None if attacked is None else checkpoint.read_digest(attacked / checkpoint.LAST)
         return replace(found, study=study, checkpoint=digest)
 
     def configs_basis(self, configs: Iterable[Config]) -> Basis:
@@ -124,7 +124,7 @@ def configs_in(value: V) -> Iterator[Config]:
 
 
 def list_specs(config: Config) -> list[str]:
-    """Return the names, as `package.module:name`, of all code from other packages that a configuration uses."""
+    """Return the names (`package.module:name`) of all code from other packages that a configuration uses."""
     specs = [name for name in (config.data.name, config.model.name, config.defence.name) if ":" in name]
     with contextlib.suppress(BadArgument):  # the job that builds the defence reports the error
         record = registry.find(config.defence.name)
@@ -164,7 +164,7 @@ def digest_files(source: Path) -> str:
 
 def _digest_file(path: Path) -> str:
     if path.exists() and not path.is_file():
-        raise BadArgument(str(path), "it is not a regular file", "name a file")
+        raise BadArgument(str(path), "it is not a regular file", "use a regular file")
     with path.open("rb") as file:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 

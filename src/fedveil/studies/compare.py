@@ -48,8 +48,8 @@ class CompareStudy(Study[CompareRequest, Runs]):
     """Training under several defences and seeds."""
 
     def graph(self, request: CompareRequest, folder: Path) -> JobGraph[Runs]:
-        """Return a job per seed and defence, ordered by seed, so that the first seeds are complete first."""
-        build_federation(request.config.changed(defence="plain"), load_data(request.config))  # check the settings
+        """Return one job per seed and defence, ordered by seed, so that the first seeds finish first."""
+        build_federation(request.config.changed(defence="plain"), load_data(request.config))  # validate the settings
         jobs, first = dict[tuple[str, int], StudyJob[TrainedRun]](), request.config.training.seed
         for seed in range(first, first + request.seeds):
             for name in request.defences:
@@ -84,7 +84,7 @@ class CompareStudy(Study[CompareRequest, Runs]):
         ]
         title, header = f"{config.data.name}, {config.model.name}: defences compared", [*HEADER, *["epsilon"] * private]
         rows = [_row(name, runs, results.get("plain", []), metric, config) for name, runs in results.items()]
-        note = f"Mean and standard deviation over {count(request.seeds, 'seed')}; bytes without names and shapes."
+        note = f"Mean and standard deviation over {count(request.seeds, 'seed')}; byte counts exclude names and shapes."
         where = f"{config.model.name} on {config.data.name} with {count(config.data.clients, 'client')}"
         lead = f"{len(results)} ways to train {where}. The curves show the first seed."
         header = [column.format(metric) for column in header]
@@ -92,7 +92,7 @@ class CompareStudy(Study[CompareRequest, Runs]):
 
 
 def _row(defence: str, runs: SeedRuns, plain: SeedRuns, metric: str, config: Config) -> list[str]:
-    """Return the row of a defence: metric and its spread over seeds, largest difference from plain, cost, epsilon."""
+    """Return the row for a defence: metric with its spread over seeds, largest difference from plain, cost, epsilon."""
     done, private = list[TrainedRun](), has_privacy(config)
     for number, run in enumerate(runs):
         if isinstance(run, Failure):
@@ -100,23 +100,23 @@ def _row(defence: str, runs: SeedRuns, plain: SeedRuns, metric: str, config: Con
         done.append(run)
     ends = [run.history.metrics[metric] for run in done]
     spread = f"{statistics.fmean(ends):.4f} ± {statistics.stdev(ends) if len(ends) > 1 else 0.0:.4f}"
-    far = _largest_difference(runs, plain, metric) if defence != "plain" else ""
+    difference = _largest_difference(runs, plain, metric) if defence != "plain" else ""
     seconds = statistics.fmean(run.records[-1].seconds for run in done)
     traffic = [record.figures for run in done for record in run.records]
-    size = statistics.fmean(own.get("bytes_down", 0) + own.get("bytes_up", 0) for own in traffic)
+    size = statistics.fmean(figures.get("bytes_down", 0) + figures.get("bytes_up", 0) for figures in traffic)
     active = max(1, round(config.training.participation * config.data.clients))
     epsilon = [f"{max(run.records[-1].figures.get('epsilon', math.inf) for run in done):.3g}"] if private else []
-    return [defence, spread, far, f"{seconds:.1f}", f"{size:,.0f}", f"{active * size:,.0f}", *epsilon]
+    return [defence, spread, difference, f"{seconds:.1f}", f"{size:,.0f}", f"{active * size:,.0f}", *epsilon]
 
 
 def _largest_difference(runs: SeedRuns, plain: SeedRuns, metric: str) -> str:
     """Format the largest difference between curves with the same seed; return "" if no seed has both curves."""
-    far = []
+    differences = []
     for run, other in zip(runs, plain, strict=False):
         if isinstance(run, TrainedRun) and isinstance(other, TrainedRun):
             pairs = zip(run.history.curve(metric), other.history.curve(metric), strict=False)
-            far.append(max((abs(a - b) for (_, a), (_, b) in pairs), default=0.0))
-    return f"{max(far):.1e}" if far else ""
+            differences.append(max((abs(a - b) for (_, a), (_, b) in pairs), default=0.0))
+    return f"{max(differences):.1e}" if differences else ""
 
 
 def verdict(results: Runs, metric: str) -> str:

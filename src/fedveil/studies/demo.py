@@ -87,7 +87,7 @@ def recovery_errors(federation: Federation) -> list[float]:
 
 @dataclass(frozen=True)
 class TrainDigits:
-    """The work of one training run on digits."""
+    """Job work that trains one run on digits."""
 
     config: Config
 
@@ -115,7 +115,7 @@ class DemoStudy(Study[Demo, Runs]):
     """Plain training, veiled training, and plain training with one additional rounding error."""
 
     def graph(self, request: Demo, folder: Path) -> JobGraph[Runs]:
-        """Return one job per kind of training; if a job fails, an error is raised."""
+        """Return one job per kind of training; a failed job raises an error."""
         configs = {kind: CONFIG.changed(epochs=request.epochs, **values) for kind, values in KINDS.items()}
         works = {kind: TrainDigits(config) for kind, config in configs.items()}
         jobs = {kind: StudyJob(kind.replace(" ", "-"), work, DemoRun) for kind, work in works.items()}
@@ -129,15 +129,17 @@ class DemoStudy(Study[Demo, Runs]):
             for name, run in results.items()
         ]
         rows += [[view, f"{accuracy:.1%}", ""] for view, accuracy in list(veiled.views.items())[1:]]
-        exact = f"{statistics.median(veiled.errors):.0e}, the median of {count(len(veiled.errors), 'round')}"
+        error = f"{statistics.median(veiled.errors):.0e}, the median of {count(len(veiled.errors), 'round')}"
         matrices = [Matrix(view, veiled.classes, counts) for view, counts in veiled.matrices.items()]
         settings = applicable_values(CONFIG.changed(epochs=request.epochs))
-        said = f"Test accuracy: {', '.join(f'{name} {accuracy}' for name, accuracy, _ in rows)}."
+        verdict = f"Test accuracy: {', '.join(f'{name} {accuracy}' for name, accuracy, _ in rows)}."
         header, first = ["model", "test accuracy", "time"], [SideBySide("Predictions on the test data", matrices)]
         protection = Text("What is and is not protected", PROTECTION)
         facts = Facts("Configuration", {name: str(value) for name, value in settings.items()})
         sections = [*curve_sections(histories), protection, facts]
-        return Presentation("Demo: digits, plain and veiled", said, header, rows, NOTE.format(exact), sections, first)
+        return Presentation(
+            "Demo: digits, plain and veiled", verdict, header, rows, NOTE.format(error), sections, first
+        )
 
 
 DEMO = DemoStudy()

@@ -1,4 +1,4 @@
-"""Train or load the federations of studies, measure their quality, and record what a client observes."""
+"""Train or load the federations that studies use, measure their quality, and record what a client observes."""
 
 import contextlib
 import copy
@@ -30,8 +30,8 @@ from fedveil.runs.results import primary_metric
 from fedveil.studies.basis import AGAIN, Basis, explain_change
 from fedveil.studies.jobs import JobResults, Result
 
-ATTACKER = 0  # the client that attacks
-BASIS = "basis.json"  # file in the folder of each run that a study trained
+ATTACKER = 0  # index of the attacking client
+BASIS = "basis.json"  # written to the folder of every run that a study trains
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Quality:
     Attributes:
         metric: name of the metric.
         train, test: value of the metric on members and on held-out records.
-        gap: how much better the model is on members; without a gap, membership cannot be inferred.
+        gap: how much better the model performs on members; without a gap, membership cannot be inferred.
     """
 
     metric: str
@@ -77,19 +77,19 @@ class TrainedRun(Result):
 
 @dataclass(frozen=True)
 class TrainRun:
-    """The work of training a federation; an unfinished run in the folder is resumed."""
+    """Job work that trains a federation, resuming an unfinished run in the folder."""
 
     config: Config
     run: Path
 
     def __call__(self, progress: Progress, done: JobResults) -> TrainedRun:
-        """Train until the last epoch."""
+        """Train to the last epoch."""
         federation, data = load_or_train(self.config, self.run, progress, done.basis)
         return TrainedRun(str(self.run), federation.history.records, constant_metric(data))
 
 
 def round_progress(epochs: int, progress: Progress) -> Callable[[RoundRecord], None]:
-    """Return a callback that reports the progress of training after each round."""
+    """Return a callback that reports training progress after each round."""
     return lambda record: progress(min(1.0, record.epoch / epochs), f"training, epoch {record.epoch:.0f}/{epochs}")
 
 
@@ -102,10 +102,10 @@ def constant_metric(data: Data) -> float:
 
 
 def load_or_train(config: Config, folder: Path, progress: Progress, basis: Basis) -> tuple[Federation, Data]:
-    """Return the trained federation of a configuration and its data; resume an unfinished run.
+    """Return the trained federation for a configuration, and its data; resume an unfinished run.
 
-    A run that a study trained on a different basis (version, data or code) is trained again from the start. A user's
-    run is only read; in this case, the basis has a checkpoint.
+    A run that a study trained on a different basis (version, data or code) is trained again from the start. If the
+    basis has a checkpoint, the run belongs to the user and is only read.
     """
     data = load_data(config)
     if basis.checkpoint is None:
@@ -120,7 +120,7 @@ def describe_run(config: Config, folder: Path) -> list[str]:
     federation = resume_federation(config, folder, load_data(config))
     notes, last = [], config.training.epochs * federation.rounds_per_epoch
     if not is_finished(config, folder) and federation.round < last:
-        notes.append(f"This run is unfinished: it is attacked after round {federation.round} of {last}.")
+        notes.append(f"This run is unfinished: the attack uses its state after round {federation.round} of {last}.")
     if RECORDS in federation.changed:
         notes.append("The data have changed since this run was trained: it may not have seen the supposed members.")
     return notes
@@ -170,7 +170,7 @@ def observe(federation: Federation, rounds: int = 1) -> Observation:
 
 
 def observe_all(federation: Federation, defence: str) -> Views:
-    """Return the observation of each attacker of a defence, and the reason for each attacker without one."""
+    """Return each attacker's observation under a defence and, for attackers without one, the reason."""
     attackers = find_attackers(find(defence))
     return attacker_views(attackers, observe(federation, attackers.broadcasts_needed))
 

@@ -31,7 +31,7 @@ from fedveil.progress import Progress
 from fedveil.studies.basis import AGAIN, Basis, Digests, explain_change
 
 Show = Callable[[str, float, str], None]  # called with the job's name, the fraction done and the current step
-POLL = 0.2  # interval between checks for finished jobs, in seconds
+POLL = 0.2  # seconds between checks for finished jobs
 
 
 def show_nothing(name: str, fraction: float, step: str) -> None:
@@ -74,8 +74,9 @@ class StudyJob(Generic[R]):
     """A part of a computation.
 
     Attributes:
-        name: name of the job and its file, unique in a folder.
-        work: the work. A stored result is reused if the repr of the work, the data and the code have not changed.
+        name: name of the job and of its file, unique within a folder.
+        work: callable that computes the result. A stored result is reused if the work's repr, the data and the code
+            have not changed.
         result: type of the result.
         needs: jobs that must succeed first; the work receives their results.
         after: jobs that must end first, even if they fail.
@@ -164,7 +165,7 @@ def run_jobs(
         folder: folder with a file for each job.
         workers: number of processes, by default one per core; if 1, all jobs run in this process.
         show: called with a job's name, the fraction done and the current step.
-        digests: a cache of digests, if the command has already computed some.
+        digests: digests that the command has already computed.
     """
     digests = digests or Digests()
     bases = {job.name: digests.job_basis(job.work, job.attacked) for job in jobs}
@@ -234,7 +235,7 @@ def _run_in_worker(job: StudyJob[Result], folder: Path, done: JobResults) -> Res
 
 
 def _set_up_worker(queue: ProgressQueue, parent: int) -> None:
-    """Set up a worker process that exits when its parent has exited, so that it cannot interfere with a new run."""
+    """Set up a worker process that exits when its parent exits, so that it cannot interfere with a new run."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -246,7 +247,9 @@ def _set_up_worker(queue: ProgressQueue, parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker at once; only the parent prints a message
     torch.set_num_threads(1)  # there is one worker per core
-    torch.set_flush_denormal(True)  # weights of dead units decay to denormals, which made rounds seven times slower
+    torch.set_flush_denormal(
+        True
+    )  # weights of dead units decay to denormals, which would make rounds seven times slower
 
 
 @contextlib.contextmanager

@@ -44,12 +44,12 @@ class EpsilonResult(Result):
 
 @dataclass(frozen=True)
 class MeasureConfig:
-    """Train a configuration with canaries, in one process."""
+    """Job work that trains a configuration with canaries, in one process."""
 
     config: Config
 
     def __call__(self, progress: Progress, done: JobResults) -> EpsilonResult:
-        """Measure epsilon; a veil is left out, because the sum that the server recovers is that of plain training."""
+        """Measure epsilon; a veil is omitted, because the server recovers the same sum as in plain training."""
         config, training = self.config, self.config.training
         data = load_data(config)
         parts = client_parts(config.data, training.seed, data)

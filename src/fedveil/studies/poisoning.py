@@ -1,4 +1,4 @@
-"""`fedveil attack poisoning`: measure the accuracy with hostile clients, with and without limits."""
+"""`fedveil attack poisoning`: measure the accuracy when clients are hostile, with and without limits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,14 +38,14 @@ class Ending:
         ended: reason why the run ended early; "" if it did not.
         rounds: number of completed rounds.
         refused: number of refused updates from hostile clients.
-        wronged: number of refused updates from honest clients.
+        refused_honest: number of refused updates from honest clients.
     """
 
     accuracy: float | None
     ended: str
     rounds: int
     refused: int
-    wronged: int
+    refused_honest: int
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class PoisoningOptions:
     def configs(self, config: Config) -> dict[str, Config]:
         """Return the configuration for each limit: no limits, bounds, and bounds with each aggregation rule."""
         rules = [] if self.rules == "none" else _parse_names("--rules", "rule", self.rules, RULES)
-        nothing: dict[str, Value] = dict.fromkeys(LimitSettings.model_fields)
-        found = {UNLIMITED: config.changed(**nothing), BOUNDED: config.changed(aggregator=MEAN)}
+        no_limits: dict[str, Value] = dict.fromkeys(LimitSettings.model_fields)
+        found = {UNLIMITED: config.changed(**no_limits), BOUNDED: config.changed(aggregator=MEAN)}
         return found | {rule: config.changed(aggregator=rule) for rule in rules}
 
 
@@ -116,7 +116,7 @@ def _parse_names(flag: str, kind: str, names: str, known: Mapping[str, object]) 
 
 @dataclass(frozen=True)
 class Poison:
-    """The work of one attack on one federation, under each limit."""
+    """Job work that runs one attack on one federation under each limit."""
 
     config: Config
     options: PoisoningOptions
@@ -255,21 +255,21 @@ def main_rows(results: Mapping[str, Poisoning], limits: Sequence[str], hostile: 
                 continue
             own, bounded = limit_figures(defence, result, attack, limits), result.endings(attack, BOUNDED)
             sent = 0 if attack == HONEST else hostile * sum(one.rounds for one in bounded)
-            refused = f"{sum(one.refused for one in bounded)}/{sent}, {sum(one.wronged for one in bounded)}"
+            refused = f"{sum(one.refused for one in bounded)}/{sent}, {sum(one.refused_honest for one in bounded)}"
             yield [defence, attack, *(one.cell() for one in own), refused]
 
 
 def verdict(figures: Sequence[LimitFigures]) -> str:
     """Return a sentence with the lowest accuracy for each limit, over all attacks and defences."""
     honest = [one.accuracy.value for one in figures if (one.attack, one.limits) == (HONEST, UNLIMITED) and one.accuracy]
-    left: dict[str, float] = {}  # accuracy by limit; -1 if a run ended early
+    lowest: dict[str, float] = {}  # accuracy by limit; -1 if a run ended early
     for one in figures:
         if one.attack != HONEST and one.endings:
             value = one.accuracy.value if one.accuracy and not one.ended else -1.0
-            left[one.limits] = min(value, left.get(one.limits, 1.0))
-    if not honest or not left:
+            lowest[one.limits] = min(value, lowest.get(one.limits, 1.0))
+    if not honest or not lowest:
         return "No verdict: no run with hostile clients can be compared with an honest one."
-    parts = [f"{name} {f'{100 * value:.1f} %' if value >= 0 else 'no model'}" for name, value in left.items()]
+    parts = [f"{name} {f'{100 * value:.1f} %' if value >= 0 else 'no model'}" for name, value in lowest.items()]
     return f"Accuracy under the worst attack: {', '.join(parts)}; with honest clients {100 * min(honest):.1f} %."
 
 

@@ -1,4 +1,4 @@
-"""Verdicts of all studies: the thresholds, and labels with the estimates that they are based on."""
+"""Verdicts for all studies: thresholds, and labels with the estimates that they are based on."""
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,10 +12,10 @@ from fedveil.studies.presentation import capitalise, display_name, text
 CLEAR = 0.1  # a leak is clear above this fraction of the distance between guessing and full knowledge
 SLIGHT = 0.2  # a leak is slight below this fraction of the distance between guessing and the undefended result
 FULL = 0.8  # a leak is full at or above this fraction of the distance between guessing and the undefended result
-LAG = 0.2  # published attacks are mentioned if they are weaker by this fraction of the strongest attacker's advantage
-RECOGNISED = 10.0  # a record counts as known if its PSNR is this many dB above guessing
-MAX_MEMBERSHIP = 0.52  # limit for hardening: the attacker's balanced accuracy
-MAX_COST = 0.005  # limit for hardening: the loss of accuracy
+LAG = 0.2  # published attacks are mentioned if they fall short by more than this fraction of the strongest advantage
+RECOGNISED = 10.0  # a record counts as known if its PSNR is at least this many dB above guessing
+MAX_MEMBERSHIP = 0.52  # limit for hardening: the attacker's balanced accuracy may not exceed this value
+MAX_COST = 0.005  # limit for hardening: the model may not lose more accuracy than this
 
 
 class Label(enum.StrEnum):
@@ -31,7 +31,7 @@ class Label(enum.StrEnum):
 
 
 class Finding(enum.IntEnum):
-    """The conclusion from one attacker's interval, in increasing order of evidence for a leak."""
+    """The conclusion drawn from an attacker's interval, in increasing order of evidence for a leak."""
 
     NOTHING = 0
     TOO_FEW = 1
@@ -40,7 +40,7 @@ class Finding(enum.IntEnum):
 
 @dataclass(frozen=True)
 class AttackerFigure:
-    """The estimate for one attacker, and the conclusion from its interval.
+    """The estimate for one attacker, and the conclusion drawn from its interval.
 
     Attributes:
         attacker: name of the attacker.
@@ -65,7 +65,7 @@ class Measure:
     """A kind of estimate: its format, and the values that count as a leak.
 
     Attributes:
-        subject: the information that may leak.
+        subject: information that may leak.
         figure: name of the estimate.
         form, scale, unit: format, factor and unit for printing.
         headroom: distance from guessing to full knowledge; None if full knowledge is 1.
@@ -83,7 +83,7 @@ class Measure:
     needs_adaptive: bool = False
 
     def full(self, guess: float) -> float:
-        """Return the value that an attacker with full knowledge reaches."""
+        """Return the value that an attacker with full knowledge would reach."""
         return 1.0 if self.headroom is None else guess + self.headroom
 
     def assess(self, attacker: str, figure: Estimate, guess: float, trials: int = 2) -> AttackerFigure:
@@ -141,13 +141,13 @@ class Verdict:
         sentence = f"{self.label}: {measure.figure} {figure} ({one.attacker})"
         if one.below:
             sentence += f", below chance: {measure.number(one.value)} for an attacker that reverses the scores"
-        beside = [f"guessing {measure.number(self.guess)}"]
+        references = [f"guessing {measure.number(self.guess)}"]
         if self.undefended and self.undefended is not one:
-            beside.append(f"undefended {measure.number(self.undefended.figure.value)}")
+            references.append(f"undefended {measure.number(self.undefended.figure.value)}")
         found = one.finding is Finding.FOUND
         if found and self.published and one.value - self.published.value > LAG * (one.value - self.guess):
-            beside.append(f"{PUBLISHED} {measure.number(self.published.figure.value)}")
-        return f"{sentence}; {', '.join(beside)}"
+            references.append(f"{PUBLISHED} {measure.number(self.published.figure.value)}")
+        return f"{sentence}; {', '.join(references)}"
 
 
 def find_strongest(figures: Iterable[AttackerFigure]) -> AttackerFigure | None:
@@ -187,8 +187,8 @@ def choose_label(measure: Measure, guess: float, strongest: AttackerFigure, unde
         return Label.PROTECTED if leaks else Label.NOTHING
     if undefended is None or not leaks:
         return Label.LEAK
-    way = min(undefended.value, measure.full(guess)) - guess
-    fraction = (strongest.value - guess) / way if way > 0 else 0.0
+    span = min(undefended.value, measure.full(guess)) - guess
+    fraction = (strongest.value - guess) / span if span > 0 else 0.0
     return Label.SLIGHT if fraction < SLIGHT else Label.PARTIAL if fraction < FULL else Label.LEAK
 
 
@@ -215,7 +215,7 @@ def summarise(verdicts: Mapping[str, Verdict]) -> str:
 
 
 def headline(verdicts: Mapping[str, Verdict]) -> str:
-    """Return the verdict of an attack in one sentence."""
+    """Return the verdict on an attack in one sentence."""
     if not verdicts:
         return "No verdict: the attack failed under every defence."
     missing = "" if "plain" in verdicts else "; no undefended federation was attacked"

@@ -76,14 +76,14 @@ class ShiftedServer(DefenceServer[Sent, Answer]):
 
     def __init__(self, size: float) -> None:
         self._size = size
-        self._chance = torch.Generator().manual_seed(secrets.randbits(63))
+        self._generator = torch.Generator().manual_seed(secrets.randbits(63))
 
     def start_round(self, model: nn.Module, members: Sequence[int] | None = None) -> "ShiftedRound":
         """Copy the model and shift the outputs of the copy."""
         network = copy.deepcopy(model)
         bias = last_bias(network)
-        direction = torch.randn(bias.shape, generator=self._chance).to(bias)
-        secret = self._size * float(torch.randn((), generator=self._chance))
+        direction = torch.randn(bias.shape, generator=self._generator).to(bias)
+        secret = self._size * float(torch.randn((), generator=self._generator))
         with torch.no_grad():
             bias += secret * direction
         return ShiftedRound(Sent(network, direction), secret)

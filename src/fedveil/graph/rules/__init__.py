@@ -1,4 +1,4 @@
-"""The rules, one for each ATen operation. Importing this package registers them all."""
+"""The rules for ATen operations. Importing this package registers all of them."""
 
 from fedveil.graph.rules import elementwise, linear, recurrent, reduce, shape
 

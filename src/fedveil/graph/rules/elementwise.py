@@ -1,4 +1,4 @@
-"""Element-wise functions, sums, products and selections: they commute with some factors and with every permutation."""
+"""Rules for element-wise functions, sums, products and selections, which commute with every permutation."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ MAX_FACTORS = 4  # maximum number of factors in a product; any others are limite
 def _apply(call: Call, symmetry: Symmetry) -> Units:
     """Return the units of the only operand, limited to `symmetry`."""
     if len(call.operands) != 1:
-        raise NoRule("it has a second argument that is a tensor")
+        raise NoRule("it has a second tensor argument")
     call.limit(call.x.units.scale, symmetry)
     return call.x.units if symmetry else Units((), call.x.units.order)
 
@@ -41,7 +41,7 @@ def convert(call: Call) -> Outcome:
     if not before.is_floating_point:
         return call.x.units
     if after != before and not after.is_floating_point:
-        raise NoRule(f"it turns {before} into {after}")
+        raise NoRule(f"it converts {before} to {after}")
     if torch.finfo(after).eps > torch.finfo(before).eps:
         raise NoRule(f"it rounds {before} to {after}")
     return call.x.units
@@ -73,7 +73,7 @@ def _(call: Call) -> Outcome:
 
 @rule("prelu", "_prelu_kernel")
 def prelu(call: Call) -> Outcome:
-    """Allow positive factors; the weight cannot be scaled, and is permuted with the channels."""
+    """Allow positive factors; the weight cannot be scaled and is permuted along with the channels."""
     units, weight = call.x.units, as_state(call["weight"])
     call.limit(units.scale, Symmetry.POSITIVE)
     if weight.value.numel() == 1:
@@ -88,10 +88,10 @@ def prelu(call: Call) -> Outcome:
 # Functions of several tensors.
 
 
-def agree_order(call: Call, a: Traced, b: Traced) -> tuple[Tensor, ...]:
-    """Give two operands the same order and return the order of the result."""
+def reconcile_order(call: Call, a: Traced, b: Traced) -> tuple[Tensor, ...]:
+    """Give both operands the same order and return the order of the result."""
     left, right = call.broadcast(a), call.broadcast(b)
-    return call.ledger.agree_order(left.order, call.distinct_dims(a), right.order, call.distinct_dims(b))
+    return call.ledger.reconcile_order(left.order, call.distinct_dims(a), right.order, call.distinct_dims(b))
 
 
 def add_tensors(call: Call, a: Traced, b: Traced) -> Units:
@@ -102,7 +102,7 @@ def add_tensors(call: Call, a: Traced, b: Traced) -> Units:
     why = "it adds tensors that carry different factors, or one that carries none"
     if not left.scale or not right.scale:
         why = "it adds a tensor that carries no factors"
-    return Units(call.ledger.agree_scale(left.scale, right.scale, call.where, why), agree_order(call, a, b))
+    return Units(call.ledger.reconcile_scale(left.scale, right.scale, call.where, why), reconcile_order(call, a, b))
 
 
 def _combine(call: Call, a: object, b: object, why: str) -> Units:
@@ -120,20 +120,20 @@ rule("add", "sub", "rsub", "subtract", "__radd__")(
 
 
 def multiply_tensors(call: Call, a: Traced, b: Traced, inverse: bool = False) -> Units:
-    """Multiply the factors of both operands. Factors of a parameter come last, because the last are dropped first."""
+    """Multiply the factors of both operands. A parameter's come last, because excess factors are cut off."""
     if a.zero or (b.zero and not inverse):
         return Units(zero=True)
     left, right = call.broadcast(a), call.broadcast(b)
     other = tuple(-factor for factor in right.scale) if inverse else right.scale
     scale = (*other, *left.scale) if isinstance(a, StateTensor) else (*left.scale, *other)
-    call.limit(scale[MAX_FACTORS:], Symmetry.NOTHING, "it multiplies many tensors")
-    return Units(scale[:MAX_FACTORS], agree_order(call, a, b))
+    call.limit(scale[MAX_FACTORS:], Symmetry.NOTHING, "it multiplies too many tensors")
+    return Units(scale[:MAX_FACTORS], reconcile_order(call, a, b))
 
 
 @rule("mul", "multiply")
 def _(call: Call) -> Outcome:
     a, b = call["self"], call["other"]
-    if a is b:  # a square has no signs
+    if a is b:  # a square carries no signs
         return apply_even(call)
     return multiply_tensors(call, a, b) if isinstance(a, Traced) and isinstance(b, Traced) else call.broadcast(call.x)
 
@@ -149,22 +149,22 @@ def _(call: Call) -> Outcome:
 rule("reciprocal")(lambda call: Units(tuple(-factor for factor in call.x.units.scale), call.x.units.order))
 
 
-def _choose(call: Call, mask: Traced, units: Units) -> Units:
+def _apply_mask(call: Call, mask: Traced, units: Units) -> Units:
     """Allow only permutations that leave the mask unchanged."""
     everywhere, order = frozenset(range(call.rank)), call.broadcast(mask).order
-    return Units(units.scale, call.ledger.agree_order(units.order, everywhere, order, call.distinct_dims(mask)))
+    return Units(units.scale, call.ledger.reconcile_order(units.order, everywhere, order, call.distinct_dims(mask)))
 
 
 @rule("where")
 def _(call: Call) -> Outcome:
     units = _combine(call, call["self"], call["other"], "it inserts a constant")
-    return _choose(call, call.tensor("condition"), units)
+    return _apply_mask(call, call.tensor("condition"), units)
 
 
 @rule("masked_fill")
 def _(call: Call) -> Outcome:
     value = 1 if isinstance(call["value"], Traced) else call["value"]
-    return _choose(call, call.tensor("mask"), _combine(call, call["self"], value, "it inserts a constant"))
+    return _apply_mask(call, call.tensor("mask"), _combine(call, call["self"], value, "it inserts a constant"))
 
 
 @rule("maximum", "minimum")
@@ -187,4 +187,4 @@ def _(call: Call) -> Outcome:
     if not isinstance(weight, Traced):
         return units
     call.limit(call.broadcast(weight).scale, Symmetry.NOTHING, "the weight of an interpolation cannot be scaled")
-    return Units(units.scale, agree_order(call, Activation(call.value, units), weight))
+    return Units(units.scale, reconcile_order(call, Activation(call.value, units), weight))

@@ -46,16 +46,16 @@ class Weight:
     def attach(self, scale: Sequence[Tensor], order: Sequence[Tensor], space: Labels) -> None:
         """Record the noise on the weight; the dims of the factors have the labels `space`."""
         units = Units(tuple(scale), tuple(order))
-        self.tensor.attach(units.each(lambda factor: rearrange(factor, space, self.labels)), self.view)
+        self.tensor.attach(units.map(lambda factor: rearrange(factor, space, self.labels)), self.view)
 
 
 def project(call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight | None, out: Labels) -> Units:
-    """Multiply by a weight. Input dims that neither the weight nor the output has are mixed. Heads get no new units."""
+    """Multiply by a weight. Input dims that are in neither weight nor output are mixed. Heads get no new units."""
     ledger, sizes = call.ledger, weight.view.shape
     space = list(dict.fromkeys([*weight.labels, *labels, *out]))
     own, inputs, outputs = (find_dims(space, names) for names in (weight.labels, labels, out))
     summed, shared, outer = (own & inputs) - outputs, own & inputs & outputs, (inputs & outputs) - own
-    x = x.each(lambda factor: rearrange(factor, labels, space))
+    x = x.map(lambda factor: rearrange(factor, labels, space))
     passing, columns = [], []
     for factor in x.scale:
         dims = varying_dims(factor)
@@ -79,22 +79,22 @@ def project(call: Call, x: Units, labels: Labels, weight: Weight, bias: Weight |
         weight.attach(columns, moving, space)
     else:
         shape = [sizes[d] if d in own & outputs else 1 for d in range(len(space))]
-        rows = ledger.fresh_scale(shape, weight.tensor.name)
+        rows = ledger.create_scale(shape, weight.tensor.name)
         if shared and all(sizes[d] == 1 for d in summed):  # depthwise: the outputs have the same order as the inputs
             order = parents[0].expand(shape) if parents else torch.zeros_like(rows)
         else:
-            order = ledger.fresh_order(shape)
-            _put_below(call, order, outputs - shared, parents)
+            order = ledger.create_order(shape)
+            _tie_to_parents(call, order, outputs - shared, parents)
         if order.numel() > 1:
-            ledger.count(order)
+            ledger.require_equal_counts(order)
         weight.attach([rows, *columns], [order, *moving], space)
         if bias is not None:
             bias.attach([rows], [order], space)
         passing, staying = [*passing, rows], [*staying, order]
-    return Units(tuple(passing), tuple(staying)).each(lambda factor: rearrange(factor, space, out))
+    return Units(tuple(passing), tuple(staying)).map(lambda factor: rearrange(factor, space, out))
 
 
-def _put_below(call: Call, order: Tensor, inner: Dims, parents: Sequence[Tensor]) -> None:
+def _tie_to_parents(call: Call, order: Tensor, inner: Dims, parents: Sequence[Tensor]) -> None:
     """Allow the outputs of a group to move only together with the group's inputs."""
     if varying_dims(order) - inner:
         (own,) = call.ledger.fold([order], inner)
@@ -112,28 +112,28 @@ def contract(call: Call, x: Traced, labels: Labels, y: Traced, others: Labels, o
     space = list(dict.fromkeys([*shared_labels, *summed_labels, *labels, *others]))
     everywhere, shared, summed = (find_dims(space, names) for names in (space, shared_labels, summed_labels))
     sides = ((x, labels), (y, others))
-    units = [operand.units.each(lambda f, own=own: rearrange(f, own, space)) for operand, own in sides]  # type: ignore[misc]
+    units = [operand.units.map(lambda f, own=own: rearrange(f, own, space)) for operand, own in sides]  # type: ignore[misc]
     distinct = [find_dims(space, [own[d] for d in distinct_dims(operand.value)]) for operand, own in sides]
     alone = everywhere - shared - summed
     scale = [f for side in units for f in side.scale if not varying_dims(f) & summed]
     left, right = (call.merge_scale([f for f in side.scale if varying_dims(f) & summed], alone) for side in units)
     if left and right:
         why = "the two tensors carry different factors along the dims that it sums over"
-        ledger.agree_scale(left, [-factor for factor in right], call.where, why)
+        ledger.reconcile_scale(left, [-factor for factor in right], call.where, why)
     else:
         scale += call.merge_scale(left or right, summed)
     free = [f for side in units for f in side.order if not varying_dims(f) & summed and varying_dims(f) - shared]
     inner = [[ledger.merge_order(f, alone) for f in side.order if varying_dims(f) & summed] for side in units]
     rest = [[f for f in side.order if varying_dims(f) & shared and not varying_dims(f) & summed] for side in units]
     outer = [ledger.fold(factors, alone) for factors in rest]
-    agreed = ledger.agree_order(inner[0], distinct[0], inner[1], distinct[1])
+    agreed = ledger.reconcile_order(inner[0], distinct[0], inner[1], distinct[1])
     tops = ledger.fold(agreed, summed)
-    blocks = ledger.agree_order(outer[0], distinct[0], outer[1], distinct[1])
+    blocks = ledger.reconcile_order(outer[0], distinct[0], outer[1], distinct[1])
     for factor in tops:
-        blocks = ledger.agree_order([factor], everywhere, blocks, everywhere) if blocks else (factor,)
+        blocks = ledger.reconcile_order([factor], everywhere, blocks, everywhere) if blocks else (factor,)
     used = frozenset[int]().union(*map(varying_dims, free))
     order = [*free, *[factor for factor in blocks if not varying_dims(factor) & used]]
-    return Units(tuple(scale), tuple(order)).each(lambda factor: rearrange(factor, space, out))
+    return Units(tuple(scale), tuple(order)).map(lambda factor: rearrange(factor, space, out))
 
 
 # Operations.
@@ -171,11 +171,11 @@ def convolution(call: Call) -> Outcome:
     split, merged = (
         (*shape[:channel], groups, shape[channel] // groups, *shape[channel + 1 :]) for shape in (before, after)
     )
-    units = x.units.each(lambda factor: reshape_factor(factor, before, split))
+    units = x.units.map(lambda factor: reshape_factor(factor, before, split))
     batch = ["n"] * channel
     labels, out = [*batch, "g", "i", *pixels], [*batch, "g", "o", *results]
     found = project(call, units, labels, weight, bias and bias.group(groups), out)
-    return found.each(lambda factor: reshape_factor(factor, merged, after))
+    return found.map(lambda factor: reshape_factor(factor, merged, after))
 
 
 @rule("matmul", "bmm", "mm", "mv", "dot")
@@ -213,22 +213,22 @@ def _multiply(call: Call, a: Traced, left: Labels, b: Traced, right: Labels, out
 
 @rule("einsum")
 def einsum(call: Call) -> Outcome:
-    """Multiply two tensors as an einsum equation without ellipsis or repeated letters specifies."""
+    """Multiply two tensors according to an einsum equation without an ellipsis or repeated letters."""
     equation, operands = str(call["equation"]).replace(" ", ""), call.sequence("tensors")
     inputs, _, out = equation.partition("->")
     terms = inputs.split(",")
     plain = "->" in equation and "." not in equation and all(len(set(term)) == len(term) for term in [*terms, out])
     if len(operands) != 2 or not plain:
-        raise NoRule("it is an einsum with an ellipsis, a repeated letter, or not exactly two tensors")
+        raise NoRule("it is an einsum with an ellipsis, a repeated letter, or a number of tensors other than two")
     left, right = (list(term) for term in terms)
     if any(label not in out and label not in other for own, other in ((left, right), (right, left)) for label in own):
-        raise NoRule("it is an einsum that sums over a letter of only one tensor")
+        raise NoRule("it is an einsum that sums over a letter that only one tensor has")
     return _multiply(call, as_tensor(operands[0]), left, as_tensor(operands[1]), right, list(out))
 
 
 @rule("embedding", "embedding_bag", "_embedding_bag")
 def embedding(call: Call) -> Outcome:
-    """Look up rows and possibly reduce them. Columns may be permuted and scaled; maxima allow only positive factors."""
+    """Look up rows and possibly reduce them. Columns may be permuted and scaled; "max" allows positive factors."""
     if call["sparse"]:
         raise NoRule("its gradient is sparse")
     samples = call.get("per_sample_weights")
@@ -236,19 +236,19 @@ def embedding(call: Call) -> Outcome:
         raise NoRule("its per_sample_weights are computed")
     weight = as_state(call["weight"])
     size = weight.value.shape[1]
-    units = Units((call.ledger.fresh_scale((1, size), weight.name),), (call.ledger.fresh_order((1, size)),))
+    units = Units((call.ledger.create_scale((1, size), weight.name),), (call.ledger.create_order((1, size)),))
     weight.attach(units)
     if call.get("mode") == 2:
         call.limit(units.scale, Symmetry.POSITIVE)
     ahead = [1] * (call.rank - 1 if call.name == "embedding" else 1)
-    return call.pack(units.each(lambda factor: factor.reshape([*ahead, size])))
+    return call.pack(units.map(lambda factor: factor.reshape([*ahead, size])))
 
 
 def _repeat_heads(operand: Traced, times: int) -> Traced:
-    """Repeat the keys or values of grouped-query attention, so that there is one for each query head."""
+    """Repeat the heads of keys or values in grouped-query attention, so that there is one for each query head."""
     if times == 1:
         return operand
-    units = operand.units.each(lambda f: f.repeat_interleave(times, -3) if f.shape[-3] > 1 else f)
+    units = operand.units.map(lambda f: f.repeat_interleave(times, -3) if f.shape[-3] > 1 else f)
     return Activation(operand.value.repeat_interleave(times, -3), units)
 
 

@@ -1,6 +1,6 @@
 """Rules for LSTM, GRU and RNN: each unit may change sign and position, together with the rows of all its gates.
 
-The sigmoids of the gates allow no factors, but their inputs carry none. If the state changes sign, so do the rows of
+The gates' sigmoids allow no factors, but their inputs carry none. If the state changes sign, so do the rows of
 the gate that computes the new state (an odd function) and all columns that read the state, but no other rows.
 """
 
@@ -15,7 +15,7 @@ from fedveil.graph.units import Symmetry, Units, align, split_first_dim
 
 
 class Cell(NamedTuple):
-    """A recurrent cell: the number of gates, the gate that computes the state, and the factors that are allowed."""
+    """A recurrent cell: the number of gates, the index of the gate that computes the state, and the allowed factors."""
 
     gates: int
     state: int
@@ -54,24 +54,24 @@ def _step(
     """Return the units of h and c. `states` are the units of the initial state, or None if it is zero."""
     ledger = call.ledger
     size = own.w_ih.value.shape[0] // cell.gates
-    sign, order = ledger.fresh_scale([size], own.w_hh.name), ledger.fresh_order([size])
-    call.limit([sign], cell.symmetry, "a recurrent state lets only these factors through")
+    sign, order = ledger.create_scale([size], own.w_hh.name), ledger.create_order([size])
+    call.limit([sign], cell.symmetry, "its recurrent state lets no other factors through")
     c = Units((sign,), (order,))
     h = c
     if own.w_hr is not None:
         narrow = own.w_hr.value.shape[0]
-        h = Units((ledger.fresh_scale([narrow], own.w_hr.name),), (ledger.fresh_order([narrow]),))
+        h = Units((ledger.create_scale([narrow], own.w_hr.name),), (ledger.create_order([narrow]),))
         scale = (h.scale[0].unsqueeze(1), -sign.unsqueeze(0))
         own.w_hr.attach(Units(scale, (h.order[0].unsqueeze(1), order.unsqueeze(0))))
     gates = torch.zeros((cell.gates, size), dtype=torch.int64)
     gates[cell.state] = sign
-    # all rows of a unit are permuted, but only those of the state change sign
+    # all rows of a unit are permuted, but only those of the state gate change sign
     rows = Units((gates,), (order.expand(cell.gates, -1),))
     for state, first in zip((h, c), states, strict=False):
         if first is not None:
-            why = "its initial state carries other factors, or none"
-            ledger.agree_scale(state.scale, first.scale, call.where, why)
-            ledger.agree_order(state.order, frozenset({0}), first.order, frozenset({0}))
+            why = "its initial state carries different factors, or none"
+            ledger.reconcile_scale(state.scale, first.scale, call.where, why)
+            ledger.reconcile_order(state.order, frozenset({0}), first.order, frozenset({0}))
     _attach(own.w_ih, cell, rows, inputs)
     _attach(own.w_hh, cell, rows, h)
     for bias in own.biases:
@@ -80,13 +80,13 @@ def _step(
 
 
 def _features(call: Call, operand: Traced, layer: int | None = None) -> Units | None:
-    """Return the units along the last dim, for one layer if the first dim counts layers; None if the tensor is zero."""
+    """Return the units along the last dim, for one layer if the first dim indexes layers; None for a zero tensor."""
     if operand.zero:
         return None
     units, rank = operand.units, operand.value.dim()
     if layer is not None:
-        units = units.each(lambda f: f.narrow(0, layer if f.shape[0] > 1 else 0, 1))
-    return call.channels(units, rank - 1, rank)
+        units = units.map(lambda f: f.narrow(0, layer if f.shape[0] > 1 else 0, 1))
+    return call.merge_to_channels(units, rank - 1, rank)
 
 
 def _join(call: Call, parts: Sequence[Units], join: Callable[[Sequence[Tensor]], Tensor]) -> Units:
@@ -103,7 +103,7 @@ def layers(call: Call) -> Outcome:
     directions, biases = 2 if call["bidirectional"] else 1, 2 if call["has_biases"] else 0
     tensors = [as_state(tensor) for tensor in call.sequence("params")]
     (count,) = call.integers("num_layers")
-    each = len(tensors) // (count * directions)  # parameters of one layer and direction
+    each = len(tensors) // (count * directions)  # number of parameters per layer and direction
     inputs, ends = _features(call, x) or Units(), []
     for layer in range(count * directions):
         own = tensors[layer * each : (layer + 1) * each]
@@ -115,24 +115,24 @@ def layers(call: Call) -> Outcome:
         outputs = [h for h, _ in ends[-directions:]]
         inputs = outputs[0] if directions == 1 else _join(call, outputs, lambda given: torch.cat(list(given)))
         for factor in inputs.order:
-            call.ledger.count(factor)
+            call.ledger.require_equal_counts(factor)
     rank = x.value.dim()
 
     def stack(factors: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(factors)).reshape([len(factors)] + [1] * (rank - 2) + [-1])
 
     last = [_join(call, [end[kind] for end in ends], stack) for kind in range(len(states))]
-    return [inputs.each(lambda factor: align(factor, rank)), *last]
+    return [inputs.map(lambda factor: align(factor, rank)), *last]
 
 
 @rule(*[f"{name}_cell" for name in CELLS])
 def cell(call: Call) -> Outcome:
-    """Apply one step in time."""
+    """Apply one time step."""
     x, states = call.tensor("input"), [as_tensor(state) for state in call.sequence("hx")]
     biases = [bias for bias in (call.state("b_ih"), call.state("b_hh")) if bias is not None]
     own = Parameters(as_state(call["w_ih"]), as_state(call["w_hh"]), biases)
     first = [_features(call, state) for state in states]
     kind = call.name.removesuffix("_cell")
     found = _step(call, CELLS[kind], own, _features(call, x) or Units(), first)
-    units = [part.each(lambda factor: align(factor, x.value.dim())) for part in found]
+    units = [part.map(lambda factor: align(factor, x.value.dim())) for part in found]
     return units if kind == "lstm" else units[0]

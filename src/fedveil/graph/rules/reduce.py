@@ -31,7 +31,7 @@ def _reduce(call: Call, units: Units) -> Units:
     found = Units(call.merge_scale(units.scale, dims), tuple(order))
     if call.get("keepdim"):
         return found
-    return found.each(lambda factor: factor.reshape([size for d, size in enumerate(factor.shape) if d not in dims]))
+    return found.map(lambda factor: factor.reshape([size for d, size in enumerate(factor.shape) if d not in dims]))
 
 
 @rule("amax", "amin", "max", "min")
@@ -58,7 +58,7 @@ def softmax(call: Call) -> Outcome:
 
 @rule("glu")
 def glu(call: Call) -> Outcome:
-    """Multiply the first half by the sigmoid of the second, which cannot be scaled and is permuted with the first."""
+    """Multiply the first half by the sigmoid of the second, which cannot be scaled and is permuted along with it."""
     dim, size = call.dim(), call.value.shape[call.dim()]
     value, gate = (narrow(call, dim, start, size) for start in (0, size))
     return multiply_tensors(call, Activation(call.value, value), Activation(call.value, call.drop_scale(gate)))
@@ -72,18 +72,18 @@ def _apply_affine(call: Call, inputs: Units) -> Units:
     weight, bias = call.state("weight"), call.state("bias")
     outputs = inputs
     if weight is not None:
-        new = call.ledger.fresh_scale(weight.value.shape, weight.name)
+        new = call.ledger.create_scale(weight.value.shape, weight.name)
         weight.attach(Units((new, *[-factor for factor in inputs.scale]), inputs.order))
         outputs = Units((new,), inputs.order)
     if bias is not None:
         bias.attach(outputs)
-    return outputs.each(lambda factor: factor_along(factor, 1, call.x.value.dim()))
+    return outputs.map(lambda factor: factor_along(factor, 1, call.x.value.dim()))
 
 
 @rule("batch_norm", "instance_norm", "_native_batch_norm_legit_functional")
 def batch_norm(call: Call) -> Outcome:
     """Normalise channels. Because of eps, batch statistics absorb only signs; running statistics absorb all factors."""
-    inputs = call.channels(call.x.units, 1, call.x.value.dim())
+    inputs = call.merge_to_channels(call.x.units, 1, call.x.value.dim())
     if call.get("training", "use_input_stats", "train"):
         call.limit(inputs.scale, Symmetry.SIGN, "batch statistics let only signs through, because of eps")
     for name, units in (("running_mean", inputs), ("running_var", Units((), inputs.order))):
@@ -95,8 +95,8 @@ def batch_norm(call: Call) -> Outcome:
 
 @rule("group_norm")
 def group_norm(call: Call) -> Outcome:
-    """Normalise groups of channels. Allows no factors; channels within a group and whole groups may be permuted."""
-    inputs = call.channels(call.x.units, 1, call.x.value.dim())
+    """Normalise groups of channels. Allow no factors; channels within a group and whole groups may be permuted."""
+    inputs = call.merge_to_channels(call.x.units, 1, call.x.value.dim())
     inputs = call.drop_scale(inputs, "statistics over several channels let no factor through")
     groups = [factor.reshape(*call.integers("num_groups"), -1) for factor in inputs.order]
     call.ledger.fold(groups, frozenset({1}))
@@ -105,7 +105,7 @@ def group_norm(call: Call) -> Outcome:
 
 @rule("layer_norm", "rms_norm")
 def normalise_last_dims(call: Call) -> Outcome:
-    """Normalise over the last dims, which commutes with permutations; the weight is permuted with the features."""
+    """Normalise over the last dims. This commutes with permutations; the weight is permuted along with the features."""
     symmetry, why = Symmetry.NOTHING, "statistics over several features let no factor through"
     if call.name == "rms_norm":
         symmetry, why = Symmetry.SIGN, "a mean square over several features lets only signs through"
@@ -119,7 +119,7 @@ def normalise_last_dims(call: Call) -> Outcome:
         call.ledger.fold(units.order, inside)
         return Units(scale, units.order)
     order, own = _merge_orders(call, units.order, inside)
-    new = call.ledger.fresh_scale(weight.value.shape, weight.name)
+    new = call.ledger.create_scale(weight.value.shape, weight.name)
     absorbed = [factor for factor in scale if varying_dims(factor) <= inside]
     passing = [factor for factor in scale if not varying_dims(factor) <= inside]
     weight.attach(Units((new, *[-factor.reshape(factor.shape[ahead:]) for factor in absorbed]), own))
@@ -146,17 +146,17 @@ class NormedWeight(StateTensor):
     """A weight normalised by weight_norm: each row is g v / |v|.
 
     The factors of its rows multiply g. Its columns can only change sign, because the norms of the rows must not change.
-    The rows and columns of v are permuted, and g is permuted with the rows.
+    The rows and columns of v are permuted, and g is permuted along with the rows.
     """
 
     norm: StateTensor | None = None
 
     @property
     def units(self) -> Units:
-        """The noise on this tensor if it is treated as an activation: none."""
+        """Empty units, because this tensor carries no noise if it is treated as an activation."""
         for tensor in (self, self.norm):
             if tensor is not None:
-                StateTensor.leave_bare(tensor, tensor.name, "it is normalised and then not used as a weight")
+                StateTensor.leave_bare(tensor, tensor.name, "it is normalised but not used as a weight")
         return Units()
 
     def attach(self, units: Units, view: Tensor | None = None) -> None:

@@ -31,9 +31,9 @@ def _select(call: Call, dim: int, index: int) -> Units:
     "squeeze_copy", "unsqueeze_copy", "view_copy",
 )  # fmt: skip
 def reshape(call: Call) -> Outcome:
-    """Reshape, which keeps all elements in the same order."""
+    """Reshape a tensor, which preserves the order of its elements."""
     before, after = tuple(call.x.value.shape), tuple(call.value.shape)
-    return call.x.units.each(lambda factor: reshape_factor(factor, before, after))
+    return call.x.units.map(lambda factor: reshape_factor(factor, before, after))
 
 
 @rule("transpose", "permute", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "mT", "adjoint", "flip", "roll")
@@ -60,7 +60,7 @@ def _(call: Call) -> Outcome:
 
 @rule("repeat", "tile")
 def repeat(call: Call) -> Outcome:
-    """Repeat a tensor along any dims."""
+    """Repeat a tensor along one or more dims."""
     times = call.integers("repeats", "dims")
     times = [1] * (call.rank - len(times)) + times
 
@@ -73,7 +73,7 @@ def repeat(call: Call) -> Outcome:
 @rule("repeat_interleave")
 def _(call: Call) -> Outcome:
     if not isinstance(call["repeats"], int) or call.get("dim") is None:
-        raise NoRule("it repeats elements unequally")
+        raise NoRule("it repeats some elements more often than others")
     return _move_along(call, call.dim(), call.replay)
 
 
@@ -81,19 +81,19 @@ def _(call: Call) -> Outcome:
 def replay(call: Call) -> Outcome:
     """Apply the operation to the factors, expanded to full size in float64, which all these operations support."""
     if call.name == "im2col" and any(call.integers("padding")):
-        raise NoRule("it pads with zeros in between")
+        raise NoRule("it also pads with zeros")
 
     def operation(factor: Tensor) -> Tensor:
         return call.replay(factor.expand(call.x.value.shape).contiguous().double()).long()
 
-    return call.ledger.move(call.x.units, operation).each(compress)
+    return call.ledger.move(call.x.units, operation).map(compress)
 
 
 def _concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Units:
     """Concatenate tensors along `dim`.
 
-    If the noise of no tensor varies along `dim`, all tensors share their noise, as when a token is prepended to a
-    sequence. Otherwise, each tensor keeps its noise, and zeros get new units.
+    If no tensor's noise varies along `dim`, all tensors share the same noise, for example if a token is prepended to
+    a sequence. Otherwise, each tensor keeps its noise, and zeros get new units.
     """
     ledger = call.ledger
     if all(operand.zero for operand in operands):
@@ -104,15 +104,15 @@ def _concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Units:
         everywhere = frozenset(range(call.rank)) - {dim}
         for operand in operands[1:]:
             why = "it concatenates tensors that carry different factors, or one that carries none"
-            scale = ledger.agree_scale(scale, operand.units.scale, call.where, why)
-            order = ledger.agree_order(order, everywhere, operand.units.order, everywhere)
+            scale = ledger.reconcile_scale(scale, operand.units.scale, call.where, why)
+            order = ledger.reconcile_order(order, everywhere, operand.units.order, everywhere)
     else:
         scale, order = (_join_factors(call, operands, dim, is_order=kind) for kind in (False, True))
     return Units(scale, order)
 
 
 def _join_factors(call: Call, operands: Sequence[Traced], dim: int, *, is_order: bool) -> tuple[Tensor, ...]:
-    """Join scale or order factors, one of each operand, into a factor that varies along `dim`."""
+    """Join scale or order factors, one from each operand, into a factor that varies along `dim`."""
     ledger = call.ledger
     lists = [operand.units.order if is_order else operand.units.scale for operand in operands]
     common = [f for f in lists[0] if f.shape[dim] == 1 and all(any(f is g for g in other) for other in lists[1:])]
@@ -124,12 +124,12 @@ def _join_factors(call: Call, operands: Sequence[Traced], dim: int, *, is_order:
         if is_order:
             ledger.fix(*factors[1:])
         else:
-            call.limit(factors[1:], Symmetry.NOTHING, "it concatenates tensors, one of which has several factors")
+            call.limit(factors[1:], Symmetry.NOTHING, "it concatenates tensors, one of which carries several factors")
         size = [shape[d] if operand.zero and d == dim else 1 for d in range(call.rank)]
         if factors:
             first = factors[0]
         elif operand.zero:
-            first = ledger.fresh_order(size) if is_order else ledger.fresh_scale(size, call.where)
+            first = ledger.create_order(size) if is_order else ledger.create_scale(size, call.where)
         else:
             first = torch.zeros(size, dtype=torch.int64)
         pieces.append(first.expand([shape[d] if d in wide else n for d, n in enumerate(first.shape)]))
@@ -153,12 +153,12 @@ def cat(call: Call) -> Outcome:
 def stack(call: Call) -> Outcome:
     """Concatenate along a new dim."""
     dim = call.dim(call.rank)
-    parts = [(x.value.unsqueeze(dim), x.units.each(lambda factor: factor.unsqueeze(dim))) for x in call.operands]
+    parts = [(x.value.unsqueeze(dim), x.units.map(lambda factor: factor.unsqueeze(dim))) for x in call.operands]
     return _concatenate(call, [Activation(*part) for part in parts], dim)
 
 
 def mix_neighbours(call: Call, units: Units, dims: Dims) -> Units:
-    """Return the units after neighbours are mixed along `dims`, which forbids permutations and unequal factors."""
+    """Return the units after mixing neighbours along `dims`, which forbids permutations and unequal factors."""
     return Units(call.merge_scale(units.scale, dims), call.ledger.fix_along(units.order, dims))
 
 
@@ -183,15 +183,15 @@ def pad(call: Call) -> Outcome:
         index[index < 0] = factor.numel() + torch.arange(len(new))
         return lambda other: torch.cat([other.flatten(), new])[index]
 
-    fresh_scale = partial(call.ledger.fresh_scale, where=call.where)
-    moves = [(Units(order=(factor,)), widen(factor, call.ledger.fresh_order)) for factor in units.order]
+    create_scale = partial(call.ledger.create_scale, where=call.where)
+    moves = [(Units(order=(factor,)), widen(factor, call.ledger.create_order)) for factor in units.order]
     order = tuple(factor for own, operation in moves for factor in call.ledger.move(own, operation).order)
-    return Units(tuple(widen(factor, fresh_scale)(factor) for factor in units.scale), order, units.zero)
+    return Units(tuple(widen(factor, create_scale)(factor) for factor in units.scale), order, units.zero)
 
 
 @rule("index_select", "index")
 def index(call: Call) -> Outcome:
-    """Select elements along a dim by an index tensor. All elements share their noise, because any may be selected."""
+    """Select elements with index tensors. All elements share the same noise, because any of them may be selected."""
     if call.name == "index_select":
         return _share(call, frozenset({call.dim()}))
     indices = {dim: as_tensor(found) for dim, found in enumerate(call.sequence("indices")) if found is not None}
@@ -199,7 +199,7 @@ def index(call: Call) -> Outcome:
         raise NoRule("its index is a mask, so the number of selected elements is unknown")
     first = torch.zeros((1,) * max(i.value.dim() for i in indices.values()), dtype=torch.int64)
     key = tuple(first if dim in indices else slice(None) for dim in range(call.x.value.dim()))
-    return _share(call, frozenset(indices)).each(lambda factor: factor[key])
+    return _share(call, frozenset(indices)).map(lambda factor: factor[key])
 
 
 def _share(call: Call, dims: Dims) -> Units:

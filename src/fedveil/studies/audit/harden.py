@@ -1,4 +1,4 @@
-"""`fedveil audit --harden`: measure settings that harden the veil against adaptive attackers, and their cost."""
+"""`fedveil audit --harden`: evaluate settings that harden the veil against adaptive attackers, and their cost."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ UNIT_NOISE = {1: 3.7307, 3: 1.3906, 10: 0.4999}
 RECORD_NOISE = {8: 3.7713, 3: 8.6010, 1: 22.936}
 """Minimum noise multiplier for the rounds of `private_records`, by epsilon per record, at delta 1e-5."""
 CROSS_ENTROPY: Values = {"loss": "cross_entropy", "groups": 1}
-UNDEFENDED = {"squared_error": "no veil at all", "cross_entropy": "no veil at all, cross-entropy"}
+UNDEFENDED = {"squared_error": "no veil", "cross_entropy": "no veil, cross-entropy"}
 OWN_KEYS = (
     *("defence", "loss", "label_smoothing", "weight_decay", "whole_shard", "decoys", "keep_noise", "seed"),
     *("clip", "noise", "delta", "unit", "epsilon", "rate"),
@@ -51,7 +51,7 @@ FORMATS = {
 HEADER = ("measure", "best on members", *FORMATS)
 
 
-def private(epsilon: int) -> Values:
+def private_clients(epsilon: int) -> Values:
     """Return settings for client-level differential privacy: a few rounds on whole shards, with plain SGD.
 
     The number of rounds hardly matters. In T rounds, the model moves T times as far along the gradient. The noise of
@@ -74,12 +74,12 @@ def private_records(epsilon: int) -> Values:
 def measures(base: Values) -> dict[str, Values]:
     """Return the changes to the configuration for each measure, by name."""
     plain: Values = {"defence": "plain", "groups": 1}
-    budgets = {f"DP, epsilon {epsilon}": private(epsilon) for epsilon in UNIT_NOISE}
+    budgets = {f"DP, epsilon {epsilon}": private_clients(epsilon) for epsilon in UNIT_NOISE}
     budgets |= {f"DP per record, epsilon {epsilon}": private_records(epsilon) for epsilon in RECORD_NOISE}
     return {
-        f"as it is: m = {base.get('groups', 1)}": {},
+        f"unchanged: m = {base.get('groups', 1)}": {},
         **({"m = 1": {"groups": 1}} if base.get("groups", 1) != 1 else {}),
-        "noise kept over rounds": {"keep_noise": True},
+        "noise kept across rounds": {"keep_noise": True},
         "whole shards": {"whole_shard": True, **FEDERATIONS["whole_shards"].get(str(base["data"]), {})},
         **FEDERATIONS["measures"],
         **{f"{name}, with the veil": changes for name, changes in budgets.items()},
@@ -97,8 +97,8 @@ def base_values(values: Values) -> Values:
             raise BadArgument("fedveil audit --harden", f"the measures set --{flag}", f"leave out --{flag}")
     data = str(values.get("data", "digits"))
     bases = FEDERATIONS["harden"]
-    usual = bases.get(data, {name: bases["digits"][name] for name in ("clients", "epochs")})
-    return {"data": data, "loss": "squared_error", **usual, **values}
+    defaults = bases.get(data, {name: bases["digits"][name] for name in ("clients", "epochs")})
+    return {"data": data, "loss": "squared_error", **defaults, **values}
 
 
 def default_options(base: Values) -> AuditOptions:
@@ -113,7 +113,7 @@ class Hardening:
     base: Values = field(default_factory=lambda: base_values({}))
     seeds: int = 5
     options: AuditOptions = field(default_factory=lambda: AuditOptions(trials=10, broadcasts=3))
-    only: tuple[str, ...] = ()  # names of measures; all if empty
+    only: tuple[str, ...] = ()  # names of the measures to audit; all if empty
 
     @property
     def measures(self) -> dict[str, Values]:
@@ -178,14 +178,14 @@ def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[Meas
 
 
 def verdict(rows: Sequence[MeasureRow]) -> str:
-    """Return the label and the measures within both limits or, if there are none, the best one at acceptable cost."""
+    """Return the label and the measures within both limits or, if there are none, the best at an acceptable cost."""
     limits = f"membership at most {100 * MAX_MEMBERSHIP:.0f} %, cost at most {100 * MAX_COST:.1f} points"
     known = [(row, row.figures[MEMBERSHIP], row.figures[COST]) for row in rows]
-    bare = [membership for row, membership, _ in known if row.name in UNDEFENDED.values() and membership]
+    undefended = [membership for row, membership, _ in known if row.name in UNDEFENDED.values() and membership]
     found = [(row, m, c) for row, m, c in known if row.name not in UNDEFENDED.values() and m and c]
-    if not found or not bare:
+    if not found or not undefended:
         return "No verdict: membership or the undefended federation was not measured."
-    top = max(bare, key=lambda one: one.value)
+    top = max(undefended, key=lambda one: one.value)
     if top.value <= MAX_MEMBERSHIP:
         return f"No verdict: membership without a defence is {percent(top)} %, within the limit ({limits})."
     good = [row for row, m, c in found if m.high <= MAX_MEMBERSHIP and c.high <= MAX_COST]

@@ -9,7 +9,7 @@ from fedveil.report import Interval, Intervals, Section, Table, Text
 from fedveil.studies import verdicts
 from fedveil.studies.federations import Quality
 from fedveil.studies.gradients import server
-from fedveil.studies.gradients.server import Curious
+from fedveil.studies.gradients.server import ServerResults
 from fedveil.studies.jobs import Result
 from fedveil.studies.membership.attacks import AttackScores
 from fedveil.studies.presentation import Presentation, format_figures, percent, read_texts, text
@@ -34,7 +34,7 @@ class Members:
 
     @property
     def attack(self) -> str:
-        """The attack that did best on records known to the attacker; test records are not used to choose it."""
+        """The attack that did best on records known to the attacker; it is not chosen on test records."""
         return max(self.attacks, key=lambda name: self.attacks[name].known)
 
     @property
@@ -97,7 +97,7 @@ class AuditResult(Quality, Result):
     guessing: Guessing
     inapplicable: dict[str, str] = field(default_factory=dict)
     not_rebuilt: dict[str, str] = field(default_factory=dict)
-    server: Curious | None = None
+    server: ServerResults | None = None
 
     @property
     def ranks(self) -> bool:
@@ -133,15 +133,15 @@ Audits = Mapping[str, AuditResult]  # results by defence
 def combine_broadcasts(broadcasts: Sequence[Estimate]) -> Estimate:
     """Average the estimates of a fraction over several broadcasts.
 
-    The half-width of the interval combines two half-widths by the root of the sum of their squares: Student's
+    The half-width of the interval is the root of the sum of the squares of two half-widths: Student's
     half-width over broadcasts, and the mean half-width of the individual intervals.
     """
     if len(broadcasts) == 1:
         return broadcasts[0]
-    over = average([one.value for one in broadcasts])
+    mean = average([one.value for one in broadcasts])
     single = sum(one.high - one.low for one in broadcasts) / (2 * len(broadcasts))
-    half = math.hypot(over.high - over.value, single)
-    return Estimate(over.value, max(0.0, over.value - half), min(1.0, over.value + half))
+    half = math.hypot(mean.high - mean.value, single)
+    return Estimate(mean.value, max(0.0, mean.value - half), min(1.0, mean.value + half))
 
 
 def combine_if_complete(broadcasts: Sequence[Estimate | None]) -> Estimate | None:
@@ -228,7 +228,7 @@ def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdic
 
 
 def headline(verdicts_by_column: Mapping[str, Mapping[str, Verdict]]) -> str:
-    """Return a sentence per measure that summarises its verdicts; "plain" is included only if it is the only one."""
+    """Return one sentence per measure with its verdicts; "plain" is omitted unless it is the only defence."""
     defended = [
         {name: one for name, one in own.items() if name != "plain"} or own for own in verdicts_by_column.values()
     ]
@@ -247,12 +247,12 @@ def verdict_sections(
     if plain.server and plain.server.complete:
         lines.append(f"curious server: {server.verdict(plain.server)} {TEXTS.notes['server']}")
     header = ["defence", *(measure.subject for measure in list_measures(plain).values())]
-    labels = Table("Verdict", header, rows, "By the strongest attacker that was run.")
+    labels = Table("Verdict", header, rows, "Each label is for the strongest attacker that was run.")
     return [labels, Text("Verdict in figures", lines)]
 
 
 def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
-    """Yield a chart per measure with all defences and attackers; guessing and no defence are reference lines."""
+    """Yield one chart per measure, with all defences and attackers, and reference lines for guessing and no defence."""
     for column, measure in list_measures(plain).items():
         rows: list[Interval] = []
         for defence, found in results.items():

@@ -25,8 +25,8 @@ from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option, 
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelFigures, average_figures
 from fedveil.studies.federations import load_or_train, measure_quality, observe, observe_all
-from fedveil.studies.gradients.run import few_clients, plain_sgd
-from fedveil.studies.gradients.server import SERVER, Curious, ServerOptions, ServerRound
+from fedveil.studies.gradients.run import build_small_federation, plain_sgd
+from fedveil.studies.gradients.server import SERVER, ServerOptions, ServerResults, ServerRound
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 from fedveil.studies.membership import attacks as membership
 from fedveil.studies.presentation import Presentation
@@ -42,7 +42,7 @@ def quality(rebuilt: Tensor, true: Tensor, peak: float) -> float:
     return psnr(torch.nan_to_num(rebuilt).reshape(1, -1), true.reshape(1, -1), peak=peak, maximum=100.0)[0]
 
 
-def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Observation, Tensor]:
+def run_trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Observation, Tensor]:
     """Train a new network for a few rounds on the attacker's records and one record of a victim.
 
     Returns the attacker's observation and the victim's records. If clients use whole shards, the victim has 64 records
@@ -52,7 +52,9 @@ def trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Obs
     order = torch.randperm(len(data.train.targets), generator=generator("rebuild", seed, number))
     mine, victim = (order[:OWN_BATCH], order[-SHARD:]) if whole else (order[: len(order) // 2], order[-1:])
     config, parts = config.changed(seed=seed + number), [data.train.take(rows) for rows in (mine, victim)]
-    federation = few_clients(config, build_model(config, data), parts, plain_sgd(RATE), OWN_BATCH, whole_shard=whole)
+    federation = build_small_federation(
+        config, build_model(config, data), parts, plain_sgd(RATE), OWN_BATCH, whole_shard=whole
+    )
     return observe(federation, rounds), data.train.tensor[victim]
 
 
@@ -60,7 +62,7 @@ def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> tupl
     """Return the PSNR of each attacker's reconstructions, and the reason for each attacker without reconstructions.
 
     The PSNR of the floor, which is the mean of the attacker's records, is included. An attacker that does not apply or
-    fails in one trial is left out of the result. If the network starts with a Linear layer, its gradient reveals a
+    fails in any trial is left out of the result. If the network starts with a Linear layer, its gradient reveals a
     record directly. Otherwise a search is needed, which takes seconds, so there are at most five trials.
     """
     low, high = float(data.train.tensor.min()), float(data.train.tensor.max())
@@ -74,7 +76,7 @@ def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> tupl
         trials = min(trials, MAX_SEARCHES)
     for number in range(trials):
         progress(number / trials, f"rebuilding record {number + 1}/{trials}")
-        observed, true = trial(config, data, number, known.rebuild_rounds)
+        observed, true = run_trial(config, data, number, known.rebuild_rounds)
         guesses: dict[str, Tensor] = {page.FLOOR: observed.inputs.double().mean(0).cpu()}
         for name in [name for name in attackers if name not in left_out]:
             guess = attempt(attackers[name], observed)
@@ -92,7 +94,7 @@ def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> tupl
 class AuditOptions:
     """Flags of the audit."""
 
-    trials: int = option(20, "number of records that the attacker tries to rebuild, each in a new federation")
+    trials: int = option(20, "number of records that the attacker tries to reconstruct, each in a new federation")
     broadcasts: int = option(10, "number of broadcasts to sample under a veil, each with new noise")
     network: bool = option(True, "also infer membership with white-box networks")
     shadows: int = option(2, "number of shadow federations for RMIA, which must be even; 0 for none")
@@ -101,7 +103,7 @@ class AuditOptions:
 
 
 EPOCHS = 30  # number of training epochs of the attack network
-CURIOUS = ServerOptions(steps=400, restarts=1)  # takes half a minute on two cores for a small network
+CURIOUS = ServerOptions(steps=400, restarts=1)  # half a minute on two cores for a small network
 
 
 def predict_test(view: nn.Module, data: Data) -> Tensor:
@@ -142,7 +144,7 @@ def _fraction(hits: Tensor) -> Estimate:
 
 
 def _classes(targets: Tensor) -> Tensor | None:
-    """Return the targets as classes, including a single column of 0 and 1; return None for other targets."""
+    """Return the targets as classes, also if they are a single column of 0 and 1; return None for other targets."""
     if not targets.is_floating_point():
         return targets
     binary = targets.shape[1] == 1 and ((targets == 0) | (targets == 1)).all()
@@ -157,7 +159,7 @@ def ranking(positive: Scores, negative: Scores) -> Estimate:
 
 @dataclass(frozen=True)
 class Audit:
-    """The work of auditing one federation with all attackers."""
+    """Job work that audits one federation with all attackers."""
 
     config: Config
     options: AuditOptions
@@ -222,7 +224,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
     def shared(self, request: AttackRequest[AuditOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return the jobs that train the shadows for all defences and for the undefended federation."""
         defences, options, label = (*request.defences, "plain"), request.options, request.label
-        matched = not options.lira  # LiRA needs every record in some shadow
+        matched = not options.lira  # LiRA needs every record in at least one shadow
         return membership.shadow_jobs(
             request.config, defences, options.shadows, folder, label, everyone=True, matched=matched
         )
@@ -241,7 +243,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         return {**found, page.UNDEFENDED: StudyJob(request.job_name(page.UNDEFENDED), work, AuditResult, after=after)}
 
     def server_rounds(self, request: AttackRequest[AuditOptions]) -> list[StudyJob[ServerRound]]:
-        """Return the jobs that attack an undefended federation as its server; a veil would change only rounding."""
+        """Return the jobs that attack an undefended federation as its server; a veil would affect only rounding."""
         plain = AttackRequest(request.config_for("plain"), ("plain",), CURIOUS, label=request.label)
         return list(SERVER.rounds(plain, "plain").values()) if request.options.server else []
 
@@ -254,7 +256,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
             found = audits.collect(done)
             plain = found[name]
             if rounds and isinstance(plain, AuditResult):
-                found[name] = replace(plain, server=Curious([done[job] for job in rounds]))
+                found[name] = replace(plain, server=ServerResults([done[job] for job in rounds]))
             return found
 
         return JobGraph([*audits.jobs, *rounds], collect)

@@ -91,7 +91,7 @@ class ViewFigures(ImageFigures):
     pictures: Sequence[Picture] = ()
 
     @property
-    def near(self) -> float:
+    def mean_psnr(self) -> float:
         """The mean PSNR."""
         return statistics.fmean(self.psnr)
 
@@ -116,13 +116,13 @@ def join_batches(batches: Sequence[Batch], view: str) -> ViewFigures:
 
 
 def complete_batches(results: Mapping[str, Gradients], size: int) -> dict[str, list[Batch]]:
-    """Return the batches of one size by defence, leaving out defences with a failed batch."""
+    """Return the batches of one size by defence, omitting defences with a failed batch."""
     found = {name: one.batches(size) for name, one in results.items()}
     return {name: batches for name, batches in found.items() if isinstance(batches, list) and batches}
 
 
 def view_figures(results: Mapping[str, Gradients], size: int) -> dict[str, dict[str, ViewFigures]]:
-    """Return the results of each view by defence, leaving out defences with a failed batch."""
+    """Return the results of each view by defence, omitting defences with a failed batch."""
     return {
         name: {view: join_batches(batches, view) for view in batches[0].views}
         for name, batches in complete_batches(results, size).items()
@@ -143,7 +143,7 @@ def is_adaptive(view: str) -> bool:
 
 def judge_views(results: Mapping[str, Gradients], size: int) -> dict[str, Verdict]:
     """Return the verdict on each defence, based on the view with the best images at one batch size."""
-    guess = max((floor.near for floor in floor_figures(results, size).values()), default=0.0)
+    guess = max((floor.mean_psnr for floor in floor_figures(results, size).values()), default=0.0)
     views = view_figures(results, size)
     found = {
         name: [GRADIENTS.assess(view, average(one.psnr), guess, len(one.psnr)) for view, one in own.items()]
@@ -183,12 +183,12 @@ def chart(title: str, results: Mapping[str, Gradients], size: int) -> Intervals:
     for name in results:
         rows += [mark(view, average(one.psnr), name) for view, one in views.get(name, {}).items()]
         rows += [] if name in views else [mark("", None, name)]
-    lines = {f"floor: {name}": one.near for name, one in floor_figures(results, size).items()}
+    lines = {f"floor: {name}": one.mean_psnr for name, one in floor_figures(results, size).items()}
     return Intervals(title, "PSNR (dB), larger is worse for the victim", rows, lines)
 
 
 def gallery(title: str, results: Mapping[str, Gradients], size: int, note: str) -> list[Section]:
-    """Return a grid of the originals above the images of each view and defence; empty if there are no images."""
+    """Return a grid of the originals above the images of each view and defence; empty without images."""
     for batches in complete_batches(results, size).values():
         originals = [decode_picture(one.shape, code) for one in batches for code in one.originals]
         rows = [("original", originals)]

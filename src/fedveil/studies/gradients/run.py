@@ -52,7 +52,7 @@ SEARCHES = {"cosine": (800, 2), "idlg": (150, 4)}  # default steps and restarts;
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Flags for a search that matches gradients."""
+    """Flags for a search by gradient matching."""
 
     method: str | None = option(None, "dlg, idlg or cosine; by default cosine if the network has a ReLU, else idlg")
     steps: int | None = option(None, "number of search steps; by default 800 for cosine, 150 for the others")
@@ -61,8 +61,8 @@ class SearchOptions:
 
     def search(self, model: nn.Module) -> Search:
         """Return the settings from the flags; the defaults depend on the network."""
-        kinked = any(isinstance(module, nn.ReLU) for module in model.modules())
-        method = self.method or ("cosine" if kinked else "idlg")
+        has_relu = any(isinstance(module, nn.ReLU) for module in model.modules())
+        method = self.method or ("cosine" if has_relu else "idlg")
         steps, restarts = SEARCHES["cosine" if method == "cosine" else "idlg"]
         return Search(method, self.steps or steps, self.restarts or restarts, smooth=self.smooth)
 
@@ -93,13 +93,13 @@ def parse_counts(text: str) -> list[int]:
 
 
 def start_model(config: Config, data: Data, run: Path | None) -> nn.Module:
-    """Return the latest model of a run or, without a run, a new network, as in the published attacks."""
+    """Return the latest model of a run or, if there is no run, a new network, as in the published attacks."""
     return resume_federation(config, run, data).model if run else build_model(config, data)
 
 
 @dataclass(frozen=True)
 class AttackBatch:
-    """The work of attacking one of the victim's batches: train for a round, and search for each leaked gradient."""
+    """Job work that trains for one round, and rebuilds one of the victim's batches from each leaked gradient."""
 
     config: Config
     options: GradientOptions
@@ -117,7 +117,7 @@ class AttackBatch:
         own, victim = data.train.take(order[:first]), data.train.take(rows)
         optimizer = plain_sgd(config.training.lr) if self.run else build_optimizer(config.training)
         model = start_model(config, data, self.run)
-        federation = few_clients(config, model, (own, victim), optimizer, max(first, size))
+        federation = build_small_federation(config, model, (own, victim), optimizer, max(first, size))
         leaks, observed = observe_leaks(federation)
         search = self.options.search(federation.model)
         true = data.pixels(victim.tensor.to(federation.device))
@@ -127,9 +127,9 @@ class AttackBatch:
             report = part_progress(progress, number, len(leaks), view)
             found = search_leak(leak, search, data, observed.inputs, size, rng, report)
             views[view] = compare_images(found, data, true, victim.targets.tolist())
-        below = floors(data, rows, true, generator("floors", seed, size, self.group))
+        guessed = floors(data, rows, true, generator("floors", seed, size, self.group))
         originals = [encode_image(image) for image in true]
-        return Batch(size, rows.tolist(), search, views, below, originals, tuple(true[0].shape))
+        return Batch(size, rows.tolist(), search, views, guessed, originals, tuple(true[0].shape))
 
 
 def part_progress(progress: Progress, number: int, count: int, step: str) -> SearchProgress:
@@ -146,7 +146,7 @@ def search_leak(
     rng: torch.Generator,
     progress: SearchProgress,
 ) -> Reconstruction:
-    """Reconstruct a batch from a leaked gradient, with pixels in their valid range; infer labels that are needed.
+    """Reconstruct a batch from a leaked gradient, with valid pixel values; infer the labels if the search needs them.
 
     `own_inputs` are the attacker's own records, from which it estimates typical outputs of the model.
     """
@@ -181,7 +181,7 @@ def plain_sgd(lr: float) -> MakeOptimizer:
     return lambda parameters: torch.optim.SGD(parameters, lr)
 
 
-def few_clients(
+def build_small_federation(
     config: Config,
     model: nn.Module,
     parts: Sequence[DataPart],
@@ -237,7 +237,7 @@ def shared_labels(inferred: Sequence[int], true: Sequence[int]) -> int:
 def guesses(data: Data, rows: Tensor, rng: torch.Generator, excluded: Tensor | None = None) -> dict[str, Tensor]:
     """Return guesses that need no gradient: the mean image, and for each row another record of the same class.
 
-    If guesses are compared with several records, pass all of these as `excluded`, so that none of them is guessed.
+    If guesses are compared with several records, pass all of them as `excluded`, so that none of them is a guess.
     """
     others = []
     for row in rows.tolist():
@@ -277,7 +277,7 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
             raise BadArgument(data.name, what, "use a larger --train-size or a smaller --images")
         known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
         if not request.run and (not known or training.weight_decay):
-            what = "the difference of two models reveals the gradient or its signs only with plain SGD or Adam"
+            what = "the difference between two models reveals the gradient or its signs only with plain SGD or Adam"
             raise BadArgument("--optimizer", what, "use --optimizer sgd --momentum 0, or adam, and --weight-decay 0")
 
     def batches(self, request: AttackRequest[GradientOptions], name: str, config: Config) -> dict[str, StudyJob[Batch]]:

@@ -41,7 +41,7 @@ HEADER = ("defence", "view", "records", "known", *(f"{name}, dB" for name in (*A
 
 @dataclass(frozen=True)
 class Nearest:
-    """An attack's image that is closest to one of the records in the view.
+    """The image from an attack that is closest to any of the records in the view.
 
     Attributes:
         psnr, ssim: similarity of the image and the record.
@@ -61,7 +61,7 @@ class ServerView:
 
     Attributes:
         records: number of records that the gradient was computed from.
-        attacks: closest image by attack; attacks that do not apply are left out.
+        attacks: closest image by attack; attacks that do not apply are omitted.
         floors: closest image by kind of guess; guesses need no gradient, and there is one per record.
     """
 
@@ -99,7 +99,7 @@ class ServerRound(Result):
 
 
 @dataclass(frozen=True)
-class Curious(Result):
+class ServerResults(Result):
     """The results of a curious server's attacks in all rounds under one defence."""
 
     rounds: list[ServerRound | Failure]
@@ -120,16 +120,16 @@ class Curious(Result):
 
 
 def sum_view(clients: int) -> str:
-    """Return the name of the view of a sum over clients."""
+    """Return the name of the view that is a sum over clients."""
     return f"sum of {clients}"
 
 
 def difference_view(clients: int, models: str) -> str:
-    """Return the name of the view of a difference between two sums."""
+    """Return the name of the view that is a difference between two sums."""
     return f"{clients} minus {clients - 1}, {models}"
 
 
-def view_rows(results: Curious) -> Iterator[list[str]]:
+def view_rows(results: ServerResults) -> Iterator[list[str]]:
     """Yield one table row per view, without the column for the defence."""
     if not results.complete:
         yield ["", "", f"failed: {results.failed}", *[""] * (len(HEADER) - 4)]
@@ -147,13 +147,13 @@ def spread(values: Sequence[float]) -> Estimate | None:
     return Estimate(statistics.median(values), min(values), max(values)) if values else None
 
 
-def count_rounds(results: Curious, name: str) -> int:
+def count_rounds(results: ServerResults, name: str) -> int:
     """Return the number of rounds in which an attack on the view reveals a record."""
     return sum(view.best.psnr - view.floors[FLOORS[0]].psnr >= RECOGNISED for view in results.view(name))
 
 
-def verdict(results: Curious) -> str:
-    """Return the label, and the views that reveal a record and those that do not."""
+def verdict(results: ServerResults) -> str:
+    """Return the label, the views that reveal a record, and those that do not."""
     if not results.complete:
         return f"not measured ({results.failed})."
     known = {name: count_rounds(results, name) for name in results.complete[0].views}
@@ -165,8 +165,8 @@ def verdict(results: Curious) -> str:
     return f"{Label.LEAK}: a record is revealed by {', '.join(leaks)}{rest}."
 
 
-def gallery(title: str, results: Curious) -> list[Section]:
-    """Return a grid with the victim's record in each round above the images from each view; empty without rounds."""
+def gallery(title: str, results: ServerResults) -> list[Section]:
+    """Return a grid with each round's victim record above the images from each view; empty if there are no rounds."""
     rounds = results.complete
     if not rounds:
         return []
@@ -180,7 +180,7 @@ def gallery(title: str, results: Curious) -> list[Section]:
 
 
 OWN = 64  # number of held-out records from which the server estimates typical outputs of the model
-MAX_SEARCH = 16  # maximum number of records in a view for which a search runs, since its duration grows with them
+MAX_SEARCH = 16  # views with more records are not searched, since the duration grows with their number
 DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
     "first layer": record_from_gradient,
     "rows that agree": record_from_agreeing_rows,
@@ -192,8 +192,8 @@ class ServerOptions(reconstruction.SearchOptions):
     """Flags of the attack."""
 
     rounds: int = option(8, "number of rounds, each in a new federation with different records")
-    sums: str = option("2,4,10,100", "numbers of clients in the sums, as a comma-separated list")
-    difference: int = option(10, "number of clients in a sum; the sum without one of them is subtracted from it")
+    sums: str = option("2,4,10,100", "number of clients in each sum, as a comma-separated list")
+    difference: int = option(10, "number of clients in the larger of two sums that differ by one client")
     records: int = option(1, "number of records in a client's batch")
 
     def counts(self) -> list[int]:
@@ -201,8 +201,8 @@ class ServerOptions(reconstruction.SearchOptions):
         counts = reconstruction.parse_counts(self.sums)
         if not counts:
             raise BadArgument("--sums", f"got {self.sums!r}", "use distinct positive integers, such as 2,4,10")
-        for name, least in (("difference", 2), ("rounds", 1), ("records", 1)):
-            check_count("fedveil attack server", f"--{name}", getattr(self, name), least)
+        for name, minimum in (("difference", 2), ("rounds", 1), ("records", 1)):
+            check_count("fedveil attack server", f"--{name}", getattr(self, name), minimum)
         return counts
 
 
@@ -298,7 +298,7 @@ def nearest(candidates: Tensor, true: Tensor) -> Nearest:
 
 @dataclass(frozen=True)
 class AttackRound:
-    """The work of training a new federation for one round, and running every attack on every view of its server."""
+    """Job work that trains a new federation for one round, and runs every attack on every view of its server."""
 
     config: Config
     options: ServerOptions
@@ -312,7 +312,9 @@ class AttackRound:
         data, model = images_and_model(config, self.run)
         rows = self.rows(data)
         parts = [data.train.take(own) for own in torch.split(rows, options.records)]
-        federation = reconstruction.few_clients(config, model, parts, build_optimizer(config.training), options.records)
+        federation = reconstruction.build_small_federation(
+            config, model, parts, build_optimizer(config.training), options.records
+        )
         seen, search = server_views(federation, options.counts(), options.difference), options.search(model)
         true, own = (data.pixels(data.train.tensor[rows]), data.test.tensor[:OWN].to(federation.device))
         views = {}
@@ -342,7 +344,7 @@ class AttackRound:
         return torch.randperm(records, generator=rng)[:wanted]
 
 
-class ServerStudy(AttackStudy[ServerOptions, Curious]):
+class ServerStudy(AttackStudy[ServerOptions, ServerResults]):
     """The attacks of a curious server, with one job per round."""
 
     name = "server"
@@ -358,14 +360,14 @@ class ServerStudy(AttackStudy[ServerOptions, Curious]):
             found[name] = StudyJob(request.job_name("server", defence, name), work, ServerRound, attacked=request.run)
         return found
 
-    def graph(self, request: AttackRequest[ServerOptions], folder: Path) -> JobGraph[Results[Curious]]:
+    def graph(self, request: AttackRequest[ServerOptions], folder: Path) -> JobGraph[Results[ServerResults]]:
         """Return one job per defence and round; refuse invalid counts, and records that are not images."""
         request.options.counts()
         images_and_model(request.config, None)
         jobs = {defence: self.rounds(request, defence) for defence in request.defences}
-        return join_parts(jobs, lambda parts: Curious(list(parts.values())))
+        return join_parts(jobs, lambda parts: ServerResults(list(parts.values())))
 
-    def show(self, request: AttackRequest[ServerOptions], results: Mapping[str, Curious]) -> Presentation:
+    def show(self, request: AttackRequest[ServerOptions], results: Mapping[str, ServerResults]) -> Presentation:
         """Return one row per view, and pictures."""
         rows = [[name, *row] for name, found in results.items() for row in view_rows(found)]
         sections = [part for name, found in results.items() for part in gallery(f"Server's view, {name}", found)]

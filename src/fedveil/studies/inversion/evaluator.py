@@ -1,4 +1,4 @@
-"""Evaluate reconstructions with an independent network trained on the private data, and by feature distances."""
+"""Evaluate reconstructions by feature distances and with an independent network trained on the private data."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,11 +38,11 @@ def _batches(images: Tensor, targets: Tensor, random: torch.Generator, flip: boo
     Each batch is shifted by up to an eighth of the image size, with edge padding. If `flip`, images are mirrored at
     random.
     """
-    size, most = images.shape[-1], images.shape[-1] // 8
+    size, max_shift = images.shape[-1], images.shape[-1] // 8
     for rows in torch.split(torch.randperm(len(images), generator=random).to(images.device), BATCH):
         if len(rows) > 1:
-            down, right = (int(torch.randint(0, 2 * most + 1, (), generator=random)) for _ in range(2))
-            padded = F.pad(images[rows], (most,) * 4, mode="replicate") if most else images[rows]
+            down, right = (int(torch.randint(0, 2 * max_shift + 1, (), generator=random)) for _ in range(2))
+            padded = F.pad(images[rows], (max_shift,) * 4, mode="replicate") if max_shift else images[rows]
             batch = padded[:, :, down : down + size, right : right + size]
             if flip:
                 mirrored = (torch.rand(len(rows), generator=random) < 0.5).to(images.device)
@@ -64,7 +64,7 @@ def train_judge(
     """Train an image classifier with cross-entropy, AdamW, cosine annealing, and shifted and mirrored images.
 
     Only colour images are mirrored, since mirroring changes the meaning of digits. If `path` is given, the state is
-    saved there, and interrupted training resumes after its last epoch if `key` is the same.
+    saved there, and interrupted training resumes after the last finished epoch if `key` is the same.
     """
     images, targets = data.pixels(data.train.tensor).to(device), data.train.targets.to(device)
     classes, flip = len(data.classes), images.shape[1] == 3
@@ -75,12 +75,12 @@ def train_judge(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     parts: dict[str, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler]
     parts = {"net": net, "optimizer": optimizer, "schedule": schedule}
-    key, begin = repr((key, tuple(images.shape), epochs, classes, width, flip, seed)), 0
+    key, start = repr((key, tuple(images.shape), epochs, classes, width, flip, seed)), 0
     if path and (old := load_for(path, key, images.device)):
-        begin = old["epoch"]
+        start = old["epoch"]
         for name, part in parts.items():
             part.load_state_dict(old[name])
-    for epoch in range(begin, epochs):
+    for epoch in range(start, epochs):
         progress(epoch / epochs, f"judge, epoch {epoch + 1}/{epochs}")
         for batch, labels in _batches(images, targets, source("judge", seed, epoch), flip):
             loss = F.cross_entropy(net(batch), labels)
@@ -127,12 +127,12 @@ def distances(
 
 def per_class(answers: Tensor, labels: Tensor, classes: int) -> list[float | None]:
     """Return the accuracy for each class; None for a class without images."""
-    rights = [(answers[labels == label] == label).double() for label in range(classes)]
-    return [float(right.mean()) if len(right) else None for right in rights]
+    correct = [(answers[labels == label] == label).double() for label in range(classes)]
+    return [float(own.mean()) if len(own) else None for own in correct]
 
 
 def wilson(right: Tensor) -> tuple[float, float, float, int, int]:
-    """Return the hit rate, its 95 % Wilson interval (for independent trials), and the numbers of hits and trials."""
+    """Return the hit rate, its 95 % Wilson interval (for independent trials), and the number of hits and of trials."""
     hits, trials = int(right.sum()), len(right)
     ends = binomtest(hits, trials).proportion_ci(0.95, "wilson")
     return hits / trials, float(ends.low), float(ends.high), hits, trials

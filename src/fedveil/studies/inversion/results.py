@@ -191,7 +191,7 @@ def picture_rows(
     """Return a grid of images, with the names of their classes as column headers."""
     columns = [label for label in classes for _ in range(PER_CLASS)]
     grid = [(label, [decode_picture(shape, code) for code in codes]) for label, codes in rows]
-    note = "The first images of each class, not selected. Each column is labelled with the intended class."
+    note = "The first images of each class, without selection. Each column is labelled with the intended class."
     return Pictures(title, columns, grid, note)
 
 

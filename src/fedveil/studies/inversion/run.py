@@ -1,4 +1,4 @@
-"""`fedveil attack inversion`: test whether the model that a client receives shows what the private classes look like.
+"""`fedveil attack inversion`: test whether the model that a client receives reveals what private classes look like.
 
 The federation is trained on some classes (`--labels`). The attacker's public images come from the other classes. The
 attack uses the model, public images and a class index; only the evaluation uses private images.
@@ -49,17 +49,17 @@ class InversionOptions:
     judge_width: int = option(32, "width of the independent evaluator")
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are too small, and codes that cannot be divided among the broadcasts."""
+        """Refuse numbers that are too small, and codes that cannot be divided evenly among the broadcasts."""
         for name, value in dataclasses.asdict(self).items():
-            least = 0 if name in ("pixel_steps", "gan_lr") else 1
-            if value < least:
-                raise BadArgument(f"--{name.replace('_', '-')}", f"must be at least {least}, got {value}")
+            minimum = 0 if name in ("pixel_steps", "gan_lr") else 1
+            if value < minimum:
+                raise BadArgument(f"--{name.replace('_', '-')}", f"must be at least {minimum}, got {value}")
         if self.codes % self.broadcasts:
-            raise BadArgument("--codes", f"{self.codes} cannot be divided among {self.broadcasts} broadcasts")
+            raise BadArgument("--codes", f"{self.codes} cannot be divided evenly among {self.broadcasts} broadcasts")
 
 
 def data_config(config: Config) -> Config:
-    """Return the part of a configuration that determines the images, and with them the generator and evaluator."""
+    """Return the part of a configuration that determines the images, and thus the generator and the evaluator."""
     flat = config.flat()
     return Config().changed(model="cnn", **{name: flat[name] for name in DATA})
 
@@ -75,7 +75,7 @@ def public_images(config: Config, limit: int) -> Tensor:
 
 @dataclass(frozen=True)
 class NetworkTraining:
-    """Base class for work that trains or loads the networks of an attack: the generator and the evaluator."""
+    """Base class for job work that trains or loads the networks of an attack: the generator and the evaluator."""
 
     config: Config
     options: InversionOptions
@@ -85,9 +85,9 @@ class NetworkTraining:
         """Train or load the generator; return it with the critic's distances and the number of public images."""
         options, seed, path = self.options, self.config.training.seed, self.folder / "gan.pt"
         images, width, lr = public_images(self.config, options.public_size), options.gan_width, options.gan_lr
-        asked = repr((data_config(self.config), options.public_size, basis.records))
+        key = repr((data_config(self.config), options.public_size, basis.records))
         gan, curve = train_gan(
-            images, options.gan_epochs, width=width, lr=lr, seed=seed, path=path, data_key=asked, progress=progress
+            images, options.gan_epochs, width=width, lr=lr, seed=seed, path=path, data_key=key, progress=progress
         )
         return gan, curve, len(images)
 
@@ -100,7 +100,7 @@ class NetworkTraining:
 
 
 class TrainGan(NetworkTraining):
-    """The work of training the generator on public images."""
+    """Job work that trains the generator on public images."""
 
     def __call__(self, progress: Progress, done: JobResults) -> TrainedGan:
         """Train the generator."""
@@ -109,7 +109,7 @@ class TrainGan(NetworkTraining):
 
 
 class TrainEvaluator(NetworkTraining):
-    """The work of training the independent evaluator."""
+    """Job work that trains the independent evaluator."""
 
     def __call__(self, progress: Progress, done: JobResults) -> TrainedEvaluator:
         """Train the evaluator and test it on held-out images."""
@@ -122,7 +122,7 @@ class TrainEvaluator(NetworkTraining):
 
 @dataclass(frozen=True)
 class Invert(NetworkTraining):
-    """The work of reconstructing all private classes of one federation, with all attackers."""
+    """Job work that reconstructs all private classes of one federation with each attacker."""
 
     run: Path
 
@@ -210,7 +210,7 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
 
     def shared(self, request: AttackRequest[InversionOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return the jobs for the generator and the evaluator; refuse a federation without public classes."""
-        config, fix = request.config, "use images and --labels first-half, and train the run with --labels too"
+        config, fix = request.config, "use image data and --labels first-half; also train the run with --labels"
         if config.data.labels is None:
             raise BadArgument(WHERE, "the federation trains on all classes, so no class is public", fix)
         data = load_data(data_config(config.changed(labels=None)))

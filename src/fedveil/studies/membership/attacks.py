@@ -32,7 +32,7 @@ from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 RATES = (0.01, 0.001)
 NETWORK, SHADOWS = "white-box network", "RMIA"  # names of attacks
 Indices = NDArray[np.int64]
-Attacks = dict[str, "AttackScores | Failure"]  # results by name of the attack
+Attacks = dict[str, "AttackScores | Failure"]  # results by attack name
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Records:
         own: the attacker's own records, which are members.
         known: the non-members that the attacker knows.
         victims: test records that are members: records of other clients.
-        fresh: test records that are non-members, usually the same number.
+        fresh: test records that are non-members, usually as many as `victims`.
     """
 
     pool: DataPart
@@ -60,9 +60,9 @@ class Records:
 
 
 def divide_records(config: Config, data: Data, *, everyone: bool = False) -> Records:
-    """Divide the members and at most the same number of non-members; the attacker knows half of the non-members.
+    """Divide the members and at most as many non-members into parts; the attacker knows half of the non-members.
 
-    Held-out records that are equal to a member are left out. If `everyone`, all non-members are used, and the attacker
+    Held-out records identical to a member are left out. If `everyone`, all non-members are used, and the attacker
     knows a fifth of them. The test is then not balanced, but has enough non-members to estimate low rates.
     """
     settings, seed, count = config.data, config.training.seed, len(data.train.targets)
@@ -93,7 +93,7 @@ def shadow_defence(defence: str) -> str:
 
 
 def shadow_file(folder: Path, defence: str, number: int) -> Path:
-    """Return the file with a shadow model's training records and the outputs of its client's and server's models."""
+    """Return the path to a shadow's training records and the outputs of its client's and its server's models."""
     return folder / "shadows" / f"{shadow_defence(defence).replace(':', '.')}-{number}.npz"
 
 
@@ -107,7 +107,7 @@ class Shadow(Result):
 
 @dataclass(frozen=True)
 class TrainShadow:
-    """The work of training a shadow on half of the pool, and writing its outputs for the whole pool.
+    """Job work that trains a shadow on half of the pool, and writes its outputs for the whole pool.
 
     A shadow is a federation like the attacked one. The pool comes from `divide_records`, with the same `everyone` as
     for the attack. If `matched`, the shadow is trained on the same number of records as the attacked federation, but at
@@ -147,7 +147,7 @@ def shadow_jobs(
 ) -> list[StudyJob[Result]]:
     """Return the jobs that train the shadows for all defences; refuse an odd number of shadows.
 
-    There are none if the targets are not classes. `flags` are `everyone` and `matched` of `TrainShadow`.
+    The list is empty without shadows, classes or other clients. `flags` are `everyone` and `matched` of `TrainShadow`.
     """
     if not count or config.data.clients < 2:
         return []
@@ -171,7 +171,7 @@ class AttackScores:
         tpr: true-positive rate by false-positive rate; None if there are too few records to estimate it.
         best_on_test: accuracy at the epoch with the best accuracy on the test records (the paper's protocol).
         roc: pairs (FPR, TPR) of the ROC curve.
-        collapsed: whether a white-box network gives the same answer for all of its training records.
+        collapsed: whether a white-box network returns the same answer for all of its training records.
         known: AUC on records with known membership; for a network, only those held out from its training.
         broadcasts: number of broadcasts that were attacked.
     """
@@ -195,7 +195,7 @@ class Attacker:
 
 @dataclass(frozen=True)
 class Membership(Quality, Result):
-    """The results of all attacks on one federation; `records` gives the number of records in each part of `Records`."""
+    """The results of all attacks on one federation; `records` is the number of records in each part of `Records`."""
 
     defence: str
     seed: int
@@ -211,7 +211,7 @@ class ShadowAttacks:
         config: configuration of the attacked federation.
         folder: folder with the outputs of the shadows.
         count: number of shadows.
-        lira: whether to run LiRA in addition to RMIA.
+        lira: whether to run LiRA as well as RMIA.
     """
 
     config: Config
@@ -247,7 +247,7 @@ def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> di
     return {name: values.numpy() for name, values in scores.items()}
 
 
-def whitebox(
+def run_whitebox(
     features: Features, names: Sequence[str], records: Records, recipe: Recipe, *, track_test: bool = False
 ) -> AttackScores:
     """Train the network on known records, and return its performance on the test records.
@@ -324,7 +324,7 @@ class RecordAttacks:
         for number, (name, names) in enumerate(sets.items()):
             progress(number / len(sets), f"attack network, {name}")
             try:
-                found[name] = whitebox(features, names, self.records, recipe, track_test=self.by_layer)
+                found[name] = run_whitebox(features, names, self.records, recipe, track_test=self.by_layer)
             except BadArgument as reason:
                 found[name] = Failure(reason.what)
         return found

@@ -46,7 +46,7 @@ class MembershipOptions:
 
 @dataclass(frozen=True)
 class AttackMembership:
-    """The work of running all attacks by all attackers on one federation."""
+    """Job work that runs all attacks of all attackers on one federation."""
 
     config: Config
     options: MembershipOptions

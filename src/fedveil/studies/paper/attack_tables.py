@@ -88,7 +88,7 @@ class AttackEntry:
         attacker: name of the attacker; "" if the measure does not depend on an attacker, or if the attack failed.
         paper: the paper's value.
         pairs: for each seed, the estimates by the paper's protocol and by ours.
-        failed: the reason why there are no values; "" if there are.
+        failed: reason why there are no values; "" if there are values.
     """
 
     data: str
@@ -139,7 +139,7 @@ class AttackTable:
 def present_attack(
     plan: ExhibitPlan, results: AttackResults[A], *, figures: Callable[[A, str, str], FigurePair]
 ) -> Presentation:
-    """Return a row per data set, measure, defence and attacker, and show success rates in a chart and in the summary.
+    """Return one row per data set, measure, defence and attacker, with success rates in a chart and in the summary.
 
     `figures` returns the pair of estimates for a result, an attacker and a measure.
     """
@@ -187,7 +187,7 @@ def _summarise(successes: Sequence[AttackEntry]) -> tuple[str, str] | None:
 def _entries(
     where: tuple[str, str, str], printed: float, seeds: Seeds[A], figures: Callable[[A, str, str], FigurePair]
 ) -> list[AttackEntry]:
-    """Return the entries of all attackers for one data set, measure and defence, which are given by `where`."""
+    """Return the entries of all attackers for the data set, measure and defence in `where`."""
     results, measure = list(successes(seeds).values()), where[1]
     for seed, result in seeds.items():
         if isinstance(result, Failure):
@@ -202,7 +202,7 @@ def _entries(
 
 
 def mean_over_seeds(estimates: Sequence[Estimate], *, fraction: bool) -> Estimate | None:
-    """Average the values of all seeds, with Student's interval clipped to valid values; a single one is unchanged."""
+    """Average over seeds, with Student's interval clipped to valid values; return a single estimate unchanged."""
     if len(estimates) < 2:
         return estimates[0] if estimates else None
     return average([one.value for one in estimates], minimum=0.0, maximum=1.0 if fraction else math.inf)
@@ -323,12 +323,15 @@ def gradient_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Results[Gradient
 
 
 def present_fig5(plan: ExhibitPlan, variants: Results[Gradients]) -> Presentation:
-    """Return a row for each defence and view, a PSNR chart, and the images."""
+    """Return one row per defence and view, a PSNR chart, and the images."""
     results = successes(variants)
-    pictures = gallery("Figure 5: images from gradients", results, BATCH, "PSNR in dB below each picture.")
+    pictures = gallery("Figure 5: images from gradients", results, BATCH, "The PSNR in dB is shown below each image.")
     sections = [chart("Figure 5: PSNR of the images", results, BATCH), *pictures]
-    uploads = [f"{name} {views['V-up'].near:.1f}" for name, views in view_figures(results, BATCH).items()]
-    question, paper = "Figure 5, images from gradients, PSNR in dB", "no numbers; veil like PPDL with variance 0.1"
+    uploads = [f"{name} {views['V-up'].mean_psnr:.1f}" for name, views in view_figures(results, BATCH).items()]
+    question, paper = (
+        "Figure 5, images from gradients, PSNR in dB",
+        "no numbers; veil close to PPDL with variance 0.1",
+    )
     rows, headline = table_rows(results, [BATCH]), [(question, paper, ", ".join(uploads))]
     return Presentation(plan.title, "", HEADER, rows, plan.file.note, sections, headline=headline)
 

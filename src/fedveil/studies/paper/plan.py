@@ -14,7 +14,7 @@ from fedveil.studies.study import JobGraph
 
 SCALES = ("quick", "cpu", "paper")
 LOSS: Mapping[str, Value] = {"loss": "squared_error"}
-"""The paper's loss, which a plan uses unless it names another one."""
+"""The paper's loss, which a plan uses unless it sets another."""
 T = TypeVar("T")
 R = TypeVar("R")
 RunValue = Value | list[Value] | dict[str, Value]
@@ -27,9 +27,9 @@ class ScaleSettings(BaseModel):
     Attributes:
         about: description of the scale and its differences from the paper.
         defences: names of the defences to attack.
-        data: the paper's names of the data sets, and ours.
+        data: our names of the data sets, by the paper's names.
         attack: options of the attack.
-        seeds: number of seeds for each attack; for training runs, it is set in `common` or `runs`.
+        seeds: number of seeds for each attack; for training runs, `common` or `runs` sets it.
         common: configuration values that all groups of runs share.
         runs: groups of configurations.
         run: a single configuration.
@@ -55,8 +55,8 @@ class PlanFile(BaseModel):
         title: title of the table or figure.
         note: note below the table.
         comparison: note below the table that compares the veil with plain training.
-        why: differences from the paper, with reasons.
-        same_as: name of another plan to take the scales from.
+        why: explanations of the differences from the paper.
+        same_as: name of another plan whose scales this plan uses.
         columns: columns of the paper's table.
         scales: settings by scale.
         paper: the paper's values.
@@ -83,7 +83,7 @@ class ExhibitPlan:
         file: content of the plan's file.
         scale: one of SCALES.
         settings: validated settings of the scale.
-        written: the settings as they are in the file, without `about`.
+        written: the settings as written in the file, without `about`.
         device: device to compute on.
     """
 

@@ -111,12 +111,12 @@ def reproduce(
     show: Show = show_nothing,
     on_done: Callable[[ExhibitPlan, Presentation], None] = lambda plan, presented: None,
 ) -> Path:
-    """Compute the exhibits that are not in the folder yet, write a page with all available ones, and return its path.
+    """Compute the exhibits that are missing from the folder, write a page with all available ones, and return its path.
 
     Args:
         names: names of exhibits, or "all".
         scale: "quick", "cpu" or "paper".
-        folder: output folder, with NAME.json for each exhibit, report.html, and the data needed to resume in work/.
+        folder: output folder for report.html, NAME.json for each exhibit and, in work/, the data needed to resume.
         workers: number of processes; by default, one per core.
         device: device to compute on.
         show: called with a job's name, the fraction done and the current step.
@@ -167,9 +167,9 @@ def _sections(plan: ExhibitPlan, stored: StoredExhibit, presented: Presentation)
     label = plan.title.split(":")[0]
     facts = {
         "scale": plan.scale,
-        "repeat": str(stored["command"]),
-        "minutes of the last run": str(stored["minutes"]),
-        "with": str(stored["with"]),
+        "command": str(stored["command"]),
+        "duration of the last run, minutes": str(stored["minutes"]),
+        "computed with": str(stored["with"]),
     }
     for name, value in plan.written.items():
         groups = value if name == "runs" and isinstance(value, list) else [value]
@@ -181,7 +181,7 @@ def _sections(plan: ExhibitPlan, stored: StoredExhibit, presented: Presentation)
 
 
 def join_headlines(presented: Mapping[str, Presentation]) -> str:
-    """Return our results from the first available exhibit on accuracy and the first one on attacks."""
+    """Return our results from the first available exhibit on accuracy and the first on attacks."""
     groups = (("table2", "table1", "fig3"), ("table3", "table4", "fig5"))
     found = [[presented[name].headline for name in names if name in presented] for names in groups]
     rows = [row for headlines in found for row in next(filter(None, headlines), ())]

@@ -50,7 +50,7 @@ class Run:
 def list_configs(plan: ExhibitPlan) -> list[Config]:
     """Return all combinations of the values in each group of runs, for each seed.
 
-    Groups share the values in `common`. A value that depends on another key names it, for example
+    Groups share the values in `common`. A value that depends on another key refers to it by `of`, for example
     batch_size = { of = "clients", 1 = 40, 5 = 8 }.
     """
     found = []
@@ -85,7 +85,7 @@ def defence_name(config: Config) -> str:
 
 
 def training_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[list[Run]]:
-    """Return a job for each run, ordered by seed, so that an interrupted table is complete for some seeds."""
+    """Return one job per run, ordered by seed, so that an interrupted table is complete for some seeds."""
     configs, jobs = list_configs(plan), dict[Config, StudyJob[TrainedRun]]()
     for config in sorted(configs, key=lambda config: config.training.seed):
         name = run_name(config)
@@ -123,8 +123,8 @@ def format_runs(runs: Sequence[Run], form: str, scale: float = 1.0) -> str:
     """Format the mean ± standard deviation over seeds or, if a run failed, the reason."""
     if not runs:
         return NOTHING
-    if broken := [run.failed for run in runs if run.failed]:
-        return f"failed: {broken[0]}"
+    if failures := [run.failed for run in runs if run.failed]:
+        return f"failed: {failures[0]}"
     values = [scale * run.value for run in runs]
     return f"{statistics.fmean(values):{form}} ± {deviation(values):{form}}"
 
@@ -204,7 +204,7 @@ DIFFERENCES: dict[str, Callable[[Comparison], str]] = {
     "test loss": lambda pair: NOTHING if pair.loss is None else f"{100 * pair.loss:.1f}",
 }
 Line = list[tuple[float, float, float]]  # epoch, mean, standard deviation
-HEADER3 = ("network", "loss", "clients", "seeds", "largest difference of means, all epochs", "standard deviation there")
+HEADER3 = ("network", "loss", "clients", "seeds", "largest difference of means", "standard deviation at that epoch")
 
 
 def paper_cells(
@@ -219,7 +219,7 @@ def paper_cells(
 
 def present_table1(plan: ExhibitPlan, results: list[Run]) -> Presentation:
     """Return a table of the paper's values and ours, and a comparison of the veil with plain training."""
-    paper, rows, beside = plan.paper_values(DefenceValues), list[list[str]](), list[list[str]]()
+    paper, rows, compared = plan.paper_values(DefenceValues), list[list[str]](), list[list[str]]()
     for defence, values in paper.items():
         for clients, printed in values.items():
             own = select(results, defence=defence, clients=clients)
@@ -228,19 +228,19 @@ def present_table1(plan: ExhibitPlan, results: list[Run]) -> Presentation:
     for one in pairs:
         ends = [format_runs(select(results, defence=name, **one.where), ".5f") for name in ("plain", "veil")]
         numbers = (one.means, one.largest, pooled_deviation(*one.deviations))
-        beside.append([*map(str, one.where.values()), *ends, *(f"{value:.1e}" for value in numbers)])
+        compared.append([*map(str, one.where.values()), *ends, *(f"{value:.1e}" for value in numbers)])
     headline = []
     if pairs:
-        ours = f"as plain: means at most {max(one.means for one in pairs):.1e} apart"
+        ours = f"same as plain: means at most {max(one.means for one in pairs):.1e} apart"
         theirs = zip(chain(*paper["plain"].values()), chain(*paper["veil"].values()), strict=True)
         question, gap = f"Table 1, regression, {len(pairs)} settings", max(abs(a - b) for a, b in theirs)
-        headline = [(question, f"veil as plain (up to {gap:.3f} apart)", ours)]
+        headline = [(question, f"veil same as plain (up to {gap:.3f} apart)", ours)]
     note = plan.file.note.format(
         seeds=len({run.seed for run in results}),
         constant=max((run.constant for run in results if run.constant is not None), default=math.nan),
     )
     header = ["defence", "clients", *(f"L = {depth}, {who}" for depth in plan.file.columns for who in WHO)]
-    sections = [Table("Table 1: the veil beside plain training", HEADER1, beside, plan.file.comparison)]
+    sections = [Table("Table 1: the veil compared with plain training", HEADER1, compared, plan.file.comparison)]
     return Presentation(plan.title, "", header, rows, note, sections, headline=headline)
 
 
@@ -259,10 +259,10 @@ def present_table2(plan: ExhibitPlan, results: list[Run]) -> Presentation:
     veils, baselines = (list(compare_runs(results, keys, name)) for name in ("veil", BASELINE))
     headline = []
     if veils:
-        met = sum(one.overlap for one in veils)
-        ours = f"means at most {_farthest(veils)} points apart, ranges overlap in {met} of {len(veils)}"
+        overlapping = sum(one.overlap for one in veils)
+        ours = f"means at most {_farthest(veils)} points apart, ranges overlap in {overlapping} of {len(veils)}"
         ours += f"; the rounding baseline: {_farthest(baselines)} points" if baselines else ""
-        headline = [(f"Table 2, ResNets, both losses, {len(veils)} settings", "veil as plain", ours)]
+        headline = [(f"Table 2, ResNets, both losses, {len(veils)} settings", "veil same as plain", ours)]
     header = ["data", "clients", "defence", *(f"{net}, {who}" for net in plan.file.columns for who in WHO)]
     sections, note = _comparison_tables(plan, results, veils, baselines), " ".join([plan.file.note, *notes])
     return Presentation(plan.title, "", header, rows, note, sections, headline=headline)
@@ -282,7 +282,7 @@ def _comparison_tables(
         *where, loss = map(str, one.where.values())
         overlap = "yes" if one.overlap else "no"
         rows.setdefault(loss, []).append([*where, str(len(one.plain)), *ends, overlap, *numbers])
-    title = "Table 2: the veil beside plain training"
+    title = "Table 2: the veil compared with plain training"
     return [
         Table(f"{title}, {loss.replace('_', ' ')}", header, own, plan.file.comparison) for loss, own in rows.items()
     ]
@@ -305,7 +305,7 @@ def present_fig3(plan: ExhibitPlan, results: list[Run]) -> Presentation:
         rows.append([*words, str(len(one.plain)), *map(format_pair, zip(*largest, strict=True))])
         del lines[BASELINE]
         charts.setdefault(tuple(words[:2]), []).append(_chart(count(int(one.where["clients"]), "client"), lines))
-    note = f"Means over {len({run.seed for run in results})} seeds; bands show one standard deviation up and down."
+    note = f"Means over {len({run.seed for run in results})} seeds; bands show ± one standard deviation."
     sections: list[Section] = [
         SideBySide(f"Figure 3: {net}, {loss}, {results[0].data}", parts, note) for (net, loss), parts in charts.items()
     ]
@@ -317,12 +317,12 @@ def present_fig3(plan: ExhibitPlan, results: list[Run]) -> Presentation:
 def _largest_difference(plain: Line, other: Line) -> tuple[str, str]:
     """Format the largest difference between two mean curves, and the pooled standard deviation at that epoch."""
     pairs = zip(plain, other, strict=True)
-    far, pooled = max((abs(p[1] - o[1]), pooled_deviation(p[2], o[2])) for p, o in pairs)
-    return f"{far:.2f}", f"{pooled:.2f}"
+    largest, pooled = max((abs(p[1] - o[1]), pooled_deviation(p[2], o[2])) for p, o in pairs)
+    return f"{largest:.2f}", f"{pooled:.2f}"
 
 
 def _mean_curve(runs: Sequence[Run]) -> Line:
-    """Return the epochs, with the mean and standard deviation over seeds in per cent."""
+    """Return each epoch with the mean and standard deviation over seeds, in per cent."""
     return [
         (points[0][0], 100 * statistics.fmean(y for _, y in points), 100 * deviation([y for _, y in points]))
         for points in zip(*(run.curve for run in runs if not run.failed), strict=True)
@@ -331,7 +331,7 @@ def _mean_curve(runs: Sequence[Run]) -> Line:
 
 def _chart(title: str, lines: dict[str, Line]) -> Curves:
     series = {name: [(epoch, mean) for epoch, mean, _ in points] for name, points in lines.items()}
-    bands = {name: [(mean - far, mean + far) for _, mean, far in points] for name, points in lines.items()}
+    bands = {name: [(mean - spread, mean + spread) for _, mean, spread in points] for name, points in lines.items()}
     return Curves(title, "epoch", "test accuracy (%)", series, bands=bands)
 
 
