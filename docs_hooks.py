@@ -200,7 +200,7 @@ def described(groups: dict[str, list[Flag]], usual: dict[str, str]) -> list[str]
 
 def configuration() -> str:
     """Return a section for every section of run.toml: keys, types, defaults and meaning."""
-    from fedveil.runs.config import Config
+    from fedveil.runs.settings import Config
 
     schema = Config.model_json_schema()
     parts = []

@@ -23,7 +23,7 @@ from fedveil.data import Data
 from fedveil.defences import Defence, Plain, Veil
 from fedveil.federation import Federation
 from fedveil.runs.build import build_loss, build_model, build_optimizer, client_parts, load_data
-from fedveil.runs.config import Config
+from fedveil.runs.settings import Config
 
 BASELINES = 3
 RUNS: dict[str, Callable[[], Defence]] = {

@@ -23,7 +23,7 @@ from benchmarks.timing import machine, table
 from fedveil.data import Data, DataPart
 from fedveil.federation import Federation
 from fedveil.runs.build import build_model, build_optimizer, client_parts, load_data
-from fedveil.runs.config import Config
+from fedveil.runs.settings import Config
 
 BASE = Config().changed(
     data="bank", loss="squared_error", clients=5, bias=False, lr=1e-3, weight_decay=5e-4, batch_size=512, epochs=20

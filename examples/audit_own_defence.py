@@ -20,7 +20,7 @@ from torch import nn
 import fedveil
 from fedveil.defences import DefenceRound, Plain, Samples
 from fedveil.defences.plain import PlainClient, PlainServer, PlainUpdate, average
-from fedveil.runs.config import configure
+from fedveil.runs.settings import configure
 from fedveil.studies.attack import AttackRequest
 from fedveil.studies.audit.run import AUDIT, AuditOptions
 from fedveil.studies.study import gather, publish

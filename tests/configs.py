@@ -1,6 +1,6 @@
 """Configurations by the names of flags."""
 
-from fedveil.runs.config import configure
+from fedveil.runs.settings import configure
 
 
 def config_of(**values):

@@ -17,7 +17,7 @@ from fedveil.cli.training import TrainCommand
 from fedveil.data.catalogue import CATALOGUE, find_loader
 from fedveil.runs.build import build_defence
 from fedveil.runs.choices import ONLY, Choices
-from fedveil.runs.config import SECTION_OF, SECTIONS, Config
+from fedveil.runs.settings import SECTION_OF, SECTIONS, Config
 
 GUESS, OWN = "tests.cli.guessing:GUESS", "tests.cli.guessing:Own"
 

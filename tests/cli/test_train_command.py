@@ -22,8 +22,8 @@ from fedveil.defences.plain import PlainRound
 from fedveil.federation import checkpoint
 from fedveil.runs.build import load_data
 from fedveil.runs.choices import format_command
-from fedveil.runs.config import configure, format_flags
 from fedveil.runs.folder import open_run, read_config
+from fedveil.runs.settings import configure, format_flags
 
 HERE = "tests.cli.test_train_command"
 QUICK = ["--defence", "plain", "--epochs", "2", "--clients", "2", "--hidden", "8"]

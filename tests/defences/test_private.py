@@ -26,7 +26,7 @@ from fedveil.models import cnn, resnet
 from fedveil.privacy.accounting import epsilon
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_defence
-from fedveil.runs.config import configure
+from fedveil.runs.settings import configure
 from fedveil.scheme.losses import CrossEntropy, SquaredError
 from fedveil.scheme.result import Aggregate
 

@@ -12,7 +12,7 @@ from fedveil.defences import Defence, Plain, Private, registry
 from fedveil.defences.registry import BUILT_IN, Record, build, find, find_codec, find_record, names
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
-from fedveil.runs.config import Config
+from fedveil.runs.settings import Config
 
 TOY = '''
 from fedveil.defences.plain import Plain, PlainClient

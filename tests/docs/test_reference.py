@@ -12,7 +12,7 @@ import docs_hooks
 
 import fedveil
 from fedveil.cli.commands import COMMANDS
-from fedveil.runs.config import SECTION_OF
+from fedveil.runs.settings import SECTION_OF
 
 UNDOCUMENTED = {"Inputs", "one_tensor"}  # a type alias, and an internal helper
 REFERENCE = ROOT / "docs" / "reference"

@@ -14,8 +14,8 @@ from fedveil.errors import BadArgument
 from fedveil.privacy.defaults import default_rate, default_rounds
 from fedveil.runs.build import build_federation, choose_settings, load_data
 from fedveil.runs.choices import applicable_values
-from fedveil.runs.config import CHOSEN, configure, read_file
 from fedveil.runs.folder import is_finished, train
+from fedveil.runs.settings import CHOSEN, configure, read_file
 
 
 def chosen(records=1438, **values):

@@ -17,7 +17,7 @@ from fedveil.data import Data, DataPart
 from fedveil.errors import BadArgument
 from fedveil.privacy.accounting import epsilon
 from fedveil.runs.build import build_federation, load_data
-from fedveil.runs.config import configure
+from fedveil.runs.settings import configure
 from fedveil.studies.audit import harden
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.harden import HARDEN, Hardening, MeasureRow, base_values, measure_row, measures, verdict

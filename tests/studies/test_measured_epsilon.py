@@ -6,7 +6,7 @@ import re
 import pytest
 
 from fedveil import cli
-from fedveil.runs.config import configure
+from fedveil.runs.settings import configure
 from fedveil.studies.jobs import Failure
 from fedveil.studies.measured_epsilon import EPSILON
 

@@ -12,7 +12,7 @@ from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.scores import Estimate
 from fedveil.cli import main
 from fedveil.errors import BadArgument
-from fedveil.runs.config import configure
+from fedveil.runs.settings import configure
 from fedveil.studies.jobs import Failure
 from fedveil.studies.membership.attacks import Attacker, AttackScores, Membership
 from fedveil.studies.paper import training

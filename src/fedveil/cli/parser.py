@@ -15,7 +15,7 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 from fedveil.cli.commands import COMMANDS, find_command
 from fedveil.errors import BadArgument, FedveilError
 from fedveil.runs.choices import RARE, Choices, check_flags, owners, settings_class
-from fedveil.runs.config import Config, DefenceSettings, Settings, Value, configure, explain, read_values, refuse_code
+from fedveil.runs.settings import Config, DefenceSettings, Settings, Value, configure, explain, read_values, refuse_code
 
 C = TypeVar("C")
 MARKERS = (conf.DisallowNone, conf.OmitArgPrefixes, conf.OmitSubcommandPrefixes, conf.PositionalRequiredArgs)

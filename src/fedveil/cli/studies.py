@@ -18,7 +18,7 @@ from fedveil.cli.show import print_progress, print_result
 from fedveil.defences import registry
 from fedveil.errors import BadArgument
 from fedveil.locks import lock_folder
-from fedveil.runs.config import CODE, SECTION_OF, Config, Value, configure, format_flags
+from fedveil.runs.settings import CODE, SECTION_OF, Config, Value, configure, format_flags
 
 if TYPE_CHECKING:
     from fedveil.studies.attack import AttackStudy

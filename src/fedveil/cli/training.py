@@ -17,7 +17,7 @@ from fedveil.cli.show import print_progress, round_callback
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
 from fedveil.runs.choices import applicable_values, check_names
-from fedveil.runs.config import Config, format_flags
+from fedveil.runs.settings import Config, format_flags
 from fedveil.signals import INTERRUPTED, TERMINATED, Termination, catch_sigterm, kill_on_interrupt
 
 SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # kinds of values in the coverage of a veil

@@ -16,8 +16,8 @@ from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, Perturbation, Update, VeilSession
 from fedveil.scheme.broadcast import check_broadcast
 from fedveil.scheme.client import client_step, client_view
+from fedveil.scheme.decoys import DEFAULT_DECOYS
 from fedveil.scheme.losses import Function
-from fedveil.scheme.noise import DEFAULT_DECOYS
 from fedveil.scheme.perturbation import bound_passes, bound_rounding, predict_passes
 from fedveil.scheme.recover import bound_magnitudes
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
@@ -47,7 +47,7 @@ class Veil(Defence[Broadcast, Update]):
         min_coverage: refuse a model if less than this fraction of its parameter values can be perturbed.
         public: names of parameters whose values clients know; see `analyse`.
         decoys: number of false head offsets sent with the true one, at most 64; by default `DEFAULT_DECOYS` (2), or
-            none for squared error if nothing follows the head (`NoiseSettings.count_decoys`).
+            none for squared error if nothing follows the head (`fedveil.scheme.decoys`).
         keep_noise: draw factors, permutation, direction and partition once, and keep them in memory for all rounds; new
             ones are drawn for another model, a restored state or another process (docs/defences/veil.md).
         entropy: `Entropy.for_tests(seed)` for reproducible tests.

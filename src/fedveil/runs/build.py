@@ -26,7 +26,7 @@ from fedveil.files import require_memory
 from fedveil.lookup import import_object
 from fedveil.records.shards import count_batches
 from fedveil.runs.choices import check_network, parse_settings
-from fedveil.runs.config import (
+from fedveil.runs.settings import (
     SCALED,
     Config,
     DataSettings,

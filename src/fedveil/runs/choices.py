@@ -11,7 +11,7 @@ from fedveil.defences import registry
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
 from fedveil.plain_json import parse_json
-from fedveil.runs.config import CHOSEN, SECTION_OF, SECTIONS, Config, Value, format_flags, has_privacy
+from fedveil.runs.settings import CHOSEN, SECTION_OF, SECTIONS, Config, Value, format_flags, has_privacy
 
 Scalar = bool | int | float | str
 FAMILIES = ("mlp", "cnn", "lenet", "resnet")

@@ -22,7 +22,8 @@ from fedveil.locks import lock_folder
 from fedveil.plain_json import read_json, to_json
 from fedveil.runs.build import build_federation, choose_loss, choose_settings, load_data, load_factory, named_model
 from fedveil.runs.choices import applicable_values, format_command
-from fedveil.runs.config import (
+from fedveil.runs.results import MetricsFile, RunSummary, read_rounds, summarise
+from fedveil.runs.settings import (
     CHOSEN,
     SCHEMA,
     SECTION_OF,
@@ -34,7 +35,6 @@ from fedveil.runs.config import (
     read_file,
     refuse_code,
 )
-from fedveil.runs.results import MetricsFile, RunSummary, read_rounds, summarise
 
 SHAPES = "model.json"
 RUN = (checkpoint.LAST, checkpoint.PREVIOUS, MODEL, "summary.json")  # a folder with any of these files contains a run

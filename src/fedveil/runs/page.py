@@ -15,8 +15,8 @@ from fedveil.federation.server import Server
 from fedveil.graph import Plan
 from fedveil.graph.coverage import describe_known_values
 from fedveil.report import Curves, Facts, Matrix, Page, Section, SideBySide, Table, Text
-from fedveil.runs.config import Value
 from fedveil.runs.results import RunSummary, primary_metric
+from fedveil.runs.settings import Value
 from fedveil.scheme import Broadcast, Loss, client_view
 from fedveil.scheme.outputs import head_axis
 

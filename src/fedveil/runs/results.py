@@ -16,7 +16,7 @@ from fedveil.federation.server import Server
 from fedveil.federation.stopping import has_stalled
 from fedveil.files import convert_os_errors, write_atomically
 from fedveil.plain_json import read_json, to_json
-from fedveil.runs.config import SCHEMA, check_schema
+from fedveil.runs.settings import SCHEMA, check_schema
 
 LOG = logging.getLogger("fedveil")
 SummaryValue = int | float | str | None

@@ -1,11 +1,6 @@
 """Draw the noise for a round (paper, Sec. 4.1, "Random noises selection").
 
 Anchoring splits the head's noise into a large public offset and a small secret one, d (docs/maths.md, "Anchoring").
-
-Decoys are plausible false offsets (docs/losses.md, "How decoys are drawn"). A client can subtract each candidate from
-the head that it received, and knows that heads are usually small and that their columns have no common direction. It
-can therefore compute three estimates of the true offset, which are weighted means of the columns' votes. A decoy is an
-offset for which these estimates have the same errors as for the same head with shuffled rows and columns.
 """
 
 import math
@@ -23,19 +18,14 @@ from fedveil.errors import BadArgument
 from fedveil.graph.plan import Plan
 from fedveil.graph.solve import Integers
 from fedveil.scheme.broadcast import MAX_DECOYS, MAX_GROUPS
-from fedveil.scheme.losses import Loss, SquaredError
 
 MIN_ADDITIVE, MAX_ADDITIVE = 1e-30, 1e30  # minimum and maximum size of the offset
-DEFAULT_DECOYS = 2  # as many passes as for squared error with one group
 CHEAPEST = ", which costs the least and, on average, hides as much as more groups do"
 MAX_MULTIPLICATIVE = 1e6  # with larger factors, products of a few of them overflow float32
 MAX_STEPS = 16  # maximum number of iterations for the anchor
 QUANTILE = 0.1  # quantile of the columns' squared norms that determines their weights
 TOLERANCE = 0.01  # converged if a step's squared norm is at most this fraction of a small column's
 TINY = np.finfo(np.float64).tiny
-SHUFFLES = MAX_DECOYS  # number of shuffled heads in a fit
-GRID = -28  # exponent of a candidate's last binary digit, relative to the spread of the columns' votes
-RIDGE = 0.01  # regularisation per shuffled head, needed if the estimates nearly agree
 
 Reals = NDArray[np.float64]
 
@@ -118,7 +108,7 @@ class NoiseSettings:
         check_range("Veil", "additive", self.additive, MIN_ADDITIVE, MAX_ADDITIVE)
         check_range("Veil", "multiplicative", self.multiplicative, 1.0, MAX_MULTIPLICATIVE)
         if self.decoys is not None:
-            fix = f"use decoys={DEFAULT_DECOYS}: clients compute one more gradient than there are decoys"
+            fix = "leave decoys out: clients compute one more gradient than there are decoys"
             _check_count("decoys", self.decoys, MAX_DECOYS, fix)
 
     def check_groups(self, plan: Plan) -> None:
@@ -127,13 +117,6 @@ class NoiseSettings:
         if self.groups > outputs:
             what = f"groups must be at most {outputs}, the number of the model's outputs, got {self.groups}"
             raise BadArgument("Veil", what, f"use groups=1{CHEAPEST}")
-
-    def count_decoys(self, plan: Plan, loss: Loss) -> int:
-        """Return the number of decoys for a model and a loss."""
-        if self.decoys is not None:
-            return self.decoys
-        has_own_terms = isinstance(loss, SquaredError) and not (plan.head and plan.head.is_inner)
-        return 0 if has_own_terms else DEFAULT_DECOYS
 
     def draw_units(self, plan: Plan, count: int, entropy: Entropy) -> "list[UnitNoise]":
         """Draw factors and permutations for `count` rounds.
@@ -286,111 +269,3 @@ def column_weights(squares: Reals) -> tuple[Reals, Reals]:
     tenth = min(max(1, int(QUANTILE * columns)), columns - 1)
     small: Reals = np.partition(squares, tenth, axis=-1)[..., tenth : tenth + 1]
     return 1 / (squares + small), small
-
-
-@dataclass(frozen=True, repr=False)
-class Fit:
-    """A regression over shuffled heads, reused for several broadcasts because it is slow and its result changes slowly.
-
-    Attributes:
-        slope: the coefficients that predict the first estimate's error from the differences between the estimates.
-        residuals: the residual of each shuffled head; each is used for one decoy.
-    """
-
-    slope: Reals
-    residuals: list[float]
-
-
-def draw_candidates(
-    fits: list[Fit], head: Reals, factors: Reals, rows: Reals, offset: Reals, decoys: int, bias: bool, entropy: Entropy
-) -> Reals:
-    """Return the rounded offset, followed by `decoys` false offsets, one per row.
-
-    All are rounded to the same grid. Otherwise, the last digits of the true offset, or its position on the line through
-    the others, would reveal it.
-
-    Args:
-        fits: fits that may be reused. One is removed, and put back if the result is finite.
-        head: V, the head multiplied by its factors; a bias is its last column.
-        factors: the factors of the head's columns.
-        rows: one row per group: r_a at the group's outputs, 0 elsewhere.
-        offset: d, any value close to the head's anchor.
-        decoys: the number of decoys.
-        bias: whether the last column is a bias; a bias is not shuffled.
-        entropy: the source of random numbers.
-    """
-    step = _draw_direction(rows, entropy)
-    along = rows.T @ step
-    try:
-        fit = fits.pop()  # atomic, so that no other thread uses it
-    except IndexError:
-        fit = None
-    if fit is None or len(fit.residuals) < decoys or entropy.for_tests_only:
-        fit = _fit_shuffled_heads(head, factors, along, bias, entropy)
-    votes = along @ head / (along @ along)
-    error, apart, unit = _estimates(votes[None], (head * head).sum(0)[None], factors)
-    rest = error - fit.slope @ apart
-    moved = (rest - [rest[0], *(fit.residuals.pop() for _ in range(decoys))]) * unit
-    if np.isfinite(moved).all() and not entropy.for_tests_only:  # the model has not diverged
-        fits.append(fit)
-    grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # the same for all candidates
-    found: Reals = np.round((offset + moved[:, None] * step) / grid) * grid
-    return found
-
-
-def _fit_shuffled_heads(head: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
-    """Regress the first estimate's error on the differences (ridge), over heads with shuffled rows and columns.
-
-    Residuals are leave-one-out residuals, because in-sample residuals would be too small.
-    """
-    columns = head.shape[1]
-    order = _draw_orders(columns, columns - bias, entropy)
-    bare = head / factors
-    votes = np.take_along_axis(along[_draw_orders(len(along), len(along), entropy)] @ bare, order, 1)
-    squares = (bare * bare).sum(0)[order] * factors**2
-    error, apart, _ = _estimates(votes * (factors / (along @ along)), squares, factors)
-    (a, b), (_, c) = apart @ apart.T + RIDGE * SHUFFLES * np.eye(2)
-    weights = np.array([[c, -b], [-b, a]]) / (a * c - b * b) @ apart
-    slope = weights @ error
-    rest = (error - slope @ apart) / (1 - (apart * weights).sum(0))
-    return Fit(slope, rest.tolist())
-
-
-def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Reals, Reals]:
-    """Compare three means of the columns' votes: with the anchor's weights, inverse squared factors and equal weights.
-
-    Return, for each head, the first mean (the estimate's error) and its differences from the other two, in units of its
-    standard error, and that standard error.
-    """
-    weights = column_weights(squares + TINY)[0]
-    weighted = weights * votes / weights.sum(1, keepdims=True)
-    unit = np.sqrt((weighted * weighted).sum(1)) + TINY
-    error = weighted.sum(1) / unit
-    scale = factors**-2.0
-    others = np.stack([votes @ (scale / scale.sum()), votes.mean(1)])
-    return error, error - others / unit, unit
-
-
-def _draw_direction(rows: Reals, entropy: Entropy) -> Reals:
-    """Draw the direction in R^m along which candidates differ, at random among those that preserve the column sums.
-
-    If decoys differed in all m numbers, they would have to be plausible in each of them. Along one direction, m > 1
-    reveals no more than m = 1.
-    """
-    groups = len(rows)
-    if groups == 1:
-        return np.ones(1, np.float64)
-    scale: Reals = 1 / np.sqrt((rows * rows).sum(1))
-    found = entropy.normal(groups)
-    sums = scale * rows.sum(1)
-    size = sums @ sums
-    if size > 1e-12:
-        found = found - sums * (sums @ found / size)
-    return scale * found
-
-
-def _draw_orders(size: int, moving: int, entropy: Entropy) -> NDArray[np.int64]:
-    """Draw random permutations of the first `moving` indices, one per row."""
-    found = np.tile(np.arange(size), (SHUFFLES, 1))
-    found[:, :moving] = np.argsort(entropy.keys(SHUFFLES * moving).reshape(SHUFFLES, moving), axis=1)
-    return found

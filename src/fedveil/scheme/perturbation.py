@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.plan import Plan, check_model
 from fedveil.scheme.broadcast import Broadcast, PublicHead, Update
+from fedveil.scheme.decoys import Fit, count_decoys, draw_candidates
 from fedveil.scheme.losses import Function, Loss, find_loss
-from fedveil.scheme.noise import Entropy, Fit, HeadNoise, NoiseSettings, Reals, UnitNoise, anchor, draw_candidates
+from fedveil.scheme.noise import Entropy, HeadNoise, NoiseSettings, Reals, UnitNoise, anchor
 from fedveil.scheme.recover import Recovery, check_updates, recover, refuse_non_finite, smooth
 from fedveil.scheme.result import Aggregate, recover_each
 from fedveil.scheme.transform import BufferPool, Transform
@@ -126,7 +127,7 @@ class VeilSession(MemoryOnly):
     ) -> None:
         settings.check_groups(plan)
         self.plan, self.loss, self.settings = plan, find_loss(loss), settings
-        self._decoys = settings.count_decoys(plan, self.loss)
+        self._decoys = count_decoys(settings, plan, self.loss)
         self._entropy, self._content = entropy or Entropy(), _Reserve()
         self.draws = 0  # number of times that kept noise was drawn, which is not secret
 

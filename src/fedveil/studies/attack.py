@@ -15,7 +15,7 @@ from fedveil.defences.registry import BUILT_IN
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Text
 from fedveil.runs.build import load_data
-from fedveil.runs.config import Config, Value
+from fedveil.runs.settings import Config, Value
 from fedveil.studies.federations import TrainedRun, TrainRun
 from fedveil.studies.jobs import Failure, JobWork, Result, StudyJob, successes
 from fedveil.studies.presentation import Presentation, capitalise, failed_row, read_toml

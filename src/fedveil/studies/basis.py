@@ -24,7 +24,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.lookup import import_object, list_installed
 from fedveil.runs.build import load_own_data
-from fedveil.runs.config import Config, DataSettings
+from fedveil.runs.settings import Config, DataSettings
 
 AGAIN = "computed again"  # prefix of a progress message that explains why a stored result is not reused
 CHUNK = 2**20  # number of tensor values to hash at once

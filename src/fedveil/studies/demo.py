@@ -18,8 +18,8 @@ from fedveil.progress import Progress
 from fedveil.report import Facts, Matrix, SideBySide, Text, count
 from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.choices import applicable_values
-from fedveil.runs.config import Config, Value, configure
 from fedveil.runs.page import NO_DATA, PROTECTION, client_models, confusions, curve_sections, scores
+from fedveil.runs.settings import Config, Value, configure
 from fedveil.studies.compare import baseline_settings
 from fedveil.studies.federations import observe, round_progress
 from fedveil.studies.jobs import JobResults, Result, StudyJob

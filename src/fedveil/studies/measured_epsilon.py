@@ -18,7 +18,7 @@ from fedveil.runs.build import (
     load_data,
     move_to_device,
 )
-from fedveil.runs.config import Config, has_privacy
+from fedveil.runs.settings import Config, has_privacy
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 from fedveil.studies.presentation import Presentation, read_texts
 from fedveil.studies.study import JobGraph, Study

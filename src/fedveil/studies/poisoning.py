@@ -16,7 +16,7 @@ from fedveil.federation.local import Federation
 from fedveil.progress import Progress
 from fedveil.report import NOTHING, Intervals, Section, Table, Text
 from fedveil.runs.build import build_federation, build_limits, build_model, load_data
-from fedveil.runs.config import Config, LimitSettings, Value
+from fedveil.runs.settings import Config, LimitSettings, Value
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option, read_federations
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 from fedveil.studies.presentation import Presentation, mark, read_texts

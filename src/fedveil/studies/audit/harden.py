@@ -10,7 +10,7 @@ from fedveil.attacks.registry import ATTACKERS
 from fedveil.attacks.scores import Estimate, average
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Intervals, Section, Text, count
-from fedveil.runs.config import Value, configure
+from fedveil.runs.settings import Value, configure
 from fedveil.studies.attack import read_federations
 from fedveil.studies.audit.results import FLOOR, AuditResult
 from fedveil.studies.audit.run import Audit, AuditOptions

@@ -20,7 +20,7 @@ from fedveil.federation.evaluate import predict
 from fedveil.progress import Progress, ignore_progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_model
-from fedveil.runs.config import Config, Value
+from fedveil.runs.settings import Config, Value
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option, read_federations
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelFigures, average_figures

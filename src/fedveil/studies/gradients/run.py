@@ -33,8 +33,8 @@ from fedveil.runs.build import (
     load_data,
     move_to_device,
 )
-from fedveil.runs.config import Config
 from fedveil.runs.folder import resume_federation
+from fedveil.runs.settings import Config
 from fedveil.scheme import Broadcast
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option, read_federations
 from fedveil.studies.federations import ATTACKER, observe, observe_round

@@ -24,7 +24,7 @@ from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.report import Picture, Pictures, Section
 from fedveil.runs.build import build_optimizer, load_data
-from fedveil.runs.config import Config
+from fedveil.runs.settings import Config
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option, read_federations
 from fedveil.studies.gradients import run as reconstruction
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob

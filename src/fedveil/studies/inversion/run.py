@@ -18,7 +18,7 @@ from fedveil.errors import BadArgument
 from fedveil.progress import Progress, ignore_progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import load_data
-from fedveil.runs.config import Config
+from fedveil.runs.settings import Config
 from fedveil.studies.attack import AttackRequest, AttackStudy, option, read_federations
 from fedveil.studies.basis import Basis
 from fedveil.studies.federations import load_or_train, measure_quality, observe_strongest

@@ -25,7 +25,7 @@ from fedveil.files import write_atomically
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_federation, load_data
-from fedveil.runs.config import Config
+from fedveil.runs.settings import Config
 from fedveil.studies.federations import Quality, observe, round_progress
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 

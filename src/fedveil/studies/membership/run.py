@@ -14,7 +14,7 @@ from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.whitebox import Recipe
 from fedveil.progress import Progress
 from fedveil.report import NOTHING, Curves, Intervals, Section, Table, Text
-from fedveil.runs.config import Config
+from fedveil.runs.settings import Config
 from fedveil.studies.attack import AttackRequest, AttackStudy, option, read_federations
 from fedveil.studies.federations import load_or_train, measure_quality, observe_strongest
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, successes

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.scores import Estimate, average
 from fedveil.report import NOTHING, Interval, Intervals, Section
-from fedveil.runs.config import Config, Value, configure
+from fedveil.runs.settings import Config, Value, configure
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts
 from fedveil.studies.gradients.results import HEADER, Gradients, chart, gallery, table_rows, view_figures
 from fedveil.studies.gradients.run import GRADIENTS, GradientOptions

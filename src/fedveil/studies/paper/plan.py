@@ -8,7 +8,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from fedveil.checks import check_choice
-from fedveil.runs.config import Value
+from fedveil.runs.settings import Value
 from fedveil.studies.presentation import Presentation, read_toml
 from fedveil.studies.study import JobGraph
 

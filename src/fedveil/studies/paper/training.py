@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from fedveil.report import NOTHING, Curves, Section, SideBySide, Table, count
 from fedveil.runs.choices import format_command
-from fedveil.runs.config import Config, configure
+from fedveil.runs.settings import Config, configure
 from fedveil.studies.compare import BASELINE, baseline_settings
 from fedveil.studies.federations import TrainedRun, TrainRun
 from fedveil.studies.jobs import Failure, StudyJob

@@ -8,8 +8,8 @@ from tests.configs import config_of
 from fedveil.errors import BadArgument
 from fedveil.runs.build import choose_loss, load_data
 from fedveil.runs.choices import format_command
-from fedveil.runs.config import SECTIONS, LossName, configure, read_file
 from fedveil.runs.folder import read_config
+from fedveil.runs.settings import SECTIONS, LossName, configure, read_file
 from fedveil.scheme import LOSSES
 
 

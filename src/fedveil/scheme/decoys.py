@@ -1,0 +1,138 @@
+"""Draw decoys: plausible false offsets, sent with the true one (docs/losses.md, "How decoys are drawn").
+
+A client can subtract each candidate from the head that it received, and knows that heads are usually small and that
+their columns have no common direction. It can therefore compute three estimates of the true offset, which are weighted
+means of the columns' votes. A decoy is an offset for which these estimates have the same errors as for the same head
+with shuffled rows and columns.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedveil.graph.plan import Plan
+from fedveil.scheme.broadcast import MAX_DECOYS
+from fedveil.scheme.losses import Loss, SquaredError
+from fedveil.scheme.noise import TINY, Entropy, NoiseSettings, Reals, column_weights
+
+DEFAULT_DECOYS = 2  # as many passes as for squared error with one group
+SHUFFLES = MAX_DECOYS  # number of shuffled heads in a fit
+GRID = -28  # exponent of a candidate's last binary digit, relative to the spread of the columns' votes
+RIDGE = 0.01  # regularisation per shuffled head, needed if the estimates nearly agree
+
+
+def count_decoys(noise: NoiseSettings, plan: Plan, loss: Loss) -> int:
+    """Return the number of decoys for a model and a loss."""
+    if noise.decoys is not None:
+        return noise.decoys
+    has_own_terms = isinstance(loss, SquaredError) and not (plan.head and plan.head.is_inner)
+    return 0 if has_own_terms else DEFAULT_DECOYS
+
+
+@dataclass(frozen=True, repr=False)
+class Fit:
+    """A regression over shuffled heads, reused for several broadcasts because it is slow and its result changes slowly.
+
+    Attributes:
+        slope: the coefficients that predict the first estimate's error from the differences between the estimates.
+        residuals: the residual of each shuffled head; each is used for one decoy.
+    """
+
+    slope: Reals
+    residuals: list[float]
+
+
+def draw_candidates(
+    fits: list[Fit], head: Reals, factors: Reals, rows: Reals, offset: Reals, decoys: int, bias: bool, entropy: Entropy
+) -> Reals:
+    """Return the rounded offset, followed by `decoys` false offsets, one per row.
+
+    All are rounded to the same grid. Otherwise, the last digits of the true offset, or its position on the line through
+    the others, would reveal it.
+
+    Args:
+        fits: fits that may be reused. One is removed, and put back if the result is finite.
+        head: V, the head multiplied by its factors; a bias is its last column.
+        factors: the factors of the head's columns.
+        rows: one row per group: r_a at the group's outputs, 0 elsewhere.
+        offset: d, any value close to the head's anchor.
+        decoys: the number of decoys.
+        bias: whether the last column is a bias; a bias is not shuffled.
+        entropy: the source of random numbers.
+    """
+    step = _draw_direction(rows, entropy)
+    along = rows.T @ step
+    try:
+        fit = fits.pop()  # atomic, so that no other thread uses it
+    except IndexError:
+        fit = None
+    if fit is None or len(fit.residuals) < decoys or entropy.for_tests_only:
+        fit = _fit_shuffled_heads(head, factors, along, bias, entropy)
+    votes = along @ head / (along @ along)
+    error, apart, unit = _estimates(votes[None], (head * head).sum(0)[None], factors)
+    rest = error - fit.slope @ apart
+    moved = (rest - [rest[0], *(fit.residuals.pop() for _ in range(decoys))]) * unit
+    if np.isfinite(moved).all() and not entropy.for_tests_only:  # the model has not diverged
+        fits.append(fit)
+    grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # the same for all candidates
+    found: Reals = np.round((offset + moved[:, None] * step) / grid) * grid
+    return found
+
+
+def _fit_shuffled_heads(head: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
+    """Regress the first estimate's error on the differences (ridge), over heads with shuffled rows and columns.
+
+    Residuals are leave-one-out residuals, because in-sample residuals would be too small.
+    """
+    columns = head.shape[1]
+    order = _draw_orders(columns, columns - bias, entropy)
+    bare = head / factors
+    votes = np.take_along_axis(along[_draw_orders(len(along), len(along), entropy)] @ bare, order, 1)
+    squares = (bare * bare).sum(0)[order] * factors**2
+    error, apart, _ = _estimates(votes * (factors / (along @ along)), squares, factors)
+    (a, b), (_, c) = apart @ apart.T + RIDGE * SHUFFLES * np.eye(2)
+    weights = np.array([[c, -b], [-b, a]]) / (a * c - b * b) @ apart
+    slope = weights @ error
+    rest = (error - slope @ apart) / (1 - (apart * weights).sum(0))
+    return Fit(slope, rest.tolist())
+
+
+def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Reals, Reals]:
+    """Compare three means of the columns' votes: with the anchor's weights, inverse squared factors and equal weights.
+
+    Return, for each head, the first mean (the estimate's error) and its differences from the other two, in units of its
+    standard error, and that standard error.
+    """
+    weights = column_weights(squares + TINY)[0]
+    weighted = weights * votes / weights.sum(1, keepdims=True)
+    unit = np.sqrt((weighted * weighted).sum(1)) + TINY
+    error = weighted.sum(1) / unit
+    scale = factors**-2.0
+    others = np.stack([votes @ (scale / scale.sum()), votes.mean(1)])
+    return error, error - others / unit, unit
+
+
+def _draw_direction(rows: Reals, entropy: Entropy) -> Reals:
+    """Draw the direction in R^m along which candidates differ, at random among those that preserve the column sums.
+
+    If decoys differed in all m numbers, they would have to be plausible in each of them. Along one direction, m > 1
+    reveals no more than m = 1.
+    """
+    groups = len(rows)
+    if groups == 1:
+        return np.ones(1, np.float64)
+    scale: Reals = 1 / np.sqrt((rows * rows).sum(1))
+    found = entropy.normal(groups)
+    sums = scale * rows.sum(1)
+    size = sums @ sums
+    if size > 1e-12:
+        found = found - sums * (sums @ found / size)
+    return scale * found
+
+
+def _draw_orders(size: int, moving: int, entropy: Entropy) -> NDArray[np.int64]:
+    """Draw random permutations of the first `moving` indices, one per row."""
+    found = np.tile(np.arange(size), (SHUFFLES, 1))
+    found[:, :moving] = np.argsort(entropy.keys(SHUFFLES * moving).reshape(SHUFFLES, moving), axis=1)
+    return found
