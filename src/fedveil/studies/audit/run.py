@@ -199,8 +199,8 @@ def infer_members(attacks: membership.RecordAttacks, observed: Observation, clea
     """Run all membership attacks on one broadcast; the result includes reasons for attacks that were not run."""
     left_out = {} if attacks.recipe else {membership.NETWORK: "not requested"}
     if attacks.records.pool.targets.dim() != 1:
-        left_out |= dict.fromkeys(("loss by class", membership.SHADOWS), "the targets have no classes")
-    elif not attacks.shadows.count:
+        left_out["loss by class"] = "the targets have no classes"
+    if not attacks.shadows.count:
         left_out[membership.SHADOWS] = "no shadows were requested"
     scored: dict[str, membership.AttackScores] = {}
     for name, found in attacks.run(observed, cleaned, ignore_progress).items():
