@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fedveil.attacks.scores import Estimate, average
 from fedveil.report import Interval, Intervals, Section, Table, Text
@@ -144,7 +144,12 @@ def combine_broadcasts(broadcasts: Sequence[Estimate]) -> Estimate:
     mean = average([one.value for one in broadcasts])
     single = sum(one.high - one.low for one in broadcasts) / (2 * len(broadcasts))
     half = math.hypot(mean.high - mean.value, single)
-    return Estimate(mean.value, max(0.0, mean.value - half), min(1.0, mean.value + half))
+    return replace(
+        mean,
+        low=max(0.0, mean.value - half),
+        high=min(1.0, mean.value + half),
+        sample_size=broadcasts[0].sample_size,
+    )
 
 
 def combine_if_complete(broadcasts: Sequence[Estimate | None]) -> Estimate | None:
@@ -208,7 +213,7 @@ def judge(column: str, measure: Measure, result: AuditResult, plain: AuditResult
     def assess(audit: AuditResult) -> list[AttackerFigure]:
         trials = audit.trials if column == RECORD else 2
         figures = {attacker: audit.figures(attacker).get(column) for attacker in sorted(audit.names)}
-        return [measure.assess(attacker, one, guess, trials) for attacker, one in figures.items() if one]
+        return measure.compare([(attacker, one) for attacker, one in figures.items() if one], guess, trials)
 
     undefended = assess(plain)
     return verdicts.judge(measure, guess, assess(result), undefended) if undefended else None

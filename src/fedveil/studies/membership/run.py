@@ -184,11 +184,10 @@ def roc_sections(rows: Sequence[AttackerRow]) -> Iterator[Section]:
 def judge_attackers(results: Mapping[str, Membership]) -> dict[str, Verdict]:
     """Return the verdict on each defence, based on the AUC of the strongest attack."""
     found = {
-        defence: [
-            MEASURE.assess(name, one.auc, GUESS)
-            for name, own in result.attackers.items()
-            for one in successes(own.attacks).values()
-        ]
+        defence: MEASURE.compare(
+            [(name, one.auc) for name, own in result.attackers.items() for one in successes(own.attacks).values()],
+            GUESS,
+        )
         for defence, result in results.items()
     }
     return judge_defences(MEASURE, GUESS, found)
