@@ -1,15 +1,18 @@
 """The result of a model's audit: a verdict, the attacks, the exposure of every member, and a page."""
 
+import csv
+import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedveil.errors import BadArgument
-from fedveil.report import NOTHING, Facts, Intervals, Page, Section, Table, Text, count, write
+from fedveil.files import write_atomically
+from fedveil.report import NOTHING, Facts, Intervals, Section, Table, Text, count, write
 from fedveil.studies.membership.attacks import GUESS, AttackScores
 from fedveil.studies.model_audit.exposure import FALSE_DISCOVERIES, RecordExposure
-from fedveil.studies.presentation import mark, percent, read_texts, text
+from fedveil.studies.presentation import Presentation, mark, percent, read_texts, text
 from fedveil.studies.verdicts import Label, Verdict
 
 if TYPE_CHECKING:
@@ -90,7 +93,11 @@ class ModelAudit:
             from pandas import DataFrame
         except ImportError as error:
             raise BadArgument("to_frame", "pandas is not installed", "run pip install pandas") from error
-        rows = [
+        return DataFrame(self.rows())
+
+    def rows(self) -> list[dict[str, int | float | str]]:
+        """Return the exposure of each member as plain values, the most exposed first."""
+        return [
             {
                 "record": one.record,
                 "rank": one.rank,
@@ -104,13 +111,20 @@ class ModelAudit:
             }
             for one in self.exposures
         ]
-        return DataFrame(rows)
+
+    def write_records(self, path: str | Path) -> Path:
+        """Write the exposure of each member to a CSV file, and return its path."""
+        rows, text = self.rows(), io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return write_atomically(Path(path), text.getvalue())
 
     def page(self, path: str | Path) -> Path:
         """Write an HTML page with the verdict, the attacks and the records that stand out, and return its path."""
-        return write(self.content(), Path(path))
+        return write(self.present().page("fedveil.audit_model(model, members, others)"), Path(path))
 
-    def content(self, command: str = "fedveil.audit_model(model, members, others)") -> Page:
+    def present(self) -> Presentation:
         """Return the content of the page."""
         marks = [mark(name, one.auc) for name, one in self.attacks.items()]
         note = TEXTS.notes["records"].format(shown=SHOWN, rate=100 * FALSE_DISCOVERIES)
@@ -122,17 +136,15 @@ class ModelAudit:
             for one in self.exposures[:SHOWN]
         ]
         sections: list[Section] = [
-            Text("Verdict", [f"{self.verdict}."]),
             Table("Most exposed records", RECORDS, rows, note),
             Intervals("AUC of every attack", "AUC", marks, {"guessing": GUESS}),
-            Table("Attacks", ATTACKS, list(self.attack_rows()), TEXTS.note),
             Facts("Records and model", facts),
-            Text("How to read it", TEXTS.reading),
         ]
-        if self.left_out:
-            reasons = [f"{name}: {why}" for name, why in self.left_out.items()]
-            sections.insert(4, Text("Attacks that were not run", reasons))
-        return Page("Audit of a model", self.sentence, sections, command, result=str(self.label))
+        reasons = [f"{name}: {why}" for name, why in self.left_out.items()]
+        sections += [Text("Attacks that were not run", reasons)] if reasons else []
+        sections.append(Text("How to read it", TEXTS.reading))
+        title, first = "Audit of a model", [Text("Verdict", [f"{self.verdict}."])]
+        return Presentation(title, self.sentence, ATTACKS, list(self.attack_rows()), TEXTS.note, sections, first)
 
     def attack_rows(self) -> Iterator[list[str]]:
         """Yield one table row per attack."""
