@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import arg
 
-from fedveil.cli.parser import Json, parse
+from fedveil.cli.parser import HELP_ALL, Json, parse
 from fedveil.cli.show import print_progress, print_result
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
@@ -88,4 +88,5 @@ class ModelAuditCommand:
 
 def run_model_audit(prog: str, words: Sequence[str], about: str) -> None:
     """Parse the flags and audit the model."""
+    words = ["--help" if word == HELP_ALL else word for word in words]
     parse(ModelAuditCommand(), prog, words, about).run()
