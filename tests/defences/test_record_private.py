@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy import stats
 from tests.oracle import Network, flat
+from tests.seeding import seed_all
 from torch import nn
 
 import fedveil
@@ -15,7 +16,9 @@ from fedveil.errors import Aborted, BadArgument, TooLittleCovered, UpdateRefused
 from fedveil.models import mlp
 from fedveil.privacy.accounting import epsilon
 from fedveil.privacy.gradients import RecordGradients, clipped_sums
+from fedveil.privacy.mechanism import add_noise, sum_integers
 from fedveil.privacy.samplers import SCALE
+from fedveil.scheme import Entropy
 from fedveil.scheme.losses import find_loss
 
 SIZES = (40, 25, 31, 12)
@@ -96,6 +99,29 @@ def test_a_sample_is_a_poisson_sample_and_padding_does_not_count():
         sizes.append(int(included.sum()))
     total = stats.binom(40 * 200, 0.3)
     assert total.ppf(1e-10) <= sum(sizes) <= total.ppf(1 - 1e-10)
+
+
+def test_a_record_has_any_position_in_a_sample_with_equal_probability():
+    """Otherwise a record in the sample would move others, and rounding depends on the position."""
+    client, found = federation(rate=0.5, noise=0.0).clients.client, []
+    while len(found) < 600:
+        rows, included = client.sample(8)
+        if included[rows == 0].any():
+            found.append(int((included & (rows == 0)).nonzero()[0]) / len(rows))
+    assert stats.kstest(found, stats.uniform(0, 1).cdf).statistic < 1 / len(rows) + math.sqrt(math.log(2e10) / 2 / 600)
+
+
+def test_noise_is_added_to_exact_integers():
+    """A huge sum, most of which a hostile client could subtract again, leaves the others' sums exact."""
+    small = torch.tensor([3, -(2**40), 0])
+    noisy = []
+    for total in (small, small + 2**62):
+        seed_all("noise")
+        noisy.append(add_noise(total, Entropy()))
+    assert torch.equal(noisy[1] - 2**62, noisy[0])
+    assert not torch.equal(noisy[0], small)
+    parts = [torch.tensor([2.0**53 - number], dtype=torch.float64) for number in (1, 2)]
+    assert sum_integers(parts).tolist() == [2**54 - 3]  # which float64 cannot represent
 
 
 def test_empty_samples_send_noise_alone():
