@@ -8,6 +8,7 @@ from scipy import stats
 from tests.oracle import Network, flat
 from tests.seeding import seed_all
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fedveil
 from fedveil import Federation, Privacy
@@ -299,3 +300,21 @@ def test_buffers_that_depend_on_records_are_refused():
 def test_instance_norm_keeps_records_apart_and_is_accepted():
     model = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(6, 3))
     assert private(model).step().gradients
+
+
+def pad_to_longest(items):
+    return nn.utils.rnn.pad_sequence([x for x, _ in items], batch_first=True), torch.tensor([y for _, y in items])
+
+
+@pytest.mark.parametrize("length", [4, 9])
+def test_a_collate_fn_that_pads_to_the_longest_record_is_refused(length):
+    """The padding of a record would depend on the others; records of one length are accepted."""
+    items = [(torch.ones(length if k == 3 else 4, 2), k % 2) for k in range(12)]
+    loader = DataLoader(items, batch_size=4, collate_fn=pad_to_longest)
+    model = Network(lambda model, x: model.head(x.mean(1)), head=nn.Linear(2, 2)).double()
+    own = private(model, clients=[loader], privacy=Privacy(noise=1.0, rate=1.0))
+    if length == 4:
+        assert own.step().figures["epsilon"] > 0
+        return
+    with pytest.raises(BadArgument, match="pad all records to the same length"):
+        own.step()

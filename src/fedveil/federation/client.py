@@ -63,7 +63,7 @@ def compute_update(
     sample = defence_client.sample(shards.sizes[client])
     if sample is not None:
         rows, included = sample
-        inputs, targets = shards.take(rows + shards.starts[client])
+        inputs, targets = shards.take_separately(rows + shards.starts[client])
         update = defence_client.step(broadcast, Samples(inputs, targets, included.to(dtype)), client)
     elif not whole:
         update = defence_client.step(broadcast, Samples(*shards.take(shards.rows(client, number))), client)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data.dataloader import default_collate
 
 from fedveil.defences.interface import AnyClient, Samples
 from fedveil.errors import Aborted, BadArgument
@@ -165,7 +164,7 @@ def read_slots(
     or have another form, and of padding, a batch contains zeros. Records that a `collate_fn` prepares are read one by
     one, because it could make the form of a record depend on others.
     """
-    if isinstance(source, Stream) and source.collate is not default_collate:
+    if isinstance(source, Stream) and not source.collates_alike:
         for row, used in zip(rows.tolist(), included.tolist(), strict=True):
             if (batch := read_record(task, model, source, row)) is not None:
                 yield batch, torch.tensor([used]) & are_finite(batch)
