@@ -312,7 +312,7 @@ class RecordAttacks:
     by_layer: bool = False
 
     def run(self, observed: Observation, cleaned: bool, progress: Progress) -> Attacks:
-        """Run all attacks; `cleaned` states whether the attacker has removed the noise from the model."""
+        """Run all attacks; `cleaned` indicates whether the attacker has removed the noise from the model."""
         records, pool, full = self.records, self.records.pool, self.full and self.recipe is not None
         features = record_features(observed.model, pool.tensor, pool.targets, observed.loss, full=full)
         found = self.train_networks(features, self.recipe, progress) if self.recipe else Attacks()
