@@ -70,18 +70,18 @@ def test_the_search_differentiates_through_all_steps():
 
 
 def test_records_are_rebuilt_from_several_local_steps_but_not_if_these_are_taken_for_one():
-    model, training, loss, true = built(network), LocalTraining(2, 2.0, 2), find_loss("cross_entropy"), slice(20, 24)
+    model, training, loss, true = built(network), LocalTraining(2, 1.0, 2), find_loss("cross_entropy"), [0, 1, 2, 3]
     sent = train_locally(model, loss, INPUTS[true], LABELS[true], training)
     leak = from_local_training(model, sent, loss, training, 4)
     figures = {}
     for name, one in (("steps", leak), ("one step", dataclasses.replace(leak, simulate=None))):
-        search = Search("idlg", steps=60, restarts=2)
+        search = Search("idlg", steps=80, restarts=1)
         found = reconstruct(one, (4, 64), search, classes=10, generator=chance(), labels=LABELS[true])
         images, originals = found.inputs.reshape(4, 1, 8, 8), INPUTS[true].reshape(4, 1, 8, 8)
         figures[name] = psnr(images[match(images, originals)], originals)
     floor = psnr(INPUTS.mean(0).expand(4, 64).reshape(4, 1, 8, 8), INPUTS[true].reshape(4, 1, 8, 8))
     assert min(figures["steps"]) > max(floor) + 10
-    assert max(figures["one step"]) < max(floor) + 5
+    assert max(figures["one step"]) < max(floor)
 
 
 def test_labels_are_estimated_from_a_short_local_training():

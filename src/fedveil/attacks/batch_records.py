@@ -61,8 +61,12 @@ def check_relu(model: nn.Module, path: str) -> None:
         raise DoesNotApply("records of a batch", "no ReLU follows the first layer", "use an MLP with ReLU")
 
 
-def factorise(leak: Leak, path: str) -> Factors:
-    """Factorise the gradient of the first layer; refuse a gradient whose rank shows that there are too many records."""
+def factorise(leak: Leak, path: str, records: int) -> Factors:
+    """Factorise the gradient of the first layer, which must have more units with a gradient than there are records.
+
+    Records that are linearly dependent or that activate no unit make the rank smaller. Noise makes it larger; then only
+    the largest singular values are used.
+    """
     gradient, layer = layer_rows(leak.gradients, path), layer_rows(dict(leak.model.named_parameters()), path)
     eps = torch.finfo(leak.gradients[f"{path}.bias"].dtype).eps
     size = gradient.norm(dim=1)
@@ -70,9 +74,10 @@ def factorise(leak: Leak, path: str) -> Factors:
     gradient, layer = gradient[moved], layer[moved]
     _, values, right = torch.linalg.svd(gradient, full_matrices=False)
     rank = int((values > eps * max(gradient.shape) * values[:1]).sum()) if len(values) else 0
-    if not 0 < rank < min(gradient.shape):
-        what = f"the gradient of {len(gradient)} units has rank {rank}, too many records to tell apart"
+    if not 0 < records < min(gradient.shape) or not rank:
+        what = f"{records} records are too many for {len(gradient)} units with a gradient"
         raise DoesNotApply("records of a batch", what, "use fewer records or a wider first layer")
+    rank = min(rank, records)
     left = gradient @ right[:rank].T
     return Factors(left / left.norm(dim=1, keepdim=True), right[:rank], layer, math.sqrt(eps))
 
@@ -103,7 +108,8 @@ def find_directions(factors: Factors, rows: Tensor, rng: torch.Generator) -> Poo
     left = factors.left
     drawn = null_vectors(left, rows, rng)
     zeros = (drawn @ left.T).abs() < factors.tolerance
-    zeros, draws = torch.unique(zeros[zeros.sum(1) >= left.shape[1]], dim=0, return_counts=True)
+    least = left.shape[1] if left.shape[1] > 1 else 0
+    zeros, draws = torch.unique(zeros[zeros.sum(1) >= least], dim=0, return_counts=True)
     values, vectors = torch.linalg.eigh(torch.einsum("pu,ui,uj->pij", zeros.to(left), left, left))
     unique = values[:, 1:2].sqrt().flatten() > INDEPENDENT if left.shape[1] > 1 else draws > 0
     found = vectors[unique, :, 0]
@@ -172,25 +178,25 @@ def exchange(factors: Factors, pool: Pool, chosen: list[int]) -> tuple[list[int]
     return chosen, agreement
 
 
-def records_from_batch(leak: Leak, path: str, plausible: Tensor, rng: torch.Generator) -> BatchRecords:
+def records_from_batch(leak: Leak, path: str, records: int, plausible: Tensor, rng: torch.Generator) -> BatchRecords:
     """Compute the records of a batch from the gradient of its mean loss, of which the first Linear layer is enough.
 
     `plausible` contains inputs that resemble the records, such as other records or `fake_inputs`; the better they
-    resemble them, the larger the batches that succeed. The gradient of a sum over clients is that of one large batch.
+    resemble them, the larger the batches that succeed. `records` is the number of records, which a server knows. The gradient of a sum over clients is that of one large batch.
     If no full set of directions is found, the result is empty.
     """
     check_relu(leak.model, path)
-    factors = factorise(leak, path)
-    records, units = factors.right.shape[0], len(factors.left)
+    factors = factorise(leak, path, records)
+    rank = len(factors.right)
     inactive = append_one(plausible).to(factors.weights) @ factors.weights.T <= 0
     pool, best, directions = None, torch.zeros(0), factors.left[:0]
     for _ in range(ATTEMPTS):
-        rows = draw_rows(inactive.cpu(), records - 1, DRAWS, rng)
+        rows = draw_rows(inactive.cpu(), rank - 1, DRAWS, rng)
         found = find_directions(factors, rows, rng)
         pool = join_pools([pool, found]) if pool else found
         for order in (pool.zeros.sum(1), pool.draws):
             start = choose_independent(pool, order.argsort(descending=True, stable=True))
-            if len(start) < records:
+            if len(start) < rank:
                 continue
             chosen, agreement = exchange(factors, pool, start)
             if not len(best) or agreement.mean() > best.mean():
