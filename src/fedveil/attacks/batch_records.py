@@ -11,6 +11,7 @@ that are inactive for a plausible record, which finds directions hundreds of tim
 chosen so that every record that they imply activates exactly the units for which its column of D is not 0.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ class Pool(NamedTuple):
 def check_relu(model: nn.Module, path: str) -> None:
     """Refuse a model without a ReLU directly after its first layer."""
     leaves = [(name, module) for name, module in model.named_modules() if not module._modules]
-    after = [module for (name, _), (_, module) in zip(leaves, leaves[1:], strict=False) if name == path]
+    after = [module for (name, _), (_, module) in itertools.pairwise(leaves) if name == path]
     if not after or not isinstance(after[0], nn.ReLU):
         raise DoesNotApply("records of a batch", "no ReLU follows the first layer", "use an MLP with ReLU")
 
@@ -67,7 +68,9 @@ def factorise(leak: Leak, path: str, records: int) -> Factors:
     Records that are linearly dependent or that activate no unit make the rank smaller. Noise makes it larger; then only
     the largest singular values are used.
     """
-    gradient, layer = layer_rows(leak.gradients, path), layer_rows(dict(leak.model.named_parameters()), path)
+    gradient, layer = (
+        layer_rows(values, path).cpu() for values in (leak.gradients, dict(leak.model.named_parameters()))
+    )
     eps = torch.finfo(leak.gradients[f"{path}.bias"].dtype).eps
     size = gradient.norm(dim=1)
     moved = size > math.sqrt(eps) * size.max()
@@ -98,9 +101,10 @@ def null_vectors(left: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
     free = torch.randn((len(rows), 1, width), generator=rng, dtype=left.dtype)
     wanted = torch.zeros((len(rows), width, 1), dtype=left.dtype)
     wanted[:, -1] = 1
-    found = torch.linalg.solve_ex(torch.cat([left[rows], free], 1), wanted)[0][..., 0]
+    found: Tensor = torch.linalg.solve_ex(torch.cat([left[rows], free], 1), wanted)[0][..., 0]
     found = found.nan_to_num(0.0, 0.0, 0.0)
-    return found / found.norm(dim=1, keepdim=True).clamp_min(TINY)
+    found /= found.norm(dim=1, keepdim=True).clamp_min(TINY)
+    return found
 
 
 def find_directions(factors: Factors, rows: Tensor, rng: torch.Generator) -> Pool:
@@ -122,7 +126,7 @@ def merge_pool(pool: Pool) -> Pool:
     draws = torch.zeros(len(zeros), dtype=torch.int64).scatter_add_(0, group, pool.draws)
     first = torch.full((len(zeros),), len(group)).scatter_reduce(0, group, torch.arange(len(group)), "amin")
     best = [values.argsort(descending=True, stable=True)[:POOL] for values in (zeros.sum(1), draws)]
-    kept = torch.cat(best).unique()
+    kept = torch.unique(torch.cat(best))
     return Pool(pool.directions[first[kept]], zeros[kept], draws[kept])
 
 
@@ -182,7 +186,8 @@ def records_from_batch(leak: Leak, path: str, records: int, plausible: Tensor, r
     """Compute the records of a batch from the gradient of its mean loss, of which the first Linear layer is enough.
 
     `plausible` contains inputs that resemble the records, such as other records or `fake_inputs`; the better they
-    resemble them, the larger the batches that succeed. `records` is the number of records, which a server knows. The gradient of a sum over clients is that of one large batch.
+    resemble them, the larger the batches that succeed. `records` is the number of records, which a server knows.
+    The gradient of a sum over clients is that of one large batch.
     If no full set of directions is found, the result is empty.
     """
     check_relu(leak.model, path)
@@ -191,7 +196,7 @@ def records_from_batch(leak: Leak, path: str, records: int, plausible: Tensor, r
     inactive = append_one(plausible).to(factors.weights) @ factors.weights.T <= 0
     pool, best, directions = None, torch.zeros(0), factors.left[:0]
     for _ in range(ATTEMPTS):
-        rows = draw_rows(inactive.cpu(), rank - 1, DRAWS, rng)
+        rows = draw_rows(inactive, rank - 1, DRAWS, rng)
         found = find_directions(factors, rows, rng)
         pool = join_pools([pool, found]) if pool else found
         for order in (pool.zeros.sum(1), pool.draws):

@@ -11,6 +11,7 @@ from others: its policy checks the architecture, not the values. Noise for diffe
 """
 
 import copy
+import itertools
 import math
 
 import torch
@@ -27,7 +28,7 @@ WEIGHT = 0.1  # mean weight of the second layer, times the number of units
 def second_linear(model: nn.Module, path: str) -> nn.Linear:
     """Return the next layer with parameters, which must be a Linear."""
     layers = [(name, module) for name, module in model.named_modules() if any(True for _ in module.parameters(False))]
-    after = [module for (name, _), (_, module) in zip(layers, layers[1:], strict=False) if name == path]
+    after = [module for (name, _), (_, module) in itertools.pairwise(layers) if name == path]
     if not after or not isinstance(after[0], nn.Linear):
         raise DoesNotApply("imprint", "no Linear follows the first layer", "use an MLP with ReLU")
     return after[0]

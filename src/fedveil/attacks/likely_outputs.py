@@ -50,7 +50,7 @@ def fake_inputs(shape: torch.Size, count: int, low: float, high: float) -> Tenso
     noise = torch.randn((count, *image), generator=rng)
     down, across = (torch.fft.fftfreq(size) for size in image[1:])
     frequency = torch.hypot(down[:, None], across).clamp_min(1 / max(image[1:]))
-    found = torch.fft.ifft2(torch.fft.fft2(noise) / frequency**DECAY).real.flatten(1)
+    found: Tensor = torch.fft.ifft2(torch.fft.fft2(noise) / frequency**DECAY).real.flatten(1)
     found = found - found.amin(1, keepdim=True)
     found = low + (high - low) * found / found.amax(1, keepdim=True)
     return found.reshape(count, *shape)

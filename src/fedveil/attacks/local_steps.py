@@ -54,10 +54,11 @@ def local_update(
     Targets are class indices, or rows of probabilities. If `graph` is true, the result can be differentiated again.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    start = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    start: Gradients = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     frozen = {name: parameter for name, parameter in model.named_parameters() if name not in start}
-    now, batches = dict(start), torch.arange(len(inputs), device=inputs.device).split(training.batch)
-    for rows in [rows for _ in range(training.epochs) for rows in batches]:
+    now, firsts = dict(start), range(0, len(inputs), training.batch)
+    for first in [first for _ in range(training.epochs) for first in firsts]:
+        rows = slice(first, first + training.batch)
         outputs = torch.func.functional_call(model, {**frozen, **now, **buffers}, (inputs[rows],))
         value = loss.values(outputs, one_hot(targets[rows], outputs)).mean()
         slopes = torch.autograd.grad(value, list(now.values()), create_graph=graph)
