@@ -71,7 +71,7 @@ def test_null_vectors_are_orthogonal_and_merging_keeps_the_best():
     for vector, own in zip(found[:2], rows, strict=False):
         assert (left[own] @ vector).abs().max() < 1e-12
         assert abs(float(vector.norm()) - 1) < 1e-12
-    pool = batches.Pool(torch.eye(3), torch.tensor([[1, 0], [1, 0], [0, 1]]).bool(), torch.tensor([2, 3, 1]))
+    pool = batches.Directions(torch.eye(3), torch.tensor([[1, 0], [1, 0], [0, 1]]).bool(), torch.tensor([2, 3, 1]))
     merged = batches.merge_pool(pool)
     assert dict(zip(map(tuple, merged.zeros.tolist()), merged.draws.tolist(), strict=True)) == {
         (True, False): 5,

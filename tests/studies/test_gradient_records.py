@@ -16,8 +16,8 @@ from fedveil.studies.gradients.records import (
     IMPRINT,
     PRIVATE,
     SECURE,
+    CountedRound,
     RecordCount,
-    RecordRound,
 )
 from fedveil.studies.gradients.server import SERVER, ServerOptions
 from fedveil.studies.jobs import Failure, JobResults
@@ -86,7 +86,7 @@ def test_noise_has_the_declared_size_and_gradients_are_clipped():
 
 def test_rows_have_totals_over_rounds_an_interval_and_reasons():
     def one(found, reason=""):
-        return RecordRound([RecordCount(CLEAR, 4, DIRECTIONS, found, reason)])
+        return CountedRound([RecordCount(CLEAR, 4, DIRECTIONS, found, reason)])
 
     assert list(records.record_rows([one(4), one(2)])) == [[CLEAR, "4", DIRECTIONS, "2", "6/8", "75.0 [34.9, 96.8]"]]
     assert next(iter(records.record_rows([one(0, "no ReLU")])))[-1] == "no ReLU"

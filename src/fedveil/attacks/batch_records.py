@@ -46,8 +46,8 @@ class Factors(NamedTuple):
     tolerance: float  # largest absolute value of an element of L q that counts as 0
 
 
-class Pool(NamedTuple):
-    """Candidates for directions: unit vectors q, the zeros of L q, and how often each was drawn."""
+class Directions(NamedTuple):
+    """Unit vectors q, the zeros of L q, and how often each was drawn."""
 
     directions: Tensor
     zeros: Tensor
@@ -107,7 +107,7 @@ def null_vectors(left: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
     return found
 
 
-def find_directions(factors: Factors, rows: Tensor, rng: torch.Generator) -> Pool:
+def find_directions(factors: Factors, rows: Tensor, rng: torch.Generator) -> Directions:
     """Return the distinct directions given by sets of rows that have at least one zero more than they must have."""
     left = factors.left
     drawn = null_vectors(left, rows, rng)
@@ -117,22 +117,22 @@ def find_directions(factors: Factors, rows: Tensor, rng: torch.Generator) -> Poo
     values, vectors = torch.linalg.eigh(torch.einsum("pu,ui,uj->pij", zeros.to(left), left, left))
     unique = values[:, 1:2].sqrt().flatten() > INDEPENDENT if left.shape[1] > 1 else draws > 0
     found = vectors[unique, :, 0]
-    return merge_pool(Pool(found, (found @ left.T).abs() < factors.tolerance, draws[unique]))
+    return merge_pool(Directions(found, (found @ left.T).abs() < factors.tolerance, draws[unique]))
 
 
-def merge_pool(pool: Pool) -> Pool:
+def merge_pool(pool: Directions) -> Directions:
     """Merge directions with the same zeros; keep those with the most zeros, and those drawn most often."""
     zeros, group = torch.unique(pool.zeros, dim=0, return_inverse=True)
     draws = torch.zeros(len(zeros), dtype=torch.int64).scatter_add_(0, group, pool.draws)
     first = torch.full((len(zeros),), len(group)).scatter_reduce(0, group, torch.arange(len(group)), "amin")
     best = [values.argsort(descending=True, stable=True)[:POOL] for values in (zeros.sum(1), draws)]
     kept = torch.unique(torch.cat(best))
-    return Pool(pool.directions[first[kept]], zeros[kept], draws[kept])
+    return Directions(pool.directions[first[kept]], zeros[kept], draws[kept])
 
 
-def join_pools(pools: list[Pool]) -> Pool:
+def join_pools(pools: list[Directions]) -> Directions:
     """Merge several pools."""
-    return merge_pool(Pool(*(torch.cat(parts) for parts in zip(*pools, strict=True))))
+    return merge_pool(Directions(*(torch.cat(parts) for parts in zip(*pools, strict=True))))
 
 
 def agreements(factors: Factors, directions: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def agreements(factors: Factors, directions: Tensor) -> tuple[Tensor, Tensor]:
     return inverse, ((outputs > 0) == moved).double().mean(-1)
 
 
-def choose_independent(pool: Pool, order: Tensor) -> list[int]:
+def choose_independent(pool: Directions, order: Tensor) -> list[int]:
     """Return the first b linearly independent directions in the given order; fewer if there are not as many."""
     chosen, basis = list[int](), pool.directions[:0]
     for number in order.tolist():
@@ -161,7 +161,7 @@ def choose_independent(pool: Pool, order: Tensor) -> list[int]:
     return chosen
 
 
-def exchange(factors: Factors, pool: Pool, chosen: list[int]) -> tuple[list[int], Tensor]:
+def exchange(factors: Factors, pool: Directions, chosen: list[int]) -> tuple[list[int], Tensor]:
     """Exchange one direction at a time as long as the mean agreement increases; return it for each record.
 
     Only directions whose own record does not agree are exchanged: record k is orthogonal to all directions but q_k.

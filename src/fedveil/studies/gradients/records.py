@@ -57,7 +57,7 @@ class RecordCount:
 
 
 @dataclass(frozen=True)
-class RecordRound(Result):
+class CountedRound(Result):
     """The results of all attacks on the batches of one round."""
 
     counts: list[RecordCount]
@@ -127,7 +127,7 @@ class AttackRecords:
     batches: tuple[int, ...]
     number: int
 
-    def __call__(self, progress: Progress, done: JobResults) -> RecordRound:
+    def __call__(self, progress: Progress, done: JobResults) -> CountedRound:
         """Attack every batch."""
         config = self.config.changed(seed=self.config.training.seed + self.number)
         data = load_data(config)
@@ -137,7 +137,7 @@ class AttackRecords:
         for number, (protection, size) in enumerate(cases):
             progress(number / len(cases), f"{size} records, protection: {protection}")
             counts += self.attack(config, data, model, protection, size)
-        return RecordRound(counts)
+        return CountedRound(counts)
 
     def attack(self, config: Config, data: Data, model: nn.Module, protection: str, size: int) -> list[RecordCount]:
         """Run every attack on one batch; a crafted network receives a gradient of its own."""
@@ -176,13 +176,13 @@ class AttackRecords:
 
 def record_jobs(
     config: Config, run: Path | None, batches: Sequence[int], rounds: int, label: str
-) -> list[StudyJob[RecordRound]]:
+) -> list[StudyJob[CountedRound]]:
     """Return one job per round whose name begins with `label`; no jobs if there are no batches."""
     works = [AttackRecords(config, run, tuple(batches), number) for number in range(rounds if batches else 0)]
-    return [StudyJob(f"{label}-records-{work.number}", work, RecordRound, attacked=run) for work in works]
+    return [StudyJob(f"{label}-records-{work.number}", work, CountedRound, attacked=run) for work in works]
 
 
-def record_rows(rounds: Sequence[RecordRound | Failure]) -> Iterator[list[str]]:
+def record_rows(rounds: Sequence[CountedRound | Failure]) -> Iterator[list[str]]:
     """Yield one table row per protection, size and attacker, without the column for the defence.
 
     Under a failed round, only the reason is shown.
@@ -191,7 +191,7 @@ def record_rows(rounds: Sequence[RecordRound | Failure]) -> Iterator[list[str]]:
     if failed is not None:
         yield ["", "", f"failed: {failed}", "", "", ""]
         return
-    for cases in zip(*(result.counts for result in rounds if isinstance(result, RecordRound)), strict=True):
+    for cases in zip(*(result.counts for result in rounds if isinstance(result, CountedRound)), strict=True):
         one, total, found = cases[0], sum(case.batch for case in cases), sum(case.found for case in cases)
         reasons = [case.reason for case in cases if case.reason]
         cell = percent(proportion(found, total)) if len(reasons) < len(cases) else reasons[0]

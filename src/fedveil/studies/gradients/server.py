@@ -28,7 +28,7 @@ from fedveil.runs.settings import Config
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option, read_federations
 from fedveil.studies.gradients import records as batches
 from fedveil.studies.gradients import run as reconstruction
-from fedveil.studies.gradients.records import OWN, RecordRound, read_updates
+from fedveil.studies.gradients.records import OWN, CountedRound, read_updates
 from fedveil.studies.gradients.run import parse_counts
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 from fedveil.studies.presentation import Presentation, decode_picture, encode_image, read_texts, text
@@ -107,7 +107,7 @@ class ServerResults(Result):
     """The results of a curious server's attacks in all rounds under one defence."""
 
     rounds: list[ServerRound | Failure]
-    records: list[RecordRound | Failure] = field(default_factory=list)
+    records: list[CountedRound | Failure] = field(default_factory=list)
 
     @property
     def failed(self) -> str:
@@ -368,7 +368,7 @@ class ServerStudy(AttackStudy[ServerOptions, ServerResults]):
                 raise
             images = False
         sizes = parse_counts(request.options.batches) if request.options.batches else []
-        views, records = dict[str, list[StudyJob[ServerRound]]](), dict[str, list[StudyJob[RecordRound]]]()
+        views, records = dict[str, list[StudyJob[ServerRound]]](), dict[str, list[StudyJob[CountedRound]]]()
         for name in request.defences:
             views[name] = list(self.rounds(request, name).values()) if images else []
             config, label = request.config_for(name), request.job_name("server", name)
