@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from fedveil.attacks import dbcl, generic, veil
+from fedveil.attacks import dbcl, generic, likely_outputs, veil
 from fedveil.attacks.canonical_gradient import from_canonical_difference
 from fedveil.attacks.first_layer import rebuild_selected_record, rebuild_veiled_record
 from fedveil.attacks.leaked_gradients import Leak, from_masked_difference
@@ -69,6 +69,8 @@ ATTACKERS: Mapping[str, Attackers] = {
     "veil": Attackers(
         models={
             "offset removed": veil.remove_offset,
+            "one broadcast, no data": likely_outputs.fit_fake_inputs,
+            "own inputs, no labels": likely_outputs.fit_own_inputs,
             "two broadcasts, no data": partial(veil.remove_noise, broadcasts=2),
             "six broadcasts, no data": partial(veil.remove_noise, broadcasts=6),
             "own labels": veil.fit_own_labels,

@@ -103,7 +103,7 @@ class AuditOptions:
 
 
 EPOCHS = 30  # number of training epochs of the attack network
-CURIOUS = ServerOptions(steps=400, restarts=1)  # half a minute on two cores for a small network
+CURIOUS = ServerOptions(steps=400, restarts=1, batches="")  # half a minute on two cores for a small network
 
 
 def predict_test(view: nn.Module, data: Data) -> Tensor:
