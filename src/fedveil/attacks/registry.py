@@ -6,7 +6,7 @@ declares none, the generic attackers are used.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from fedveil.attacks.canonical_gradient import from_canonical_difference
 from fedveil.attacks.first_layer import rebuild_selected_record, rebuild_veiled_record
 from fedveil.attacks.leaked_gradients import Leak, from_masked_difference
 from fedveil.attacks.observation import PUBLISHED, Observation, attempt
-from fedveil.defences.registry import BUILT_IN, Record
+from fedveil.defences.registry import OURS, Record
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
 
@@ -64,6 +64,8 @@ class Attackers:
         return {getattr(attacker, "func", attacker).__module__ for attacker in attackers}
 
 
+STACKED = Attackers(generic={}, rebuilders={"rounds stacked": rebuild_selected_record}, rebuild_rounds=6)
+"""Clients receive the true model, and send updates from which parts are missing, or with independent noise."""
 ATTACKERS: Mapping[str, Attackers] = {
     "plain": Attackers(generic={}),
     "veil": Attackers(
@@ -95,13 +97,19 @@ ATTACKERS: Mapping[str, Attackers] = {
         rebuild_rounds=6,
     ),
     "spn": Attackers(generic={}),  # clients receive the true model
+    **dict.fromkeys(
+        ("nvflare:PercentilePrivacy", "nvflare:SVTPrivacy", "topk"),
+        replace(STACKED, leaks={"V-diff, masked": from_masked_difference}),
+    ),
+    **dict.fromkeys(("flower:LocalDpMod", "flower:fixedclipping_mod"), STACKED),
+    "int8": Attackers(generic={}),
 }
 
 
 def find_attackers(record: Record) -> Attackers:
     """Return the attackers declared in a record, or those for the built-in defence with the same target."""
     if record.attackers is None:
-        names = {built_in.target: built_in.name for built_in in BUILT_IN}
+        names = {own.target: own.name for own in OURS.values()}
         return ATTACKERS.get(names.get(record.target, ""), Attackers())
     found = import_object(record.attackers, "a list of attackers", EXAMPLE)
     if not isinstance(found, Attackers):
