@@ -74,16 +74,17 @@ OPTIONS = AuditOptions(trials=20, broadcasts=2)
 SERVER = ServerOptions(rounds=10, steps=200, restarts=1)
 PRIVATE_CLAIM = "(epsilon, 1e-5)-differential privacy of every record, in all models together"
 HEADER = (
-    *("defence", "accuracy, %", "ms per round", "kB up", "membership: loss", "network", "RMIA", "copy, published, %"),
+    *("defence", "accuracy, %", "ms per round", "kB up", "membership: loss", "network", "RMIA"),
+    "copy, published, %",
     *("copy, adaptive, %", "record, published, dB", "record, adaptive, dB", "record, server, dB"),
 )
 LABELS = ("defence", "the model", "membership", "records, by clients", "records, by the server", "claim")
-TEXT = """Two clients. The attacker of a client's records is the other client; *membership* columns are AUCs, and *copy* is
-the agreement of a client's copy with the server's model. The curious server attacks the update of one client with one
-record. *Published* attackers do not know the defence, *adaptive* ones do; the best adaptive attacker is shown. Intervals
-are 95 %. Verdicts compare the strongest attacker with guessing and with no defence. Settings are the defaults of
-`fedveil audit --defence NAME` (FLARE's own for its filters; clipping norm 1 and noise multiplier 1, or epsilon 10, for
-Flower's), not tuned: a defence whose model learns nothing hides records for that reason. Accuracy is of one run.
+TEXT = """Two clients. The attacker of a client's records is the other client; *membership* columns are AUCs, and *copy*
+is the agreement of a client's copy with the server's model. The curious server attacks the update of one client with
+one record. *Published* attackers do not know the defence, *adaptive* ones do; the best adaptive attacker is shown.
+Intervals are 95 %. Verdicts compare the strongest attacker with guessing and with no defence. Settings are the defaults
+of `fedveil audit --defence NAME` (FLARE's own for its filters; clipping norm 1 and noise multiplier 1, or epsilon 10,
+for Flower's), not tuned: a defence whose model learns nothing hides records for that reason. Accuracy is of one run.
 """
 
 

@@ -1,9 +1,9 @@
 """Rebuild one record from several filtered updates: incomplete, truncated, delayed or with independent noise.
 
-The gradient of the first Linear layer for one record is a rank-one matrix, delta (x, 1)^T, and the record is the same in
-all rounds. A filter reveals an interval for every element of that matrix: a value, a bound on what was truncated, or a
-bound on what was left out. The attacker fits a rank-one matrix to the intervals of all rounds, with its own records as a
-prior for x.
+The gradient of the first Linear layer for one record is a rank-one matrix, delta (x, 1)^T, and the record is the same
+in all rounds. A filter reveals an interval for every element of that matrix: a value, a bound on what was truncated, or
+a bound on what was left out. The attacker fits a rank-one matrix to the intervals of all rounds, with its own records
+as a prior for x.
 """
 
 import math
