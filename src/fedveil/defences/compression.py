@@ -102,7 +102,7 @@ class Int8(Plain):
     fusable = linear = False
 
     def __init__(self) -> None:
-        return
+        """Leave the name that the class defines; `Plain` would replace it."""
 
     @property
     def codec(self) -> "Int8Codec":

@@ -37,6 +37,9 @@ class Filtered(Plain):
     fusable = linear = False
     covers_buffers = False
 
+    def __init__(self) -> None:
+        """Leave the name that the class defines; `Plain` would replace it."""
+
     def create_filter(self) -> Filter:
         """Return a function that transforms an update, as arrays with at least one dimension."""
         raise NotImplementedError

@@ -268,7 +268,7 @@ def import_target(record: Record) -> object:
         extra, missing = record.name.partition(":")[0], error.__cause__
         if record.name not in OURS or not isinstance(missing, ModuleNotFoundError):
             raise
-        what = f"needs the package {missing.name}, which is not installed"
+        what = f"needs the package {str(missing.name).partition('.')[0]}, which is not installed"
         raise BadArgument(record.name, what, f"pip install 'fedveil[{extra}]'") from missing
 
 
