@@ -19,6 +19,7 @@ from fedveil.defences.registry import find
 from fedveil.federation.evaluate import predict
 from fedveil.progress import Progress, ignore_progress
 from fedveil.records.shards import generator
+from fedveil.report import Text
 from fedveil.runs.build import build_model
 from fedveil.runs.settings import Config, Value
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option, read_federations
@@ -262,8 +263,11 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         return JobGraph([*audits.jobs, *rounds], collect)
 
     def show(self, request: AttackRequest[AuditOptions], results: Mapping[str, AuditResult]) -> Presentation:
-        """Return the verdict, the table, charts, and an explanation of how to read them."""
-        return page.show(results)
+        """Return the verdict, the table, charts, an explanation of how to read them, and what each defence claims."""
+        shown = page.show(results)
+        claims = {name: find(name).claim for name in results if name != page.UNDEFENDED}
+        lines = [f"{name}: {claim}." for name, claim in claims.items() if claim]
+        return replace(shown, sections=[*shown.sections, *([Text("What the authors claim", lines)] if lines else [])])
 
 
 SUITE: Mapping[str, Mapping[str, Value]] = read_federations()["suite"]
