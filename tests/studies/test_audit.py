@@ -139,7 +139,7 @@ def test_without_classes_the_network_and_the_loss_still_attack_and_there_are_no_
     parts = [DataPart(part.tensor, part.targets.float()[:, None] / 10) for part in (whole.train, whole.test)]
     data = Data("numbers", *parts)
     federation, records = build_federation(config, data), divide_records(config, data, everyone=True)
-    shadows = ShadowAttacks(config, tmp_path, 2, False)
+    shadows = ShadowAttacks(config.defence.name, tmp_path, 2, False)
     found = infer_members(RecordAttacks(records, shadows, Recipe(2)), observe(federation), False)
     assert set(found.attacks) == {"loss", "white-box network"}
     assert set(found.left_out) == {"loss by class", "RMIA"}
