@@ -1,4 +1,4 @@
-"""The description of a run: settings and shapes that an audit needs, without secrets, records or values of the model."""
+"""The description of a run: settings and shapes that an audit needs, without secrets, records or values."""
 
 import math
 from collections.abc import Mapping

@@ -18,6 +18,7 @@ from fedveil.attacks.registry import find_attackers
 from fedveil.attacks.scores import Estimate, Scores, auc, balanced_accuracy, best_threshold, has_enough, roc, tpr_at
 from fedveil.attacks.whitebox import Features, Recipe, Score, select, train_attack
 from fedveil.data import Data, DataPart, split
+from fedveil.defences import registry
 from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import metrics, predict
@@ -95,7 +96,12 @@ def digests(inputs: Tensor) -> list[bytes]:
 
 
 def shadow_defence(defence: str) -> str:
-    """Return the defence used to train shadows; a veiled federation uses "plain", which trains the same model."""
+    """Return the defence used to train shadows; a veiled federation uses "plain", which trains the same model.
+
+    A defence that is not registered is used itself.
+    """
+    if ":" not in defence and defence not in registry.names():
+        return defence
     return find_attackers(find(defence)).shadows or defence
 
 
