@@ -135,6 +135,7 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
             shown,
             title=f"{'Audit of' if self.name == 'audit' else f'Attack: {self.name} on'} {', '.join(names)}",
             verdict=" ".join([*request.notes, shown.verdict or lead]),
+            plain=" ".join([*request.notes, shown.plain]) if shown.plain else "",
             rows=[*shown.rows, *(failed_row(name, len(shown.header)) for name in failures)],
             sections=[*shown.sections, facts],
             first=[*failed, *shown.first],

@@ -303,14 +303,17 @@ def show(audits: Audits) -> Presentation:
     """Return the verdicts, the table and the other sections."""
     results = {name: found for name, found in audits.items() if name != UNDEFENDED}
     rows = [row for name, found in audits.items() for row in attacker_rows(name, found)]
-    verdict, first, sections = NO_VERDICT, list[Section](), list[Section]()
+    verdict, first, sections, plain_words = NO_VERDICT, list[Section](), list[Section](), ""
     if plain := audits.get("plain", audits.get(UNDEFENDED)):
         found = judge_all(results, plain)
         verdict = headline(found) if any(found.values()) else verdict
         guesses = {column: average([value]) for column, value in plain.guesses.items() if value is not None}
         rows.append(["guessing", "", *format_figures(guesses, FORMATS), ""])
-        first = verdict_sections(results, plain, found)
-        sections = list(charts(results, plain))
+        from fedveil.studies.audit.decision import decide  # imported here because it uses this module
+
+        decision = decide(results, plain, found)
+        plain_words = decision.headline
+        first = [decision.section(), *charts(results, plain), *verdict_sections(results, plain, found)]
         if plain.server and plain.server.complete:
             sections.append(
                 Table("Curious server", server.HEADER[1:], list(server.view_rows(plain.server)), server.NOTE)
@@ -322,4 +325,5 @@ def show(audits: Audits) -> Presentation:
     ]
     sections += attack_sections(audits)
     sections += [Text("Gap between members and others", gaps), Text("How to read it", TEXTS.reading)]
-    return Presentation("", verdict, HEADER, rows, TEXTS.note, sections, first)
+    glossary = read_texts()["glossary"].notes
+    return Presentation("", verdict, HEADER, rows, TEXTS.note, sections, first, plain=plain_words, glossary=glossary)
