@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         client_step,
         client_view,
     )
+    from fedveil.studies.audit.call import audit
 
     __version__: str
 
@@ -43,6 +44,7 @@ __all__ = [
     "Update",
     "Veil",
     "analyse",
+    "audit",
     "client_step",
     "client_view",
     "load_model",
@@ -52,7 +54,7 @@ __all__ = [
 # the module that defines each public name; names that are not listed are in fedveil.scheme
 _MODULES = {"FedveilError": "errors", "Privacy": "privacy", "Veil": "defences", "load_model": "runs.folder"}
 _MODULES |= dict.fromkeys(("Federation", "History", "Limits"), "federation")
-_MODULES["measure_epsilon"] = "attacks.canaries"
+_MODULES |= {"measure_epsilon": "attacks.canaries", "audit": "studies.audit.call"}
 _MODULES |= dict.fromkeys(("Plan", "Symmetry", "analyse"), "graph")
 
 

@@ -16,7 +16,8 @@ from fedveil.errors import BadArgument
 from fedveil.federation.rounds import ClearRound
 from fedveil.files import write_atomically
 from fedveil.plain_json import read_json, to_json
-from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES
+from fedveil.scheme.losses import CLASS_LOSSES, LOSSES
+from fedveil.scheme.torch_losses import is_module
 
 if TYPE_CHECKING:
     from fedveil.federation.server import Server
@@ -99,7 +100,7 @@ def describe_run(server: "Server") -> RunDescription:
     training = server.model.training
     output = one_output(server.model, example)
     server.model.train(training)
-    known = isinstance(loss, AUTOGRAD_LOSSES)
+    is_known = loss.name in LOSSES or is_module(loss.name)
     kind = class_name(type(server.model))
     return RunDescription(
         version=metadata.version("fedveil"),
@@ -110,7 +111,7 @@ def describe_run(server: "Server") -> RunDescription:
         parameters=sum(parameter.numel() for parameter in server.model.parameters()),
         factory=kind if _has_factory(type(server.model)) else None,
         loss=loss.name,
-        loss_settings=None if known else _plain_settings(loss.settings()),
+        loss_settings=_plain_settings(loss.settings()) if is_known else None,
         optimizer=class_name(type(server.optimizer)),
         optimizer_settings=_optimizer_settings(server.optimizer),
         shape=None if record is None else list(record.shape[1:]),

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedveil.attacks.scores import Estimate, average
-from fedveil.report import Interval, Intervals, Section, Table, Text
+from fedveil.report import Answers, Interval, Intervals, Section, Table, Text
 from fedveil.studies import verdicts
 from fedveil.studies.federations import Quality
 from fedveil.studies.gradients import server
@@ -297,6 +297,30 @@ def attack_sections(done: Audits) -> list[Section]:
     note = TEXTS.notes["attacks"].format(broadcasts=NETWORK_BROADCASTS)
     sections: list[Section] = [Table("Membership, attack by attack", [*WHO, *ATTACKS], members, note)]
     return (sections if members else []) + ([Text("Attackers that did not run", skipped)] if skipped else [])
+
+
+def list_verdicts(audits: Audits) -> dict[str, dict[str, Verdict]]:
+    """Return the verdicts by defence and subject; empty without an undefended result."""
+    plain = audits.get("plain", audits.get(UNDEFENDED))
+    if plain is None:
+        return {}
+    results = {name: found for name, found in audits.items() if name != UNDEFENDED}
+    columns = judge_all(results, plain).values()
+    return {name: {own[name].measure.subject: own[name] for own in columns if name in own} for name in results}
+
+
+def find_answers(shown: Presentation) -> Mapping[str, Sequence[str]]:
+    """Return the answers on a page, by question; empty if there are none."""
+    return next((section.answers for section in shown.first if isinstance(section, Answers)), {})
+
+
+def plain_summary(shown: Presentation, audits: Audits) -> dict[str, object]:
+    """Return the conclusion, the answers and the labels, for results.json."""
+    labels = {
+        name: {subject: {"label": one.label, "text": str(one)} for subject, one in own.items()}
+        for name, own in list_verdicts(audits).items()
+    }
+    return {"conclusion": shown.plain, "answers": find_answers(shown), "verdicts": labels}
 
 
 def show(audits: Audits) -> Presentation:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from pydantic import JsonValue
+from pydantic_core import to_jsonable_python
 from torch import Tensor, nn
 
 from fedveil.attacks.first_layer import first_linear
@@ -24,7 +26,7 @@ from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelF
 from fedveil.studies.audit.subject import AuditSubject, configured_subject
 from fedveil.studies.federations import load_or_train, measure_quality, observe
 from fedveil.studies.gradients.server import SERVER, ServerOptions, ServerResults, ServerRound
-from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
+from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, successes
 from fedveil.studies.membership import attacks as membership
 from fedveil.studies.presentation import Presentation
 from fedveil.studies.study import JobGraph
@@ -263,6 +265,11 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
     def show(self, request: AttackRequest[AuditOptions], results: Mapping[str, AuditResult]) -> Presentation:
         """Return the verdict, the table, charts, and an explanation of how to read them."""
         return page.show(results)
+
+    def summarise(self, results: Results[AuditResult], shown: Presentation) -> Mapping[str, JsonValue]:
+        """Return the conclusion, the answers and the labels."""
+        found: Mapping[str, JsonValue] = to_jsonable_python(page.plain_summary(shown, successes(results)))
+        return found
 
 
 SUITE: Mapping[str, Mapping[str, Value]] = read_federations()["suite"]
