@@ -157,10 +157,7 @@ def audit(
     folder = Path(run)
     if (folder / "config.json").is_file():
         return audit_configured(folder, given, options, progress)
-    opened = open_described(folder, given, progress)
-    data = collect_data(opened.recipe.federation, opened.test, "records")
-    command = f"fedveil audit {folder}"
-    return run_audit(MemoryAudit(opened.recipe, data, options), opened.notes, command, progress)
+    return audit_described(folder, given, options, progress, f"fedveil audit {folder}")
 
 
 def audit_federation(run: Federation, given: GivenParts, options: AuditOptions, progress: Progress) -> AuditReport:
@@ -180,6 +177,15 @@ def audit_federation(run: Federation, given: GivenParts, options: AuditOptions, 
     recipe = TrainingRecipe(run, rates, given.model)
     subject = MemoryAudit(recipe, collect_data(run, given.test, "records"), options)
     return run_audit(subject, (), "fedveil.audit(federation, test)", progress)
+
+
+def audit_described(
+    folder: Path, given: GivenParts, options: AuditOptions, progress: Progress, command: str
+) -> AuditReport:
+    """Audit the run of a server in Python, Flower or FLARE, or a simulation of it."""
+    opened = open_described(folder, given, progress)
+    data = collect_data(opened.recipe.federation, opened.test, "records")
+    return run_audit(MemoryAudit(opened.recipe, data, options), opened.notes, command, progress)
 
 
 def audit_configured(folder: Path, given: GivenParts, options: AuditOptions, progress: Progress) -> AuditReport:

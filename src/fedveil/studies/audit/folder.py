@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from fedveil.plain_json import parse_json
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.records.sources import UserRecords
-from fedveil.runs.build import load_factory
+from fedveil.runs.build import build_defence, load_data, load_factory, named_model
+from fedveil.runs.settings import SECTION_OF, Config
 from fedveil.scheme.broadcast import resolve_loss
 from fedveil.scheme.losses import Function, Loss
 from fedveil.studies.audit.training import Factory, TrainingRecipe, accepted
@@ -115,6 +116,35 @@ def _version() -> str:
     from importlib import metadata
 
     return metadata.version("fedveil")
+
+
+def parts_from_flags(folder: Path, config: Config, flags: Collection[str], trust_code: bool) -> GivenParts:
+    """Return what the flags of a command specify: records, network and defence; refuse flags that do not apply."""
+    sections = {SECTION_OF[flag]: flag for flag in flags if flag in SECTION_OF}
+    for section, flag in sections.items():
+        if section not in ("data", "model", "defence"):
+            what = f"--{flag.replace('_', '-')} cannot be changed: the run's settings are in {DESCRIPTION}"
+            raise BadArgument(str(folder), what, "leave it out")
+    found = GivenParts(trust_code=trust_code)
+    if "model" in sections:
+        description = read_description(folder)
+
+        def make() -> nn.Module:
+            if ":" in config.model.name:
+                return load_factory(config.model.name)
+            return named_model(config.model, torch.Size(description.shape or ()), math.prod(description.output))
+
+        found = replace(found, model=make)
+    if "defence" in sections:
+        found = replace(found, defence=build_defence(config))
+    if "data" not in sections:
+        return found
+    if ":" in config.data.name:
+        factory = import_object(config.data.name, "data", "my_package.data:load")
+        given = factory() if callable(factory) else factory
+        if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], list):
+            return replace(found, clients=given[0], test=given[1])
+    return replace(found, data=load_data(config))
 
 
 def _read_state(folder: Path) -> tuple[checkpoint.StateTag, checkpoint.Content]:
