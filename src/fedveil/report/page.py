@@ -10,7 +10,7 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from fedveil.files import write_atomically
-from fedveil.report import Curves, Intervals, Page, Section, SideBySide
+from fedveil.report import Curves, Facts, Intervals, Page, Section, SideBySide
 from fedveil.report.charts import draw_curves, draw_intervals
 from fedveil.report.markup import fill, read_asset
 
@@ -47,7 +47,7 @@ def _body(section: Section, limit: int) -> Markup:
 
 def _explained(section: Section, limit: int, glossary: Mapping[str, str]) -> Markup:
     body = _body(section, limit)
-    if not glossary:
+    if not glossary or isinstance(section, Facts):
         return body
     from fedveil.report.glossary import explain_terms  # imported here because most pages have no glossary
 

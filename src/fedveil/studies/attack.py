@@ -127,7 +127,7 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         values = {name: value for name, value in config.flat().items() if name != "defence"}
         values |= plain_values(request.options)
         lead = f"{capitalise(self.summary)}: {config.data.name}, {config.model.name}, {config.data.clients} clients."
-        facts = Facts("Configuration", {name: str(value) for name, value in values.items()})
+        facts = Facts("Configuration", {name: str(value) for name, value in values.items() if value not in (None, ())})
         names = [config.data.name, config.model.name, *(request.defences if len(request.defences) == 1 else ())]
         found = complete_presentation(self.show(request, successes(results)), results, request.notes, facts, lead)
         title = f"{'Audit of' if self.name == 'audit' else f'Attack: {self.name} on'} {', '.join(names)}"

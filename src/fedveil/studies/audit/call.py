@@ -19,12 +19,13 @@ from fedveil.files import write_atomically
 from fedveil.plain_json import to_json
 from fedveil.progress import Progress, ignore_progress
 from fedveil.records.sources import UserRecords
-from fedveil.report import Facts
+from fedveil.report import Answers, Facts
 from fedveil.runs.folder import read_config
 from fedveil.scheme.losses import Function, Loss
 from fedveil.studies.attack import AttackRequest, Results, complete_presentation
 from fedveil.studies.audit import results as page
-from fedveil.studies.audit.folder import GivenParts, open_described
+from fedveil.studies.audit.decision import warn_of_stand_ins
+from fedveil.studies.audit.folder import LOUD, GivenParts, open_described
 from fedveil.studies.audit.memory import WHERE, MemoryAudit, collect_data
 from fedveil.studies.audit.results import AuditResult
 from fedveil.studies.audit.run import AUDIT, AuditOptions
@@ -227,5 +228,8 @@ def run_audit(subject: MemoryAudit, notes: tuple[str, ...], command: str, progre
         **{name: str(value) for name, value in asdict(subject.options).items() if name not in ("lira", "server")},
     }
     shown = complete_presentation(page.show(successes(found)), found, notes, Facts("Configuration", values))
+    if any(note.startswith(LOUD) for note in notes):
+        first = [warn_of_stand_ins(one) if isinstance(one, Answers) else one for one in shown.first]
+        shown = replace(shown, first=first, plain=" ".join(notes))
     title = f"Audit of {type(own.model).__name__}, {own.defence.name}, {len(own.shards.sizes)} clients"
     return AuditReport(found, replace(shown, title=title), notes, command)

@@ -1,7 +1,7 @@
 """The answers of an audit for people who decide: in plain words, from the same verdicts as the tables."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fedveil.report import Answers
 from fedveil.studies.audit import results as page
@@ -43,6 +43,12 @@ def decide(results: Audits, plain: AuditResult, verdicts: Mapping[str, Mapping[s
         WORDS[f"ask_{SURE}"]: list(certainty_words(own, results, plain)),
     }
     return Decision(WORDS[f"headline_{grade}"], answers)
+
+
+def warn_of_stand_ins(section: Answers) -> Answers:
+    """Return the answers with a warning that they are for made-up records."""
+    question = WORDS[f"ask_{SAFE}"]
+    return replace(section, answers={**section.answers, question: [WORDS["stand_ins"], *section.answers[question]]})
 
 
 def grade_sharing(own: Verdict | None) -> str:
