@@ -243,7 +243,7 @@ def _optimizer(folder: Path, description: RunDescription, given: GivenParts) -> 
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise BadArgument(where, f"{spec} is not an optimizer", "pass optimizer= in Python")
     make: Callable[..., torch.optim.Optimizer] = kind
-    values = accepted(make, dict(settings))
+    values = accepted(make, settings)
     return lambda parameters: make(parameters, **values)
 
 

@@ -146,7 +146,8 @@ class MemoryAudit:
 
     def run(self, progress: Progress) -> tuple[dict[str, AuditResult | Failure], tuple[str, ...]]:
         """Return the results by name, as a study of audits does, and notes."""
-        notes = list[str]()
+        dtype = self.recipe.federation.dtype
+        notes = [] if dtype == torch.float32 else [f"The model has {dtype}; a copy in float32 was audited."]
         subjects: dict[str, AuditSubject] = {self.name: self.subject()}
         if self.name != "plain":
             subjects[UNDEFENDED], note = self.reference(part_of(progress, 0, 3, "reference"))

@@ -4,6 +4,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pydantic import JsonValue
+from pydantic_core import to_jsonable_python
+
 from fedveil.attacks.scores import Estimate, average
 from fedveil.report import Answers, Interval, Intervals, Section, Table, Text
 from fedveil.studies import verdicts
@@ -314,13 +317,16 @@ def find_answers(shown: Presentation) -> Mapping[str, Sequence[str]]:
     return next((section.answers for section in shown.first if isinstance(section, Answers)), {})
 
 
-def plain_summary(shown: Presentation, audits: Audits) -> dict[str, object]:
+def plain_summary(shown: Presentation, audits: Audits) -> dict[str, JsonValue]:
     """Return the conclusion, the answers and the labels, for results.json."""
     labels = {
         name: {subject: {"label": one.label, "text": str(one)} for subject, one in own.items()}
         for name, own in list_verdicts(audits).items()
     }
-    return {"conclusion": shown.plain, "answers": find_answers(shown), "verdicts": labels}
+    found: dict[str, JsonValue] = to_jsonable_python(
+        {"conclusion": shown.plain, "answers": find_answers(shown), "verdicts": labels}
+    )
+    return found
 
 
 def show(audits: Audits) -> Presentation:

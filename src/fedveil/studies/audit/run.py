@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from pydantic import JsonValue
-from pydantic_core import to_jsonable_python
 from torch import Tensor, nn
 
 from fedveil.attacks.first_layer import first_linear
@@ -268,8 +267,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
 
     def summarise(self, results: Results[AuditResult], shown: Presentation) -> Mapping[str, JsonValue]:
         """Return the conclusion, the answers and the labels."""
-        found: Mapping[str, JsonValue] = to_jsonable_python(page.plain_summary(shown, successes(results)))
-        return found
+        return page.plain_summary(shown, successes(results))
 
 
 SUITE: Mapping[str, Mapping[str, Value]] = read_federations()["suite"]

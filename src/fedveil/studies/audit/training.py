@@ -3,11 +3,12 @@
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -46,11 +47,15 @@ def reinitialise(model: nn.Module) -> None:
 
 
 def copy_pair(federation: Federation) -> Pair:
-    """Return copies of a federation's model and of its optimizer, which belong together."""
-    return copy.deepcopy((federation.model, federation.optimizer))
+    """Return copies of a federation's model and of its optimizer, which belong together, in float32."""
+    model, optimizer = copy.deepcopy((federation.model, federation.optimizer))
+    if federation.dtype != torch.float32:
+        model.float()
+        optimizer.load_state_dict(optimizer.state_dict())  # its state gets the dtype of the parameters
+    return model, optimizer
 
 
-def accepted(make: Callable[..., T], values: dict[str, object]) -> dict[str, object]:
+def accepted(make: Callable[..., T], values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the values that a function accepts as arguments."""
     parameters = inspect.signature(make).parameters
     return {name: value for name, value in values.items() if name in parameters}
