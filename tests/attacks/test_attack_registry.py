@@ -15,8 +15,10 @@ from fedveil.defences import registry
 from fedveil.defences.registry import DEPLOYED, OURS, Record, find
 from fedveil.errors import BadArgument
 from fedveil.models import mlp
+from fedveil.runs.build import build_federation
 from fedveil.scheme import SquaredError
 from fedveil.studies.audit.run import rebuild
+from fedveil.studies.audit.subject import configured_subject
 from fedveil.studies.basis import list_specs
 
 
@@ -80,9 +82,16 @@ def test_attackers_that_fail_or_do_not_apply_are_listed_and_the_others_run():
 def test_each_rebuilder_applies_or_says_why_not(monkeypatch):
     mine = dataclasses.replace(find("plain"), attackers=f"{__name__}:REBUILDERS")
     monkeypatch.setitem(registry._KNOWN, "plain", mine)
-    psnr, left_out = rebuild(lambda share, what: None, config_of(data="digits", defence="plain"), DIGITS, 1)
+
+    def run(**values):
+        config = config_of(data="digits", defence="plain", **values)
+        return rebuild(
+            lambda share, what: None, configured_subject(config, build_federation(config, DIGITS), DIGITS), 1
+        )
+
+    psnr, left_out = run()
     assert set(psnr) == {PUBLISHED, "rows", "floor"}
     assert left_out == {**BUGGY, "sketches": "the first layer is not sketched"}
-    psnr, left_out = rebuild(lambda share, what: None, config_of(data="digits", defence="plain", bias=False), DIGITS, 1)
+    psnr, left_out = run(bias=False)
     assert not psnr
     assert left_out[PUBLISHED].startswith("the first layer of the network is not a Linear with a bias")

@@ -145,7 +145,7 @@ def test_squared_error_on_digits_leaks_more_through_losses_than_the_loss_thresho
         work = attacks.TrainShadow(config, number, 2, tmp_path, everyone=True, matched=True)
         work(ignore_progress, None)
     observed = observe(federation)
-    found = attacks.RecordAttacks(records, attacks.ShadowAttacks(config, tmp_path, 2, False), None).run(
+    found = attacks.RecordAttacks(records, attacks.ShadowAttacks(config.defence.name, tmp_path, 2, False), None).run(
         observed, True, ignore_progress
     )
     assert found["RMIA"].form.startswith("exp(")

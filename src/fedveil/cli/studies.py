@@ -202,8 +202,30 @@ class AuditCommand(AttackCommand):
             self.measure_hardening()
         elif self.is_suite:
             self.audit_suite(self.out or Path("runs/audit"))
+        elif (run := self.run_folder or self.file) and run.is_dir() and not (run / "config.json").is_file():
+            self.audit_described(run)
         else:
             super().run()
+
+    def audit_described(self, run: Path) -> None:
+        """Audit a run made from Python, Flower or FLARE, on given records or on stand-ins."""
+        from fedveil.studies.audit.call import audit_described
+        from fedveil.studies.audit.folder import parts_from_flags
+        from fedveil.studies.audit.run import AuditOptions
+
+        options = self.attack
+        assert isinstance(options, AuditOptions)
+        defence = {"defence": self.defence} if "defence" in self.used_flags else {}
+        config, folder = self.config.changed(**defence), self.out or run / "audit"
+        values = {"run": str(run)} | {key: value for key, value in config.flat().items() if key in self.used_flags}
+        command = f"{self.where} {format_flags(values)}"
+        with lock_folder(folder):
+            with print_progress() as show:
+                given = parts_from_flags(run, config, self.used_flags, self.trust_code)
+                report = audit_described(run, given, options, lambda done, step: show("audit", done, step), command)
+            page = report.page(folder)
+        last = f"\n{textwrap.fill(report.presentation.verdict, 110)}\n", f"report: {page}", f"repeat: {command}"
+        print_result(report.presentation, *last, as_json=self.as_json)
 
     def measure_privacy(self) -> None:
         """Measure the epsilon of a private run or configuration."""

@@ -1,5 +1,6 @@
 """The interface of a defence: its settings, the server's part in a round, and the client's part."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -226,6 +227,14 @@ class Defence(ABC, Generic[B, U]):
     def codec(self) -> Codec[B, U] | None:
         """The encoding of messages, or None if messages cannot be sent over a network."""
         return None
+
+    def arguments(self) -> Mapping[str, object]:
+        """Return the arguments that build this defence again, by default attributes with the names of arguments.
+
+        Sources of secrets (`entropy`, `seed`) are left out.
+        """
+        names = inspect.signature(type(self)).parameters.keys() - {"entropy", "seed"}
+        return {name: getattr(self, name) for name in sorted(names) if hasattr(self, name)}
 
     @abstractmethod
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceServer[B, U]:

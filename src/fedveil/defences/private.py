@@ -181,6 +181,10 @@ class Private(PrivateDefence[B, U]):
         """Return a round that clips gradients and adds noise."""
         return ClientPrivateRound(self, inner, members)
 
+    def arguments(self) -> dict[str, object]:
+        """Return the inner defence, the noise and the budget."""
+        return {**super().arguments(), "budget": self.accountant.budget}
+
     def settings(self) -> dict[str, float]:
         """Return the clipping norm and the noise multiplier."""
         return {"clip": self.clip, "noise": self.noise}

@@ -36,6 +36,7 @@ from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss, couples_samples
 
 if TYPE_CHECKING:
+    from fedveil.federation.description import RunTerms
     from fedveil.privacy import Privacy
     from fedveil.secagg import Party, Roster
 
@@ -239,9 +240,9 @@ class Federation(Server):
         self._checksum: tuple[bytes, str | None] | None = None
         alone = limits is None and not secure_aggregation and not whole_shard
         fused = fuse and self.defence.fusable and alone and not _couples_samples(model, self.loss)
-        self._example = self.shards.example
-        self.defence_server = self.defence.server(model, self._example, self.loss)
-        client = self.defence.client(model, self._example, self.loss)
+        self.example = self.shards.example
+        self.defence_server = self.defence.server(model, self.example, self.loss)
+        client = self.defence.client(model, self.example, self.loss)
         self.use_engine(LocalEngine(client, self.shards, self.dtype, whole_shard=whole_shard, fused=fused))
         taking_part = max(1, round(participation * len(sources)))
         if limits is not None and taking_part < limits.needed():
@@ -251,7 +252,7 @@ class Federation(Server):
             from fedveil.secagg import threshold
 
             roster = self.clients.create_parties(find_codec(self.defence), self.defence.integer_sums)
-            self._start_secure(client, self._example, roster, Entropy().token(), sum(self.shards.sizes))
+            self._start_secure(client, self.example, roster, Entropy().token(), sum(self.shards.sizes))
             threshold(taking_part)  # raises if there are too few clients
 
     def use_engine(self, engine: LocalEngine[B, U]) -> None:
@@ -265,6 +266,14 @@ class Federation(Server):
         if self.defence.sampling_rate is not None:
             return math.ceil(1 / self.defence.sampling_rate)
         return 1 if self.whole_shard else self.shards.rounds_per_epoch
+
+    @property
+    def terms(self) -> "RunTerms":
+        """The settings and numbers of the clients."""
+        from fedveil.federation.description import RunTerms
+
+        sizes = list(self.shards.sizes)
+        return RunTerms(False, len(sizes), sizes, self.shards.batch_size, self.whole_shard)
 
     def _read_test(self, test: UserRecords) -> Source:
         """Check test data against the model, the loss and the clients' records; return them as a source."""
@@ -290,7 +299,7 @@ class Federation(Server):
 
     def _restore_clients(self, states: Mapping[int, State]) -> None:
         """Restore the clients' private states; clients without one start from scratch."""
-        client = self.defence.client(self.model, self._example, self.loss)
+        client = self.defence.client(self.model, self.example, self.loss)
         for index, state in states.items():
             client.restore(index, state)
         self.clients.client = client

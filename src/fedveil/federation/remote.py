@@ -4,7 +4,7 @@ import itertools
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from fedveil.secagg import Identity, Roster
 from fedveil.secagg.environment import IDENTITY, ROSTER, load_server_files
 from fedveil.secagg.identity import Digest, sign_message, tag_message
 from fedveil.wire import as_bytes
+
+if TYPE_CHECKING:
+    from fedveil.federation.description import RunTerms
 
 LOG = logging.getLogger("fedveil.rounds")
 R = TypeVar("R")
@@ -272,7 +275,8 @@ class RemoteServer(Server, Generic[C]):
             what = f"{self.defence.name} draws from a test seed, but this server communicates over a network"
             raise BadArgument(where, what, "create the defence without entropy= and seed=")
         self._epoch = check_count(where, "rounds_per_epoch", rounds_per_epoch)
-        example = move_inputs(example, self.device)
+        self.example = example = move_inputs(example, self.device)
+        self._whole_shard, self._batch_size = whole_shard, batch_size
         self.defence_server = self.defence.server(model, example, self.loss)
         own, roster = load_server_files()
         identity = identity or own
@@ -311,3 +315,12 @@ class RemoteServer(Server, Generic[C]):
     def rounds_per_epoch(self) -> int:
         """The number of rounds per epoch, as passed to the constructor."""
         return self._epoch
+
+    @property
+    def terms(self) -> "RunTerms":
+        """The settings of the clients, and how many there were in the largest round."""
+        from fedveil.federation.description import RunTerms
+
+        asked = max((int(record.figures.get("asked", 0)) for record in self.history.records), default=0)
+        clients = round(asked / self.policy.participation)
+        return RunTerms(True, clients, None, self._batch_size, self._whole_shard)

@@ -41,6 +41,7 @@ from fedveil.scheme.recover import find_non_finite, select_floats
 from fedveil.scheme.result import Aggregate, Note
 
 if TYPE_CHECKING:
+    from fedveil.federation.description import RunTerms
     from fedveil.secagg import Roster
 
 SCALE = "scale inputs and targets, or change the loss or the model: the learning rate has had no effect yet"
@@ -74,6 +75,7 @@ class Server(StoredServer):
     engine: Engine
     rounds: RoundKind
     defence_server: AnyServer
+    example: Inputs  # the inputs of a few records, whose values do not matter
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class Server(StoredServer):
         self._alone = SingleThreadLock(where)
         self._run, self._behind = secrets.token_bytes(16), False
         self._undoable = False  # whether interrupted rounds are undone
-        self._before = self._saved = None
+        self._before = self._saved = self._described = None
 
     def __repr__(self) -> str:
         name, size = type(self.model).__name__, sum(parameter.numel() for parameter in self._parameters.values())
@@ -126,6 +128,11 @@ class Server(StoredServer):
     @abstractmethod
     def rounds_per_epoch(self) -> int:
         """The number of rounds in which the largest client uses each of its records once."""
+
+    @property
+    @abstractmethod
+    def terms(self) -> "RunTerms":
+        """What the description of the run says about the engine."""
 
     def _start_secure(
         self, client: AnyClient, example: Inputs, roster: "Roster", session: str, records: int | None = None

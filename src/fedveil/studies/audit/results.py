@@ -4,8 +4,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from pydantic import JsonValue
+from pydantic_core import to_jsonable_python
+
 from fedveil.attacks.scores import Estimate, average
-from fedveil.report import Interval, Intervals, Section, Table, Text
+from fedveil.report import Answers, Interval, Intervals, Section, Table, Text
 from fedveil.studies import verdicts
 from fedveil.studies.federations import Quality
 from fedveil.studies.gradients import server
@@ -307,18 +310,48 @@ def attack_sections(done: Audits) -> list[Section]:
     return (sections if members else []) + ([Text("Attackers that did not run", skipped)] if skipped else [])
 
 
+def list_verdicts(audits: Audits) -> dict[str, dict[str, Verdict]]:
+    """Return the verdicts by defence and subject; empty without an undefended result."""
+    plain = audits.get("plain", audits.get(UNDEFENDED))
+    if plain is None:
+        return {}
+    results = {name: found for name, found in audits.items() if name != UNDEFENDED}
+    columns = judge_all(results, plain).values()
+    return {name: {own[name].measure.subject: own[name] for own in columns if name in own} for name in results}
+
+
+def find_answers(shown: Presentation) -> Mapping[str, Sequence[str]]:
+    """Return the answers on a page, by question; empty if there are none."""
+    return next((section.answers for section in shown.first if isinstance(section, Answers)), {})
+
+
+def plain_summary(shown: Presentation, audits: Audits) -> dict[str, JsonValue]:
+    """Return the conclusion, the answers and the labels, for results.json."""
+    labels = {
+        name: {subject: {"label": one.label, "text": str(one)} for subject, one in own.items()}
+        for name, own in list_verdicts(audits).items()
+    }
+    found: dict[str, JsonValue] = to_jsonable_python(
+        {"conclusion": shown.plain, "answers": find_answers(shown), "verdicts": labels}
+    )
+    return found
+
+
 def show(audits: Audits) -> Presentation:
     """Return the verdicts, the table and the other sections."""
     results = {name: found for name, found in audits.items() if name != UNDEFENDED}
     rows = [row for name, found in audits.items() for row in attacker_rows(name, found)]
-    verdict, first, sections = NO_VERDICT, list[Section](), list[Section]()
+    verdict, first, sections, plain_words = NO_VERDICT, list[Section](), list[Section](), ""
     if plain := audits.get("plain", audits.get(UNDEFENDED)):
         found = judge_all(results, plain)
         verdict = headline(found) if any(found.values()) else verdict
         guesses = {column: average([value]) for column, value in plain.guesses.items() if value is not None}
         rows.append(["guessing", "", *format_figures(guesses, FORMATS), ""])
-        first = verdict_sections(results, plain, found)
-        sections = list(charts(results, plain))
+        from fedveil.studies.audit.decision import decide  # imported here because it uses this module
+
+        decision = decide(results, plain, found)
+        plain_words = decision.headline
+        first = [decision.section(), *charts(results, plain), *verdict_sections(results, plain, found)]
         if plain.server and plain.server.complete:
             sections.append(
                 Table("Curious server", server.HEADER[1:], list(server.view_rows(plain.server)), server.NOTE)
@@ -330,4 +363,5 @@ def show(audits: Audits) -> Presentation:
     ]
     sections += attack_sections(audits)
     sections += [Text("Gap between members and others", gaps), Text("How to read it", TEXTS.reading)]
-    return Presentation("", verdict, HEADER, rows, TEXTS.note, sections, first)
+    glossary = read_texts()["glossary"].notes
+    return Presentation("", verdict, HEADER, rows, TEXTS.note, sections, first, plain=plain_words, glossary=glossary)

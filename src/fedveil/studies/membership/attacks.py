@@ -18,9 +18,11 @@ from fedveil.attacks.registry import find_attackers
 from fedveil.attacks.scores import Estimate, Scores, auc, balanced_accuracy, best_threshold, has_enough, roc, tpr_at
 from fedveil.attacks.whitebox import Features, Recipe, Score, select, train_attack
 from fedveil.data import Data, DataPart, split
+from fedveil.defences import registry
 from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import metrics, predict
+from fedveil.federation.local import Federation
 from fedveil.files import write_atomically
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
@@ -68,8 +70,14 @@ def divide_records(config: Config, data: Data, *, everyone: bool = False) -> Rec
     Held-out records identical to a member are left out. If `everyone`, all non-members are used, and the attacker
     knows a fifth of them. The test is then not balanced, but has enough non-members to estimate low rates.
     """
-    settings, seed, count = config.data, config.training.seed, len(data.train.targets)
+    settings, seed = config.data, config.training.seed
     parts = split(data, settings.clients, how=settings.split, seed=seed, alpha=settings.alpha, column=settings.column)
+    return divide_pool(data, parts, seed, everyone=everyone)
+
+
+def divide_pool(data: Data, parts: Sequence[Tensor], seed: int, *, everyone: bool = False) -> Records:
+    """Divide the records as `divide_records` does; `parts` are the rows of each client in the training data."""
+    count = len(data.train.targets)
     if len(parts) < 2:
         raise BadArgument("membership", "there is no other client to attack", "use --clients 2 or more")
     own, *others = (rows.numpy() for rows in parts)  # the attacker is client 0
@@ -91,7 +99,12 @@ def digests(inputs: Tensor) -> list[bytes]:
 
 
 def shadow_defence(defence: str) -> str:
-    """Return the defence used to train shadows; a veiled federation uses "plain", which trains the same model."""
+    """Return the defence used to train shadows; a veiled federation uses "plain", which trains the same model.
+
+    A defence that is not registered is used itself.
+    """
+    if ":" not in defence and defence not in registry.names():
+        return defence
     return find_attackers(find(defence)).shadows or defence
 
 
@@ -137,12 +150,15 @@ class TrainShadow:
         own = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
         federation = build_federation(own, Data(data.name, pool.take(inside), data.test, classes=data.classes))
         federation.fit(own.training.epochs, on_round=round_progress(own.training.epochs, progress))
-        views = observe(federation).model, federation.model
-        outputs = [predict(view, pool.tensor.to(federation.device)).cpu() for view in views]
-        write_atomically(
-            path, partial(np.savez, received=outputs[0].numpy(), cleaned=outputs[1].numpy(), inside=inside)
-        )
-        return Shadow(own.training.seed, metrics(outputs[1][inside], pool.targets[inside]))
+        return Shadow(own.training.seed, write_shadow(federation, pool, inside, path))
+
+
+def write_shadow(federation: Federation, pool: DataPart, inside: Indices, path: Path) -> dict[str, float]:
+    """Write a trained shadow's outputs for the whole pool; return its metrics on its training records, `inside`."""
+    views = observe(federation).model, federation.model
+    outputs = [predict(view, pool.tensor.to(federation.device)).cpu() for view in views]
+    write_atomically(path, partial(np.savez, received=outputs[0].numpy(), cleaned=outputs[1].numpy(), inside=inside))
+    return metrics(outputs[1][inside], pool.targets[inside])
 
 
 def shadow_jobs(
@@ -213,13 +229,13 @@ class ShadowAttacks:
     """The attacks that use shadow federations.
 
     Attributes:
-        config: configuration of the attacked federation.
+        defence: name of the defence of the attacked federation.
         folder: folder with the outputs of the shadows.
         count: number of shadows.
         lira: whether to run LiRA as well as RMIA.
     """
 
-    config: Config
+    defence: str
     folder: Path
     count: int
     lira: bool
@@ -237,7 +253,7 @@ class ShadowAttacks:
         truth = truth.double() if truth.is_floating_point() else truth
         answers, inside = [], []
         for number in range(self.count):
-            with np.load(shadow_file(self.folder, self.config.defence.name, number)) as file:
+            with np.load(shadow_file(self.folder, self.defence, number)) as file:
                 answers.append(file["cleaned" if cleaned else "received"])
                 inside.append(file["inside"])
         shadows = Shadows(np.stack(answers).astype(np.float64), np.stack(inside), truth, observed.loss)

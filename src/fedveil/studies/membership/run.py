@@ -59,7 +59,7 @@ class AttackMembership:
         records = membership.divide_records(config, data)
         seen = observe_strongest(federation, config.defence.name)
         recipe = Recipe(options.attack_epochs, options.attack_lr, seed=training.seed, device=training.device)
-        shadows = membership.ShadowAttacks(config, self.folder, options.shadows, options.lira)
+        shadows = membership.ShadowAttacks(config.defence.name, self.folder, options.shadows, options.lira)
         attacks = membership.RecordAttacks(records, shadows, recipe, options.full, by_layer=True)
         found = {
             name: membership.Attacker(attacks.run(observed, name != PUBLISHED, progress))
