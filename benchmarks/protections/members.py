@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.cells import Figures
 from benchmarks.protections.tasks import TASKS, Protection, make_federation, records
-from benchmarks.protections.training import Figures, metric
+from benchmarks.protections.training import metric
 from fedveil import Veil
 from fedveil.attacks.membership import FALLBACK, GRID, Form, choose_form, confidence, halves, lira, rmia
 from fedveil.attacks.scores import auc, tpr_at
