@@ -13,10 +13,14 @@ from torch import Tensor
 
 from fedveil.attacks import dbcl, generic, likely_outputs, veil
 from fedveil.attacks.canonical_gradient import from_canonical_difference
-from fedveil.attacks.first_layer import rebuild_selected_record, rebuild_veiled_record
+from fedveil.attacks.first_layer import (
+    rebuild_delayed_record,
+    rebuild_filtered_record,
+    rebuild_selected_record,
+    rebuild_veiled_record,
+)
 from fedveil.attacks.leaked_gradients import Leak, from_masked_difference
 from fedveil.attacks.observation import PUBLISHED, Observation, attempt
-from fedveil.attacks.stacked import rebuild_delayed_record, rebuild_filtered_record
 from fedveil.defences.registry import OURS, Record
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object

@@ -9,19 +9,14 @@ from tyro.conf import arg
 
 from fedveil.cli.parser import HELP_ALL, Json, parse
 from fedveil.cli.show import print_progress, print_result
+from fedveil.cli.studies import MODEL_AUDIT
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
 from fedveil.runs.settings import Value, format_flags
 
-FLAGS = ("--weights", "--members", "--others")  # any of these on the command line chooses this form of the audit
 WHERE = "fedveil audit"
 RECORDS = "CSV file of numbers, .npz file with arrays inputs and targets, or folder with a folder of images per class"
 TRAIN = "function that trains a shadow: my_package:train, called with (inputs, targets), returns a model"
-
-
-def is_model_audit(words: Sequence[str]) -> bool:
-    """Return whether a command line asks for the audit of a model."""
-    return any(word.partition("=")[0] in FLAGS for word in words)
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,10 @@ class ModelAuditCommand:
         from fedveil.studies.model_audit.files import load_weights, read_both
 
         if not (self.model and self.weights and self.members and self.others):
-            given = {"--model": self.model, **dict(zip(FLAGS, (self.weights, self.members, self.others), strict=True))}
+            given = {
+                "--model": self.model,
+                **dict(zip(MODEL_AUDIT, (self.weights, self.members, self.others), strict=True)),
+            }
             missing = ", ".join(flag for flag, value in given.items() if not value)
             raise BadArgument(WHERE, f"{missing} missing", "pass --model, --weights, --members and --others")
         train = import_object(self.train, "a function that trains", "my_package:train") if self.train else None

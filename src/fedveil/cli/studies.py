@@ -13,7 +13,6 @@ from tyro.conf import Suppress, arg
 
 from fedveil.checks import check_count
 from fedveil.cli.commands import AUDIT, attack_names, find_attack
-from fedveil.cli.model_audit import is_model_audit, run_model_audit
 from fedveil.cli.parser import HELP, FederationCommand, Json, Switch, parse_command
 from fedveil.cli.show import print_progress, print_result
 from fedveil.defences import registry
@@ -34,6 +33,7 @@ EXHIBITS = "all, or some of table1, table2, fig3, table3, table4, fig4, fig5"
 SCALES = "quick: minutes, on built-in data; cpu: up to two hours per table on two cores; paper: as published, on a GPU"
 RUN = "attack the run in this folder"
 MEASURE = "repeat a private run with canaries, and bound its true epsilon; --epsilon without a number does the same"
+MODEL_AUDIT = ("--weights", "--members", "--others")  # any of these chooses the audit of a single model
 ANY_MODEL = """To audit a trained model of any kind, given records that it was trained on and others:
   fedveil audit --model my_package:Net --weights final.pt --members in.csv --others out.csv"""
 OUT = "folder for the results, from which an interrupted command resumes; by default a folder in runs"
@@ -178,7 +178,7 @@ class AuditCommand(AttackCommand):
 
         The flags of the audit of a single model are parsed later, by `fedveil.cli.model_audit`.
         """
-        if is_model_audit(words):
+        if any(word.partition("=")[0] in MODEL_AUDIT for word in words):
             return replace(cls.for_attack(AUDIT, prog), model_words=tuple(words), about=about)
         about = f"{about}\n\n{ANY_MODEL}"
         found = [
@@ -195,6 +195,8 @@ class AuditCommand(AttackCommand):
     def run(self) -> None:
         """Audit a run, a configuration or the standard suite, or measure epsilon or settings that harden the veil."""
         if self.model_words:
+            from fedveil.cli.model_audit import run_model_audit
+
             run_model_audit(self.where, self.model_words, self.about)
         elif self.measure_epsilon:
             self.measure_privacy()

@@ -8,16 +8,13 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from fedveil.attacks.batch_records import records_from_batch
 from fedveil.attacks.first_layer import first_linear, record_from_agreeing_rows
-from fedveil.attacks.imprint import craft_imprint, read_imprint
 from fedveil.attacks.leaked_gradients import Gradients, Leak, secure_sum
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.attacks.scores import proportion
 from fedveil.data import Data, DataPart
 from fedveil.errors import UpdateRefused
 from fedveil.federation.local import Federation
-from fedveil.privacy.gradients import RecordGradients, clipped_sums
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_optimizer, load_data
@@ -94,6 +91,8 @@ def private_mean(model: nn.Module, loss: Loss, part: DataPart, rng: torch.Genera
     Each record's gradient is clipped to `CLIP`. Normal noise with standard deviation `NOISE` times `CLIP` is added to
     their sum.
     """
+    from fedveil.privacy.gradients import RecordGradients, clipped_sums  # other studies do not need it
+
     included = torch.ones(len(part.targets), dtype=torch.bool, device=part.targets.device)
     found = {}
     task = RecordGradients.from_model(model, loss)
@@ -141,6 +140,9 @@ class AttackRecords:
 
     def attack(self, config: Config, data: Data, model: nn.Module, protection: str, size: int) -> list[RecordCount]:
         """Run every attack on one batch; a crafted network receives a gradient of its own."""
+        from fedveil.attacks.batch_records import records_from_batch  # an audit plans its jobs without them
+        from fedveil.attacks.imprint import craft_imprint, read_imprint
+
         seed = config.training.seed, self.number, size
         order = torch.randperm(len(data.train.targets), generator=generator("records", *seed))
         part, own = data.train.take(order[:size]), data.test.tensor[:OWN]
