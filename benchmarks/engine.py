@@ -90,7 +90,7 @@ def losses_table(quick: bool, batch: int) -> None:
         "veil, squared error": digits_federation(data, Veil(), "squared_error", batch),
         decoys: digits_federation(data, Veil(decoys=DECOYS), "cross_entropy", batch),
     }
-    assert all(run.fused for run in runs.values())
+    assert all(run.engine.fused for run in runs.values())
     timings = interleave({name: run.step for name, run in runs.items()}, 5 if quick else 15, 10)
     passes = {"veil, squared error": "3", decoys: str(DECOYS + 1)}
     rows = [

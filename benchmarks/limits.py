@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.small import new_model
 from benchmarks.timing import compare, interleave, machine, table
 from fedveil import Federation, Limits
-from fedveil.federation.limits import AGGREGATORS
+from fedveil.federation.limits import AGGREGATORS, aggregate
 from fedveil.models import resnet
 
 CLIENTS = 5
@@ -44,16 +44,16 @@ def federation(network: str, defence: str, limits: Limits | None) -> Federation:
 
 
 def server_part(run: Federation) -> Callable[[], object]:
-    """What follows the answers of one round, again and again."""
+    """Return the work that follows the clients' replies in a round."""
     clients = list(range(CLIENTS))
     defence_round = run.defence_server.start_round(run.model, clients)
-    updates = run.answers(defence_round.broadcast, clients)
-    sizes = [float(size) for size in run.shards.sizes]
+    replies = list(run.engine.ask(0, defence_round, clients))
+    updates, sizes = [reply.update for reply in replies], [float(reply.records) for reply in replies]
 
     def work() -> object:
         if run.limits is None:
             return defence_round.recover(updates, sizes)
-        return run._aggregate_limited(defence_round, run.limits, clients, updates)
+        return aggregate(defence_round, replies, run.model, run.limits)
 
     return work
 

@@ -1,122 +1,127 @@
-"""What differential privacy costs, and whether it costs a veiled run the same as a plain one.
+"""The cost of clipping each record's gradient over a plain step, beside Opacus, if it is installed.
 
-    python -m benchmarks.privacy [--quick] [--loss cross_entropy] [--clients 10] [--seeds 2]
+    python -m benchmarks.privacy [--repeats 25] [--wall] [--cold]
 
-Digits, MLP 64-50-50-50-10, SGD 0.05 with momentum 0.9, clip 1, 100 rounds, delta 1e-5, 100 and 10 clients. One learning
-rate for all rows, chosen by looking at such runs. Each seed draws one series of noise, and plain+dp, veil+dp and a
-rounding baseline (plain+dp with one unit of noise in the last place of every client's gradient) all use it: they differ
-by rounding only. "Apart" is the largest distance from plain+dp's accuracy in any evaluation (every 10 rounds); veil+dp
-may be 3 times as far as the baseline, or 3 test records. Time is CPU time of one thread, evaluation included.
+CPU time of one thread, or the time that passes. Each round runs every way twice, in turn, and measures the second run;
+with --cold it measures the only run, after another way has filled the caches. The table has medians of the ratios to
+the plain step of the same round, with quartiles. Opacus's hooks form all per-record gradients; its ghost clipping forms
+none, and runs two backward passes. All ways end with the clipped sum of the batch, Opacus's in float32 and ours in
+float64; noise is not included.
 """
 
 import argparse
+import copy
 import statistics
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.timing import machine, table
-from fedveil import Entropy
-from fedveil.data import Data, load, split
-from fedveil.defences import Defence, Plain, Private, Veil
-from fedveil.federation import Federation
-from fedveil.models import mlp
-from fedveil.privacy.accounting import epsilon
+from fedveil.models import cnn, mlp, resnet, with_group_norm
+from fedveil.privacy.gradients import RecordGradients, clipped_sums
+from fedveil.scheme.losses import find_loss
 
-CLIP, DELTA, EVERY = 1.0, 1e-5, 10
-LOSSES = ("squared_error", "cross_entropy")
+Work = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table; noise None is training without clipping and noise."""
-
-    loss: str
-    clients: int
-    noise: float | None
+def plain(model: nn.Module, inputs: Tensor, targets: Tensor) -> Work:
+    """A step without privacy."""
+    parameters = list(model.parameters())
+    return lambda: torch.autograd.grad(F.cross_entropy(model(inputs), targets), parameters)
 
 
-@dataclass(frozen=True)
-class Result:
-    """A run's accuracies, and its milliseconds per round."""
-
-    curve: list[float]
-    cost: float
+def ours(model: nn.Module, inputs: Tensor, targets: Tensor) -> Work:
+    """The clipped sum of this library."""
+    loss, included = find_loss("cross_entropy"), torch.ones(len(targets), dtype=torch.bool)
+    return lambda: clipped_sums(RecordGradients.from_model(model, loss), inputs, targets, included, 1.0)
 
 
-ROWS = [
-    *[Row("cross_entropy", 100, noise) for noise in (None, 0.0, 1.0, 2.0, 5.0, 10.0, 20.0)],
-    *[Row("cross_entropy", 10, noise) for noise in (None, 0.0, 0.5, 1.0, 2.0)],
-    *[Row("squared_error", 100, noise) for noise in (None, 0.0, 2.0, 5.0)],
-]
+def opacus_hooks(model: nn.Module, inputs: Tensor, targets: Tensor) -> Work:
+    """Opacus's per-record gradients by hooks, then clipped."""
+    from opacus.grad_sample import GradSampleModule
+
+    own = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
+
+    def work() -> list[Tensor]:
+        own.zero_grad(set_to_none=True)
+        for parameter in own.parameters():
+            parameter.grad_sample = None
+        F.cross_entropy(own(inputs), targets, reduction="sum").backward()
+        samples = [parameter.grad_sample for parameter in own.parameters()]
+        norms = torch.stack([sample.flatten(1).norm(dim=1) for sample in samples]).norm(dim=0)
+        factors = (1.0 / norms).clamp(max=1)
+        return [torch.einsum("b,b...->...", factors, sample) for sample in samples]
+
+    return work
 
 
-def run(row: Row, data: Data, inner: Defence, seed: int, rounds: int) -> Result:
-    """Train once."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = mlp(64, 10, hidden=50)
-    parts = [(data.train.inputs[r], data.train.targets[r]) for r in split(data, row.clients, seed=seed)]
-    defence = inner
-    if row.noise is not None:
-        defence = Private(inner, CLIP, row.noise, delta=DELTA, entropy=Entropy.for_tests(seed))
-    optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-    federation = Federation(model, parts, defence, optimizer, loss=row.loss, seed=seed, fuse=False)
-    began = time.process_time()
-    history = federation.fit(rounds=rounds, test=(data.test.inputs, data.test.targets), evaluate_every=EVERY)
-    cost = 1e3 * (time.process_time() - began) / rounds
-    return Result([value for _, value in history.curve("accuracy")], cost)
+def opacus_ghost(model: nn.Module, inputs: Tensor, targets: Tensor) -> Work:
+    """Opacus's ghost clipping."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+    own = GradSampleModuleFastGradientClipping(
+        copy.deepcopy(model), loss_reduction="sum", max_grad_norm=1.0, use_ghost_clipping=True
+    )
+
+    def work() -> None:
+        own.zero_grad(set_to_none=True)
+        own.enable_hooks()
+        losses = F.cross_entropy(own(inputs), targets, reduction="none")
+        losses.sum().backward(retain_graph=True)
+        factors = own.get_clipping_coef()
+        own.zero_grad(set_to_none=True)
+        own.disable_hooks()
+        (losses * factors).sum().backward()
+
+    return work
 
 
-def apart(found: Sequence[Result], plain: Sequence[Result]) -> float:
-    """The largest distance between curves of the same seed."""
-    pairs = zip(found, plain, strict=True)
-    return max(abs(a - b) for one, other in pairs for a, b in zip(one.curve, other.curve, strict=True))
+TASKS = {
+    "MLP 64-50-50-50-10, batch 512": (lambda: mlp(64, 10, hidden=50), (512, 64)),
+    "CNN, batch 64": (lambda: cnn(3, 10), (64, 3, 32, 32)),
+    "ResNet20 with GroupNorm, batch 64": (lambda: with_group_norm(resnet(20, 3, 10)), (64, 3, 32, 32)),
+}
+WAYS = {"plain": plain, "fedveil": ours, "Opacus hooks": opacus_hooks, "Opacus ghost": opacus_ghost}
 
 
-def line(row: Row, data: Data, seeds: int, rounds: int) -> list[str]:
-    """Run a row, and print its figures as cells."""
-    plain = [run(row, data, Plain(), seed, rounds) for seed in range(seeds)]
-    veil = [run(row, data, Veil(), seed, rounds) for seed in range(seeds)]
-    baseline = [run(row, data, Plain(rounding=seed + 1), seed, rounds) for seed in range(seeds)]
-    far, rounding = apart(veil, plain), apart(baseline, plain)
-    kept = far <= 3 * max(rounding, 1 / len(data.test.targets))
-    noise, spent = "none", ["", ""]
-    if row.noise is not None:
-        noise = f"{row.noise:g}"
-        spent = [f"{epsilon(rounds, row.noise, DELTA, replace=replace):.3g}" for replace in (False, True)]
-    ends = [[result.curve[-1] for result in found] for found in (plain, veil)]
-    figures = [f"{statistics.mean(end):.3f} ± {statistics.stdev(end) if seeds > 1 else 0:.3f}" for end in ends]
-    costs = [f"{statistics.mean(result.cost for result in found):.0f}" for found in (plain, veil)]
-    verdict = "ok" if kept else "OVER"
-    return [row.loss, str(row.clients), noise, *spent, *figures, f"{far:.4f}", f"{rounding:.4f}", verdict, *costs]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 1 if a veiled run is too far from the plain one."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.privacy", description="Cost of differential privacy.")
-    parser.add_argument("--quick", action="store_true", help="one seed, 20 rounds, few rows")
-    parser.add_argument("--loss", choices=LOSSES, help="only this one")
-    parser.add_argument("--clients", type=int, help="only rows with so many")
-    parser.add_argument("--seeds", type=int, default=2)
-    options = parser.parse_args(argv)
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--wall", action="store_true", help="measure the time that passes, on a quiet machine")
+    parser.add_argument("--cold", action="store_true", help="run every way once per round, after another way")
+    given = parser.parse_args()
+    clock = time.perf_counter if given.wall else time.process_time
     torch.set_num_threads(1)
-    data = load("digits")
-    rows, seeds, rounds = (ROWS[7:9], 1, 20) if options.quick else (ROWS, options.seeds, 100)
-    rows = [row for row in rows if options.loss in (None, row.loss) and options.clients in (None, row.clients)]
-    lines = []
-    for row in rows:
-        lines.append(line(row, data, seeds, rounds))
-        print(*lines[-1], sep="  ", file=sys.stderr, flush=True)  # a long run that is stopped leaves its rows
-    header = ["loss", "clients", "noise", "epsilon", "replace", "plain+dp", "veil+dp", "apart", "baseline", ""]
-    print(table([*header, "plain, ms", "veil, ms"], lines))
-    print(f"{rounds} rounds, {seeds} seeds, delta {DELTA:g}; {machine()}")
-    return int(any("OVER" in cells for cells in lines))
+    names = [name for name in WAYS if find_spec("opacus") or "Opacus" not in name]
+    print(machine())
+    rows = []
+    for label, (build, shape) in TASKS.items():
+        torch.manual_seed(0)
+        model, inputs, targets = build(), torch.randn(shape), torch.randint(0, 10, shape[:1])
+        works = {name: WAYS[name](model, inputs, targets) for name in names}
+        for work in works.values():
+            work()  # what is made once
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(given.repeats):
+            for name, work in works.items():
+                if not given.cold:
+                    work()
+                began = clock()
+                work()
+                seconds[name].append(clock() - began)
+        row = [label, f"{1e3 * statistics.median(seconds['plain']):.1f}"]
+        for name in names[1:]:
+            ratios = [own / base for own, base in zip(seconds[name], seconds["plain"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            row.append(f"{middle:.2f} [{low:.2f}, {high:.2f}]")
+        rows.append(row)
+    print(table(["task", "plain, ms", *names[1:]], rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

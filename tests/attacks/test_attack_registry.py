@@ -12,7 +12,7 @@ from fedveil.attacks import Observation, Round, dbcl, first_layer, generic
 from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.registry import ATTACKERS, GENERIC, Attackers, attacker_views, find_attackers
 from fedveil.defences import registry
-from fedveil.defences.registry import BUILT_IN, Record, find
+from fedveil.defences.registry import DEPLOYED, OURS, Record, find
 from fedveil.errors import BadArgument
 from fedveil.models import mlp
 from fedveil.runs.build import build_federation
@@ -37,13 +37,21 @@ REBUILDERS = Attackers(
 
 
 def test_every_built_in_defence_has_attackers():
-    assert list(ATTACKERS) == [record.name for record in BUILT_IN]
-    for record in BUILT_IN:
+    assert list(ATTACKERS) == list(OURS)
+    for record in OURS.values():
         own = find_attackers(record)
-        assert own is ATTACKERS[record.name]
+        assert own == ATTACKERS[record.name]
         assert set(own.strongest) <= set(own.models)
         assert (bool(own.strongest), own.generic) == (bool(own.models), {})
-    assert [own.broadcasts_needed for own in (*ATTACKERS.values(), Attackers())] == [1, 6, 1, 6, 1, 6]
+    assert [own.broadcasts_needed for own in (*ATTACKERS.values(), Attackers())] == [
+        1,
+        6,
+        1,
+        6,
+        1,
+        *[1] * len(DEPLOYED),
+        6,
+    ]
     assert ATTACKERS["veil"].shadows == "plain"
 
 

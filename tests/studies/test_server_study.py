@@ -36,7 +36,7 @@ from fedveil.studies.verdicts import RECOGNISED
 UNIT = 2.0**-24  # half a unit in the last place of a float32
 EPS = torch.finfo(torch.float64).eps
 DIGITS = load("digits", flat=False)
-QUICK = ServerOptions(rounds=2, sums="2", difference=4, steps=2, restarts=1)
+QUICK = ServerOptions(rounds=2, sums="2", difference=4, steps=2, restarts=1, batches="")
 ASKED = AttackRequest(config_of(), ("plain",), QUICK)
 SAME_MODEL, NEXT_ROUND = (difference_view(4, models) for models in ("same model", "next round"))
 
@@ -190,6 +190,8 @@ def test_the_verdict_follows_the_figures():
 def test_records_that_are_not_images_and_too_few_records_are_refused():
     with pytest.raises(DoesNotApply, match="the records are not images"):
         server.images_and_model(config_of(data="diabetes"), None)
+    with pytest.raises(BadArgument, match="--batches: got '4,4'"):
+        ServerOptions(batches="4,4").counts()
     with pytest.raises(BadArgument, match="5 training records, but 100 clients need 100"):
         attack_round(config_of(data="digits", train_size=5), ServerOptions())
 

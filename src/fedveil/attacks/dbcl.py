@@ -20,7 +20,7 @@ MAX_INPUTS = 1024  # maximum number of inputs of a first layer, since the solver
 def solve_sketches(sketches: Sequence[Sketch], sketched_weights: Sequence[Tensor]) -> Tensor:
     """Minimise sum_t |W S_t - W~_t|^2 over W by conjugate gradients, where t runs over all rounds.
 
-    With fewer than about q rounds, there are several solutions. The one with the smallest norm is returned, since the
+    With fewer than about q rounds, the solution is not unique. The one with the smallest norm is returned, since the
     search starts at 0.
     """
     residual = torch.stack([sketch.up(small) for sketch, small in zip(sketches, sketched_weights, strict=True)]).sum(0)

@@ -13,6 +13,7 @@ from tyro.conf import Suppress, arg
 
 from fedveil.checks import check_count
 from fedveil.cli.commands import AUDIT, attack_names, find_attack
+from fedveil.cli.model_audit import is_model_audit, run_model_audit
 from fedveil.cli.parser import HELP, FederationCommand, Json, Switch, parse_command
 from fedveil.cli.show import print_progress, print_result
 from fedveil.defences import registry
@@ -33,6 +34,8 @@ EXHIBITS = "all, or some of table1, table2, fig3, table3, table4, fig4, fig5"
 SCALES = "quick: minutes, on built-in data; cpu: up to two hours per table on two cores; paper: as published, on a GPU"
 RUN = "attack the run in this folder"
 MEASURE = "repeat a private run with canaries, and bound its true epsilon; --epsilon without a number does the same"
+ANY_MODEL = """To audit a trained model of any kind, given records that it was trained on and others:
+  fedveil audit --model my_package:Net --weights final.pt --members in.csv --others out.csv"""
 OUT = "folder for the results, from which an interrupted command resumes; by default a folder in runs"
 Out = Annotated[Path | None, arg(help=OUT, help_behavior_hint="")]
 WORKERS = "number of parallel processes; by default one per core"
@@ -161,6 +164,8 @@ class AuditCommand(AttackCommand):
     harden: Annotated[Switch, arg(help="instead of auditing, measure which settings harden the veil")] = False
     seeds: Annotated[int, arg(help="for --harden: number of runs per setting")] = 5
     measure_epsilon: Annotated[Switch, arg(help=MEASURE)] = False
+    model_words: Annotated[tuple[str, ...], Suppress] = ()  # the command line, if it asks for the audit of a model
+    about: Annotated[str, Suppress] = ""
 
     @classmethod
     def variants(cls) -> dict[str, FederationCommand]:
@@ -169,7 +174,13 @@ class AuditCommand(AttackCommand):
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
-        """Return the command with its flags parsed; --epsilon without a number means --measure-epsilon."""
+        """Return the command with its flags parsed; --epsilon without a number means --measure-epsilon.
+
+        The flags of the audit of a single model are parsed later, by `fedveil.cli.model_audit`.
+        """
+        if is_model_audit(words):
+            return replace(cls.for_attack(AUDIT, prog), model_words=tuple(words), about=about)
+        about = f"{about}\n\n{ANY_MODEL}"
         found = [
             "--measure-epsilon" if word == "--epsilon" and not after[:1].isdigit() else word
             for word, after in pairwise([*words, ""])
@@ -183,7 +194,9 @@ class AuditCommand(AttackCommand):
 
     def run(self) -> None:
         """Audit a run, a configuration or the standard suite, or measure epsilon or settings that harden the veil."""
-        if self.measure_epsilon:
+        if self.model_words:
+            run_model_audit(self.where, self.model_words, self.about)
+        elif self.measure_epsilon:
             self.measure_privacy()
         elif self.harden:
             self.measure_hardening()

@@ -14,6 +14,7 @@ from tyro.conf import Positional, arg
 
 from fedveil.cli.parser import FederationCommand, Json, Switch, parse_command
 from fedveil.cli.show import print_progress, round_callback
+from fedveil.defences.registry import refers_to_code
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
 from fedveil.runs.choices import applicable_values, check_names
@@ -95,7 +96,7 @@ def format_resume_hint(folder: Path, config: Config) -> str:
     if header is None:
         return "no round was completed; run the same command again"
     words = ["fedveil", "train", "--resume", "--out", str(folder)]
-    if any(":" in section.name for section in (config.data, config.model, config.defence)):
+    if any(":" in name for name in (config.data.name, config.model.name)) or refers_to_code(config.defence.name):
         words.append("--trust-code")
     return f"round {header.round} is saved; to resume, run: {shlex.join(words)}"
 

@@ -162,7 +162,7 @@ class PPDLClient(PlainClient):
         clipped = bound < size < math.inf
         bounded = true * (bound / size) if clipped else true
         count = max(1, round(fraction * len(true)))
-        selected = _select_largest(bounded, count) if count < len(true) else None
+        selected = select_largest(bounded, count) if count < len(true) else None
         values = bounded if selected is None else bounded[selected]
         rms = _norm(values) / math.sqrt(count)
         if sigma:
@@ -231,7 +231,7 @@ def _norm(flat: Tensor) -> float:
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64))  # in float32, squares might overflow or underflow
 
 
-def _select_largest(flat: Tensor, count: int) -> Tensor:
+def select_largest(flat: Tensor, count: int) -> Tensor:
     """Return a mask of the `count` largest magnitudes. NaN counts as the largest, so that it is always sent."""
     sizes = flat.abs().nan_to_num(nan=math.inf, posinf=math.inf)
     least = sizes.topk(count, sorted=False).values.min()

@@ -63,7 +63,7 @@ def compute_update(
     sample = defence_client.sample(shards.sizes[client])
     if sample is not None:
         rows, included = sample
-        inputs, targets = shards.take(rows + shards.starts[client])
+        inputs, targets = shards.take_separately(rows + shards.starts[client])
         update = defence_client.step(broadcast, Samples(inputs, targets, included.to(dtype)), client)
     elif not whole:
         update = defence_client.step(broadcast, Samples(*shards.take(shards.rows(client, number))), client)
@@ -235,7 +235,7 @@ class ClientSession:
         def work() -> "Words":
             model = copy.deepcopy(self._model)  # this forward pass must not affect later answers
             if private is not None:
-                source, declared = _read_source(self._data), self._count_records()
+                source, declared = _read_source(self._data, check=False), self._count_records()
                 return private.sum(task, model, source, lambda: self._prepare(task, model, 1), declared, opening)
             (_, tensors), records, _ = self._update(task, model, {}, party.policy.min_records)
             return encode_words(tensors, records, opening, clip)
@@ -296,11 +296,12 @@ class ClientSession:
         return self._prepared[1]
 
 
-def _read_source(data: Data) -> Source:
-    """Return the client's records; refuse unusable records without revealing their values."""
+def _read_source(data: Data, *, check: bool = True) -> Source:
+    """Return the client's records; refuse unusable records, if `check`, without revealing their values."""
     given = data if isinstance(data, Dataset) or not callable(data) else data()
     try:
-        return check_sources([as_source("this client", given)])[0]
+        source = as_source("this client", given)
+        return check_sources([source])[0] if check else source
     except FedveilError as error:  # its text may contain values from records, and errors are sent to the server
         print(f"fedveil: {error}", file=sys.stderr)
         raise BadArgument("this client", "its records cannot be used; the reason is in its log") from None

@@ -93,7 +93,7 @@ class Packing:
         """Return the number of records in a sum and the weighted mean of its updates, with counters rounded.
 
         Clipped updates are divided by the number of clients, since the number of records that a client claims must not
-        scale the updates of others. If `weigh` is False, the sum itself is returned.
+        scale the updates of others. If `weigh` is False, the sum itself is returned, as integers modulo 2^64.
         """
         records = int(total[1] if opening.checks or not weigh else total[0])  # each clipped client counts once
         if not records:
@@ -101,13 +101,21 @@ class Packing:
             raise Aborted("sum", "the sum", what, "check the clients' logs")
         if not 1 <= records < 2**53:
             raise Aborted("sum", "the sum", f"its clients have {records} records in total", "look for a hostile client")
-        values = decode_rows(total[HEAD:], opening.rows, row_bits(opening)) / (records if weigh else 1)
-        found, start = {}, 0
+        if not weigh:
+            return records, self._split(total[HEAD : HEAD + sum(opening.rows)].view(np.int64))
+        found = self._split(decode_rows(total[HEAD:], opening.rows, row_bits(opening)) / records)
         for part in self.parts:
-            own = torch.from_numpy(values[start : start + part.size]).reshape(part.shape)
+            own = found[part.name]
             found[part.name] = own.to(part.dtype) if part.dtype.is_floating_point else own.round().to(part.dtype)
-            start += part.size
         return records, found
+
+    def _split(self, values: NDArray[np.float64] | NDArray[np.int64]) -> Tensors:
+        """Return the values of each tensor."""
+        found, start = Tensors(), 0
+        for part in self.parts:
+            found[part.name] = torch.from_numpy(values[start : start + part.size]).reshape(part.shape)
+            start += part.size
+        return found
 
     def bound_rounding(self, exponents: Sequence[int], clients: int, records: int) -> dict[str, list[float]]:
         """Bound the rounding error of the mean's values in each row: half a unit per client."""

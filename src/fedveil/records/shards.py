@@ -10,8 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fedveil.records.inputs import Batch, Inputs, join_batches, map_tensors
-from fedveil.records.sources import Source, check_finite
+from fedveil.errors import BadArgument
+from fedveil.records.inputs import Batch, Inputs, describe_forms, join_batches, map_tensors
+from fedveil.records.sources import Rows, Source, check_finite
 
 Prepare = Callable[[str, Batch, Sequence[int]], Batch]
 """A function that converts a batch to the form that a model and its loss expect, given owner, batch and indices."""
@@ -47,6 +48,10 @@ class Shards(ABC):
     @abstractmethod
     def take(self, rows: Tensor) -> Batch:
         """Return the records in these rows."""
+
+    def take_separately(self, rows: Tensor) -> Batch:
+        """Return the records in these rows; the form of a record does not depend on the others."""
+        return self.take(rows)
 
     @property
     def rounds_per_epoch(self) -> int:
@@ -104,6 +109,18 @@ class StreamShards(Shards):
 
     clients: tuple[Source, ...]
     prepare: Prepare
+
+    def take_separately(self, rows: Tensor) -> Batch:
+        """Read records one by one if a `collate_fn` prepares them; refuse records of different forms."""
+        if all(isinstance(source, Rows) or source.collates_alike for source in self.clients):
+            return self.take(rows)
+        batches = [self.take(rows[k : k + 1]) for k in range(len(rows))]
+        first, owner = describe_forms(batches[0]), self.clients[0].owner
+        for batch in batches:
+            if describe_forms(batch) != first:
+                what = "with privacy for records, a collate_fn must not adapt records to one another, and theirs differ"
+                raise BadArgument(owner, what, "pad all records to the same length")
+        return join_batches(batches)
 
     def take(self, rows: Tensor) -> Batch:
         """Read and check the records in these rows."""

@@ -186,7 +186,7 @@ def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float
     other than squared error have one pass per candidate, and the result is the one for d.
 
     Args:
-        secret: the secret of the round.
+        secret: the round's secret.
         updates: one update per client.
         weights: |D_k| of each client; by default, the number of samples in each update.
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
@@ -37,8 +37,11 @@ class Members:
 
     @property
     def attack(self) -> str:
-        """The attack that did best on records known to the attacker; it is not chosen on test records."""
-        return max(self.attacks, key=lambda name: self.attacks[name].known)
+        """The attack with the largest lower end of the AUC on known records; it is not chosen on test records.
+
+        The lower end, because a network has few known records left to be tried on, and would often win by chance.
+        """
+        return max(self.attacks, key=lambda name: self.attacks[name].known.low)
 
     @property
     def best(self) -> AttackScores:
@@ -144,7 +147,12 @@ def combine_broadcasts(broadcasts: Sequence[Estimate]) -> Estimate:
     mean = average([one.value for one in broadcasts])
     single = sum(one.high - one.low for one in broadcasts) / (2 * len(broadcasts))
     half = math.hypot(mean.high - mean.value, single)
-    return Estimate(mean.value, max(0.0, mean.value - half), min(1.0, mean.value + half))
+    return replace(
+        mean,
+        low=max(0.0, mean.value - half),
+        high=min(1.0, mean.value + half),
+        sample_size=broadcasts[0].sample_size,
+    )
 
 
 def combine_if_complete(broadcasts: Sequence[Estimate | None]) -> Estimate | None:
@@ -160,8 +168,8 @@ def average_members(broadcasts: Sequence[Members]) -> Members:
         own = [one.attacks[name] for one in broadcasts if name in one.attacks]
         accuracy, area = (combine_broadcasts([getattr(one, figure) for one in own]) for figure in ("accuracy", "auc"))
         rates = {rate: combine_if_complete([one.tpr[rate] for one in own]) for rate in own[0].tpr}
-        known = sum(one.known for one in own) / len(own)
-        found[name] = AttackScores(accuracy, area, rates, known=known, broadcasts=len(own))
+        known, form = combine_broadcasts([one.known for one in own]), own[0].form
+        found[name] = AttackScores(accuracy, area, rates, known=known, broadcasts=len(own), form=form)
     return Members(found, broadcasts[0].left_out)
 
 
@@ -208,7 +216,7 @@ def judge(column: str, measure: Measure, result: AuditResult, plain: AuditResult
     def assess(audit: AuditResult) -> list[AttackerFigure]:
         trials = audit.trials if column == RECORD else 2
         figures = {attacker: audit.figures(attacker).get(column) for attacker in sorted(audit.names)}
-        return [measure.assess(attacker, one, guess, trials) for attacker, one in figures.items() if one]
+        return measure.compare([(attacker, one) for attacker, one in figures.items() if one], guess, trials)
 
     undefended = assess(plain)
     return verdicts.judge(measure, guess, assess(result), undefended) if undefended else None
@@ -271,7 +279,7 @@ def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
 def member_rows(name: str, attacker: str, members: Members) -> Iterator[list[str]]:
     """Yield one row per membership attack, including the attacks that were not run."""
     for attack, one in members.attacks.items():
-        figures = [f"{one.known:.3f}", text(one.auc, ".3f"), percent(one.accuracy), *map(percent, one.tpr.values())]
+        figures = [text(one.known, ".3f"), text(one.auc, ".3f"), percent(one.accuracy), *map(percent, one.tpr.values())]
         yield [name, attacker, f"{attack} *" if attack == members.attack else attack, *figures, str(one.broadcasts)]
     for attack, why in members.left_out.items():
         yield [name, attacker, attack, why, *[""] * (len(ATTACKS) - 2)]

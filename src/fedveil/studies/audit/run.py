@@ -15,9 +15,11 @@ from fedveil.attacks.scores import Estimate, Scores, auc, average, proportion
 from fedveil.attacks.similarity import psnr
 from fedveil.attacks.whitebox import Recipe
 from fedveil.data import Data
+from fedveil.defences.registry import find
 from fedveil.federation.evaluate import predict
 from fedveil.progress import Progress, ignore_progress
 from fedveil.records.shards import generator
+from fedveil.report import Text
 from fedveil.runs.settings import Config, Value
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option, read_federations
 from fedveil.studies.audit import results as page
@@ -98,7 +100,7 @@ class AuditOptions:
 
 
 EPOCHS = 30  # number of training epochs of the attack network
-CURIOUS = ServerOptions(steps=400, restarts=1)  # half a minute on two cores for a small network
+CURIOUS = ServerOptions(steps=400, restarts=1, batches="")  # half a minute on two cores for a small network
 
 
 def predict_test(view: nn.Module, data: Data) -> Tensor:
@@ -199,8 +201,8 @@ def infer_members(attacks: membership.RecordAttacks, observed: Observation, clea
     """Run all membership attacks on one broadcast; the result includes reasons for attacks that were not run."""
     left_out = {} if attacks.recipe else {membership.NETWORK: "not requested"}
     if attacks.records.pool.targets.dim() != 1:
-        left_out |= dict.fromkeys(("loss by class", membership.SHADOWS), "the targets have no classes")
-    elif not attacks.shadows.count:
+        left_out["loss by class"] = "the targets have no classes"
+    if not attacks.shadows.count:
         left_out[membership.SHADOWS] = "no shadows were requested"
     scored: dict[str, membership.AttackScores] = {}
     for name, found in attacks.run(observed, cleaned, ignore_progress).items():
@@ -262,8 +264,11 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         return JobGraph([*audits.jobs, *rounds], collect)
 
     def show(self, request: AttackRequest[AuditOptions], results: Mapping[str, AuditResult]) -> Presentation:
-        """Return the verdict, the table, charts, and an explanation of how to read them."""
-        return page.show(results)
+        """Return the verdict, the table, charts, an explanation of how to read them, and what each defence claims."""
+        shown = page.show(results)
+        claims = {name: find(name).claim for name in results if name != page.UNDEFENDED}
+        lines = [f"{name}: {claim}." for name, claim in claims.items() if claim]
+        return replace(shown, sections=[*shown.sections, *([Text("What the authors claim", lines)] if lines else [])])
 
     def summarise(self, results: Results[AuditResult], shown: Presentation) -> Mapping[str, JsonValue]:
         """Return the conclusion, the answers and the labels."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedveil.attacks import Observation
 from fedveil.attacks.features import LAYERS, dense_targets, labels, losses, record_features
-from fedveil.attacks.membership import Shadows, calibrated_scores, halves, shadow_scores
+from fedveil.attacks.membership import Shadows, ShadowScores, calibrated_scores, halves, shadow_scores
 from fedveil.attacks.registry import find_attackers
 from fedveil.attacks.scores import Estimate, Scores, auc, balanced_accuracy, best_threshold, has_enough, roc, tpr_at
 from fedveil.attacks.whitebox import Features, Recipe, Score, select, train_attack
@@ -28,11 +28,14 @@ from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.settings import Config
+from fedveil.scheme.losses import Loss
 from fedveil.studies.federations import Quality, observe, round_progress
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 
 RATES = (0.01, 0.001)
+GUESS = 0.5  # AUC of a constant score
 NETWORK, SHADOWS = "white-box network", "RMIA"  # names of attacks
+UNKNOWN = Estimate(0.5, 0.0, 1.0)  # an attack that was not tried on known records
 Indices = NDArray[np.int64]
 Attacks = dict[str, "AttackScores | Failure"]  # results by attack name
 
@@ -163,13 +166,11 @@ def shadow_jobs(
 ) -> list[StudyJob[Result]]:
     """Return the jobs that train the shadows for all defences; refuse an odd number of shadows.
 
-    The list is empty without shadows, classes or other clients. `flags` are `everyone` and `matched` of `TrainShadow`.
+    The list is empty without shadows or other clients. `flags` are `everyone` and `matched` of `TrainShadow`.
     """
     if not count or config.data.clients < 2:
         return []
     halves(2, count, torch.Generator())
-    if load_data(config).train.targets.dim() != 1:
-        return []
     jobs: list[StudyJob[Result]] = []
     for kind in dict.fromkeys(map(shadow_defence, defences)):
         works = [TrainShadow(config.changed(defence=kind), number, count, folder, **flags) for number in range(count)]
@@ -190,6 +191,8 @@ class AttackScores:
         collapsed: whether a white-box network returns the same answer for all of its training records.
         known: AUC on records with known membership; for a network, only those held out from its training.
         broadcasts: number of broadcasts that were attacked.
+        turned: whether the scores are reversed, because members had smaller scores than others among the known records.
+        form: the form of an attack with shadows that was chosen on the shadows.
     """
 
     accuracy: Estimate
@@ -198,8 +201,10 @@ class AttackScores:
     best_on_test: float | None = None
     roc: list[tuple[float, float]] | None = None
     collapsed: bool = False
-    known: float = 0.5
+    known: Estimate = UNKNOWN
     broadcasts: int = 1
+    turned: bool = False
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -235,31 +240,33 @@ class ShadowAttacks:
     count: int
     lira: bool
 
-    def scores(self, observed: Observation, outputs: Tensor, records: Records, cleaned: bool) -> dict[str, Scores]:
-        """Score all records with RMIA and, if requested, LiRA; return an empty dict without shadows or classes.
+    def scores(
+        self, observed: Observation, outputs: Tensor, records: Records, cleaned: bool
+    ) -> dict[str, ShadowScores]:
+        """Score all records with RMIA and, if requested, LiRA; return an empty dict without shadows.
 
         If `cleaned`, the attacker has removed the noise, and compares its model with those of the shadows' servers.
         """
-        targets = records.pool.targets
-        if not self.count or targets.dim() != 1:
+        if not self.count:
             return {}
-        truth = dense_targets(observed.loss, targets, outputs).double().numpy()
+        truth = dense_targets(observed.loss, records.pool.targets, outputs)
+        truth = truth.double() if truth.is_floating_point() else truth
         answers, inside = [], []
         for number in range(self.count):
             with np.load(shadow_file(self.folder, self.defence, number)) as file:
                 answers.append(file["cleaned" if cleaned else "received"])
                 inside.append(file["inside"])
         shadows = Shadows(np.stack(answers).astype(np.float64), np.stack(inside), truth, observed.loss)
-        return shadow_scores(outputs.double().numpy(), shadows, records.known, include_lira=self.lira)
+        return shadow_scores(outputs.double().numpy(), shadows, include_lira=self.lira)
 
 
-def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> dict[str, Scores]:
-    """Score all records by their loss, both directly and calibrated by class."""
-    found = losses(observed.loss, outputs, records.pool.targets)
+def loss_attacks(loss: Loss, outputs: Tensor, targets: Tensor, known: Indices) -> dict[str, Scores]:
+    """Score all records by their loss and, if they have classes, by their loss compared with known non-members'."""
+    found = losses(loss, outputs, targets)
     scores = {"loss": -found}  # Yeom et al., 2018
-    if records.pool.targets.dim() == 1:
-        classes, known = labels(records.pool.targets), torch.from_numpy(records.known)
-        scores["loss by class"] = calibrated_scores(found, classes, found[known], classes[known])
+    if targets.dim() == 1 and not targets.is_floating_point():
+        classes, rows = labels(targets), torch.from_numpy(known)
+        scores["loss by class"] = calibrated_scores(found, classes, found[rows], classes[rows])
     return {name: values.numpy() for name, values in scores.items()}
 
 
@@ -284,15 +291,20 @@ def run_whitebox(
     return replace(found, best_on_test=max(curve, default=None), collapsed=done.collapsed)
 
 
-def measure(members: Scores, others: Scores, own: Scores, known: Scores) -> AttackScores:
+def measure(members: Scores, others: Scores, own: Scores, known: Scores, form: str = "") -> AttackScores:
     """Return the performance of an attack with 95 % intervals; rates are estimated only if there are enough records.
 
-    The threshold is the one that best separates the attacker's own records from the non-members that it knows.
+    The side and the threshold are chosen on the attacker's own records and the non-members that it knows. If its own
+    records have smaller scores, all scores are reversed. The threshold is the one that separates these records best.
     """
+    expected = auc(own, known)
+    if turned := expected.value < GUESS:
+        members, others, own, known = -members, -others, -own, -known
+        expected = auc(own, known)
     rates = {str(rate): tpr_at(members, others, rate) if has_enough(len(others), rate) else None for rate in RATES}
     accuracy = balanced_accuracy(members, others, best_threshold(own, known))
     area, curve = auc(members, others), roc(members, others)
-    return AttackScores(accuracy, area, rates, roc=curve, known=auc(own, known).value)
+    return AttackScores(accuracy, area, rates, roc=curve, known=expected, turned=turned, form=form)
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,18 +328,19 @@ class RecordAttacks:
     by_layer: bool = False
 
     def run(self, observed: Observation, cleaned: bool, progress: Progress) -> Attacks:
-        """Run all attacks; `cleaned` states whether the attacker has removed the noise from the model."""
+        """Run all attacks; `cleaned` indicates whether the attacker has removed the noise from the model."""
         records, pool, full = self.records, self.records.pool, self.full and self.recipe is not None
         features = record_features(observed.model, pool.tensor, pool.targets, observed.loss, full=full)
         found = self.train_networks(features, self.recipe, progress) if self.recipe else Attacks()
-        scores = loss_attacks(observed, features["last"], records)
+        scores = loss_attacks(observed.loss, features["last"], pool.targets, records.known)
+        every = {name: ShadowScores(own, "") for name, own in scores.items()}
         try:
-            scores |= self.shadows.scores(observed, features["last"], records, cleaned)
+            every |= self.shadows.scores(observed, features["last"], records, cleaned)
         except (BadArgument, OSError) as error:
             found[SHADOWS] = Failure(error.what if isinstance(error, BadArgument) else str(error))
-        for name, own in scores.items():
+        for name, (own, form) in every.items():
             mine, known, victims, fresh = (own[part] for part in records.parts)
-            found[name] = measure(victims, fresh, mine, known)
+            found[name] = measure(victims, fresh, mine, known, form)
         return found
 
     def train_networks(self, features: Features, recipe: Recipe, progress: Progress) -> Attacks:
