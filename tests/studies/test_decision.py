@@ -29,7 +29,7 @@ def answers(results, plain):
     ],
 )
 def test_the_grade_follows_from_the_interval(low, value, high, grade):
-    figure = MEMBERSHIP.assess("loss", Estimate(value, low, high), 0.5)
+    (figure,) = MEMBERSHIP.compare([("loss", Estimate(value, low, high))], 0.5, 2)
     assert grade_sharing(judge(MEMBERSHIP, 0.5, [figure], [figure])) == grade
     assert grade_sharing(None) == "unknown"
 
