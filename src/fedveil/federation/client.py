@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, Samples, U
+from fedveil.defences.local_training import LocalTraining
 from fedveil.defences.registry import build_for_client, find_codec, find_record, protect_records, refuse_repeatable
 from fedveil.defences.state import State
 from fedveil.errors import Aborted, BadArgument, FedveilError
@@ -58,10 +59,14 @@ def compute_update(
 ) -> U:
     """Compute a client's upload in round `number` from a sample, its next batch or all its records.
 
+    A client that trains locally always uses all its records, one batch per step.
     With secure aggregation, `members` is the number of clients in the sum.
     """
-    sample = defence_client.sample(shards.sizes[client])
-    if sample is not None:
+    sample, local = defence_client.sample(shards.sizes[client]), defence_client.local_training
+    if local is not None:
+        batches = (Samples(*shards.take(rows)) for rows in shards.local_rows(client, number, local.epochs))
+        update = defence_client.train(broadcast, batches, local, client)
+    elif sample is not None:
         rows, included = sample
         inputs, targets = shards.take(rows + shards.starts[client])
         update = defence_client.step(broadcast, Samples(inputs, targets, included.to(dtype)), client)
@@ -272,13 +277,16 @@ class ClientSession:
         record = find_record(own)
         if record is None or record.name != ask.defence:
             raise BadArgument("answer", f"the server asks for {ask.defence!r}, but this client requires {own.name!r}")
+        if LocalTraining.from_settings("ask", ask.settings) != own.local_training:
+            what = "the server's settings for local training differ from those that this client requires"
+            raise BadArgument("answer", what, "use the same local_epochs, local_lr, local_batch and local_momentum")
         refuse_repeatable("answer", own)
         return own
 
     def _update(self, task: ClientTask, model: nn.Module, private: State, least: int = 2) -> tuple[Packed, int, State]:
         """Compute an update; return it, its number of records and the client's new private state."""
         ask, shards = task.ask, self._prepare(task, model, max(2, least))
-        client = task.defence.client(model, shards.example, task.loss)
+        client = task.defence.start_client(model, shards.example, task.loss)
         if private:
             client.restore(0, private)
         with hide_failures():
