@@ -37,6 +37,12 @@ class Leak:
     mask: Mapping[str, Tensor] | None = None  # the elements that were received, by parameter name; None for all
     compare: Callable[[Gradients], Tensor] | None = None  # distance from the leak; overrides the method's distance
 
+    def divided(self, reach: float) -> "Leak":
+        """Return the leak with a client's difference replaced by its mean gradient (`Round.reach`)."""
+        if reach == 1:
+            return self
+        return dataclasses.replace(self, gradients={name: value / reach for name, value in self.gradients.items()})
+
 
 def mean_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
     """Return the gradients of the mean loss by parameter name, without changing buffers.

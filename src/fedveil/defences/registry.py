@@ -41,11 +41,12 @@ class Record:
 
 
 _VEIL = {n: n for n in ("groups", "additive", "multiplicative", "permute", "min_coverage", "decoys", "keep_noise")}
-_PPDL = {"ppdl": "setting", "fraction": "fraction", "sigma": "sigma"}
+_LOCAL = {n: n for n in ("local_epochs", "local_lr", "local_batch", "local_momentum")}
+_PPDL = {"ppdl": "setting", "fraction": "fraction", "sigma": "sigma", **_LOCAL}
 _SPN = {"spn_weight": "weight", "spn_bits": "bits", "lr": "lr"}
 _HERE = "fedveil.defences"
 BUILT_IN = (
-    Record("plain", "no defence: clients receive the model and send gradients", f"{_HERE}.plain:Plain"),
+    Record("plain", "no defence: clients receive the model and send gradients", f"{_HERE}.plain:Plain", _LOCAL),
     Record("veil", "one-time noise on the model, removed from the clients' updates", f"{_HERE}.veil:Veil", _VEIL),
     Record("ppdl", "clients clip, select and add noise to their gradients", f"{_HERE}.ppdl:PPDL.from_setting", _PPDL),
     Record("dbcl", "clients train on a random sketch of the weights", f"{_HERE}.dbcl:DBCL", {"sketch": "q"}),
