@@ -24,6 +24,7 @@ CLIENTS, WRONG = 7, 3  # in each round, that many send what was mutated
 SIZES = (12, 8, 10, 9, 11, 10, 8)
 DEFENCES = {
     "plain": (Plain, normed, "squared_error"),
+    "plain, local training": (lambda: Plain(local_epochs=2, local_batch=4), normed, "squared_error"),
     "veil": (Veil, normed, "squared_error"),
     "veil, decoys": (Veil, net, "cross_entropy"),
     "ppdl": (lambda: PPDL(0.3), normed, "squared_error"),

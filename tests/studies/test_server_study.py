@@ -108,6 +108,17 @@ def test_a_veil_does_not_change_what_the_server_sees(private):
     assert relative(veiled[SINGLE][0].gradients, digit_gradients(leak, slice(1))) < 1e4 * EPS
 
 
+def test_differences_after_local_training_are_attacked_as_gradients():
+    """The first layer's gradient of one record always has the record's direction, however many steps there are."""
+    one = server.server_views(federation_of(Plain(local_epochs=1, local_lr=0.5)), [2], 4)
+    for view, records in ((SINGLE, 1), (sum_view(2), 2)):
+        assert relative(one[view][0].gradients, digit_gradients(one[view][0], slice(records))) < 1e-9, view
+    leak = server.server_views(federation_of(Plain(local_epochs=5, local_lr=0.5)), [2], 4)[SINGLE][0]
+    assert relative(leak.gradients, digit_gradients(leak, slice(1))) > 1e-3
+    record = DIGITS.train.tensor[0].flatten().double()
+    assert (record_from_gradient(leak, first_linear(leak.model)) - record).abs().max() < 1e-9
+
+
 def test_a_sum_over_many_clients_shows_no_record_and_a_single_update_does():
     """Random images of random classes: whatever a sum shows of one of them is a leak, not a likeness of digits."""
     clients, chance = 64, torch.Generator().manual_seed(1)

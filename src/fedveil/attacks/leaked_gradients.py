@@ -45,6 +45,12 @@ class Leak:
             return self.simulate(inputs, targets, graph)
         return mean_gradients(self.model, self.loss, inputs, targets, graph=graph)
 
+    def divided(self, reach: float) -> "Leak":
+        """Return the leak with a client's difference replaced by its mean gradient (`Round.reach`)."""
+        if reach == 1:
+            return self
+        return dataclasses.replace(self, gradients={name: value / reach for name, value in self.gradients.items()})
+
 
 def mean_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
     """Return the gradients of the mean loss by parameter name, without changing buffers.

@@ -18,7 +18,7 @@ from fedveil.defences.registry import refers_to_code
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
 from fedveil.runs.choices import applicable_values, check_names
-from fedveil.runs.settings import Config, format_flags
+from fedveil.runs.settings import Config, format_flags, has_privacy
 from fedveil.signals import INTERRUPTED, TERMINATED, Termination, catch_sigterm, kill_on_interrupt
 
 SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # kinds of values in the coverage of a veil
@@ -75,7 +75,8 @@ class TrainCommand(FederationCommand):
         config = choose_settings(self.config, len(data.train.targets))
         if chosen := applicable_values(config).items() - applicable_values(self.config).items():
             flags = format_flags({key: value for key, value in config.flat().items() if key in dict(chosen)})
-            print(f"chosen for privacy based on the number of records: {flags}", file=sys.stderr)
+            why = "privacy based on the number of records" if has_privacy(config) else "local training"
+            print(f"chosen for {why}: {flags}", file=sys.stderr)
         with print_progress() as show:
             on_round = round_callback(show, config.training.epochs)
             summary = train(config, folder, resume=self.resume, on_round=on_round, data=data)

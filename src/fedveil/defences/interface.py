@@ -2,12 +2,13 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from torch import Tensor, nn
 
+from fedveil.defences.local_training import LocalTraining
 from fedveil.defences.state import State, StateValue
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
@@ -132,6 +133,8 @@ class DefenceServer(ABC, Generic[B, U]):
 class DefenceClient(ABC, Generic[B, U]):
     """The client's part in a run. One object can serve several clients; `client` selects the private state."""
 
+    local_training: LocalTraining | None = None  # set by `Defence.start_client`
+
     @abstractmethod
     def step(self, broadcast: B, samples: Samples, client: int = 0) -> U:
         """Compute the update for one batch."""
@@ -139,6 +142,11 @@ class DefenceClient(ABC, Generic[B, U]):
     @abstractmethod
     def accumulate(self, broadcast: B, total: U | None, update: U) -> tuple[B, U]:
         """Add the update for one more batch to `total`; return the broadcast for the next batch, and the sum."""
+
+    def train(self, broadcast: B, batches: Iterable[Samples], local: LocalTraining, client: int = 0) -> U:
+        """Take one local step per batch, and compute the update from the difference of the two models."""
+        what = f"{type(self).__name__} computes gradients, but does not train locally"
+        raise BadArgument("local training", what, "define train, or leave out local_epochs")
 
     def sample(self, records: int) -> tuple[Tensor, Tensor] | None:
         """Return the indices of a round's records and a mask of those that count, or None to use the seeded order."""
@@ -206,6 +214,7 @@ class Defence(ABC, Generic[B, U]):
     planned_rounds: int | None = None  # the number of rounds for which the noise was chosen
     clippable: bool = False  # clients compute true gradients, which they can clip
     largest_factor: float = 1.0  # the largest factor by which values of an update are multiplied
+    local_training: LocalTraining | None = None  # how clients train before they send an update, if they do
     remote_settings: ClassVar[tuple[str, ...]] = ()  # names of arguments that a server may set
 
     @property
@@ -217,6 +226,11 @@ class Defence(ABC, Generic[B, U]):
     def requested(self) -> "AnyDefence":
         """The registered defence that a server asks its clients to use."""
         return self.base
+
+    @property
+    def update_kind(self) -> Literal["gradient", "difference"]:
+        """What an update contains: a gradient, or the difference of the models before and after local training."""
+        return "gradient" if self.local_training is None else "difference"
 
     @property
     def record_terms(self) -> Values:
@@ -243,6 +257,12 @@ class Defence(ABC, Generic[B, U]):
     @abstractmethod
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
         """Prepare clients for a run; `model` defines the architecture."""
+
+    def start_client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
+        """Prepare clients with `client`, including their local training."""
+        client = self.client(model, example, loss)
+        client.local_training = self.local_training
+        return client
 
     def require_record_gradients(self) -> None:
         """Raise an error if clients cannot compute per-record gradients."""

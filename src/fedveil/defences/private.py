@@ -37,6 +37,7 @@ class PrivateDefence(Defence[B, U]):
 
     def __init__(self, inner: AnyDefence, accountant: Accountant, entropy: Entropy | None) -> None:
         self.inner, self.accountant, self.entropy = inner, accountant, entropy or Entropy()
+        self.local_training = inner.local_training
         self.name = f"{inner.name}+dp"
         self.repeatable = self.entropy.for_tests_only or inner.repeatable
 

@@ -43,7 +43,8 @@ class Record:
 
 
 _VEIL = {n: n for n in ("groups", "additive", "multiplicative", "permute", "min_coverage", "decoys", "keep_noise")}
-_PPDL = {"ppdl": "setting", "fraction": "fraction", "sigma": "sigma"}
+_LOCAL = {n: n for n in ("local_epochs", "local_lr", "local_batch", "local_momentum")}
+_PPDL = {"ppdl": "setting", "fraction": "fraction", "sigma": "sigma", **_LOCAL}
 _SPN = {"spn_weight": "weight", "spn_bits": "bits", "lr": "lr"}
 _HERE = "fedveil.defences"
 _EXACT = "the model that a client receives is useless to it, and training is unchanged"
@@ -51,13 +52,13 @@ _LARGEST = "no epsilon: only the largest changes are shared, truncated to gamma 
 _VECTOR = (
     "epsilon + noise_var x shared elements per message, for one element (Dwork and Roth, 2014; FLARE's accountant)"
 )
-_LOCAL = "(epsilon, delta)-differential privacy of every message towards the server"
+_MESSAGE = "(epsilon, delta)-differential privacy of every message towards the server"
 _CENTRAL = "(epsilon, delta)-differential privacy of every client, from the noise multiplier (McMahan et al., 2018)"
 _NOISY = "Gaussian noise or selection hides gradients (Shokri and Shmatikov, 2015); no epsilon"
 _SKETCH = "the true weights are hidden from clients (double-blind learning)"
 _HEAD = "a secret head on every client hides its gradients"
 BUILT_IN = (
-    Record("plain", "no defence: clients receive the model and send gradients", f"{_HERE}.plain:Plain"),
+    Record("plain", "no defence: clients receive the model and send gradients", f"{_HERE}.plain:Plain", _LOCAL),
     Record(
         "veil",
         "one-time noise on the model, removed from the clients' updates",
@@ -100,7 +101,7 @@ DEPLOYED = (
         "clients clip their update and add Gaussian noise (Flower's mod)",
         f"{_HERE}.flower_mods:FlowerLocalDp",
         {**_CLIP, "sensitivity": "sensitivity", **_LOCAL_DP},
-        claim=_LOCAL,
+        claim=_MESSAGE,
     ),
     Record(
         "flower:fixedclipping_mod",

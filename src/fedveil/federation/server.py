@@ -135,14 +135,20 @@ class Server(StoredServer):
         """What the description of the run says about the engine."""
 
     def _start_secure(
-        self, client: AnyClient, example: Inputs, roster: "Roster", session: str, records: int | None = None
+        self,
+        client: AnyClient,
+        example: Inputs,
+        roster: "Roster",
+        session: str,
+        records: int | None = None,
+        steps: int = 1,
     ) -> None:
         """Use secure aggregation; refuse settings that it cannot be combined with."""
         from fedveil.federation.secure_round import SecureRound
         from fedveil.federation.sums import Sums, check_combination
 
         check_combination(self.defence, self.model, self.limits)
-        sums = Sums(self.defence, client, self.model, example, records)
+        sums = Sums(self.defence, client, self.model, example, records, steps)
         self.rounds = SecureRound(self.engine, sums, roster, session, self.policy.min_answers)
 
     def close(self) -> None:
@@ -283,8 +289,6 @@ class Server(StoredServer):
         on_round: Callback | Sequence[Callback] | None = None,
     ) -> History:
         """Train for up to `epochs` epochs, or `rounds` rounds, counted from the start of the run.
-
-        There are no local epochs: clients compute gradients of a perturbed model, which only the server can update.
 
         Args:
             epochs: number of times that the largest client goes through its records, by default 1. With privacy for

@@ -26,6 +26,10 @@ ONLY = {key: str(extra.get("only", "")).split() for key, extra in _EXTRAS.items(
 RARE = frozenset(key for key, extra in _EXTRAS.items() if extra.get("rare"))
 """Keys that only `--help-all` shows."""
 
+GRADIENTS = ", whose updates are gradients: it cannot recover the result of several steps"
+CHOSEN_LOCALLY = ("optimizer", "lr", "momentum")
+"""Keys whose defaults are different with local training (`fedveil.runs.build.choose_settings`)."""
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -51,6 +55,7 @@ class Choices:
                 flag = f"--{key.replace('_', '-')}"
                 chosen = getattr(self, SECTION_OF[key], None) or ",".join(self.defences)
                 what = f"{flag} does not apply to --{SECTION_OF[key]} {shlex.quote(chosen)}"
+                what += GRADIENTS if key.startswith("local_") else ""
                 raise BadArgument(where, what, f"leave it out; it applies only to {', '.join(owners(key))}")
 
 
@@ -110,11 +115,23 @@ def applicable_values(config: Config) -> dict[str, Value]:
     return {key: value for key, value in config.flat().items() if choices.accepts(key)}
 
 
+def trains_locally(config: Config) -> bool:
+    """Return whether clients train for local epochs; a defence without them ignores the keys."""
+    return config.defence.local_epochs is not None and "local_epochs" in defence_keys(config.defence.name)
+
+
+def chosen_keys(config: Config) -> tuple[str, ...]:
+    """Return the keys whose defaults depend on other settings (`fedveil.runs.build.choose_settings`)."""
+    return (*(CHOSEN if has_privacy(config) else ()), *(CHOSEN_LOCALLY if trains_locally(config) else ()))
+
+
 def format_command(config: Config) -> str:
     """Return a configuration as flags for `fedveil train`."""
     changes = config.changes()
     if has_privacy(config) and config.privacy.unit == "record":
         changes |= {key: value for key, value in config.flat().items() if key in CHOSEN}
+    if trains_locally(config):
+        changes |= {key: value for key, value in config.flat().items() if key in CHOSEN_LOCALLY}
     return format_flags({key: changes[key] for key in applicable_values(config) if key in changes})
 
 

@@ -124,6 +124,12 @@ class DefenceSettings(NamedSettings):
     keep_noise: bool = _key(
         False, "draw factors, permutation and direction once per run, not per round (docs/defences/veil.md)", rare=True
     )
+    local_epochs: Positive | None = _key(
+        None, "train on clients for this number of epochs per round (FedAvg); by default, they send one gradient"
+    )
+    local_lr: AboveZero | None = _key(None, "learning rate of local training; by default 0.1")
+    local_batch: Positive | None = _key(None, "number of records per local step; by default batch_size", rare=True)
+    local_momentum: BelowOne | None = _key(None, "momentum of local training; by default 0", rare=True)
     ppdl: Literal["sel", "noise", "both"] = _key("sel", "send selected entries (sel), add noise (noise), or both")
     fraction: Fraction | None = _key(None, "fraction of the gradient's entries to send; by default 0.1, or 1 for noise")
     sigma: NonNegative | None = _key(None, "standard deviation of the noise; by default 0.01, or 0 for sel")
@@ -147,9 +153,11 @@ class TrainingSettings(Settings):
 
     loss: LossName | None = _key(None, "loss; by default cross_entropy for classes, otherwise squared_error")
     label_smoothing: BelowOne = _key(0.0, "for cross_entropy: amount of label smoothing", rare=True)
-    optimizer: Literal["adam", "adamw", "sgd"] = _key("adam", "the server's optimizer")
-    lr: AboveZero = _key(1e-3, "learning rate")
-    momentum: BelowOne = _key(0.9, "for sgd: momentum", rare=True)
+    optimizer: Literal["adam", "adamw", "sgd"] = _key(
+        "adam", "the server's optimizer; with local_epochs, by default sgd"
+    )
+    lr: AboveZero = _key(1e-3, "the server's learning rate; with local_epochs and sgd, by default 1")
+    momentum: BelowOne = _key(0.9, "for sgd: momentum; with local_epochs, by default 0", rare=True)
     weight_decay: NonNegative = _key(0.0, "weight decay", rare=True)
     schedule: Literal["constant", "cosine", "plateau"] = _key(
         "constant", "learning-rate schedule; plateau divides the rate by 10 after 10 evaluations without improvement"

@@ -244,12 +244,15 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
         parameter = federation.model.get_parameter(name)
         parameter.grad = gradient.to(parameter)
     federation.optimizer.step()
+    local, reach = federation.defence.local_training, 1.0
+    if local is not None:  # all clients have the same number of records
+        reach = local.reach(local.epochs * federation.shards.batches(sizes[0]))
     later = secure_sum(read_updates(federation, everyone[1:largest]), sizes[1:largest])
 
     def view(gradients: Gradients, clients: int) -> tuple[Leak, int]:
         like = {name: parameter.detach() for name, parameter in model.named_parameters()}
         own = {name: gradient.to(like[name]) for name, gradient in gradients.items()}
-        return Leak(model, own, federation.loss), clients
+        return Leak(model, own, federation.loss).divided(reach), clients
 
     sums = {sum_view(count): view(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
     return {
