@@ -112,13 +112,14 @@ def records(name: str, whole: bool = False) -> Data:
 
 
 def new_model(name: str, seed: int) -> nn.Module:
-    """Return an MLP with one hidden layer and new weights, or a linear model of zeros."""
+    """Return an MLP with one hidden layer and new weights, or a linear model of zeros without a bias."""
     task = TASKS[name]
     inputs = WIDTH if task.patches else records(name).train.tensor.shape[1]
     if not task.hidden:
-        model = nn.Sequential(nn.Linear(inputs, task.outputs))
-        for parameter in model.parameters():
-            nn.init.zeros_(parameter)
+        model = nn.Sequential(
+            nn.Linear(inputs, task.outputs, bias=False)
+        )  # a bias would diverge at these learning rates
+        nn.init.zeros_(model[0].weight)
         return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
