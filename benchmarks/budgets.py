@@ -12,8 +12,10 @@ Rate, rounds, clip and learning rate of digits and bank were chosen by looking a
 CIFAR-10, these settings, and the features, were chosen on the last 5,000 training images, with models trained on the
 others or on fewer, in a simulation of this training; about 150 settings were tried, with 14 kinds of features. The
 final models are trained on all 50,000. Before that, four learning rates for other features (wavelet scattering) had
-been compared on test images; none of them is used here. Epsilon does not cover these choices, nor the published means
-and deviations of the training images, with which pixels are standardised. The row "none" is the same training without
+been compared on test images; none of them is used here. A first evaluation on test images, of ten models that also had
+a bias, gave 55 to 59 %: the simulation has no bias, and with a bias these learning rates diverge. It was discarded, and
+the cause was found on the held-out training images. Epsilon does not cover these choices, nor the published means and
+deviations of the training images, with which pixels are standardised. The row "none" is the same training without
 clipping and noise, with a learning rate of its own that was chosen in the same way.
 """
 
@@ -76,7 +78,12 @@ def settings(name: str, budget: float, unit: str) -> Privacy | None:
 def main() -> None:
     """Train all, and write a table for each data set."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", nargs="+", default=["digits", "bank"], choices=list(TASKS))
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=["digits", "bank"],
+        choices=[name for name, task in TASKS.items() if task.records is None],
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.0, 8.0, 3.0, 1.0], help="0: no privacy")
     parser.add_argument("--out", type=Path, default=Path("results/budgets"))

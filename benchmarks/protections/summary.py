@@ -149,12 +149,9 @@ def describe_task(own: Row, results: Row) -> str:
     """Describe the federation in a line."""
     size = f"the first {own['records']:,} training and test records; " if own["records"] else ""
     noise = ", ".join(f"{value:.2f} for epsilon {epsilon}" for epsilon, value in own["noise"].items())
-    model = f"{own['hidden']} hidden units" if own["hidden"] else "a linear model on fixed features of patches"
-    optimizer = "SGD" if own.get("momentum") else "Adam"
-    plain = f" ({own['plain_lr']:g} without differential privacy)" if own.get("plain_lr") else ""
     return (
-        f"{size}{results['clients']} clients, {model}, {own['rounds']} rounds, rate {own['rate']:g} "
-        f"({own['batch']} records per client), {optimizer} {own['lr']:g}{plain}; clip {own['clip']:g}, "
+        f"{size}{results['clients']} clients, {own['hidden']} hidden units, {own['rounds']} rounds, "
+        f"rate {own['rate']:g} ({own['batch']} records per client), Adam {own['lr']:g}; clip {own['clip']:g}, "
         f"delta {results['delta']:g}, noise {noise}. Accuracy and copies: mean over {own['seeds']} seeds. Intervals "
         "are 95 % intervals; for times, they are quartiles."
     )
