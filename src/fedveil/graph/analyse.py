@@ -11,8 +11,10 @@ from fedveil.errors import AnalysisError, BadArgument, NothingToVeil, TooLittleC
 from fedveil.graph.build import build_plan
 from fedveil.graph.export import export
 from fedveil.graph.head import find_head
+from fedveil.graph.hooks import refuse_hooks
 from fedveil.graph.inputs import Inputs
-from fedveil.graph.plan import Plan
+from fedveil.graph.plan import ModelState, Plan
+from fedveil.graph.probe import probe
 from fedveil.graph.walk import Walk
 
 MAX_BARE = 0.1  # warn if more than this fraction of the parameter values would be sent unchanged
@@ -72,7 +74,9 @@ def analyse(
             what = f"it is {tensor.dtype}: a veil would lose more precision than plain training"
             fix = "call model.float(); in float32 and float64, a veil is as precise as plain training"
             raise AnalysisError(name, what, fix)
+    refuse_hooks(ModelState.read(model).hooks, type(model).__name__)
     graph = export(model, example_inputs)
+    probe(model, example_inputs)
     layer, node = (None, None) if head == "exposed" else find_head(model, graph, example_inputs)
     walk = Walk(graph, node)
     walk.run()

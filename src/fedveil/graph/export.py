@@ -49,15 +49,20 @@ def copy_model(model: nn.Module) -> nn.Module:
         if not plain.is_contiguous():
             plain = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
         memo[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
-    model_copy = copy.deepcopy(model, memo)
+    try:
+        model_copy = copy.deepcopy(model, memo)
+    except Exception as error:  # an attribute may raise any exception
+        what = f"it cannot be copied: {str(error)[:200] or type(error).__name__}"
+        fix = "store only what copy.deepcopy copies in its attributes; call functions by their name in forward"
+        raise AnalysisError(type(model).__name__, what, fix) from error
     for module in model_copy.modules():
         if getattr(module, "momentum", 0) is None:  # a cumulative average depends on the number of batches
             module.momentum = 0.1  # type: ignore[assignment]
     return model_copy
 
 
-def check_example(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Return zeros with the example's structure, `SAMPLES` samples, and the model's device and dtype."""
+def check_example(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> Inputs:
+    """Return zeros with the example's structure, this number of samples, and the model's device and dtype."""
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     found = tensors(inputs)
     if not found or any(tensor.dim() == 0 for tensor in found):
@@ -66,13 +71,13 @@ def check_example(model: nn.Module, inputs: Inputs) -> Inputs:
 
     def zeros(tensor: Tensor) -> Tensor:
         dtype = first.dtype if tensor.is_floating_point() else tensor.dtype
-        return torch.zeros((SAMPLES, *tensor.shape[1:]), dtype=dtype, device=first.device)
+        return torch.zeros((samples, *tensor.shape[1:]), dtype=dtype, device=first.device)
 
     return each(zeros, inputs)
 
 
 @contextmanager
-def _silence_export() -> Iterator[None]:
+def silence_torch() -> Iterator[None]:
     """Suppress log messages and warnings from torch.export (failures, recurrent layers, deprecations)."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -94,12 +99,12 @@ def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
             what = f"torch.autocast is on for {device}: {ROUNDING}"
             raise AnalysisError("analyse", what, "call analyse outside torch.autocast, and train in float32")
     try:
-        with _silence_export():
+        with silence_torch():
             program = torch.export.export(model_copy, args, kwargs, strict=False)
             if _needs_functionalization(program.graph):
                 program = program.run_decompositions({})
     except Exception as error:
-        raise _explain(model, model_copy, error) from error
+        raise explain(model, model_copy, error) from None  # its cause prints whole graphs
     if any("autocast" in getattr(node.target, "__name__", "") for node in program.graph.nodes):
         what = f"its forward method enables torch.autocast: {ROUNDING}"
         raise AnalysisError(type(model).__name__, what, "remove the autocast block, and train in float32")
@@ -140,11 +145,11 @@ def _find_failure(model: nn.Module, model_copy: nn.Module, error: Exception) -> 
             where = f"{names[id(module)]} ({type(module).__name__})"
         if not LIBRARY.search(frame.f_code.co_filename) and id(module) in names:
             text = linecache.getline(frame.f_code.co_filename, number).strip()
-            line = f", line {number} of {Path(frame.f_code.co_filename).name}" + (f" ({text})" if text else "")
+            line = f", {Path(frame.f_code.co_filename).name}:{number}" + (f" ({text})" if text else "")
     return where + line
 
 
-def _explain(model: nn.Module, model_copy: nn.Module, error: Exception) -> AnalysisError | BadArgument:
+def explain(model: nn.Module, model_copy: nn.Module, error: Exception) -> AnalysisError | BadArgument:
     """Return an error that states where the export failed and how to fix it."""
     where = _find_failure(model, model_copy, error)
     text = str(error).strip()

@@ -23,6 +23,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from fedveil.errors import ModelMismatch
 from fedveil.graph import coverage
 from fedveil.graph.head import Head
+from fedveil.graph.hooks import find_hook, find_tensor_hook, refuse_hooks
 from fedveil.graph.solve import Integers, Orders
 from fedveil.graph.units import Symmetry
 
@@ -31,12 +32,17 @@ Home = tuple[dict[str, Any], str]
 
 @dataclass(frozen=True)
 class ModelState:
-    """A model's tensors by name, the dicts that contain each tensor, and the mode (train or eval) of every module."""
+    """A model's tensors by name, the dicts that contain each tensor, and the mode (train or eval) of every module.
+
+    Attributes:
+        hooks: paths of modules and tensors with backward hooks, each with a description.
+    """
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     homes: dict[str, list[Home]]
     modes: tuple[tuple[str, bool], ...]
+    hooks: tuple[tuple[str, str], ...]
 
     @classmethod
     def read(cls, model: nn.Module) -> "ModelState":
@@ -44,8 +50,11 @@ class ModelState:
         parameters, buffers, modes = dict[str, Tensor](), dict[str, Tensor](), list[tuple[str, bool]]()
         homes: dict[int, list[Home]] = {}
         named: dict[str, list[Home]] = {}
+        hooks: list[tuple[str, str]] = []
         for path, module in model.named_modules():
             modes.append((path, module.training))
+            if hook := find_hook(module):
+                hooks.append((path, hook))
             prefix = f"{path}." if path else ""
             for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
                 for name, tensor in own.items():
@@ -55,8 +64,10 @@ class ModelState:
                     if known is None:
                         found[prefix + name] = tensor
                         known = homes[id(tensor)] = named[prefix + name] = []
+                        if hook := find_tensor_hook(tensor):
+                            hooks.append((prefix + name, hook))
                     known.append((own, name))
-        return cls(parameters, buffers, named, tuple(modes))
+        return cls(parameters, buffers, named, tuple(modes), tuple(hooks))
 
 
 @dataclass(frozen=True)
@@ -347,6 +358,7 @@ class Plan:
 def check_model(plan: Plan, model: nn.Module) -> ModelState:
     """Return a model's state; refuse a model that differs from the one that was analysed."""
     state, layout = ModelState.read(model), plan.layout
+    refuse_hooks(state.hooks, plan.model_name)
     fix = "analyse the model again after changing it"
     parameters = layout.trainable + layout.frozen
     for entries, tensors in ((parameters, state.parameters), (layout.buffers, state.buffers)):

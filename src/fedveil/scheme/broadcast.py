@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedveil.checks import check_choice, is_number
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.head import INNER_TAILS, TAILS, Head, Tail
+from fedveil.graph.hooks import refuse_hooks
 from fedveil.graph.plan import ModelState
 from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_loss
 from fedveil.scheme.torch_losses import TorchLoss, build_module, is_module
@@ -301,6 +302,7 @@ def check_broadcast(model: nn.Module, broadcast: Broadcast) -> ModelState:
     The broadcast contains all buffers, but no parameters that forward does not read.
     """
     state = ModelState.read(model)
+    refuse_hooks(state.hooks, type(model).__name__)
     buffers = select_row(broadcast.buffers, 0) if broadcast.continued else broadcast.buffers
     match_model(state, broadcast.parameters, buffers, complete=False)
     training = tuple([path for path, mode in state.modes if mode])
