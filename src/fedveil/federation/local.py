@@ -22,7 +22,7 @@ from fedveil.federation.checkpoint import StateTag
 from fedveil.federation.client import compute_update, take_step
 from fedveil.federation.limits import Limits
 from fedveil.federation.optimise import Optimizer, Schedule
-from fedveil.federation.prepare import make_shards, read_held_out, refuse_single
+from fedveil.federation.prepare import keep_random_state, make_shards, read_held_out, refuse_single
 from fedveil.federation.protocol import AnyReply, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
@@ -30,6 +30,7 @@ from fedveil.federation.state import RECORDS, CheckpointState, Setting, checksum
 from fedveil.federation.targets import default_loss, one_output, warn_about_activation
 from fedveil.files import make_folder, remove_partial_files
 from fedveil.graph.analyse import refuse_wrapped
+from fedveil.graph.inputs import Inputs
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Source, UserRecords, as_source, check_sources, choose_batch_size, list_clients
 from fedveil.scheme import Entropy
@@ -265,6 +266,11 @@ class Federation(Server):
         if self.defence.sampling_rate is not None:
             return math.ceil(1 / self.defence.sampling_rate)
         return 1 if self.whole_shard else self.shards.rounds_per_epoch
+
+    def _comparison_batch(self) -> tuple[Inputs, Tensor | None]:
+        """Return the first client's batch; a data set that draws random numbers draws the same ones in the round."""
+        with keep_random_state():
+            return self.shards.take(self.shards.rows(0, self.round))
 
     def _read_test(self, test: UserRecords) -> Source:
         """Check test data against the model, the loss and the clients' records; return them as a source."""

@@ -1,8 +1,11 @@
 """Check clients' records and test data against a model and its loss before the first round."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -50,6 +53,18 @@ def make_shards(
         return StreamShards(*common, tuple(clients), prepare)
     parts = [prepare(own.owner, (own.inputs, own.targets), range(len(own))) for own in stored]
     return MemoryShards(*common, *join_batches(parts))
+
+
+@contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Restore the random states of Python, NumPy and torch, so that a data set draws the same numbers again."""
+    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  (the state that data sets use)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)  # noqa: NPY002
 
 
 def read_held_out(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedveil.checks import check_count
 from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound
@@ -272,7 +272,7 @@ class RemoteServer(Server, Generic[C]):
             what = f"{self.defence.name} draws from a test seed, but this server communicates over a network"
             raise BadArgument(where, what, "create the defence without entropy= and seed=")
         self._epoch = check_count(where, "rounds_per_epoch", rounds_per_epoch)
-        example = move_inputs(example, self.device)
+        self._example = example = move_inputs(example, self.device)
         self.defence_server = self.defence.server(model, example, self.loss)
         own, roster = load_server_files()
         identity = identity or own
@@ -302,6 +302,10 @@ class RemoteServer(Server, Generic[C]):
             what = "noise_by='clients' requires secure aggregation: a single update has only one share of the noise"
             raise BadArgument("privacy", what, 'set secure_aggregation=True, or noise_by="server"')
         return add_privacy(defence, privacy, 1.0)
+
+    def _comparison_batch(self) -> tuple[Inputs, Tensor | None]:
+        """Return the example, whose targets are unknown."""
+        return self._example, None
 
     @abstractmethod
     def _connect(self, connection: C) -> Transport:

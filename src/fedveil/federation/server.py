@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fedveil.checks import check_choice, check_count, check_positive
-from fedveil.defences.interface import AnyClient, AnyDefence, AnyServer, Defence
+from fedveil.defences.interface import AnyClient, AnyDefence, AnyRound, AnyServer, Defence
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, TooFewAnswers
 from fedveil.federation.evaluate import better, deciding_metric, metrics, predict_source
@@ -114,7 +114,9 @@ class Server(StoredServer):
         self.round, self.best, self.history, self.changed, self.stopped = 0, None, History(), [], None
         self._alone = SingleThreadLock(where)
         self._run, self._behind = secrets.token_bytes(16), False
-        self._undoable = False  # whether interrupted rounds are undone
+        self._undoable = self._compared = (
+            False  # whether interrupted rounds are undone, whether gradients were compared
+        )
         self._before = self._saved = None
 
     def __repr__(self) -> str:
@@ -172,6 +174,8 @@ class Server(StoredServer):
             began, reuse = time.perf_counter(), False
             defence_round = self.defence_server.start_round(self.model, members if self.engine.stable else None)
             try:
+                if not self._compared:
+                    self._compare_gradients(defence_round)
                 result = self.rounds.collect(self.round, defence_round, members, faults, on_exchange)
                 reuse = on_exchange is None and self.engine.keeps_nothing
             finally:
@@ -181,6 +185,15 @@ class Server(StoredServer):
             if attempt < policy.attempts:
                 time.sleep(policy.pause)
         raise self._explain_failure(faults, members)
+
+    def _compare_gradients(self, defence_round: AnyRound) -> None:
+        """Compare a recovered gradient with a plain one; refuse a model for which they differ."""
+        defence_round.check_exact(self.model, *self._comparison_batch())
+        self._compared = True
+
+    @abstractmethod
+    def _comparison_batch(self) -> tuple[Inputs, Tensor | None]:
+        """Return inputs that the server may use to compare gradients, and their targets if it knows them."""
 
     def _describe(self, result: Aggregate, asked: int, faults: FaultLog, attempt: int, began: float) -> Aggregate:
         """Add faults, traffic and times to the result of a round."""

@@ -9,10 +9,10 @@ from torch import nn
 
 from fedveil.errors import AnalysisError, BadArgument, NothingToVeil, TooLittleCovered
 from fedveil.graph.build import build_plan
-from fedveil.graph.export import export
+from fedveil.graph.export import SAMPLES, export
 from fedveil.graph.head import find_head
 from fedveil.graph.hooks import refuse_hooks
-from fedveil.graph.inputs import Inputs
+from fedveil.graph.inputs import Inputs, describe_form
 from fedveil.graph.plan import ModelState, Plan
 from fedveil.graph.probe import probe
 from fedveil.graph.walk import Walk
@@ -75,12 +75,7 @@ def analyse(
             fix = "call model.float(); in float32 and float64, a veil is as precise as plain training"
             raise AnalysisError(name, what, fix)
     refuse_hooks(ModelState.read(model).hooks, type(model).__name__)
-    graph = export(model, example_inputs)
-    probe(model, example_inputs)
-    layer, node = (None, None) if head == "exposed" else find_head(model, graph, example_inputs)
-    walk = Walk(graph, node)
-    walk.run()
-    plan = build_plan(model, walk, layer, public)
+    plan = make_plan(model, example_inputs, SAMPLES, exposed=head == "exposed", public=public)
     if not plan.layout.trainable:
         fix = "call requires_grad_(True) on the parameters to train"
         raise AnalysisError(plan.model_name, "no parameter that forward reads requires a gradient", fix)
@@ -97,6 +92,16 @@ def analyse(
         hint = "print(plan) lists all reasons; pass min_coverage to refuse models like this."
         warnings.warn(f"{what} {hint}", UserWarning, stacklevel=2)
     return plan
+
+
+def make_plan(model: nn.Module, inputs: Inputs, samples: int, *, exposed: bool, public: Collection[str] = ()) -> Plan:
+    """Return the plan for inputs of this form and number of samples, however little it covers."""
+    graph = export(model, inputs, samples)
+    probe(model, inputs, samples)
+    layer, node = (None, None) if exposed else find_head(model, graph, inputs, samples)
+    walk = Walk(graph, node)
+    walk.run()
+    return build_plan(model, walk, layer, describe_form(inputs), public)
 
 
 def refuse_wrapped(where: str, model: nn.Module) -> None:

@@ -88,12 +88,12 @@ def silence_torch() -> Iterator[None]:
         logging.disable(before)
 
 
-def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
+def export(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> ModelGraph:
     """Record the operations of a forward pass, which depend only on shapes, dtypes and modes."""
     model_copy, first = copy_model(model), dict[int, str]()
     state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {name: first.setdefault(id(tensor), name) for name, tensor in state}  # tied tensors have several names
-    args, kwargs = arguments(check_example(model, inputs))
+    args, kwargs = arguments(check_example(model, inputs, samples))
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             what = f"torch.autocast is on for {device}: {ROUNDING}"

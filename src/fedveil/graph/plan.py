@@ -22,6 +22,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from fedveil.errors import ModelMismatch
 from fedveil.graph import coverage
+from fedveil.graph.signature import identify
 from fedveil.graph.head import Head
 from fedveil.graph.hooks import find_hook, find_tensor_hook, refuse_hooks
 from fedveil.graph.solve import Integers, Orders
@@ -289,6 +290,7 @@ class Plan:
         pool: the small tensors, in one vector.
         pinned: operations that do not commute with any factor, and tensors that are sent unchanged, with reasons.
         known_names: names of parameters whose values clients know in advance.
+        form: the form of the inputs for which the model was analysed (`fedveil.graph.inputs.describe_form`).
     """
 
     model_name: str
@@ -303,6 +305,7 @@ class Plan:
     pool: Pool
     pinned: tuple[Reason, ...]
     known_names: tuple[str, ...]
+    form: str
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
@@ -345,6 +348,11 @@ class Plan:
         """The order classes that move, sorted by cell."""
         moving = np.flatnonzero(self.orders.kinds)
         return moving[np.argsort(self.orders.cells[moving], kind="stable")]
+
+    @cached_property
+    def signature(self) -> str:
+        """A short identifier of what the plan does to the parameters; plans that do the same have the same signature."""
+        return identify(self)
 
     def __str__(self) -> str:
         return coverage.describe(self)

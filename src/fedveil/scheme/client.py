@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedveil.errors import BadArgument, ModelMismatch
+from fedveil.graph.guards import check_sizes
 from fedveil.graph.head import INNER_TAILS
+from fedveil.graph.hooks import refuse_packing
 from fedveil.graph.inputs import Inputs, LayerOutputMode, call, count
 from fedveil.graph.plan import ModelState
 from fedveil.graph.units import factor_along
@@ -127,6 +129,8 @@ def client_step(
             passes = backward(links, values, activations, backs, broadcast.trainable)
         buffers: Tensors = {}
     else:
+        check_sizes(model, inputs, broadcast.form, broadcast.plan, exposed=head is None)
+        refuse_packing(type(model).__name__)
         run = _BatchRun(model, state, broadcast, values, inputs, targets, weights)
         passes, buffers = run.compute_candidates(head) if head and _needs_tail(head, loss) else run.compute_passes(head)
     if head:
