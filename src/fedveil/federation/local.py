@@ -29,7 +29,7 @@ from fedveil.federation.server import Server
 from fedveil.federation.state import RECORDS, CheckpointState, Setting, checksum_records
 from fedveil.federation.targets import default_loss, one_output, warn_about_activation
 from fedveil.files import make_folder, remove_partial_files
-from fedveil.graph.analyse import refuse_wrapped
+from fedveil.graph.compiled import unwrap
 from fedveil.graph.inputs import Inputs
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Source, UserRecords, as_source, check_sources, choose_batch_size, list_clients
@@ -215,7 +215,7 @@ class Federation(Server):
         if not isinstance(model, nn.Module):
             what = f"model is {model!r:.60}, not a torch.nn.Module"
             raise BadArgument(where, what, "pass an instance of a module: Net()")
-        refuse_wrapped(where, model)
+        model = unwrap(where, model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             fix = "call model.requires_grad_(True)"
             raise BadArgument(where, "no parameter of the model requires a gradient", fix)

@@ -58,13 +58,13 @@ def make_shards(
 @contextmanager
 def keep_random_state() -> Iterator[None]:
     """Restore the random states of Python, NumPy and torch, so that a data set draws the same numbers again."""
-    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  (the state that data sets use)
+    python, arrays = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(arrays)  # noqa: NPY002
+        np.random.set_state(arrays)
 
 
 def read_held_out(

@@ -20,6 +20,7 @@ from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.protocol import AnyReply, Ask, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
+from fedveil.graph.compiled import unwrap
 from fedveil.graph.coverage import describe_shares
 from fedveil.graph.inputs import Inputs
 from fedveil.privacy.settings import Privacy
@@ -258,6 +259,7 @@ class RemoteServer(Server, Generic[C]):
         seed: int = 0,
     ) -> None:
         where = type(self).__name__
+        model = unwrap(where, model)
         if loss is None:
             what = "no loss is given, and the server does not see the clients' targets"
             raise BadArgument(where, what, 'use loss="cross_entropy" for classes, loss="squared_error" for numbers')

@@ -30,7 +30,7 @@ from fedveil.federation.rounds import Observer, RoundKind, RoundPolicy
 from fedveil.federation.state import LOG, LOWER, SPENT, Folder, Snapshot, StoredServer, find_non_finite_state
 from fedveil.federation.stopping import check_monitor, has_stalled
 from fedveil.federation.targets import attribute_targets
-from fedveil.graph.analyse import refuse_wrapped
+from fedveil.graph.compiled import find_original
 from fedveil.graph.inputs import Inputs
 from fedveil.locks import lock_folder
 from fedveil.records.shards import generator
@@ -89,7 +89,7 @@ class Server(StoredServer):
         seed: int,
     ) -> None:
         where = type(self).__name__
-        refuse_wrapped(where, model)
+        model = find_original(model)
         self.model = model
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype

@@ -7,9 +7,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from fedveil.errors import AnalysisError, BadArgument, NothingToVeil, TooLittleCovered
+from fedveil.errors import AnalysisError, BadArgument, FedveilError, NothingToVeil, TooLittleCovered
 from fedveil.graph.build import build_plan
-from fedveil.graph.export import SAMPLES, export
+from fedveil.graph.compiled import run_eagerly, unwrap
+from fedveil.graph.export import SAMPLES, export, first_line
 from fedveil.graph.head import find_head
 from fedveil.graph.hooks import refuse_hooks
 from fedveil.graph.inputs import Inputs, describe_form
@@ -68,7 +69,9 @@ def analyse(
         raise BadArgument("analyse", f'head must be "linear" or "exposed", got {head!r}')
     if not 0 <= min_coverage <= 1:
         raise BadArgument("analyse", f"min_coverage must be between 0 and 1, got {min_coverage}")
-    refuse_wrapped("analyse", model)
+    if not isinstance(model, nn.Module):
+        raise BadArgument("analyse", f"model is {model!r:.60}, not a torch.nn.Module", "pass an instance: Net()")
+    model = unwrap("analyse", model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-6):
             what = f"it is {tensor.dtype}: a veil would lose more precision than plain training"
@@ -94,33 +97,21 @@ def analyse(
     return plan
 
 
+REPORT = "report a bug with the model; until then, use the defence 'plain' or 'ppdl', which do not analyse it"
+
+
 def make_plan(model: nn.Module, inputs: Inputs, samples: int, *, exposed: bool, public: Collection[str] = ()) -> Plan:
     """Return the plan for inputs of this form and number of samples, however little it covers."""
-    graph = export(model, inputs, samples)
-    probe(model, inputs, samples)
-    layer, node = (None, None) if exposed else find_head(model, graph, inputs, samples)
+    with run_eagerly(model):
+        graph = export(model, inputs, samples)
+        probe(model, inputs, samples)
+        layer, node = (None, None) if exposed else find_head(model, graph, inputs, samples)
     walk = Walk(graph, node)
-    walk.run()
-    return build_plan(model, walk, layer, describe_form(inputs), public)
-
-
-def refuse_wrapped(where: str, model: nn.Module) -> None:
-    """Refuse a model that is or contains a compiled, scripted or parallel module."""
-    for path, module in model.named_modules():
-        name = f"model.get_submodule({path!r})" if path else "model"
-        kinds = [kind for kind in type(module).__mro__ if kind.__name__ == "OptimizedModule"]
-        if any(kind.__module__.startswith("torch._dynamo") for kind in kinds):
-            what = "was compiled by torch.compile, and compiled code cannot be perturbed"
-            fix = f"pass the original module: {name}._orig_mod"
-        elif getattr(module, "_compiled_call_impl", None) is not None:
-            what = "was compiled in place by its compile() method, and compiled code cannot be perturbed"
-            fix = f"build the model without calling compile(), or set {name}._compiled_call_impl = None"
-        elif isinstance(module, torch.jit.ScriptModule):
-            what = "is a ScriptModule, whose operations cannot be traced"
-            fix = "pass the original module, not the output of torch.jit.script or torch.jit.trace"
-        elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            what = f"is wrapped in {type(module).__name__}, which splits a batch across devices"
-            fix = f"pass {name}.module, on a single device"
-        else:
-            continue
-        raise BadArgument(where, f"layer {path!r} of the model {what}" if path else f"the model {what}", fix)
+    try:
+        walk.run()
+        return build_plan(model, walk, layer, describe_form(inputs), public)
+    except FedveilError:
+        raise
+    except Exception as error:
+        what = f"its operations cannot be followed: {first_line(error)}"
+        raise AnalysisError(type(model).__name__, what, REPORT) from error

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fedveil.errors import AnalysisError, BadArgument, NotTraceable
+from fedveil.errors import AnalysisError, BadArgument, FedveilError, NotTraceable
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
 from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
 
@@ -135,8 +135,8 @@ LOGITS = (
 LIBRARY = re.compile(r"[/\\]torch[/\\]|[/\\]fedveil[/\\]|[/\\]inspect.py$|<frozen|<string>")
 
 
-def _find_failure(model: nn.Module, model_copy: nn.Module, error: Exception) -> str:
-    """Return the module and the line of the user's code where the export failed."""
+def find_failure(model: nn.Module, model_copy: nn.Module, error: Exception) -> str:
+    """Return the module and the line of the user's code where a forward pass failed."""
     names = {id(module): name for name, module in model_copy.named_modules()}
     where, line = type(model).__name__, ""
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -149,11 +149,28 @@ def _find_failure(model: nn.Module, model_copy: nn.Module, error: Exception) -> 
     return where + line
 
 
+@contextmanager
+def attribute_failure(model: nn.Module, what: str, fix: str) -> Iterator[None]:
+    """Convert an exception of a model's own code to a `BadArgument` that names the module and the line."""
+    try:
+        yield
+    except (FedveilError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # users' code may raise any exception
+        raise BadArgument(find_failure(model, model, error), f"{what}: {first_line(error)}", fix) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the beginning of an error's message, or the name of its class."""
+    text = str(error).strip()
+    return text.splitlines()[0][:300].rstrip(".") if text else type(error).__name__
+
+
 def explain(model: nn.Module, model_copy: nn.Module, error: Exception) -> AnalysisError | BadArgument:
     """Return an error that states where the export failed and how to fix it."""
-    where = _find_failure(model, model_copy, error)
+    where = find_failure(model, model_copy, error)
     text = str(error).strip()
-    first = text.splitlines()[0][:300] if text else type(error).__name__
+    first = first_line(error)
     kind = type(error).__name__
     local_values = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
     if any(isinstance(value, PackedSequence) for value in local_values):
@@ -175,4 +192,4 @@ def explain(model: nn.Module, model_copy: nn.Module, error: Exception) -> Analys
         what = "its forward method takes or returns an object that is not a tensor, tuple, list or dict"
         return NotTraceable(where, what, LOGITS)
     fix = "check that example_inputs have the shapes and dtypes that the model expects, and that forward runs on them"
-    return NotTraceable(where, f"torch.export cannot trace its forward method: {first.rstrip('.')}", fix)
+    return NotTraceable(where, f"torch.export cannot trace its forward method: {first}", fix)

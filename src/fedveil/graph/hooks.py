@@ -33,7 +33,7 @@ def find_hook(module: nn.Module) -> str | None:
 
 def find_tensor_hook(tensor: Tensor) -> str | None:
     """Describe a hook of a parameter or buffer; return None if it has none."""
-    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
         return "it has a gradient hook (register_hook), which would not see the recovered gradient"
     return None
 

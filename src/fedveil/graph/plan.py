@@ -22,9 +22,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from fedveil.errors import ModelMismatch
 from fedveil.graph import coverage
-from fedveil.graph.signature import identify
 from fedveil.graph.head import Head
 from fedveil.graph.hooks import find_hook, find_tensor_hook, refuse_hooks
+from fedveil.graph.signature import identify
 from fedveil.graph.solve import Integers, Orders
 from fedveil.graph.units import Symmetry
 
@@ -351,7 +351,7 @@ class Plan:
 
     @cached_property
     def signature(self) -> str:
-        """A short identifier of what the plan does to the parameters; plans that do the same have the same signature."""
+        """A short identifier of what the plan does to the parameters."""
         return identify(self)
 
     def __str__(self) -> str:

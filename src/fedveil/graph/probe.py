@@ -42,7 +42,7 @@ class _Tensors:
         return found
 
 
-class _OperationMode(TorchDispatchMode):
+class _OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operations and their arguments."""
 
     def __init__(self, labels: dict[int, str]) -> None:
@@ -123,20 +123,20 @@ def probe(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> list[Oper
         NotTraceable: forward fails on fake tensors.
     """
     model_copy, paths = copy_model(model), [type(model).__name__]
-    with silence_torch(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            values = {name: _fake(mode, own) for name, own in _state(model_copy).items()}
-            args, kwargs = arguments(each(mode.from_tensor, check_example(model, inputs, samples)))
-            labels = {id(value): name for name, value in values.items()}
-            labels |= {id(leaf): f"input {n}" for n, leaf in enumerate(pytree.tree_leaves((args, kwargs)))}
-            operations = _OperationMode(labels)
-            try:
-                with _follow_modules(model_copy, paths), _HookMode(paths), operations:
-                    torch.func.functional_call(model_copy, values, args, kwargs)
-            except FedveilError:
-                raise
-            except Exception as error:
-                raise explain(model, model_copy, error) from None
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with silence_torch(), torch.enable_grad(), torch.random.fork_rng(devices=[]), mode:
+        values = {name: _fake(mode, own) for name, own in _state(model_copy).items()}
+        args, kwargs = arguments(each(mode.from_tensor, check_example(model, inputs, samples)))
+        labels = {id(value): name for name, value in values.items()}
+        labels |= {id(leaf): f"input {n}" for n, leaf in enumerate(pytree.tree_leaves((args, kwargs)))}
+        operations = _OperationMode(labels)
+        try:
+            with _follow_modules(model_copy, paths), _HookMode(paths), operations:
+                torch.func.functional_call(model_copy, values, args, kwargs)
+        except FedveilError:
+            raise
+        except Exception as error:
+            raise explain(model, model_copy, error) from None
     return operations.record
 
 

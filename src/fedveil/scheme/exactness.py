@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil.errors import NotExact
+from fedveil.graph.compiled import run_eagerly
 from fedveil.graph.guards import check_sizes
 from fedveil.graph.inputs import Inputs, Named
 from fedveil.scheme.broadcast import Broadcast
@@ -142,7 +143,7 @@ class _Pair:
         broadcast = self.broadcast
         if last_digit is not None:
             broadcast = dataclasses.replace(broadcast, parameters=_change_last_digit(broadcast.parameters, last_digit))
-        with torch.random.fork_rng(devices=[]), draws:
+        with torch.random.fork_rng(devices=[]), run_eagerly(self.model), draws:
             update = client_step(self.model, broadcast, self.inputs, self.targets)
         result = self.perturbation.recover([update], [1.0])
         return result.gradients, result.error
@@ -155,7 +156,7 @@ class _Pair:
             values = _change_last_digit(values, last_digit)
         leaves = {name: values[name].requires_grad_() for name in self.broadcast.trainable}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        with torch.random.fork_rng(devices=[]), draws, torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), run_eagerly(model), draws, torch.enable_grad():
             outputs = compute_outputs(model, self.inputs, values | buffers)
             delta = _slope(loss, outputs.detach(), self.targets, head_axis(model))
             found = torch.autograd.grad(outputs, list(leaves.values()), delta, allow_unused=True)
