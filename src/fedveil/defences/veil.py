@@ -16,8 +16,8 @@ from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, Perturbation, Update, VeilSession
 from fedveil.scheme.broadcast import check_broadcast
 from fedveil.scheme.client import client_step
+from fedveil.scheme.comparison import check_exact
 from fedveil.scheme.decoys import DEFAULT_DECOYS
-from fedveil.scheme.exactness import check_exact
 from fedveil.scheme.losses import Function
 from fedveil.scheme.perturbation import bound_passes, bound_rounding, predict_passes
 from fedveil.scheme.recover import bound_magnitudes
@@ -153,7 +153,7 @@ class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
         return self.perturbation.recover(updates, weights)
 
     def check_exact(self, model: nn.Module, inputs: Inputs, targets: Tensor | None) -> None:
-        """Compare the recovered gradient of a batch with the plain one; see `fedveil.scheme.exactness`."""
+        """Compare the recovered gradient of a batch with the plain one; see `fedveil.scheme.comparison`."""
         check_exact(self.perturbation, model, inputs, targets)
 
     def sum_template(self) -> Tensors:

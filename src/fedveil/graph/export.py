@@ -140,10 +140,10 @@ def find_failure(model: nn.Module, model_copy: nn.Module, error: Exception) -> s
     names = {id(module): name for name, module in model_copy.named_modules()}
     where, line = type(model).__name__, ""
     for frame, number in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
+        module = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))  # self, whatever it is called
         if id(module) in names and names[id(module)]:
             where = f"{names[id(module)]} ({type(module).__name__})"
-        if not LIBRARY.search(frame.f_code.co_filename) and id(module) in names:
+        if not LIBRARY.search(frame.f_code.co_filename) and (line or id(module) in names):
             text = linecache.getline(frame.f_code.co_filename, number).strip()
             line = f", {Path(frame.f_code.co_filename).name}:{number}" + (f" ({text})" if text else "")
     return where + line
