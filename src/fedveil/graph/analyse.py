@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedveil.errors import AnalysisError, BadArgument, FedveilError, NothingToVeil, TooLittleCovered
 from fedveil.graph.build import build_plan
@@ -32,8 +32,8 @@ def analyse(
     """Determine which layers of a model can be perturbed, and how.
 
     The model is neither run nor changed: torch.export records the operations of a forward pass for the given shapes,
-    dtypes and modes (train or eval), and the plan is valid only for these. No noise can pass through an operation
-    without a rule; the plan lists such operations.
+    dtypes and modes (train or eval). `client_step` refuses sizes for which the plan would differ. No noise can pass
+    through an operation without a rule; the plan lists such operations.
 
     Args:
         model: any network that torch.export can trace.
@@ -54,6 +54,7 @@ def analyse(
         HeadNotLinear: no Linear or convolution allows additive noise, and `head` is not "exposed".
         NothingToVeil: every axis is pinned.
         TooLittleCovered: the coverage is below `min_coverage`.
+        NotExact: hooks or a user-defined backward pass change gradients.
         AnalysisError: forward returns more than one tensor, no parameter requires a gradient, or the tensors differ
             in dtype or device, or are neither float32 nor float64.
 
@@ -104,6 +105,9 @@ def make_plan(model: nn.Module, inputs: Inputs, samples: int, *, exposed: bool, 
     """Return the plan for inputs of this form and number of samples, however little it covers."""
     with run_eagerly(model):
         graph = export(model, inputs, samples)
+        if any(node.meta["val"].dim() == 0 for node in graph.outputs if isinstance(node.meta.get("val"), Tensor)):
+            what = "the model returns one number for the whole batch, such as a mean or a loss"
+            raise AnalysisError(type(model).__name__, what, "return one row per sample; the loss averages them")
         probe(model, inputs, samples)
         layer, node = (None, None) if exposed else find_head(model, graph, inputs, samples)
     walk = Walk(graph, node)

@@ -43,7 +43,7 @@ class ModelGraph:
 
 def copy_model(model: nn.Module) -> nn.Module:
     """Copy a model, making its tensors contiguous; already contiguous ones share memory with the original."""
-    memo: dict[int, object] = {}
+    memo: dict[int, object] = {**find_computed(model)}
     for tensor in [*model.parameters(), *model.buffers()]:
         plain = tensor.detach()
         if not plain.is_contiguous():
@@ -59,6 +59,12 @@ def copy_model(model: nn.Module) -> nn.Module:
         if getattr(module, "momentum", 0) is None:  # a cumulative average depends on the number of batches
             module.momentum = 0.1  # type: ignore[assignment]
     return model_copy
+
+
+def find_computed(model: nn.Module) -> dict[int, Tensor]:
+    """Return what replaces attributes that a pre-hook computes, such as a pruned weight, which cannot be copied."""
+    found = [own for module in model.modules() for own in vars(module).values() if isinstance(own, Tensor)]
+    return {id(tensor): tensor.detach() for tensor in found if not tensor.is_leaf}
 
 
 def check_example(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> Inputs:

@@ -46,7 +46,7 @@ class _OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operations and their arguments."""
 
     def __init__(self, labels: dict[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.record: list[Operation] = []
         self._tensors = _Tensors(labels)
 

@@ -40,7 +40,7 @@ from fedveil.scheme.outputs import head_axis, output_gradient
 from fedveil.wire import Tensors
 
 SAME_FORM = "pass inputs with the shapes and dtypes of the example that was analysed"
-OUT_OF_PLACE = "replace in-place operations in forward, such as x += y, by x = x + y"
+BACKWARD = "checkpoint neither the layer with additive noise nor those after it, and replace x += y by x = x + y"
 NOT_CALLED = "forward did not call the layer with additive noise"
 
 
@@ -227,7 +227,7 @@ class _BatchRun:
         leaves = list(self.leaves.values())
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if outputs.requires_grad:
-            with attribute_failure(self.model, "its backward pass fails", OUT_OF_PLACE):
+            with attribute_failure(self.model, "its backward pass fails", BACKWARD):
                 gradients = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=not last, allow_unused=True)
         for stack, gradient in zip(found.values(), gradients, strict=True):
             if gradient is None:

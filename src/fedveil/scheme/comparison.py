@@ -10,7 +10,7 @@ the kink of a ReLU that their derivative depends on rounding.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedveil.errors import NotExact
 from fedveil.graph.compiled import run_eagerly
 from fedveil.graph.guards import check_sizes
-from fedveil.graph.inputs import Inputs, Named
+from fedveil.graph.inputs import Inputs
 from fedveil.scheme.broadcast import Broadcast
 from fedveil.scheme.client import client_step
 from fedveil.scheme.losses import Loss, SquaredError, sample_weights
@@ -50,7 +50,7 @@ class Difference:
     rounding: float
 
 
-class FixedDraws(TorchDispatchMode):
+class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces random numbers with constants, and counts operations.
 
     Attributes:
@@ -59,16 +59,20 @@ class FixedDraws(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0
         self.random: set[str] = set()
 
     def __torch_dispatch__(
-        self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Named | None = None
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Run the operation, and replace what it draws."""
         self.operations += 1
-        kwargs = kwargs or {}
+        kwargs = {} if kwargs is None else kwargs
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)
         name = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
@@ -146,7 +150,7 @@ class _Pair:
         with torch.random.fork_rng(devices=[]), run_eagerly(self.model), draws:
             update = client_step(self.model, broadcast, self.inputs, self.targets)
         result = self.perturbation.recover([update], [1.0])
-        return result.gradients, result.error
+        return dict(result.gradients), result.error
 
     def plain(self, draws: FixedDraws, last_digit: torch.Generator | None = None) -> Tensors:
         """Return the gradient of plain training."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.graph.compiled import find_original
+from fedveil.graph.export import find_computed
 from fedveil.graph.units import factor_along
 from fedveil.scheme.broadcast import Broadcast, PublicHead
 
@@ -16,7 +17,8 @@ def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False
     The head is base + offset, as in the paper. If `centred` is true, it is the base without the public offset. Any
     client can compute this model, and it predicts far better (docs/maths.md, "What a veil hides").
     """
-    view = copy.deepcopy(find_original(model))
+    own = find_original(model)
+    view = copy.deepcopy(own, dict[int, object](find_computed(own)))
     view.load_state_dict(dict(broadcast.parameters) | dict(broadcast.buffers), strict=False)
     head = broadcast.head
     if head and not centred:
