@@ -13,10 +13,12 @@ from torch import nn
 
 from fedveil.errors import BadArgument
 
+WRAPPER = "OptimizedModule"  # the class of modules that torch.compile returns; importing it takes a second
+
 
 def is_wrapper(module: nn.Module) -> bool:
     """Return whether torch.compile returned this module."""
-    kinds = [kind for kind in type(module).__mro__ if kind.__name__ == "OptimizedModule"]
+    kinds = [kind for kind in type(module).__mro__ if kind.__name__ == WRAPPER]
     return any(kind.__module__.startswith("torch._dynamo") for kind in kinds)
 
 

@@ -8,9 +8,8 @@ part of forward, and work.
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn.modules import module as torch_module
 
 from fedveil.errors import NotExact
 
@@ -21,31 +20,18 @@ BY_AUTOGRAD = (
 )
 REENTRANT = "pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
 KNOWN_PACKERS = ("torch.utils.checkpoint", "torch.autograd.graph")  # they restore tensors exactly
-GLOBAL_HOOKS = ("_global_backward_hooks", "_global_backward_pre_hooks")
 
 
-def find_hook(module: nn.Module) -> str | None:
-    """Describe a backward hook of a module; return None if it has none."""
-    if module._backward_hooks or module._backward_pre_hooks:
-        return "it has a backward hook, which would receive perturbed gradients"
-    return None
-
-
-def find_tensor_hook(tensor: Tensor) -> str | None:
-    """Describe a hook of a parameter or buffer; return None if it has none."""
-    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-        return "it has a gradient hook (register_hook), which would not see the recovered gradient"
-    return None
+MODULE_HOOK = "it has a backward hook, which would receive perturbed gradients"
+TENSOR_HOOK = "it has a gradient hook (register_hook), which would not see the recovered gradient"
+GLOBAL_HOOK = "a backward hook is registered for all modules, and would receive perturbed gradients"
 
 
 def refuse_hooks(found: tuple[tuple[str, str], ...], model_name: str) -> None:
-    """Refuse a model with the hooks found, and hooks that are registered for all modules or all saved tensors."""
+    """Refuse a model with hooks; `found` lists the path of a module or tensor, and the kind of hook."""
     for path, what in found:
-        raise NotExact(path or model_name, what, IN_STEP)
-    if any(getattr(torch_module, name) for name in GLOBAL_HOOKS):
-        what = "a backward hook is registered for all modules, and would receive perturbed gradients"
-        raise NotExact(model_name, what, "remove it: call remove() on the handle that registering it returned")
-    refuse_packing(model_name)
+        fix = "remove it: call remove() on the handle that registering it returned"
+        raise NotExact(path or model_name, what, fix if what == GLOBAL_HOOK else IN_STEP)
 
 
 def refuse_packing(where: str) -> None:

@@ -19,11 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.modules import module as torch_module
 
 from fedveil.errors import ModelMismatch
 from fedveil.graph import coverage
 from fedveil.graph.head import Head
-from fedveil.graph.hooks import find_hook, find_tensor_hook, refuse_hooks
+from fedveil.graph.hooks import GLOBAL_HOOK, MODULE_HOOK, TENSOR_HOOK, refuse_hooks
 from fedveil.graph.signature import identify
 from fedveil.graph.solve import Integers, Orders
 from fedveil.graph.units import Symmetry
@@ -52,10 +53,12 @@ class ModelState:
         homes: dict[int, list[Home]] = {}
         named: dict[str, list[Home]] = {}
         hooks: list[tuple[str, str]] = []
+        if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
+            hooks.append(("", GLOBAL_HOOK))
         for path, module in model.named_modules():
             modes.append((path, module.training))
-            if hook := find_hook(module):
-                hooks.append((path, hook))
+            if module._backward_hooks or module._backward_pre_hooks:
+                hooks.append((path, MODULE_HOOK))
             prefix = f"{path}." if path else ""
             for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
                 for name, tensor in own.items():
@@ -65,8 +68,8 @@ class ModelState:
                     if known is None:
                         found[prefix + name] = tensor
                         known = homes[id(tensor)] = named[prefix + name] = []
-                        if hook := find_tensor_hook(tensor):
-                            hooks.append((prefix + name, hook))
+                        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                            hooks.append((prefix + name, TENSOR_HOOK))
                     known.append((own, name))
         return cls(parameters, buffers, named, tuple(modes), tuple(hooks))
 
@@ -366,7 +369,8 @@ class Plan:
 def check_model(plan: Plan, model: nn.Module) -> ModelState:
     """Return a model's state; refuse a model that differs from the one that was analysed."""
     state, layout = ModelState.read(model), plan.layout
-    refuse_hooks(state.hooks, plan.model_name)
+    if state.hooks:
+        refuse_hooks(state.hooks, plan.model_name)
     fix = "analyse the model again after changing it"
     parameters = layout.trainable + layout.frozen
     for entries, tensors in ((parameters, state.parameters), (layout.buffers, state.buffers)):

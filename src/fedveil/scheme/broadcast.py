@@ -305,7 +305,8 @@ def check_broadcast(model: nn.Module, broadcast: Broadcast) -> ModelState:
     The broadcast contains all buffers, but no parameters that forward does not read.
     """
     state = ModelState.read(model)
-    refuse_hooks(state.hooks, type(model).__name__)
+    if state.hooks:
+        refuse_hooks(state.hooks, type(model).__name__)
     buffers = select_row(broadcast.buffers, 0) if broadcast.continued else broadcast.buffers
     match_model(state, broadcast.parameters, buffers, complete=False)
     training = tuple([path for path, mode in state.modes if mode])

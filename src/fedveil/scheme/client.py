@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
 from fedveil.errors import BadArgument, ModelMismatch
-from fedveil.graph.compiled import find_original, run_eagerly
+from fedveil.graph.compiled import WRAPPER, find_original, run_eagerly
 from fedveil.graph.export import attribute_failure
 from fedveil.graph.guards import check_sizes
 from fedveil.graph.head import INNER_TAILS
@@ -93,7 +93,8 @@ def client_step(
         if torch.is_autocast_enabled(device):
             what = f"torch.autocast is on for {device}: a veiled gradient would lose more precision than a plain one"
             raise BadArgument("client_step", what, "call client_step outside torch.autocast")
-    model = find_original(model)
+    if type(model).__name__ == WRAPPER:
+        model = find_original(model)
     state = check_broadcast(model, broadcast)
     samples = inputs.shape[0] if isinstance(inputs, Tensor) else count(inputs)
     if not samples or samples != targets.shape[0]:
