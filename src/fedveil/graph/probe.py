@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,7 +124,7 @@ def probe(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> list[Oper
         NotTraceable: forward fails on fake tensors.
     """
     model_copy, paths = copy_model(model), [type(model).__name__]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     with silence_torch(), torch.enable_grad(), torch.random.fork_rng(devices=[]), mode:
         values = {name: _fake(mode, own) for name, own in _state(model_copy).items()}
         args, kwargs = arguments(each(mode.from_tensor, check_example(model, inputs, samples)))

@@ -10,16 +10,14 @@ the kink of a ReLU that their derivative depends on rounding.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil.errors import NotExact
 from fedveil.graph.compiled import run_eagerly
+from fedveil.graph.draws import FixedDraws
 from fedveil.graph.guards import check_sizes
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme.broadcast import Broadcast
@@ -31,8 +29,6 @@ from fedveil.scheme.recover import find_non_finite
 from fedveil.wire import Tensors
 
 DRAWS = 2  # number of changes in the last digit of the parameters
-HALF = ("rand", "rand_like", "uniform", "uniform_", "exponential", "exponential_", "randn", "randn_like", "normal_")
-ONE = ("bernoulli", "bernoulli_")
 FIX = (
     "remove code in forward that acts on gradients, draws Python's random numbers or keeps values between calls; if "
     "there is none, report a bug with the model: fedveil.analyse is then wrong about one of its layers"
@@ -48,45 +44,6 @@ class Difference:
 
     found: float
     rounding: float
-
-
-class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces random numbers with constants, and counts operations.
-
-    Attributes:
-        operations: the number of operations so far.
-        random: the names of random operations that were left as they are.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operations = 0
-        self.random: set[str] = set()
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Run the operation, and replace what it draws."""
-        self.operations += 1
-        kwargs = {} if kwargs is None else kwargs
-        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-            return func(*args, **kwargs)
-        name = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
-        if name == "native_dropout":
-            given = args[0]
-            assert isinstance(given, Tensor)
-            return given.clone(), torch.ones_like(given, dtype=torch.bool)
-        found = func(*args, **kwargs)
-        if name not in HALF + ONE:
-            self.random.add(name)
-            return found
-        for leaf in pytree.tree_leaves(found):
-            leaf.fill_(0.5 if name in HALF else 1)
-        return found
 
 
 def check_exact(
