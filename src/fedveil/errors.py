@@ -6,6 +6,7 @@ FedveilError
 │   ├── NotTraceable     torch.export cannot trace its forward
 │   ├── HeadNotLinear    none of its Linear layers or convolutions can take additive noise
 │   ├── NothingToVeil    every axis is pinned, so a veil would change nothing
+│   ├── NotExact         its gradient would not be recovered exactly
 │   └── TooLittleCovered less of it can be perturbed than min_coverage requires
 ├── ModelMismatch        the model differs from the one that was analysed or broadcast
 ├── Diverged             training diverged to NaN or infinity
@@ -52,6 +53,10 @@ class HeadNotLinear(AnalysisError):
 
 class NothingToVeil(AnalysisError):
     """Every axis of the model is pinned, so a veil would change nothing."""
+
+
+class NotExact(AnalysisError):
+    """The model's gradient would not be recovered exactly."""
 
 
 class TooLittleCovered(AnalysisError):

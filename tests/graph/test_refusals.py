@@ -70,11 +70,11 @@ PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
 @pytest.mark.parametrize(
     ("model", "example", "options", "kind", "text"),
     [
-        (with_branch(), X, {}, errors.NotTraceable, r"inner \(Network\), line.* reads the values.*Fix: replace `if`"),
+        (with_branch(), X, {}, errors.NotTraceable, r"inner \(Network\), .*py:\d+ .* reads the val.*Fix: replace"),
         (dense(), torch.zeros(1, 7), {}, errors.NotTraceable, r"0 \(Linear\): torch.export cannot .*Fix: check"),
-        (packed(), PACKED, {}, errors.NotTraceable, r"line.*cannot trace packed sequences.*Fix: pass padded"),
-        (causal(), torch.zeros(2, 3, 8), {}, errors.NotTraceable, "line.*values of the mask.*Fix: pass is_causal"),
-        (Numpy(3, 2), torch.zeros(2, 3), {}, errors.NotTraceable, "line.*calls NumPy.*Fix: use torch fun"),
+        (packed(), PACKED, {}, errors.NotTraceable, r"py:\d+ .*cannot trace packed sequences.*Fix: pass padded"),
+        (causal(), torch.zeros(2, 3, 8), {}, errors.NotTraceable, r"py:\d+ .*values of the mask.*Fix: pass is_causal"),
+        (Numpy(3, 2), torch.zeros(2, 3), {}, errors.NotTraceable, r"py:\d+ .*calls NumPy.*Fix: use torch fun"),
         (dense(), torch.tensor(1.0), {}, errors.BadArgument, "analyse: .*contain no tensor, or one without a batch"),
         (TwoInputs(), X, EXPOSED, errors.BadArgument, "missing a required argument: 'other'.*Fix: pass positional"),
         (nn.Sequential(nn.LayerNorm(5), nn.ReLU()), X, {}, errors.HeadNotLinear, f"neither a Linear.*{WAY_OUT}"),

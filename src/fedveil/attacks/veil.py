@@ -27,9 +27,9 @@ from fedveil.federation.evaluate import predict
 from fedveil.graph import analyse
 from fedveil.graph.plan import Plan, flatten
 from fedveil.scheme.broadcast import Broadcast, PublicHead
-from fedveil.scheme.client import move_head
 from fedveil.scheme.losses import Loss, SquaredError
 from fedveil.scheme.outputs import values
+from fedveil.scheme.view import move_head
 
 LBFGS_STEPS = 200
 TURNS = 20  # alternations between weights and noise

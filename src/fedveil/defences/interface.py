@@ -58,6 +58,10 @@ class DefenceRound(ABC, Generic[B, U]):
         """Combine the results of `recover_each`, or return None to use the server's aggregation rule."""
         return None
 
+    def check_exact(self, model: nn.Module, inputs: Inputs, targets: Tensor | None) -> None:
+        """If the defence promises exact gradients, refuse a model for which they differ from plain ones on a batch."""
+        return
+
     def sum_template(self) -> Tensors:
         """Return tensors on the meta device, shaped like the sums of per-record gradients for `from_sums`."""
         raise BadArgument("privacy", NO_RECORDS, RECORDS_FIX)

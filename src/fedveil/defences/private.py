@@ -110,6 +110,10 @@ class PrivateRound(DefenceRound[B, U]):
         """Raise an error, because individual updates contain too little noise or none."""
         raise BadArgument("privacy", "only noisy sums are recovered, not individual updates", "omit limits=")
 
+    def check_exact(self, model: nn.Module, inputs: Inputs, targets: Tensor | None) -> None:
+        """Compare the gradients of the inner defence, without noise."""
+        self.inner.check_exact(model, inputs, targets)
+
     def release(self, *, reuse: bool = False) -> None:
         """Discard the secret of the inner round."""
         self.inner.release(reuse=reuse)

@@ -15,11 +15,13 @@ from fedveil.graph import Plan, analyse
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, Perturbation, Update, VeilSession
 from fedveil.scheme.broadcast import check_broadcast
-from fedveil.scheme.client import client_step, client_view
+from fedveil.scheme.client import client_step
+from fedveil.scheme.comparison import check_exact
 from fedveil.scheme.decoys import DEFAULT_DECOYS
 from fedveil.scheme.losses import Function
 from fedveil.scheme.perturbation import bound_passes, bound_rounding, predict_passes
 from fedveil.scheme.recover import bound_magnitudes
+from fedveil.scheme.view import client_view
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 
 if TYPE_CHECKING:
@@ -153,6 +155,10 @@ class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
     def recover(self, updates: Sequence[Update], weights: Sequence[float]) -> Aggregate:
         """Recover the gradient from the weighted sum of the updates."""
         return self.perturbation.recover(updates, weights)
+
+    def check_exact(self, model: nn.Module, inputs: Inputs, targets: Tensor | None) -> None:
+        """Compare the recovered gradient of a batch with the plain one; see `fedveil.scheme.comparison`."""
+        check_exact(self.perturbation, model, inputs, targets)
 
     def sum_template(self) -> Tensors:
         """Return tensors with one row per pass."""

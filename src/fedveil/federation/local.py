@@ -23,14 +23,15 @@ from fedveil.federation.checkpoint import StateTag
 from fedveil.federation.client import compute_update, take_step
 from fedveil.federation.limits import Limits
 from fedveil.federation.optimise import Optimizer, Schedule
-from fedveil.federation.prepare import make_shards, read_held_out, refuse_single
+from fedveil.federation.prepare import keep_random_state, make_shards, read_held_out, refuse_single
 from fedveil.federation.protocol import AnyReply, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.federation.state import RECORDS, CheckpointState, Setting, checksum_records
 from fedveil.federation.targets import default_loss, one_output, warn_about_activation
 from fedveil.files import make_folder, remove_partial_files
-from fedveil.graph.analyse import refuse_wrapped
+from fedveil.graph.compiled import unwrap
+from fedveil.graph.inputs import Inputs
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Source, UserRecords, as_source, check_sources, choose_batch_size, list_clients
 from fedveil.scheme import Entropy
@@ -217,7 +218,7 @@ class Federation(Server):
         if not isinstance(model, nn.Module):
             what = f"model is {model!r:.60}, not a torch.nn.Module"
             raise BadArgument(where, what, "pass an instance of a module: Net()")
-        refuse_wrapped(where, model)
+        model = unwrap(where, model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             fix = "call model.requires_grad_(True)"
             raise BadArgument(where, "no parameter of the model requires a gradient", fix)
@@ -279,6 +280,11 @@ class Federation(Server):
 
         sizes = list(self.shards.sizes)
         return RunTerms(False, len(sizes), sizes, self.shards.batch_size, self.whole_shard)
+
+    def _comparison_batch(self) -> tuple[Inputs, Tensor | None]:
+        """Return the first client's batch; a data set that draws random numbers draws the same ones in the round."""
+        with keep_random_state():
+            return self.shards.take(self.shards.rows(0, self.round))
 
     def _read_test(self, test: UserRecords) -> Source:
         """Check test data against the model, the loss and the clients' records; return them as a source."""

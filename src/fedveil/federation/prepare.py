@@ -1,9 +1,12 @@
 """Check clients' records and test data against a model and its loss before the first round."""
 
 import itertools
+import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -65,6 +68,18 @@ def read_own_records(data: OwnRecords, *, check: bool = True) -> Source:
     except FedveilError as error:  # its text may contain values from records, and errors are sent to the server
         print(f"fedveil: {error}", file=sys.stderr)
         raise BadArgument("this client", "its records cannot be used; the reason is in its log") from None
+
+
+@contextmanager
+def keep_random_state() -> Iterator[None]:
+    """Restore the random states of Python, NumPy and torch, so that a data set draws the same numbers again."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 def read_held_out(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedveil.checks import check_count
 from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound
@@ -23,6 +23,7 @@ from fedveil.federation.protocol import AnyReply, Ask, Channels, Fault, Member, 
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.federation.sums import FIRST_RECORDS
+from fedveil.graph.compiled import unwrap
 from fedveil.graph.coverage import describe_shares
 from fedveil.graph.inputs import Inputs
 from fedveil.privacy.settings import Privacy
@@ -270,6 +271,7 @@ class RemoteServer(Server, Generic[C]):
         seed: int = 0,
     ) -> None:
         where = type(self).__name__
+        model = unwrap(where, model)
         if loss is None:
             what = "no loss is given, and the server does not see the clients' targets"
             raise BadArgument(where, what, 'use loss="cross_entropy" for classes, loss="squared_error" for numbers')
@@ -317,6 +319,10 @@ class RemoteServer(Server, Generic[C]):
             what = "noise_by='clients' requires secure aggregation: a single update has only one share of the noise"
             raise BadArgument("privacy", what, 'set secure_aggregation=True, or noise_by="server"')
         return add_privacy(defence, privacy, 1.0)
+
+    def _comparison_batch(self) -> tuple[Inputs, Tensor | None]:
+        """Return the example, whose targets are unknown."""
+        return self.example, None
 
     @abstractmethod
     def _connect(self, connection: C) -> Transport:

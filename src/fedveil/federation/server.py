@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import secrets
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -12,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fedveil.checks import check_choice, check_count, check_positive
-from fedveil.defences.interface import AnyClient, AnyDefence, AnyServer, Defence
+from fedveil.defences.interface import AnyClient, AnyDefence, AnyRound, AnyServer, Defence
 from fedveil.defences.registry import build
-from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, TooFewAnswers
+from fedveil.errors import BadArgument, NonFiniteUpdate, TooFewAnswers
 from fedveil.federation.evaluate import better, deciding_metric, metrics, predict_source
 from fedveil.federation.fitting import Callback, FitPlan, list_callbacks
 from fedveil.federation.history import History, RoundRecord
@@ -30,9 +29,9 @@ from fedveil.federation.rounds import Observer, RoundKind, RoundPolicy
 from fedveil.federation.state import LOG, LOWER, SPENT, Folder, Snapshot, StoredServer, find_non_finite_state
 from fedveil.federation.stopping import check_monitor, has_stalled
 from fedveil.federation.targets import attribute_targets
-from fedveil.graph.analyse import refuse_wrapped
+from fedveil.graph.compiled import find_original
 from fedveil.graph.inputs import Inputs
-from fedveil.locks import lock_folder
+from fedveil.locks import SingleThreadLock, lock_folder
 from fedveil.records.shards import generator
 from fedveil.records.sources import Source, UserRecords
 from fedveil.scheme.losses import Function, Loss, find_loss
@@ -49,24 +48,6 @@ NOT_RESTORED = "the model in memory has the values after the step"
 RESTORED = "the model in memory has the values before the step, which were finite"
 MAX_SHOWN = 5  # maximum number of faults in an error message
 POLL = 0.5  # seconds between checks for missing clients
-
-
-class SingleThreadLock:
-    """A reentrant lock that raises if another thread holds it. Copies are not locked."""
-
-    def __init__(self, where: str) -> None:
-        self._where, self._lock = where, threading.RLock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            fix = "wait until it has finished, or create a separate federation and model for each thread"
-            raise FedveilError(self._where, "another thread is using it", fix)
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type["SingleThreadLock"], tuple[str]]:
-        return SingleThreadLock, (self._where,)
 
 
 class Server(StoredServer):
@@ -91,7 +72,7 @@ class Server(StoredServer):
         seed: int,
     ) -> None:
         where = type(self).__name__
-        refuse_wrapped(where, model)
+        model = find_original(model)
         self.model = model
         first = next(model.parameters())
         self.device, self.dtype = first.device, first.dtype
@@ -117,6 +98,7 @@ class Server(StoredServer):
         self._alone = SingleThreadLock(where)
         self._run, self._behind = secrets.token_bytes(16), False
         self._undoable = False  # whether interrupted rounds are undone
+        self._compared = False  # whether perturbed and plain gradients were compared
         self._before = self._saved = self._described = None
 
     def __repr__(self) -> str:
@@ -185,6 +167,8 @@ class Server(StoredServer):
             began, reuse = time.perf_counter(), False
             defence_round = self.defence_server.start_round(self.model, members if self.engine.stable else None)
             try:
+                if not self._compared:
+                    self._compare_gradients(defence_round)
                 result = self.rounds.collect(self.round, defence_round, members, faults, on_exchange)
                 reuse = on_exchange is None and self.engine.keeps_nothing
             finally:
@@ -194,6 +178,15 @@ class Server(StoredServer):
             if attempt < policy.attempts:
                 time.sleep(policy.pause)
         raise self._explain_failure(faults, members)
+
+    def _compare_gradients(self, defence_round: AnyRound) -> None:
+        """Compare a recovered gradient with a plain one; refuse a model for which they differ."""
+        defence_round.check_exact(self.model, *self._comparison_batch())
+        self._compared = True
+
+    @abstractmethod
+    def _comparison_batch(self) -> tuple[Inputs, Tensor | None]:
+        """Return inputs that the server may use to compare gradients, and their targets if it knows them."""
 
     def _describe(self, result: Aggregate, asked: int, faults: FaultLog, attempt: int, began: float) -> Aggregate:
         """Add faults, traffic and times to the result of a round."""

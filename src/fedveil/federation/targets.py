@@ -7,8 +7,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fedveil.errors import BadArgument
+from fedveil.errors import BadArgument, FedveilError
 from fedveil.federation.evaluate import move_inputs, predict, slice_inputs
+from fedveil.graph.export import first_line
 from fedveil.records.inputs import Batch, Inputs, tensors_by_path
 from fedveil.records.sources import Rows, Source
 from fedveil.scheme import losses
@@ -37,11 +38,10 @@ def refuse_failure(where: str, what: str, fix: str) -> Iterator[None]:
     """Convert an error in a model or a loss to a `BadArgument` that quotes its first line."""
     try:
         yield
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, BadArgument):
-            raise
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadArgument(where, f"{what}: {first}", fix) from error
+    except (FedveilError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # users' code may raise any exception
+        raise BadArgument(where, f"{what}: {first_line(error)}", fix) from error
 
 
 def default_loss(output: Tensor, sources: Sequence[Source]) -> str:

@@ -5,14 +5,17 @@ from collections.abc import Collection
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fedveil.errors import AnalysisError, BadArgument, NothingToVeil, TooLittleCovered
+from fedveil.errors import AnalysisError, BadArgument, FedveilError, NothingToVeil, TooLittleCovered
 from fedveil.graph.build import build_plan
-from fedveil.graph.export import export
+from fedveil.graph.compiled import run_eagerly, unwrap
+from fedveil.graph.export import SAMPLES, export, first_line
 from fedveil.graph.head import find_head
-from fedveil.graph.inputs import Inputs
-from fedveil.graph.plan import Plan
+from fedveil.graph.hooks import refuse_hooks
+from fedveil.graph.inputs import Inputs, describe_form
+from fedveil.graph.plan import ModelState, Plan
+from fedveil.graph.probe import probe
 from fedveil.graph.walk import Walk
 
 MAX_BARE = 0.1  # warn if more than this fraction of the parameter values would be sent unchanged
@@ -29,8 +32,8 @@ def analyse(
     """Determine which layers of a model can be perturbed, and how.
 
     The model is neither run nor changed: torch.export records the operations of a forward pass for the given shapes,
-    dtypes and modes (train or eval), and the plan is valid only for these. No noise can pass through an operation
-    without a rule; the plan lists such operations.
+    dtypes and modes (train or eval). `client_step` refuses sizes for which the plan would differ. No noise can pass
+    through an operation without a rule; the plan lists such operations.
 
     Args:
         model: any network that torch.export can trace.
@@ -51,6 +54,7 @@ def analyse(
         HeadNotLinear: no Linear or convolution allows additive noise, and `head` is not "exposed".
         NothingToVeil: every axis is pinned.
         TooLittleCovered: the coverage is below `min_coverage`.
+        NotExact: hooks or a user-defined backward pass change gradients.
         AnalysisError: forward returns more than one tensor, no parameter requires a gradient, or the tensors differ
             in dtype or device, or are neither float32 nor float64.
 
@@ -66,17 +70,16 @@ def analyse(
         raise BadArgument("analyse", f'head must be "linear" or "exposed", got {head!r}')
     if not 0 <= min_coverage <= 1:
         raise BadArgument("analyse", f"min_coverage must be between 0 and 1, got {min_coverage}")
-    refuse_wrapped("analyse", model)
+    if not isinstance(model, nn.Module):
+        raise BadArgument("analyse", f"model is {model!r:.60}, not a torch.nn.Module", "pass an instance: Net()")
+    model = unwrap("analyse", model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-6):
             what = f"it is {tensor.dtype}: a veil would lose more precision than plain training"
             fix = "call model.float(); in float32 and float64, a veil is as precise as plain training"
             raise AnalysisError(name, what, fix)
-    graph = export(model, example_inputs)
-    layer, node = (None, None) if head == "exposed" else find_head(model, graph, example_inputs)
-    walk = Walk(graph, node)
-    walk.run()
-    plan = build_plan(model, walk, layer, public)
+    refuse_hooks(ModelState.read(model).hooks, type(model).__name__)
+    plan = make_plan(model, example_inputs, SAMPLES, exposed=head == "exposed", public=public)
     if not plan.layout.trainable:
         fix = "call requires_grad_(True) on the parameters to train"
         raise AnalysisError(plan.model_name, "no parameter that forward reads requires a gradient", fix)
@@ -95,23 +98,24 @@ def analyse(
     return plan
 
 
-def refuse_wrapped(where: str, model: nn.Module) -> None:
-    """Refuse a model that is or contains a compiled, scripted or parallel module."""
-    for path, module in model.named_modules():
-        name = f"model.get_submodule({path!r})" if path else "model"
-        kinds = [kind for kind in type(module).__mro__ if kind.__name__ == "OptimizedModule"]
-        if any(kind.__module__.startswith("torch._dynamo") for kind in kinds):
-            what = "was compiled by torch.compile, and compiled code cannot be perturbed"
-            fix = f"pass the original module: {name}._orig_mod"
-        elif getattr(module, "_compiled_call_impl", None) is not None:
-            what = "was compiled in place by its compile() method, and compiled code cannot be perturbed"
-            fix = f"build the model without calling compile(), or set {name}._compiled_call_impl = None"
-        elif isinstance(module, torch.jit.ScriptModule):
-            what = "is a ScriptModule, whose operations cannot be traced"
-            fix = "pass the original module, not the output of torch.jit.script or torch.jit.trace"
-        elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            what = f"is wrapped in {type(module).__name__}, which splits a batch across devices"
-            fix = f"pass {name}.module, on a single device"
-        else:
-            continue
-        raise BadArgument(where, f"layer {path!r} of the model {what}" if path else f"the model {what}", fix)
+REPORT = "report a bug with the model; until then, use the defence 'plain' or 'ppdl', which do not analyse it"
+
+
+def make_plan(model: nn.Module, inputs: Inputs, samples: int, *, exposed: bool, public: Collection[str] = ()) -> Plan:
+    """Return the plan for inputs of this form and number of samples, however little it covers."""
+    with run_eagerly(model):
+        graph = export(model, inputs, samples)
+        if any(node.meta["val"].dim() == 0 for node in graph.outputs if isinstance(node.meta.get("val"), Tensor)):
+            what = "the model returns one number for the whole batch, such as a mean or a loss"
+            raise AnalysisError(type(model).__name__, what, "return one row per sample; the loss averages them")
+        probe(model, inputs, samples)
+        layer, node = (None, None) if exposed else find_head(model, graph, inputs, samples)
+    walk = Walk(graph, node)
+    try:
+        walk.run()
+        return build_plan(model, walk, layer, describe_form(inputs), public)
+    except FedveilError:
+        raise
+    except Exception as error:
+        what = f"its operations cannot be followed: {first_line(error)}"
+        raise AnalysisError(type(model).__name__, what, REPORT) from error

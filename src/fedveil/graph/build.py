@@ -17,7 +17,7 @@ from fedveil.graph.walk import Walk
 MAX_POOLED = 2**15  # maximum number of elements in a pooled tensor
 
 
-def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collection[str] = ()) -> Plan:
+def build_plan(model: nn.Module, walk: Walk, head: Head | None, form: str, public: Collection[str] = ()) -> Plan:
     """Build a plan from the constraints that the walk recorded."""
     ledger, name, state = walk.ledger, type(model).__name__, ModelState.read(model)
     scales, orders = solve_scales(ledger), solve_orders(ledger)
@@ -27,7 +27,7 @@ def build_plan(model: nn.Module, walk: Walk, head: Head | None, public: Collecti
     pins = {Reason(it.where, it.why): None for it in ledger.limits if not it.symmetry and it.where != "output"}
     axes, known = _build_axes(ledger, scales), _find_known_names(state.parameters, layout, public)
     solved = scales.symmetries, orders, builder.finish()
-    return Plan(name, axes, head, layout, state.modes, *solved, pieces, pool, tuple(pins), known)
+    return Plan(name, axes, head, layout, state.modes, *solved, pieces, pool, tuple(pins), known, form)
 
 
 def _build_layout(model_name: str, state: ModelState, used: set[str]) -> Layout:

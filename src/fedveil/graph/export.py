@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fedveil.errors import AnalysisError, BadArgument, NotTraceable
+from fedveil.errors import AnalysisError, BadArgument, FedveilError, NotTraceable
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
 from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
 
@@ -43,21 +43,32 @@ class ModelGraph:
 
 def copy_model(model: nn.Module) -> nn.Module:
     """Copy a model, making its tensors contiguous; already contiguous ones share memory with the original."""
-    memo: dict[int, object] = {}
+    memo: dict[int, object] = {**find_computed(model)}
     for tensor in [*model.parameters(), *model.buffers()]:
         plain = tensor.detach()
         if not plain.is_contiguous():
             plain = torch.empty(plain.shape, dtype=plain.dtype, device=plain.device)
         memo[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
-    model_copy = copy.deepcopy(model, memo)
+    try:
+        model_copy = copy.deepcopy(model, memo)
+    except Exception as error:  # an attribute may raise any exception
+        what = f"it cannot be copied: {str(error)[:200] or type(error).__name__}"
+        fix = "store only what copy.deepcopy copies in its attributes; call functions by their name in forward"
+        raise AnalysisError(type(model).__name__, what, fix) from error
     for module in model_copy.modules():
         if getattr(module, "momentum", 0) is None:  # a cumulative average depends on the number of batches
             module.momentum = 0.1  # type: ignore[assignment]
     return model_copy
 
 
-def check_example(model: nn.Module, inputs: Inputs) -> Inputs:
-    """Return zeros with the example's structure, `SAMPLES` samples, and the model's device and dtype."""
+def find_computed(model: nn.Module) -> dict[int, Tensor]:
+    """Return what replaces attributes that a pre-hook computes, such as a pruned weight, which cannot be copied."""
+    found = [own for module in model.modules() for own in vars(module).values() if isinstance(own, Tensor)]
+    return {id(tensor): tensor.detach() for tensor in found if not tensor.is_leaf}
+
+
+def check_example(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> Inputs:
+    """Return zeros with the example's structure, this number of samples, and the model's device and dtype."""
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     found = tensors(inputs)
     if not found or any(tensor.dim() == 0 for tensor in found):
@@ -66,13 +77,13 @@ def check_example(model: nn.Module, inputs: Inputs) -> Inputs:
 
     def zeros(tensor: Tensor) -> Tensor:
         dtype = first.dtype if tensor.is_floating_point() else tensor.dtype
-        return torch.zeros((SAMPLES, *tensor.shape[1:]), dtype=dtype, device=first.device)
+        return torch.zeros((samples, *tensor.shape[1:]), dtype=dtype, device=first.device)
 
     return each(zeros, inputs)
 
 
 @contextmanager
-def _silence_export() -> Iterator[None]:
+def silence_torch() -> Iterator[None]:
     """Suppress log messages and warnings from torch.export (failures, recurrent layers, deprecations)."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -83,23 +94,23 @@ def _silence_export() -> Iterator[None]:
         logging.disable(before)
 
 
-def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
+def export(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> ModelGraph:
     """Record the operations of a forward pass, which depend only on shapes, dtypes and modes."""
     model_copy, first = copy_model(model), dict[int, str]()
     state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {name: first.setdefault(id(tensor), name) for name, tensor in state}  # tied tensors have several names
-    args, kwargs = arguments(check_example(model, inputs))
+    args, kwargs = arguments(check_example(model, inputs, samples))
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             what = f"torch.autocast is on for {device}: {ROUNDING}"
             raise AnalysisError("analyse", what, "call analyse outside torch.autocast, and train in float32")
     try:
-        with _silence_export():
+        with silence_torch():
             program = torch.export.export(model_copy, args, kwargs, strict=False)
             if _needs_functionalization(program.graph):
                 program = program.run_decompositions({})
     except Exception as error:
-        raise _explain(model, model_copy, error) from error
+        raise explain(model, model_copy, error) from None  # its cause prints whole graphs
     if any("autocast" in getattr(node.target, "__name__", "") for node in program.graph.nodes):
         what = f"its forward method enables torch.autocast: {ROUNDING}"
         raise AnalysisError(type(model).__name__, what, "remove the autocast block, and train in float32")
@@ -130,25 +141,42 @@ LOGITS = (
 LIBRARY = re.compile(r"[/\\]torch[/\\]|[/\\]fedveil[/\\]|[/\\]inspect.py$|<frozen|<string>")
 
 
-def _find_failure(model: nn.Module, model_copy: nn.Module, error: Exception) -> str:
-    """Return the module and the line of the user's code where the export failed."""
+def find_failure(model: nn.Module, model_copy: nn.Module, error: Exception) -> str:
+    """Return the module and the line of the user's code where a forward pass failed."""
     names = {id(module): name for name, module in model_copy.named_modules()}
     where, line = type(model).__name__, ""
     for frame, number in traceback.walk_tb(error.__traceback__):
-        module = frame.f_locals.get("self")
+        module = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))  # self, whatever it is called
         if id(module) in names and names[id(module)]:
             where = f"{names[id(module)]} ({type(module).__name__})"
-        if not LIBRARY.search(frame.f_code.co_filename) and id(module) in names:
+        if not LIBRARY.search(frame.f_code.co_filename) and (line or id(module) in names):
             text = linecache.getline(frame.f_code.co_filename, number).strip()
-            line = f", line {number} of {Path(frame.f_code.co_filename).name}" + (f" ({text})" if text else "")
+            line = f", {Path(frame.f_code.co_filename).name}:{number}" + (f" ({text})" if text else "")
     return where + line
 
 
-def _explain(model: nn.Module, model_copy: nn.Module, error: Exception) -> AnalysisError | BadArgument:
-    """Return an error that states where the export failed and how to fix it."""
-    where = _find_failure(model, model_copy, error)
+@contextmanager
+def attribute_failure(model: nn.Module, what: str, fix: str) -> Iterator[None]:
+    """Convert an exception of a model's own code to a `BadArgument` that names the module and the line."""
+    try:
+        yield
+    except (FedveilError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # users' code may raise any exception
+        raise BadArgument(find_failure(model, model, error), f"{what}: {first_line(error)}", fix) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the beginning of an error's message, or the name of its class."""
     text = str(error).strip()
-    first = text.splitlines()[0][:300] if text else type(error).__name__
+    return text.splitlines()[0][:300].rstrip(".") if text else type(error).__name__
+
+
+def explain(model: nn.Module, model_copy: nn.Module, error: Exception) -> AnalysisError | BadArgument:
+    """Return an error that states where the export failed and how to fix it."""
+    where = find_failure(model, model_copy, error)
+    text = str(error).strip()
+    first = first_line(error)
     kind = type(error).__name__
     local_values = [value for frame, _ in traceback.walk_tb(error.__traceback__) for value in frame.f_locals.values()]
     if any(isinstance(value, PackedSequence) for value in local_values):
@@ -170,4 +198,4 @@ def _explain(model: nn.Module, model_copy: nn.Module, error: Exception) -> Analy
         what = "its forward method takes or returns an object that is not a tensor, tuple, list or dict"
         return NotTraceable(where, what, LOGITS)
     fix = "check that example_inputs have the shapes and dtypes that the model expects, and that forward runs on them"
-    return NotTraceable(where, f"torch.export cannot trace its forward method: {first.rstrip('.')}", fix)
+    return NotTraceable(where, f"torch.export cannot trace its forward method: {first}", fix)

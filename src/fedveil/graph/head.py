@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from fedveil.errors import AnalysisError, HeadNotLinear
 from fedveil.graph import operations
-from fedveil.graph.export import LOGITS, ModelGraph, check_example, copy_model
+from fedveil.graph.export import LOGITS, SAMPLES, ModelGraph, check_example, copy_model
 from fedveil.graph.inputs import Inputs, LayerOutputMode, arguments, each
 from fedveil.graph.operations import describe_location, innermost_module, named_arguments, operation_name
 
@@ -50,10 +50,13 @@ class Head:
         return self.tail in INNER_TAILS
 
 
-def find_head(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tuple[Head, fx.Node | None]:
+def find_head(
+    model: nn.Module, graph: ModelGraph, inputs: Inputs, samples: int = SAMPLES
+) -> tuple[Head, fx.Node | None]:
     """Return the final layer and its node; if it cannot take noise, return the last layer that can, and None."""
     if not graph.single:
         raise AnalysisError(type(model).__name__, "the model returns more than one tensor, or a dict", LOGITS)
+    inputs = check_example(model, inputs, samples)
     found = _find_head_at_end(model, graph, inputs)
     if found:
         return found
@@ -190,7 +193,7 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, extra: int, copies: int =
             original = output.narrow(head.axis, 0, head.outputs)
             return torch.cat([original] * copies) if copies else output
 
-        example = each(mode.from_tensor, check_example(model, inputs))
+        example = each(mode.from_tensor, inputs)
         args, kwargs = arguments(example)
         try:
             with LayerOutputMode(values[head.weight], change) as layer:

@@ -52,6 +52,19 @@ def count(inputs: Inputs) -> int:
     return found[0].shape[0] if found and found[0].dim() else 0
 
 
+def describe_form(inputs: Inputs) -> str:
+    """Describe what must not differ between batches: the structure of the inputs, and all dims but the first."""
+    leaves, structure = pytree.tree_flatten(inputs)
+    return f"{structure}: {'; '.join(map(_describe_leaf, leaves))}"
+
+
+def _describe_leaf(leaf: object) -> str:
+    if not isinstance(leaf, Tensor):
+        return f"{leaf!r:.80}"
+    kind = "float" if leaf.is_floating_point() else str(leaf.dtype).removeprefix("torch.")
+    return f"{kind} {'x'.join(map(str, ('n', *leaf.shape[1:])))}"
+
+
 @dataclass(eq=False)
 class ModuleCall:
     """A call to a module in a forward pass: the first tensor passed to it, and its output."""

@@ -19,10 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.modules import module as torch_module
 
 from fedveil.errors import ModelMismatch
 from fedveil.graph import coverage
 from fedveil.graph.head import Head
+from fedveil.graph.hooks import GLOBAL_HOOK, MODULE_HOOK, TENSOR_HOOK, refuse_hooks
+from fedveil.graph.signature import identify
 from fedveil.graph.solve import Integers, Orders
 from fedveil.graph.units import Symmetry
 
@@ -31,12 +34,17 @@ Home = tuple[dict[str, Any], str]
 
 @dataclass(frozen=True)
 class ModelState:
-    """A model's tensors by name, the dicts that contain each tensor, and the mode (train or eval) of every module."""
+    """A model's tensors by name, the dicts that contain each tensor, and the mode (train or eval) of every module.
+
+    Attributes:
+        hooks: paths of modules and tensors with backward hooks, each with a description.
+    """
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     homes: dict[str, list[Home]]
     modes: tuple[tuple[str, bool], ...]
+    hooks: tuple[tuple[str, str], ...]
 
     @classmethod
     def read(cls, model: nn.Module) -> "ModelState":
@@ -44,8 +52,13 @@ class ModelState:
         parameters, buffers, modes = dict[str, Tensor](), dict[str, Tensor](), list[tuple[str, bool]]()
         homes: dict[int, list[Home]] = {}
         named: dict[str, list[Home]] = {}
+        hooks: list[tuple[str, str]] = []
+        if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
+            hooks.append(("", GLOBAL_HOOK))
         for path, module in model.named_modules():
             modes.append((path, module.training))
+            if module._backward_hooks or module._backward_pre_hooks:
+                hooks.append((path, MODULE_HOOK))
             prefix = f"{path}." if path else ""
             for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
                 for name, tensor in own.items():
@@ -55,8 +68,10 @@ class ModelState:
                     if known is None:
                         found[prefix + name] = tensor
                         known = homes[id(tensor)] = named[prefix + name] = []
+                        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                            hooks.append((prefix + name, TENSOR_HOOK))
                     known.append((own, name))
-        return cls(parameters, buffers, named, tuple(modes))
+        return cls(parameters, buffers, named, tuple(modes), tuple(hooks))
 
 
 @dataclass(frozen=True)
@@ -278,6 +293,7 @@ class Plan:
         pool: the small tensors, in one vector.
         pinned: operations that do not commute with any factor, and tensors that are sent unchanged, with reasons.
         known_names: names of parameters whose values clients know in advance.
+        form: the form of the inputs for which the model was analysed (`fedveil.graph.inputs.describe_form`).
     """
 
     model_name: str
@@ -292,6 +308,7 @@ class Plan:
     pool: Pool
     pinned: tuple[Reason, ...]
     known_names: tuple[str, ...]
+    form: str
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
@@ -335,6 +352,11 @@ class Plan:
         moving = np.flatnonzero(self.orders.kinds)
         return moving[np.argsort(self.orders.cells[moving], kind="stable")]
 
+    @cached_property
+    def signature(self) -> str:
+        """A short identifier of what the plan does to the parameters."""
+        return identify(self)
+
     def __str__(self) -> str:
         return coverage.describe(self)
 
@@ -347,6 +369,8 @@ class Plan:
 def check_model(plan: Plan, model: nn.Module) -> ModelState:
     """Return a model's state; refuse a model that differs from the one that was analysed."""
     state, layout = ModelState.read(model), plan.layout
+    if state.hooks:
+        refuse_hooks(state.hooks, plan.model_name)
     fix = "analyse the model again after changing it"
     parameters = layout.trainable + layout.frozen
     for entries, tensors in ((parameters, state.parameters), (layout.buffers, state.buffers)):

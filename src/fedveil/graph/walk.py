@@ -104,6 +104,8 @@ class Walk:
             outcome = RULES[call.name](call)
         except NoRule as reason:
             self._pin(call.operands, call.where, str(reason))
+        except Exception as error:  # an unforeseen form of the operation
+            self._pin(call.operands, call.where, f"its rule does not cover this form ({type(error).__name__})")
         if isinstance(outcome, StateTensor):
             return outcome
         units = [outcome] if isinstance(outcome, Units) else outcome

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedveil.checks import check_choice, is_number
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.head import INNER_TAILS, TAILS, Head, Tail
+from fedveil.graph.hooks import refuse_hooks
 from fedveil.graph.plan import ModelState
 from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_loss
 from fedveil.scheme.torch_losses import TorchLoss, build_module, is_module
@@ -69,7 +70,7 @@ class PublicHead(Head):
         return (self.candidates[:, self.partition] * self.direction.double()).to(outputs)
 
 
-_BROADCAST = {"round": str, "model": str, "trainable": list[str], "training": list[str]}
+_BROADCAST = {"round": str, "model": str, "trainable": list[str], "training": list[str], "form": str, "plan": str}
 _UPDATE = {"round": str, "model": str, "samples": int}
 _HEAD_TENSORS = tuple(each.name for each in fields(PublicHead) if each.type is Tensor)
 _HEAD = {each.name: each.type for each in fields(PublicHead) if each.type is not Tensor} | {"tail": str}
@@ -186,6 +187,7 @@ class Broadcast:
         trainable: names of the parameters whose gradients clients compute.
         training: paths of the modules in training mode; all others must be in evaluation mode.
         head: the public part of the head; None if the head is exposed.
+        form, plan: the form of the inputs for which the model was analysed, and the plan's signature.
         continued: whether the client has already processed a batch for this broadcast. Buffers then have an extra
             leading dim, with one row per candidate, and contain their values after the client's last batch.
     """
@@ -198,12 +200,14 @@ class Broadcast:
     trainable: tuple[str, ...]
     training: tuple[str, ...]
     head: PublicHead | None
+    form: str
+    plan: str
     continued: bool = False
 
     def pack(self) -> Packed:
         """Return plain values and tensors."""
         tensors = add_prefix("parameter", self.parameters) | add_prefix("buffer", self.buffers)
-        values: Values = {"round": self.round, "model": self.model}
+        values: Values = {"round": self.round, "model": self.model, "form": self.form, "plan": self.plan}
         values |= {"trainable": list(self.trainable), "training": list(self.training)}
         values |= {"loss": self.loss.name, "loss_settings": self.loss.settings(), "head": None}
         if self.head:
@@ -301,6 +305,8 @@ def check_broadcast(model: nn.Module, broadcast: Broadcast) -> ModelState:
     The broadcast contains all buffers, but no parameters that forward does not read.
     """
     state = ModelState.read(model)
+    if state.hooks:
+        refuse_hooks(state.hooks, type(model).__name__)
     buffers = select_row(broadcast.buffers, 0) if broadcast.continued else broadcast.buffers
     match_model(state, broadcast.parameters, buffers, complete=False)
     training = tuple([path for path, mode in state.modes if mode])

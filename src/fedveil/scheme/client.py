@@ -16,7 +16,6 @@ gradients for all of them, and another computes the cotangents of the layer's in
 dominates the cost of small networks. The result equals that of autograd up to rounding (tests/scheme/test_client.py).
 """
 
-import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,9 +23,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
 
 from fedveil.errors import BadArgument, ModelMismatch
+from fedveil.graph.compiled import WRAPPER, find_original, run_eagerly
+from fedveil.graph.export import attribute_failure
+from fedveil.graph.guards import check_sizes
 from fedveil.graph.head import INNER_TAILS
+from fedveil.graph.hooks import refuse_packing
 from fedveil.graph.inputs import Inputs, LayerOutputMode, call, count
 from fedveil.graph.plan import ModelState
 from fedveil.graph.units import factor_along
@@ -35,31 +39,9 @@ from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, CrossEntropy, L
 from fedveil.scheme.outputs import head_axis, output_gradient
 from fedveil.wire import Tensors
 
+SAME_FORM = "pass inputs with the shapes and dtypes of the example that was analysed"
+BACKWARD = "checkpoint neither the layer with additive noise nor those after it, and replace x += y by x = x + y"
 NOT_CALLED = "forward did not call the layer with additive noise"
-
-
-def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False) -> nn.Module:
-    """Return the model as a client receives it: a copy of `model` with the broadcast's values.
-
-    The head is base + offset, as in the paper. If `centred` is true, it is the base without the public offset. Any
-    client can compute this model, and it predicts far better (docs/maths.md, "What a veil hides").
-    """
-    view = copy.deepcopy(model)
-    view.load_state_dict(dict(broadcast.parameters) | dict(broadcast.buffers), strict=False)
-    head = broadcast.head
-    if head and not centred:
-        noise = head.offset[head.partition] * head.direction.double()
-        move_head(view, head, noise.to(head.direction.dtype))
-    return view
-
-
-def move_head(model: nn.Module, head: PublicHead, noise: Tensor) -> None:
-    """Add one number per output to the weights of a model's head, in place, and to its bias if the bias has noise."""
-    weight = model.get_parameter(head.weight)
-    with torch.no_grad():
-        weight.add_(factor_along(noise, head.dim, weight.dim()))
-        if head.bias and head.noisy_bias:
-            model.get_parameter(head.bias).add_(noise)
 
 
 def _check_outputs(head: PublicHead, outputs: Tensor) -> None:
@@ -111,6 +93,8 @@ def client_step(
         if torch.is_autocast_enabled(device):
             what = f"torch.autocast is on for {device}: a veiled gradient would lose more precision than a plain one"
             raise BadArgument("client_step", what, "call client_step outside torch.autocast")
+    if type(model).__name__ == WRAPPER:
+        model = find_original(model)
     state = check_broadcast(model, broadcast)
     samples = inputs.shape[0] if isinstance(inputs, Tensor) else count(inputs)
     if not samples or samples != targets.shape[0]:
@@ -127,8 +111,12 @@ def client_step(
             passes = backward(links, values, activations, backs, broadcast.trainable)
         buffers: Tensors = {}
     else:
+        check_sizes(model, inputs, broadcast.form, broadcast.plan, exposed=head is None)
+        refuse_packing(type(model).__name__)
         run = _BatchRun(model, state, broadcast, values, inputs, targets, weights)
-        passes, buffers = run.compute_candidates(head) if head and _needs_tail(head, loss) else run.compute_passes(head)
+        run_candidates = head and _needs_tail(head, loss)
+        with run_eagerly(model):
+            passes, buffers = run.compute_candidates(head) if head and run_candidates else run.compute_passes(head)
     if head:
         for name, dim in ((head.weight, head.dim), (head.bias, 0)):
             if name in passes:
@@ -166,7 +154,7 @@ class _BatchRun:
         """Run forward once and backward once per cotangent; return gradients and buffers."""
         buffers = self._copy_buffers()
         with self._load_values(buffers):
-            outputs = self._run_to_head(head) if head and head.tail != "alike" else call(self.model, self.inputs)
+            outputs = self._run_to_head(head) if head and head.tail != "alike" else self._call()
             if head:
                 _check_outputs(head, outputs)
             with torch.no_grad():
@@ -202,6 +190,15 @@ class _BatchRun:
                 buffers[name] = torch.stack([own[name] for own in left])
         return found, buffers
 
+    def _call(self) -> Tensor:
+        """Return the model's output; convert an exception in forward to one that names the module."""
+        with attribute_failure(self.model, "its forward method fails on this batch", SAME_FORM):
+            outputs = call(self.model, self.inputs)
+        if not isinstance(outputs, Tensor):
+            what = f"its forward method returns {type(outputs).__name__}, not a single tensor"
+            raise BadArgument(type(self.model).__name__, what, "return only the outputs that the loss needs")
+        return outputs
+
     def _copy_buffers(self, number: int = 0) -> Tensors:
         """Copy the broadcast's buffers; if the broadcast is continued, copy those of the given candidate."""
         sent = self.broadcast.buffers
@@ -231,7 +228,8 @@ class _BatchRun:
         leaves = list(self.leaves.values())
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if outputs.requires_grad:
-            gradients = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=not last, allow_unused=True)
+            with attribute_failure(self.model, "its backward pass fails", BACKWARD):
+                gradients = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=not last, allow_unused=True)
         for stack, gradient in zip(found.values(), gradients, strict=True):
             if gradient is None:
                 stack[number].zero_()
@@ -247,7 +245,7 @@ class _BatchRun:
             raise _HeadReached
 
         with suppress(_HeadReached), LayerOutputMode(self.values[head.weight], capture):
-            call(self.model, self.inputs)
+            self._call()
         if not captured:
             raise ModelMismatch(head.path[:80], NOT_CALLED, SAME_CODE)
         return captured[0]
@@ -262,7 +260,7 @@ class _BatchRun:
             return torch.cat([y - factor_along(noises[number], axis, y.dim()) * alpha for number in numbers])
 
         with LayerOutputMode(self.values[head.weight], correct) as layer:
-            outputs: Tensor = call(self.model, self.inputs)
+            outputs = self._call()
         if not layer.calls:
             raise ModelMismatch(head.path[:80], NOT_CALLED, SAME_CODE)
         return outputs
@@ -274,8 +272,8 @@ class _BatchRun:
             return found * sample_weights(outputs, self.weights, loss)
 
 
-class _HeadReached(Exception):
-    pass
+class _HeadReached(BaseException):
+    """Ends a forward pass at the head; not an Exception, which forward might catch."""
 
 
 def cotangents(
@@ -342,6 +340,8 @@ def _candidate_passes(loss: Loss, head: PublicHead, outputs: Tensor, targets: Te
 def find_links(model: nn.Module, inputs: object, values: Collection[str]) -> list[str | None] | None:
     """Return the path of each Linear and None for each ReLU; return None if the model has any other layers."""
     if type(model) is not nn.Sequential or not isinstance(inputs, Tensor) or inputs.dim() != 2:
+        return None
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
     links: list[str | None] = []
     for path, module in model._modules.items():

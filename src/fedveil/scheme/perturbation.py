@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedveil.errors import BadArgument, UpdateRefused
+from fedveil.graph.compiled import WRAPPER, find_original
 from fedveil.graph.plan import Plan, check_model
 from fedveil.scheme.broadcast import Broadcast, PublicHead, Update
 from fedveil.scheme.decoys import Fit, count_decoys, draw_candidates
@@ -154,7 +155,7 @@ class VeilSession(MemoryOnly):
         plan, layout, reserve = self.plan, self.plan.layout, self._reserve
         units, head = self._draw(reserve)
         token = self._entropy.token()
-        state = check_model(plan, model)
+        state = check_model(plan, find_original(model) if type(model).__name__ == WRAPPER else model)
         tensors = state.parameters | state.buffers
         public, coefficients = None, [1.0]
         # a diverged model may overflow here, which will show in the clients' updates
@@ -167,7 +168,8 @@ class VeilSession(MemoryOnly):
         buffers = {entry.name: values.pop(entry.name) for entry in layout.buffers} | counters
         trainable = tuple([entry.name for entry in layout.trainable])
         training = tuple([path for path, mode in plan.modes if mode])
-        broadcast = Broadcast(token, layout.name, self.loss, values, buffers, trainable, training, public)
+        guard = plan.form, plan.signature
+        broadcast = Broadcast(token, layout.name, self.loss, values, buffers, trainable, training, public, *guard)
         forms = {name: (value.shape, value.dtype) for name, value in counters.items()}
         bound, decoys = self.settings.multiplicative, bool(self._decoys)
         recovery = Recovery(plan, token, transform, coefficients, decoys, forms, bound, memory)

@@ -1,0 +1,50 @@
+"""Replace the random numbers that a model draws with constants, which do not depend on the order of its units."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HALF = ("rand", "rand_like", "uniform", "uniform_", "exponential", "exponential_", "randn", "randn_like", "normal_")
+ONE = ("bernoulli", "bernoulli_")
+
+
+class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces random numbers with constants, and counts operations.
+
+    Attributes:
+        operations: the number of operations so far.
+        random: the names of random operations that were left as they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations = 0
+        self.random: set[str] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run the operation, and replace what it draws."""
+        self.operations += 1
+        kwargs = {} if kwargs is None else kwargs
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **kwargs)
+        name = str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
+        if name == "native_dropout":
+            given = args[0]
+            assert isinstance(given, Tensor)
+            return given.clone(), torch.ones_like(given, dtype=torch.bool)
+        found = func(*args, **kwargs)
+        if name not in HALF + ONE:
+            self.random.add(name)
+            return found
+        for leaf in pytree.tree_leaves(found):
+            leaf.fill_(0.5 if name in HALF else 1)
+        return found

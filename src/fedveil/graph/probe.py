@@ -1,0 +1,164 @@
+"""Run forward on fake tensors, to see what its exported graph does not show.
+
+A probe refuses code that changes gradients, and records the operations of a forward pass. Two records that agree show
+that forward does not depend on what differs between the two passes, such as the number of samples.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedveil.errors import FedveilError, NotExact
+from fedveil.graph.export import SAMPLES, check_example, copy_model, explain, silence_torch
+from fedveil.graph.hooks import IN_STEP, new_nodes, refuse_custom_backward, refuse_packing
+from fedveil.graph.inputs import Inputs, Named, arguments, each
+
+HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+Operation = tuple[object, ...]  # a function and its flattened arguments, with tensors as numbers or names
+
+
+@dataclass(eq=False)
+class _Tensors:
+    """Numbers the tensors of a pass; `kept` prevents their ids from being reused."""
+
+    labels: dict[int, str]
+    kept: list[Tensor] = field(default_factory=list)
+
+    def label(self, leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf if isinstance(leaf, bool | int | float | str | None) else repr(leaf)
+        found = self.labels.get(id(leaf))
+        if found is None:
+            self.kept.append(leaf)
+            found = self.labels[id(leaf)] = f"t{len(self.kept)}"
+        return found
+
+
+class _OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operations and their arguments."""
+
+    def __init__(self, labels: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.record: list[Operation] = []
+        self._tensors = _Tensors(labels)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Named | None = None
+    ) -> object:
+        """Record the operation, and run it."""
+        label = self._tensors.label
+        operands = [label(leaf) for leaf in pytree.tree_leaves((args, kwargs or {}))]
+        found = func(*args, **(kwargs or {}))
+        results = [label(leaf) for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
+        self.record.append((func, *operands, "->", *results))
+        return found
+
+
+class _HookMode(TorchFunctionMode):
+    """Refuses hooks that forward registers, and saved_tensors_hooks that it uses."""
+
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__()
+        self._paths = paths
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: Named | None = None
+    ) -> object:
+        """Check the function, and call it."""
+        name = getattr(func, "__name__", "")
+        if name in HOOKS:
+            what = f"its forward method calls {name} on a tensor; the hook would receive perturbed gradients"
+            raise NotExact(self._paths[-1], what, IN_STEP)
+        if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "grad_fn":
+            what = "its forward method reads grad_fn, through which the backward pass can be changed"
+            raise NotExact(self._paths[-1], what, "remove the code that uses grad_fn")
+        refuse_packing(self._paths[-1])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _follow_modules(model: nn.Module, paths: list[str]) -> Iterator[None]:
+    """Keep the path of the innermost running module at the end of `paths`; refuse custom backward passes in it."""
+    seen: set[Node] = set()
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def check(values: object) -> None:
+        with torch._C.DisableTorchFunction():  # reading grad_fn is refused in forward
+            for node in new_nodes([leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)], seen):
+                refuse_custom_backward(node, paths[-1])
+
+    def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        check((args, kwargs))  # what the calling module has computed
+        name = names.get(id(module), "")
+        paths.append(f"{name} ({type(module).__name__})" if name else type(module).__name__)
+
+    def end(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        check(output)
+        paths.pop()
+
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(end))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def probe(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> list[Operation]:
+    """Return the operations of a forward pass with this number of samples; refuse code that changes gradients.
+
+    Raises:
+        NotExact: forward defines a backward pass, registers a hook on a tensor, or packs saved tensors.
+        NotTraceable: forward fails on fake tensors.
+    """
+    model_copy, paths = copy_model(model), [type(model).__name__]
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    with silence_torch(), torch.enable_grad(), torch.random.fork_rng(devices=[]), mode:
+        values = {name: _fake(mode, own) for name, own in _state(model_copy).items()}
+        args, kwargs = arguments(each(mode.from_tensor, check_example(model, inputs, samples)))
+        labels = {id(value): name for name, value in values.items()}
+        labels |= {id(leaf): f"input {n}" for n, leaf in enumerate(pytree.tree_leaves((args, kwargs)))}
+        operations = _OperationMode(labels)
+        try:
+            with _follow_modules(model_copy, paths), _HookMode(paths), operations:
+                torch.func.functional_call(model_copy, values, args, kwargs)
+        except FedveilError:
+            raise
+        except Exception as error:
+            raise explain(model, model_copy, error) from None
+    return operations.record
+
+
+def _state(model: nn.Module) -> Mapping[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    found: Tensor = mode.from_tensor(tensor.detach())
+    return found.requires_grad_(tensor.requires_grad)
+
+
+def agree(one: Sequence[Operation], other: Sequence[Operation], difference: int) -> bool:
+    """Return whether two passes have the same operations; integers may differ by multiples of `difference`."""
+    return len(one) == len(other) and all(
+        len(a) == len(b) and all(_alike(x, y, difference) for x, y in zip(a, b, strict=True))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _alike(one: object, other: object, difference: int) -> bool:
+    if type(one) is int and type(other) is int and difference:
+        return (one - other) % difference == 0
+    return one is other or (type(one) is type(other) and one == other)

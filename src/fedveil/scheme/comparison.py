@@ -1,0 +1,148 @@
+"""Compare a recovered gradient with the plain one, and refuse a difference that rounding does not explain.
+
+The first round of a run compares them on one batch, at the cost of a step. Both passes draw the same constants in place
+of random numbers, because dropout drops other units of a permuted model.
+
+Rounding explains a difference of n e |g| with n operations, of which each rounds by the recorded error e. If it is
+larger, both gradients are computed again with parameters that differ in the last digit: each of the n operations may
+change the result as much as this change of its operands does. That accounts for cancellation, and for units so close to
+the kink of a ReLU that their derivative depends on rounding.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.errors import NotExact
+from fedveil.graph.compiled import run_eagerly
+from fedveil.graph.draws import FixedDraws
+from fedveil.graph.guards import check_sizes
+from fedveil.graph.inputs import Inputs
+from fedveil.scheme.broadcast import Broadcast
+from fedveil.scheme.client import client_step
+from fedveil.scheme.losses import Loss, SquaredError, sample_weights
+from fedveil.scheme.outputs import compute_outputs, head_axis, output_gradient
+from fedveil.scheme.perturbation import Perturbation
+from fedveil.scheme.recover import find_non_finite
+from fedveil.wire import Tensors
+
+DRAWS = 2  # number of changes in the last digit of the parameters
+FIX = (
+    "remove code in forward that acts on gradients, draws Python's random numbers or keeps values between calls; if "
+    "there is none, report a bug with the model: fedveil.analyse is then wrong about one of its layers"
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference between a recovered and a plain gradient, and a bound on what rounding explains.
+
+    Both are relative to the norm of the plain gradient.
+    """
+
+    found: float
+    rounding: float
+
+
+def check_exact(
+    perturbation: Perturbation, model: nn.Module, inputs: Inputs, targets: Tensor | None = None
+) -> Difference | None:
+    """Compare the gradients for a batch; return the difference, or None if it cannot be judged.
+
+    It cannot be judged if a gradient is not finite, or if forward draws random numbers in a way that cannot be fixed.
+
+    Args:
+        perturbation: a round's perturbation of the model.
+        model: the true model.
+        inputs: a batch.
+        targets: its targets; by default, random numbers, compared by squared error.
+
+    Raises:
+        NotExact: the difference is larger than rounding explains. The message contains both, and nothing secret.
+    """
+    broadcast = perturbation.broadcast
+    check_sizes(model, inputs, broadcast.form, broadcast.plan, exposed=broadcast.head is None)  # not on fixed draws
+    if targets is None:
+        broadcast = dataclasses.replace(broadcast, loss=SquaredError())
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            outputs = compute_outputs(model, inputs, {name: b.clone() for name, b in model.named_buffers()})
+        targets = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
+    pair = _Pair(perturbation, model, broadcast, inputs, targets)
+    draws = FixedDraws()
+    found, error = pair.recovered(FixedDraws())
+    plain = pair.plain(draws)
+    if find_non_finite(found) or find_non_finite(plain) or draws.random:
+        return None
+    size = _distance(plain, {})
+    difference, allowed = _distance(found, plain), draws.operations * error * size
+    if difference > allowed:
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(DRAWS):
+            moved, truth = pair.recovered(FixedDraws(), generator)[0], pair.plain(FixedDraws(), generator)
+            allowed += draws.operations * (_distance(moved, found) + _distance(truth, plain))
+    result = Difference(difference / size if size else difference, allowed / size if size else allowed)
+    if difference > allowed:
+        what = f"on one batch, the recovered gradient differs from the plain one by {result.found:.2g} of its norm, but"
+        raise NotExact(type(model).__name__, f"{what} rounding explains at most {result.rounding:.2g}", FIX)
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """The recovered and the plain gradient of a batch."""
+
+    perturbation: Perturbation
+    model: nn.Module
+    broadcast: Broadcast
+    inputs: Inputs
+    targets: Tensor
+
+    def recovered(self, draws: FixedDraws, last_digit: torch.Generator | None = None) -> tuple[Tensors, float]:
+        """Return the gradient recovered from a client's update, and its recorded error."""
+        broadcast = self.broadcast
+        if last_digit is not None:
+            broadcast = dataclasses.replace(broadcast, parameters=_change_last_digit(broadcast.parameters, last_digit))
+        with torch.random.fork_rng(devices=[]), run_eagerly(self.model), draws:
+            update = client_step(self.model, broadcast, self.inputs, self.targets)
+        result = self.perturbation.recover([update], [1.0])
+        return dict(result.gradients), result.error
+
+    def plain(self, draws: FixedDraws, last_digit: torch.Generator | None = None) -> Tensors:
+        """Return the gradient of plain training."""
+        model, loss = self.model, self.broadcast.loss
+        values = {name: p.detach() for name, p in model.named_parameters()}
+        if last_digit is not None:
+            values = _change_last_digit(values, last_digit)
+        leaves = {name: values[name].requires_grad_() for name in self.broadcast.trainable}
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with torch.random.fork_rng(devices=[]), run_eagerly(model), draws, torch.enable_grad():
+            outputs = compute_outputs(model, self.inputs, values | buffers)
+            delta = _slope(loss, outputs.detach(), self.targets, head_axis(model))
+            found = torch.autograd.grad(outputs, list(leaves.values()), delta, allow_unused=True)
+        pairs = zip(leaves.items(), found, strict=True)
+        return {name: torch.zeros_like(own) if gradient is None else gradient for (name, own), gradient in pairs}
+
+
+@torch.no_grad()
+def _slope(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> Tensor:
+    return output_gradient(loss, outputs, targets, axis) * sample_weights(outputs, None, loss)
+
+
+def _change_last_digit(values: Tensors, generator: torch.Generator) -> Tensors:
+    """Multiply each element by 1 + eps or 1 - eps."""
+    found = {}
+    for name, value in values.items():
+        if not value.is_floating_point():
+            found[name] = value
+            continue
+        signs = torch.randint(0, 2, value.shape, generator=generator).to(value) * 2 - 1
+        found[name] = value.detach() * (1 + torch.finfo(value.dtype).eps * signs)
+    return found
+
+
+def _distance(one: Tensors, other: Tensors) -> float:
+    """Return the norm of the difference; without another gradient, that of the first."""
+    parts = [own.double() - (other[name].double() if other else 0.0) for name, own in one.items()]
+    return float(torch.stack([part.norm() for part in parts]).norm())
