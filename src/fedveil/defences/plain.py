@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from fedveil.defences import encoding
 from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Ranges, Samples
+from fedveil.errors import BadArgument
+from fedveil.graph.build import Frozen
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.losses import sample_weights
@@ -40,6 +42,7 @@ class Plain(Defence[nn.Module, PlainUpdate]):
     Args:
         rounding: a seed for a rounding baseline (docs/maths.md, 'What "equal" means'): noise as large as a rounding
             error is added to every gradient, to show how much floating-point rounding alone affects a run.
+        frozen: "local" if every client has the parameters that are not trained, which are then not sent.
     """
 
     linear = True
@@ -52,7 +55,10 @@ class Plain(Defence[nn.Module, PlainUpdate]):
         for trait in ("clippable", "has_record_gradients"):
             setattr(cls, trait, cls.__dict__.get(trait, False))
 
-    def __init__(self, rounding: int | None = None) -> None:
+    def __init__(self, rounding: int | None = None, *, frozen: Frozen = "sent") -> None:
+        if frozen not in ("sent", "local"):
+            raise BadArgument("Plain", f'frozen must be "sent" or "local", got {frozen!r}')
+        self.frozen = frozen
         self.name = "plain" if rounding is None else "rounding baseline"
         self._rounding = rounding
 
@@ -63,7 +69,7 @@ class Plain(Defence[nn.Module, PlainUpdate]):
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceServer[nn.Module, PlainUpdate]:
         """Prepare the server for a run."""
-        return PlainServer(model, self._rounding)
+        return PlainServer(model, self._rounding, frozen=self.frozen)
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[nn.Module, PlainUpdate]:
         """Prepare clients for a run."""
@@ -125,10 +131,15 @@ class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
     """Broadcasts the model itself, without copying it."""
 
     def __init__(
-        self, model: nn.Module, rounding: int | None = None, round_type: type[PlainRound] = PlainRound
+        self,
+        model: nn.Module,
+        rounding: int | None = None,
+        round_type: type[PlainRound] = PlainRound,
+        frozen: Frozen = "sent",
     ) -> None:
         up = encoding.count_bytes(encoding.template(model).values())
-        self.figures = {"bytes_down": encoding.count_bytes([*model.parameters(), *model.buffers()]), "bytes_up": up}
+        sent = [own for own in model.parameters() if own.requires_grad or frozen == "sent"]
+        self.figures = {"bytes_down": encoding.count_bytes([*sent, *model.buffers()]), "bytes_up": up}
         self._noise = None if rounding is None else torch.Generator().manual_seed(rounding)
         self._round_type = round_type
 

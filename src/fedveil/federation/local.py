@@ -30,6 +30,7 @@ from fedveil.federation.state import RECORDS, CheckpointState, Setting, checksum
 from fedveil.federation.targets import default_loss, one_output, warn_about_activation
 from fedveil.files import make_folder, remove_partial_files
 from fedveil.graph.analyse import refuse_wrapped
+from fedveil.graph.outputs import Output, choose_output
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Source, UserRecords, as_source, check_sources, choose_batch_size, list_clients
 from fedveil.scheme import Entropy
@@ -163,7 +164,8 @@ class Federation(Server):
         clients: the records of each client: (inputs, targets) as tensors, NumPy arrays or pandas frames, a Dataset of
             (input, target) or (input, input, ..., target), or a DataLoader, whose dataset and collate_fn are used.
             Datasets are read batch by batch and need not fit in memory. Inputs are a tensor, a tuple of forward's
-            arguments or a dict of its keyword arguments (docs/inputs.md). Floats are cast to the model's dtype.
+            arguments or a mapping of its keyword arguments (docs/inputs.md); a dict may contain the targets as
+            "labels". Floats are cast to the model's dtype.
         defence: a `fedveil.defences.Defence`, or its name: "plain", "veil", "ppdl", "dbcl", "spn", a name from another
             package, or `package.module:Name`.
         optimizer: a function that creates the server's optimizer from the parameters, such as `torch.optim.Adam`, or an
@@ -178,6 +180,8 @@ class Federation(Server):
             targets (classes) and squared error for floats; if the targets are floats that are all 0 or 1, a loss must
             be given. A loss that does not fit the targets is refused (docs/losses.md). Targets may have positions
             (pixels, tokens): losses are summed over positions and averaged over samples.
+        output: the predictions in what the model's forward method returns: the name of an entry, such as
+            "last_hidden_state", or a function of it. By default, "logits" or the only tensor of floats.
         whole_shard: whether each client goes through all its records in a round, in batches, with the same noise.
         participation: fraction of the clients that take part in a round.
         limits: bounds on each client, and the rule that combines their gradients: `fedveil.Limits`. By default, clients
@@ -202,6 +206,7 @@ class Federation(Server):
         clip_norm: float | None = None,
         batch_size: int | None = None,
         loss: str | Loss | Function | None = None,
+        output: Output | None = None,
         whole_shard: bool = False,
         participation: float = 1.0,
         limits: Limits | None = None,
@@ -215,6 +220,7 @@ class Federation(Server):
             what = f"model is {model!r:.60}, not a torch.nn.Module"
             raise BadArgument(where, what, "pass an instance of a module: Net()")
         refuse_wrapped(where, model)
+        model = choose_output(model, output)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             fix = "call model.requires_grad_(True)"
             raise BadArgument(where, "no parameter of the model requires a gradient", fix)
@@ -237,7 +243,7 @@ class Federation(Server):
         refuse_single(model, self.shards)
         self.whole_shard = whole_shard
         self._checksum: tuple[bytes, str | None] | None = None
-        alone = limits is None and not secure_aggregation and not whole_shard
+        alone = limits is None and not secure_aggregation and not whole_shard and self.shards.fusable
         fused = fuse and self.defence.fusable and alone and not _couples_samples(model, self.loss)
         self._example = self.shards.example
         self.defence_server = self.defence.server(model, self._example, self.loss)

@@ -15,13 +15,16 @@ from fedveil.defences.registry import add_privacy, find_codec, find_record
 from fedveil.errors import BadArgument
 from fedveil.federation import protocol
 from fedveil.federation.evaluate import move_inputs
+from fedveil.federation.frozen import digest_parameters, omit_local
 from fedveil.federation.limits import Limits
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.protocol import AnyReply, Ask, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
+from fedveil.graph.build import local_parameters
 from fedveil.graph.coverage import describe_shares
 from fedveil.graph.inputs import Inputs
+from fedveil.graph.outputs import Output, choose_output, chosen_output, describe_output
 from fedveil.privacy.settings import Privacy
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
@@ -86,6 +89,9 @@ class RemoteEngine:
         settings, loss = {name: getattr(base, name) for name in base.remote_settings}, server.loss
         self._task = record.name, settings, loss.name, loss.settings(), whole_shard, batch_size, server.seed
         self._privacy = server.defence.record_terms
+        self._local = local_parameters(server.model) if base.frozen == "local" else {}
+        digest = digest_parameters(self._local) if self._local else ""
+        self._choices = digest, describe_output(chosen_output(server.model))
         self.traffic = protocol.Traffic()
 
     def start_round(self) -> None:
@@ -173,9 +179,9 @@ class RemoteEngine:
             yield found
 
     def _make_ask(self, number: int, defence_round: AnyRound, terms: SecureTerms | None = None) -> Ask:
-        packed = self.codec.encode_broadcast(defence_round.broadcast)
+        packed = omit_local(self.codec.encode_broadcast(defence_round.broadcast), self._local)
         secure = terms.values() if terms else {}
-        return Ask(self.session, number, Entropy().token(), *self._task, self._privacy, secure, *packed)
+        return Ask(self.session, number, Entropy().token(), *self._task, self._privacy, secure, *packed, *self._choices)
 
 
 def decode_answer(
@@ -207,6 +213,7 @@ class RemoteServer(Server, Generic[C]):
         clip_norm: as for `fedveil.Federation`.
         loss: as for `fedveil.Federation`, but required, since the server does not see the clients' targets. A custom
             function must also be passed to the clients.
+        output: as for `fedveil.Federation`; a function must also be passed to the clients.
         whole_shard: whether clients go through all their records in a round, so that fewer rounds are needed.
         batch_size: number of records that a client processes at a time or, without `whole_shard`, in a round.
         rounds_per_epoch: number of rounds in an epoch, for the schedule and for evaluation.
@@ -241,6 +248,7 @@ class RemoteServer(Server, Generic[C]):
         schedule_every: str = "epoch",
         clip_norm: float | None = None,
         loss: str | Loss | Function | None = None,
+        output: Output | None = None,
         whole_shard: bool = True,
         batch_size: int = 1024,
         rounds_per_epoch: int = 1,
@@ -266,6 +274,7 @@ class RemoteServer(Server, Generic[C]):
             limits = None
         if privacy is not None:
             defence = self._add_privacy(defence, privacy, bool(secure_aggregation))
+        model = choose_output(model, output)
         policy = RoundPolicy(participation, min_answers, wait_for, timeout, patience, attempts, pause)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         if self.defence.repeatable:

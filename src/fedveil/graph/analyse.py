@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from fedveil.errors import AnalysisError, BadArgument, NothingToVeil, TooLittleCovered
-from fedveil.graph.build import build_plan
+from fedveil.graph.build import Frozen, build_plan
 from fedveil.graph.export import export
 from fedveil.graph.head import find_head
 from fedveil.graph.inputs import Inputs
+from fedveil.graph.outputs import Output, choose_output
 from fedveil.graph.plan import Plan
 from fedveil.graph.walk import Walk
 
@@ -25,6 +26,8 @@ def analyse(
     head: Literal["linear", "exposed"] = "linear",
     min_coverage: float = 0.0,
     public: Collection[str] = (),
+    frozen: Frozen = "sent",
+    output: Output | None = None,
 ) -> Plan:
     """Determine which layers of a model can be perturbed, and how.
 
@@ -34,13 +37,17 @@ def analyse(
 
     Args:
         model: any network that torch.export can trace.
-        example_inputs: a tensor, a tuple with one tensor per argument of forward, or a dict of keyword arguments; the
-            first dimension of each tensor is the batch dimension.
+        example_inputs: a tensor, a tuple with one tensor per argument of forward, or a mapping of keyword arguments;
+            the first dimension of each tensor is the batch dimension.
         head: "linear" adds noise to the last Linear or convolution that allows it; other operations may follow
             it. "exposed" adds none: **clients then see the true predictions**, and only hidden layers are perturbed.
         min_coverage: the minimum coverage, from 0 to 1; models with less are refused.
         public: names or name prefixes of parameters whose values clients know, such as those of a published backbone;
             `plan.known` then measures how much they reveal.
+        frozen: "local" for parameters that do not require gradients and that every client has: they are neither
+            perturbed nor sent, so only what is trained and the layers between frozen ones can be perturbed.
+        output: the name of the predictions in what forward returns, such as "last_hidden_state", or a function of it;
+            by default, "logits" or the only tensor of floats.
 
     Returns:
         The plan. `print(plan)` shows axes, symmetries and pinned operations; `plan.coverage` is the fraction of
@@ -51,7 +58,8 @@ def analyse(
         HeadNotLinear: no Linear or convolution allows additive noise, and `head` is not "exposed".
         NothingToVeil: every axis is pinned.
         TooLittleCovered: the coverage is below `min_coverage`.
-        AnalysisError: forward returns more than one tensor, no parameter requires a gradient, or the tensors differ
+        BadArgument: forward returns several tensors, and none is chosen.
+        AnalysisError: no parameter requires a gradient, or the tensors differ
             in dtype or device, or are neither float32 nor float64.
 
     Warns:
@@ -64,19 +72,23 @@ def analyse(
     """
     if head not in ("linear", "exposed"):
         raise BadArgument("analyse", f'head must be "linear" or "exposed", got {head!r}')
+    if frozen not in ("sent", "local"):
+        raise BadArgument("analyse", f'frozen must be "sent" or "local", got {frozen!r}')
     if not 0 <= min_coverage <= 1:
         raise BadArgument("analyse", f"min_coverage must be between 0 and 1, got {min_coverage}")
     refuse_wrapped("analyse", model)
+    model = choose_output(model, output)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-6):
             what = f"it is {tensor.dtype}: a veil would lose more precision than plain training"
             fix = "call model.float(); in float32 and float64, a veil is as precise as plain training"
             raise AnalysisError(name, what, fix)
     graph = export(model, example_inputs)
-    layer, node = (None, None) if head == "exposed" else find_head(model, graph, example_inputs)
+    local = frozen == "local"
+    layer, node = (None, None) if head == "exposed" else find_head(model, graph, example_inputs, only_trained=local)
     walk = Walk(graph, node)
     walk.run()
-    plan = build_plan(model, walk, layer, public)
+    plan = build_plan(model, walk, layer, public, frozen, output)
     if not plan.layout.trainable:
         fix = "call requires_grad_(True) on the parameters to train"
         raise AnalysisError(plan.model_name, "no parameter that forward reads requires a gradient", fix)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fedveil.errors import AnalysisError, BadArgument, NotTraceable
+from fedveil.errors import AnalysisError, BadArgument, FedveilError, NotTraceable
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
 from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
+from fedveil.graph.outputs import return_predictions
 
 SAMPLES = 2  # batch size of the example: torch.export treats 1 as a special case, and BatchNorm needs at least 2
 
@@ -30,15 +31,13 @@ class ModelGraph:
         graph: the ATen operations; each node's `meta["val"]` is its output as fake tensors.
         parameters: the parameter name of each placeholder; a tied parameter is listed under its first name.
         buffers: the buffer name of each placeholder; tied buffers are handled in the same way.
-        outputs: the nodes that the model returns.
-        single: whether the model returns exactly one tensor.
+        outputs: the node of the model's predictions.
     """
 
     graph: fx.Graph
     parameters: dict[str, str]
     buffers: dict[str, str]
     outputs: tuple[fx.Node, ...]
-    single: bool
 
 
 def copy_model(model: nn.Module) -> nn.Module:
@@ -95,9 +94,11 @@ def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
             raise AnalysisError("analyse", what, "call analyse outside torch.autocast, and train in float32")
     try:
         with _silence_export():
-            program = torch.export.export(model_copy, args, kwargs, strict=False)
+            program = torch.export.export(return_predictions(model_copy), args, kwargs, strict=False)
             if _needs_functionalization(program.graph):
                 program = program.run_decompositions({})
+    except FedveilError:
+        raise
     except Exception as error:
         raise _explain(model, model_copy, error) from error
     if any("autocast" in getattr(node.target, "__name__", "") for node in program.graph.nodes):
@@ -108,9 +109,7 @@ def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
     buffers = {node: names[name] for node, name in signature.inputs_to_buffers.items()}
     found = {node.name: node for node in program.graph.nodes}
     outputs = tuple(found[name] for name in signature.user_outputs if isinstance(name, str) and name in found)
-    spec = program.call_spec.out_spec
-    single = bool(spec and spec.is_leaf()) and len(set(signature.user_outputs)) == 1
-    return ModelGraph(program.graph, parameters, buffers, outputs, single)
+    return ModelGraph(program.graph, parameters, buffers, outputs)
 
 
 ROUNDING = "it rounds veiled activations differently from plain ones"

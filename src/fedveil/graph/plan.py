@@ -23,6 +23,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from fedveil.errors import ModelMismatch
 from fedveil.graph import coverage
 from fedveil.graph.head import Head
+from fedveil.graph.outputs import Output
 from fedveil.graph.solve import Integers, Orders
 from fedveil.graph.units import Symmetry
 
@@ -80,6 +81,7 @@ class Layout:
         buffers: floating-point buffers.
         counters: names of the other buffers, which are sent separately.
         unused: names of parameters that forward never reads; they are not sent.
+        local: frozen parameters that clients have, so that they are neither perturbed nor sent.
     """
 
     trainable: tuple[Entry, ...]
@@ -89,6 +91,7 @@ class Layout:
     unused: tuple[str, ...]
     dtype: torch.dtype
     device: torch.device
+    local: tuple[Entry, ...] = ()
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -107,7 +110,7 @@ class Layout:
 
     @cached_property
     def parameters(self) -> int:
-        """The number of parameter values, trainable or frozen."""
+        """The number of parameter values that are sent, trainable or frozen."""
         return sum(entry.shape.numel() for entry in self.trainable + self.frozen)
 
     @cached_property
@@ -278,6 +281,7 @@ class Plan:
         pool: the small tensors, in one vector.
         pinned: operations that do not commute with any factor, and tensors that are sent unchanged, with reasons.
         known_names: names of parameters whose values clients know in advance.
+        output: the choice of the model's predictions; None if there is none.
     """
 
     model_name: str
@@ -292,6 +296,7 @@ class Plan:
     pool: Pool
     pinned: tuple[Reason, ...]
     known_names: tuple[str, ...]
+    output: Output | None = None
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
@@ -348,7 +353,7 @@ def check_model(plan: Plan, model: nn.Module) -> ModelState:
     """Return a model's state; refuse a model that differs from the one that was analysed."""
     state, layout = ModelState.read(model), plan.layout
     fix = "analyse the model again after changing it"
-    parameters = layout.trainable + layout.frozen
+    parameters = layout.trainable + layout.frozen + layout.local
     for entries, tensors in ((parameters, state.parameters), (layout.buffers, state.buffers)):
         for entry in entries:
             tensor = tensors.get(entry.name)

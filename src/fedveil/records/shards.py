@@ -54,6 +54,11 @@ class Shards(ABC):
         return self.take(rows)
 
     @property
+    def fusable(self) -> bool:
+        """Whether records of several clients can be joined in one batch."""
+        return True
+
+    @property
     def rounds_per_epoch(self) -> int:
         """The number of rounds in which the client with the most records uses each of them once."""
         return self.batches(max(self.sizes))
@@ -83,8 +88,8 @@ class Shards(ABC):
 
     @property
     def example(self) -> Inputs:
-        """The inputs of the first two records, or of the only one."""
-        return self.take(torch.arange(min(2, sum(self.sizes))))[0]
+        """The inputs of the first two records, or of the only one; of one client, if clients cannot be joined."""
+        return self.take(torch.arange(min(2, sum(self.sizes) if self.fusable else self.sizes[0])))[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.head import INNER_TAILS
 from fedveil.graph.inputs import Inputs, LayerOutputMode, call, count
+from fedveil.graph.outputs import choose_output
 from fedveil.graph.plan import ModelState
 from fedveil.graph.units import factor_along
 from fedveil.scheme.broadcast import SAME_CODE, Broadcast, PublicHead, Update, check_broadcast, select_row
@@ -94,8 +95,7 @@ def client_step(
     Args:
         model: a model of the same architecture; its values are neither used nor changed.
         broadcast: the server's message.
-        inputs: a batch on the model's device: a tensor, a tuple of arguments or a dict of keyword arguments for
-            forward.
+        inputs: a batch on the model's device: a tensor, or a tuple of arguments or a mapping of keyword arguments.
         targets: targets with the shape of the model's outputs, or class indices, depending on the loss.
         weights: the weight of each sample, by default 1 / samples. With weights |D_k| / (|D| samples_k), one call for
             the concatenated batches of several clients returns the weighted sum of their updates.
@@ -111,6 +111,7 @@ def client_step(
         if torch.is_autocast_enabled(device):
             what = f"torch.autocast is on for {device}: a veiled gradient would lose more precision than a plain one"
             raise BadArgument("client_step", what, "call client_step outside torch.autocast")
+    model = choose_output(model, broadcast.output)
     state = check_broadcast(model, broadcast)
     samples = inputs.shape[0] if isinstance(inputs, Tensor) else count(inputs)
     if not samples or samples != targets.shape[0]:
@@ -262,7 +263,7 @@ class _BatchRun:
             return torch.cat([y - factor_along(noises[number], axis, y.dim()) * alpha for number in numbers])
 
         with LayerOutputMode(self.values[head.weight], correct) as layer:
-            outputs: Tensor = call(self.model, self.inputs)
+            outputs = call(self.model, self.inputs)
         if not layer.calls:
             raise ModelMismatch(head.path[:80], NOT_CALLED, SAME_CODE)
         return outputs
@@ -341,7 +342,9 @@ def _candidate_passes(loss: Loss, head: PublicHead, outputs: Tensor, targets: Te
 
 def find_links(model: nn.Module, inputs: object, values: Collection[str]) -> list[str | None] | None:
     """Return the path of each Linear and None for each ReLU; return None if the model has any other layers."""
-    if type(model) is not nn.Sequential or not isinstance(inputs, Tensor) or inputs.dim() != 2:
+    if type(model) is not nn.Sequential or "forward" in vars(model) or not isinstance(inputs, Tensor):
+        return None
+    if inputs.dim() != 2:
         return None
     links: list[str | None] = []
     for path, module in model._modules.items():

@@ -167,7 +167,9 @@ class VeilSession(MemoryOnly):
         buffers = {entry.name: values.pop(entry.name) for entry in layout.buffers} | counters
         trainable = tuple([entry.name for entry in layout.trainable])
         training = tuple([path for path, mode in plan.modes if mode])
-        broadcast = Broadcast(token, layout.name, self.loss, values, buffers, trainable, training, public)
+        values |= {entry.name: tensors[entry.name].detach() for entry in layout.local}
+        fixed = token, layout.name, self.loss, values, buffers, trainable, training, public
+        broadcast = Broadcast(*fixed, output=plan.output)
         forms = {name: (value.shape, value.dtype) for name, value in counters.items()}
         bound, decoys = self.settings.multiplicative, bool(self._decoys)
         recovery = Recovery(plan, token, transform, coefficients, decoys, forms, bound, memory)
