@@ -1,6 +1,6 @@
 """Evaluation metrics on held-out data."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -70,7 +70,7 @@ def predict_source(model: nn.Module, source: Source, *, batch_size: int = 256) -
     return _join_rows([outputs for outputs, _ in found], 0), _join_rows([targets for _, targets in found], IGNORED)
 
 
-def _join_rows(parts: Sequence[Tensor], filler: int) -> Tensor:
+def _join_rows(parts: list[Tensor], filler: int) -> Tensor:
     """Concatenate batches; those of class indices and their outputs may be padded to different lengths."""
     if filler and parts[0].is_floating_point():
         return torch.cat(parts)

@@ -229,8 +229,8 @@ class Federation(Server):
         clients = list_clients(clients)
         sources = check_sources([as_source(f"client {number}", client) for number, client in enumerate(clients)])
         inputs, _ = sources[0].take(range(min(2, len(sources[0]))))
-        output = one_output(model, inputs)  # raises if the model does not accept the records
-        loss = default_loss(output, sources) if loss is None else loss
+        template = one_output(model, inputs)  # raises if the model does not accept the records
+        loss = default_loss(template, sources) if loss is None else loss
         policy = RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0)
         size = choose_batch_size(clients, batch_size, BATCH_SIZE)
         if privacy is not None:
@@ -239,7 +239,7 @@ class Federation(Server):
             defence = add_privacy(defence, privacy, rate)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         self.shards = make_shards(model, self.loss, sources, size, seed, self.dtype)
-        warn_about_activation(model, self.loss, output)
+        warn_about_activation(model, self.loss, template)
         refuse_single(model, self.shards)
         self.whole_shard = whole_shard
         self._checksum: tuple[bytes, str | None] | None = None

@@ -93,17 +93,13 @@ def find_predictions(model: nn.Module, returned: object, output: Output | None =
     if output is not None:
         if output in floats:
             return floats[output]
-        what = (
-            f"forward returns {_describe(returned)} without a tensor of floats named {output[:40]!r} (it has {names})"
-        )
+        what = f"forward returns {_describe(returned)} with no tensor of floats {output[:40]!r}, but with {names}"
         raise BadArgument(name, what, "choose one of these, or pass output=function")
     chosen = LOGITS if LOGITS in rows else rows[0] if len(rows) == 1 else None
     if chosen is None:
         several = f"several tensors of floats: {names}" if rows else "no tensor of floats"
         what = f"its forward method returns {_describe(returned)} with {several}"
-        fix = (
-            'choose one by name, such as output="last_hidden_state", or with a function: output=lambda found: found[0]'
-        )
+        fix = 'choose one by name, such as output="last_hidden_state", or with a function: output=lambda out: out[0]'
         raise BadArgument(name, what, fix if rows else "return the outputs that the loss needs as one tensor")
     return floats[chosen]
 
@@ -145,10 +141,8 @@ def read_choice(where: str, text: str, own: Output | None) -> Output | None:
         own: the client's choice; required if the server's is a function.
     """
     if own is not None:
-        if describe_output(own) != text:
-            raise BadArgument(
-                where, f"the server's output is {text[:80]!a}, but the client's is {describe_output(own)!a}"
-            )
+        if (named := describe_output(own)) != text:
+            raise BadArgument(where, f"the server's output is {text[:80]!a}, but the client's is {named!a}")
         return own
     if text.endswith(FUNCTION):
         what = f"the output {text[:80]!a} is a function, which is not sent"

@@ -191,6 +191,8 @@ class Client(ABC):
             client=self.number(self._site),
             defence=self.defence,
             loss=self.loss,
+            output=self.output,
+            frozen=self.frozen,
             party=party,
             policy=load_own_policy(),
             state=ClientState(private=load_private(self._file)),

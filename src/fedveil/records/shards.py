@@ -115,9 +115,14 @@ class StreamShards(Shards):
     clients: tuple[Source, ...]
     prepare: Prepare
 
+    @property
+    def fusable(self) -> bool:
+        """Whether no `collate_fn` prepares records, because it may pad each client's batch to another length."""
+        return all(isinstance(source, Rows) or source.collates_alike for source in self.clients)
+
     def take_separately(self, rows: Tensor) -> Batch:
         """Read records one by one if a `collate_fn` prepares them; refuse records of different forms."""
-        if all(isinstance(source, Rows) or source.collates_alike for source in self.clients):
+        if self.fusable:
             return self.take(rows)
         batches = [self.take(rows[k : k + 1]) for k in range(len(rows))]
         first, owner = describe_forms(batches[0]), self.clients[0].owner

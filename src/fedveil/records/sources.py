@@ -140,10 +140,9 @@ def split_labels(owner: str, batch: Mapping[str, object]) -> tuple[Inputs, objec
     """Divide a dict into forward's keyword arguments and the targets, which are its only entry named in `LABELS`."""
     names = [name for name in LABELS if name in batch]
     if len(names) != 1:
-        what = (
-            f"a dict has {'no targets' if not names else 'several targets'}: its keys are {', '.join(map(str, batch))}"
-        )
-        raise BadArgument(owner, what[:300], 'name the targets "labels"')
+        keys = ", ".join(map(str, batch))
+        what = f"a dict has {'several' if names else 'no'} targets: its keys are {keys:.200}"
+        raise BadArgument(owner, what, 'name the targets "labels"')
     return cast(Inputs, as_dicts({key: own for key, own in batch.items() if key != names[0]})), batch[names[0]]
 
 

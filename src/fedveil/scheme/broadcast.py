@@ -3,7 +3,7 @@
 `pack` converts a message to plain values and tensors, which `fedveil.wire` serialises; `unpack` is its inverse.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NoReturn, cast
 
@@ -25,7 +25,7 @@ MAX_PASSES = MAX_GROUPS + 2  # maximum number of gradients that a client compute
 MAX_AXES, MAX_CLASSES = 8, 2**18  # maximum number of axes and classes of a model's outputs
 LARGEST = 1e100  # maximum of a numeric setting, so that products do not overflow float64
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that torch computes in
-NAMED: Mapping[str, Callable[..., Loss]] = {**LOSSES, **TOKEN_LOSSES}  # losses that are sent by name
+NAMED: Mapping[str, type[Loss]] = {**LOSSES, **TOKEN_LOSSES}  # losses that are sent by name
 SAME_CODE = "build the client's model with the same code as the server's model"
 
 
@@ -117,7 +117,7 @@ def _build_loss(name: str, settings: Values) -> Loss:
             raise BadArgument("loss", f"{key} of {name} must be {form}, finite and not too large")
         found[key] = tuple(map(float, value)) if listed else float(value) if single else value
     try:
-        return build_module(name, found) if isinstance(default, TorchLoss) else NAMED[name](**found)
+        return build_module(name, found) if isinstance(default, TorchLoss) else type(default)(**found)
     except BadArgument:
         raise
     except ValueError as error:  # raised by torch

@@ -92,9 +92,8 @@ def check_classes(targets: Tensor, classes: int) -> None:
         what = f"classes range from {low} to {high}, but the model has outputs 0 to {classes - 1}"
         fix = f"use class indices from 0 to {classes - 1}, or a model with more outputs"
         if low == IGNORED:
-            fix = (
-                f'use loss="token_cross_entropy", or "causal_cross_entropy" for language models, which ignore {IGNORED}'
-            )
+            fix = f'use loss="token_cross_entropy" or, to predict the next token, "causal_cross_entropy": {IGNORED} '
+            fix += "is ignored"
         raise BadArgument("targets", what, fix)
 
 

@@ -73,7 +73,7 @@ class TokenCrossEntropy(AutogradLoss):
             form = f"they are {targets.dtype} of shape {tuple(targets.shape)}"
             what = f"{form}, but {self.name} expects class indices of shape {tuple(outputs.shape[:-1])}"
             raise BadArgument(
-                "targets", what, "use one label per position, with classes on the last axis of the outputs"
+                "targets", what, "use one label per position; classes are on the last axis of the outputs"
             )
         return outputs, targets
 
