@@ -22,7 +22,7 @@ AUTO = "transformers.models.auto.modeling_auto"
 WIDTH, HEADS, INNER, WORDS, LABELS, SIZE, SAMPLES, TOKENS = 16, 2, 24, 60, 3, 32, 3, 12
 TINY: Mapping[str, object] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "decoder_hidden_size"), WIDTH),
-    **dict.fromkeys(("projection_dim", "embedding_size", "word_embed_proj_dim", "hidden_dim", "emb_dim", "d_embed"), WIDTH),
+    **dict.fromkeys(("projection_dim", "embedding_size", "word_embed_proj_dim", "hidden_dim", "emb_dim"), WIDTH),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(("decoder_num_hidden_layers", "num_encoder_layers", "num_decoder_layers", "num_block"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), HEADS),

@@ -145,3 +145,34 @@ def test_mappings_of_any_kind_are_keyword_arguments_wherever_they_are():
     assert nested == ({"a": ids, "b": {"c": 1}}, [{"d": None}])
     net = Encoder()
     assert torch.equal(call(net, batch()), call(net, dict(batch())))
+
+
+def test_what_the_predictions_do_not_depend_on_limits_no_noise():
+    """A batch may contain the labels, from which the model computes a loss; a branch that is not chosen is not sent."""
+
+    def wrap(logits, features):
+        loss = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+        return {"loss": loss, "logits": logits, "pooled": features.std(0)}
+
+    plan, plain = (fedveil.analyse(Encoder(own), batch()) for own in (wrap, lambda y, h: y))
+    assert (plan.shares, plan.pinned) == (plain.shares, plain.pinned)
+    other = fedveil.analyse(Encoder(wrap), batch(), head="exposed", output="pooled")
+    assert other.layout.unused == ("classifier.weight", "classifier.bias")
+
+
+def test_a_norm_that_the_predictions_do_not_depend_on_still_updates_its_statistics():
+    class Aside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return {"logits": self.head(x), "aside": self.norm(x)}
+
+    net, inputs, targets = Aside().double(), torch.randn(6, 4).double(), torch.arange(6) % 3
+    plan = fedveil.analyse(net, inputs)
+    perturbation = fedveil.Veil().perturb(net, plan, "cross_entropy")
+    result = perturbation.recover([fedveil.client_step(copy.deepcopy(net), perturbation.broadcast, inputs, targets)])
+    net(inputs)
+    for name, own in net.named_buffers():
+        assert torch.allclose(result.buffers[name].double(), own.double(), atol=1e-12)

@@ -104,6 +104,7 @@ def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
     if any("autocast" in getattr(node.target, "__name__", "") for node in program.graph.nodes):
         what = f"its forward method enables torch.autocast: {ROUNDING}"
         raise AnalysisError(type(model).__name__, what, "remove the autocast block, and train in float32")
+    program.graph.eliminate_dead_code(_has_effect)  # such as a loss of labels, or a pooler that is not chosen
     signature = program.graph_signature
     parameters = {node: names[name] for node, name in signature.inputs_to_parameters.items()}
     buffers = {node: names[name] for node, name in signature.inputs_to_buffers.items()}
@@ -115,6 +116,11 @@ def export(model: nn.Module, inputs: Inputs) -> ModelGraph:
 ROUNDING = "it rounds veiled activations differently from plain ones"
 
 
+def _has_effect(node: fx.Node) -> bool:
+    """Return whether a node must be kept even if the predictions do not depend on it: norms update their buffers."""
+    return node.is_impure() or any(kind in operation_name(node) for kind in ("batch_norm", "instance_norm"))
+
+
 def _needs_functionalization(graph: fx.Graph) -> bool:
     """Return whether the graph modifies floating-point tensors in place in a way that rules cannot follow."""
     writes = [node for node in graph.nodes if node.op == "call_function" and is_in_place(node)]
@@ -122,10 +128,6 @@ def _needs_functionalization(graph: fx.Graph) -> bool:
     return any(not isinstance(value, Tensor) or value.is_floating_point() for value in values)
 
 
-LOGITS = (
-    "wrap it in a module that returns only the logits: forward(self, **inputs) returns "
-    'self.model(**inputs)["logits"] (or .logits)'
-)
 LIBRARY = re.compile(r"[/\\]torch[/\\]|[/\\]fedveil[/\\]|[/\\]inspect.py$|<frozen|<string>")
 
 
@@ -166,7 +168,7 @@ def _explain(model: nn.Module, model_copy: nn.Module, error: Exception) -> Analy
     if "numpy" in text.lower():
         return NotTraceable(where, "its forward method calls NumPy", "use torch functions instead of NumPy functions")
     if "pytree" in text.lower():
-        what = "its forward method takes or returns an object that is not a tensor, tuple, list or dict"
-        return NotTraceable(where, what, LOGITS)
+        what = "its forward method takes an object that is not a tensor, tuple, list or mapping"
+        return NotTraceable(where, what, "pass its tensors, in a tuple or a mapping")
     fix = "check that example_inputs have the shapes and dtypes that the model expects, and that forward runs on them"
     return NotTraceable(where, f"torch.export cannot trace its forward method: {first.rstrip('.')}", fix)

@@ -111,7 +111,7 @@ def client_step(
         if torch.is_autocast_enabled(device):
             what = f"torch.autocast is on for {device}: a veiled gradient would lose more precision than a plain one"
             raise BadArgument("client_step", what, "call client_step outside torch.autocast")
-    model = choose_output(model, broadcast.output)
+    model = choose_output(model, broadcast.output) if broadcast.output else model
     state = check_broadcast(model, broadcast)
     samples = inputs.shape[0] if isinstance(inputs, Tensor) else count(inputs)
     if not samples or samples != targets.shape[0]:
