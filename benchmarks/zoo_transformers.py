@@ -63,6 +63,8 @@ def build(name: str) -> nn.Module:
 
     torch.manual_seed(0)
     config = _shrink(type(transformers.AutoConfig.for_model(_types()[name])))
+    if name.endswith("QuestionAnswering"):
+        config.num_labels = 2
     model: nn.Module = getattr(transformers, name)(config)
     model = model.eval().double()
     with torch.no_grad():
@@ -112,6 +114,8 @@ def batch(model: nn.Module) -> Inputs:
         found["input_values"] = torch.randn(SAMPLES, 1600, generator=draw).double()
     if "input_features" in accepted and not found:
         found["input_features"] = torch.randn(SAMPLES, 16, 64, generator=draw).double()
+    if type(model).__name__.endswith("MultipleChoice"):  # two texts per record
+        found = {key: own.unsqueeze(1).repeat(1, 2, *[1] * (own.dim() - 1)) for key, own in found.items()}
     encoding: Inputs = BatchEncoding(found)
     return encoding
 

@@ -23,21 +23,20 @@ except ImportError:
 
 OPENINGS = ("the {} was", "i found the {}", "honestly the {} is", "we all thought the {} was", "the new {} seems")
 THINGS = ("film", "book", "song", "meal", "hotel", "teacher", "phone", "garden", "story", "player")
-NEGATIONS, DEGREES = ("not", "never", "hardly"), ("", "very", "rather", "truly")
+DEGREES = ("", "very", "rather", "truly", "really", "quite")
 GOOD = ("good", "great", "lovely", "clever", "funny", "warm", "brilliant", "charming")
 BAD = ("bad", "awful", "boring", "weak", "rude", "cold", "terrible", "clumsy")
 
 
 def sentence(rng: random.Random) -> tuple[str, int]:
     """Return a random sentence, and 1 if it is praise or 0 if not."""
-    praise, negated = rng.random() < 0.5, rng.random() < 0.5
-    start, negation = rng.choice(OPENINGS).format(rng.choice(THINGS)), rng.choice(NEGATIONS) * negated
-    words = start, negation, rng.choice(DEGREES), rng.choice(GOOD if praise != negated else BAD)
+    praise, start = rng.random() < 0.5, rng.choice(OPENINGS).format(rng.choice(THINGS))
+    words = start, rng.choice(DEGREES), rng.choice(GOOD if praise else BAD)
     return " ".join(filter(None, words)), int(praise)
 
 
 rng = random.Random(0)
-praise = dict(sentence(rng) for _ in range(1500))  # duplicates are dropped
+praise = dict(sentence(rng) for _ in range(900))  # duplicates are dropped
 words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
 words.pre_tokenizer = pre_tokenizers.Whitespace()
 words.train_from_iterator(praise, trainers.WordLevelTrainer(special_tokens=["[PAD]", "[UNK]"]))
@@ -57,9 +56,9 @@ def accuracy(defence: str) -> float:
     """Train with three clients, and return the accuracy on sentences that none of them has, in percent."""
     torch.manual_seed(0)  # plain and veil start from the same weights
     model = BertForSequenceClassification(config)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     federation = fedveil.Federation(model, clients, defence, optimizer, loss="cross_entropy")
-    return 100 * federation.fit(epochs=14, test=test).last["accuracy"]
+    return 100 * federation.fit(epochs=6, test=test).last["accuracy"]
 
 
 print(fedveil.analyse(BertForSequenceClassification(config), collate(records[:2])))
