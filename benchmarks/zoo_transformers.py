@@ -77,9 +77,9 @@ def build(name: str) -> nn.Module:
 def _shrink(kind: type[Any]) -> Any:  # type: ignore[explicit-any]
     """Return a config with small sizes, as far as its class has settings with these names."""
     default = kind()
-    given: dict[str, object] = {
-        key: own for key, own in TINY.items() if isinstance(getattr(default, key, None), int | float)
-    }
+    known = {key: getattr(default, key) for key in TINY if hasattr(default, key)}
+    numbers = [key for key, own in known.items() if isinstance(own, int | float) or key.endswith("token_id")]
+    given: dict[str, object] = {key: TINY[key] for key in numbers}
     for key, own in vars(default).items():
         if key in ("depths", "num_blocks"):
             given[key] = [1] * len(own)

@@ -207,3 +207,12 @@ def test_the_output_of_a_run_is_the_servers_and_a_function_is_given_on_both_side
         server.engine.transport.answers[name] = session.reply
     with pytest.raises(fedveil.FedveilError, match="but the client's is 'hidden'"):
         server.step()
+
+
+def test_a_base_that_the_server_changes_during_a_run_is_noticed():
+    server, asks = served(Plain(frozen="local"), frozen="local")
+    server.step()
+    server.model.hidden.base.weight.data[0, 0] += 1
+    with pytest.raises(fedveil.FedveilError, match="differ from the server's"):
+        server.step()
+    assert read(asks[0], Ask).local != read(asks[-1], Ask).local

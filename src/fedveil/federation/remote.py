@@ -89,9 +89,7 @@ class RemoteEngine:
         settings, loss = {name: getattr(base, name) for name in base.remote_settings}, server.loss
         self._task = record.name, settings, loss.name, loss.settings(), whole_shard, batch_size, server.seed
         self._privacy = server.defence.record_terms
-        self._local = local_parameters(server.model) if base.frozen == "local" else {}
-        digest = digest_parameters(self._local) if self._local else ""
-        self._choices = digest, describe_output(chosen_output(server.model))
+        self._omits, self._output = base.frozen == "local", describe_output(chosen_output(server.model))
         self.traffic = protocol.Traffic()
 
     def start_round(self) -> None:
@@ -179,9 +177,14 @@ class RemoteEngine:
             yield found
 
     def _make_ask(self, number: int, defence_round: AnyRound, terms: SecureTerms | None = None) -> Ask:
-        packed = omit_local(self.codec.encode_broadcast(defence_round.broadcast), self._local)
+        packed = self.codec.encode_broadcast(defence_round.broadcast)
+        local = local_parameters(self._server.model) if self._omits else {}
+        digest = digest_parameters(local) if local else ""
+        packed = omit_local(packed, local)
         secure = terms.values() if terms else {}
-        return Ask(self.session, number, Entropy().token(), *self._task, self._privacy, secure, *packed, *self._choices)
+        return Ask(
+            self.session, number, Entropy().token(), *self._task, self._privacy, secure, *packed, digest, self._output
+        )
 
 
 def decode_answer(
