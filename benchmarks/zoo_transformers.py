@@ -99,6 +99,7 @@ def batch(model: nn.Module) -> Inputs:
     found: dict[str, Tensor] = {}
     if "input_ids" in accepted:
         found["input_ids"] = torch.randint(3, WORDS, (SAMPLES, TOKENS), generator=draw)
+        found["input_ids"][:, -1] = 2  # some models read the features of this token, the end
         mask = torch.ones_like(found["input_ids"])
         mask[1, TOKENS - 3 :] = 0
         found["attention_mask"] = mask
