@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import importlib.util
 import os
 import signal
 from collections import Counter
@@ -11,6 +12,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from tests import seeding
 
+# tests of packages that the development environment lacks (CONTRIBUTING.md, Tests)
+collect_ignore = [] if all(map(importlib.util.find_spec, ("transformers", "peft", "datasets"))) else ["optional"]
 torch.set_num_threads(1)  # two pytest workers share two cores
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts commands in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -273,6 +273,6 @@ def test_a_parameter_that_a_form_leaves_unused_keeps_its_value():
 
 
 def test_a_model_that_returns_several_tensors_is_refused():
-    several = Network(lambda own, x: {"logits": own.net(x)}, net=net())
-    with pytest.raises(BadArgument, match="Network: its forward method returns dict, not a single tensor"):
+    several = Network(lambda own, x: {"a": own.net(x), "b": own.net(x)}, net=net())
+    with pytest.raises(BadArgument, match="Network: its forward method returns a dict with several tensors of floats"):
         trained(lambda: several, "plain")

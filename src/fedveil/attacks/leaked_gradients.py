@@ -19,6 +19,7 @@ from fedveil.defences.dbcl import SketchedLayer
 from fedveil.defences.plain import PlainUpdate
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import record_calls
+from fedveil.graph.outputs import find_predictions
 from fedveil.scheme import Broadcast, Loss, Update, client_view
 from fedveil.scheme.losses import one_hot
 from fedveil.scheme.view import move_head
@@ -58,7 +59,7 @@ def mean_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor
     Targets are class indices, or rows of probabilities. If `graph` is true, the gradients can be differentiated again.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    outputs = torch.func.functional_call(model, buffers, (inputs,))
+    outputs = find_predictions(model, torch.func.functional_call(model, buffers, (inputs,)))
     value = loss.values(outputs, one_hot(targets, outputs)).mean()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = torch.autograd.grad(value, list(trained.values()), create_graph=graph)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedveil.attacks.leaked_gradients import Gradients, Leak
 from fedveil.checks import check_count
 from fedveil.errors import BadArgument
+from fedveil.graph.outputs import find_predictions
 from fedveil.scheme import Loss
 from fedveil.scheme.losses import one_hot
 
@@ -59,7 +60,8 @@ def local_update(
     now, firsts = dict(start), range(0, len(inputs), training.batch)
     for first in [first for _ in range(training.epochs) for first in firsts]:
         rows = slice(first, first + training.batch)
-        outputs = torch.func.functional_call(model, {**frozen, **now, **buffers}, (inputs[rows],))
+        returned = torch.func.functional_call(model, {**frozen, **now, **buffers}, (inputs[rows],))
+        outputs = find_predictions(model, returned)
         value = loss.values(outputs, one_hot(targets[rows], outputs)).mean()
         slopes = torch.autograd.grad(value, list(now.values()), create_graph=graph)
         now = {name: old - training.lr * slope for (name, old), slope in zip(now.items(), slopes, strict=True)}

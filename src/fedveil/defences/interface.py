@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedveil.defences.local_training import LocalTraining
 from fedveil.defences.state import State, StateValue
 from fedveil.errors import BadArgument, UpdateRefused
+from fedveil.graph.build import Frozen
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.plan import Plan
 from fedveil.scheme import Aggregate, Loss
@@ -217,6 +218,7 @@ class Defence(ABC, Generic[B, U]):
     sampling_rate: float | None = None  # the rate at which clients sample records, if they do so themselves
     planned_rounds: int | None = None  # the number of rounds for which the noise was chosen
     clippable: bool = False  # clients compute true gradients, which they can clip
+    frozen: Frozen = "sent"  # "local" if clients have the frozen parameters, which are not changed and need not be sent
     largest_factor: float = 1.0  # the largest factor by which values of an update are multiplied
     local_training: LocalTraining | None = None  # how clients train before they send an update, if they do
     remote_settings: ClassVar[tuple[str, ...]] = ()  # names of arguments that a server may set

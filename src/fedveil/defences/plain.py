@@ -13,6 +13,7 @@ from fedveil.defences import encoding
 from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Ranges, Samples
 from fedveil.defences.local_training import LocalTraining
 from fedveil.errors import BadArgument
+from fedveil.graph.build import Frozen
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.losses import sample_weights
@@ -53,6 +54,7 @@ class Plain(Defence[nn.Module, PlainUpdate]):
         local_momentum: momentum of the clients, which starts at zero in every round; by default 0.
         rounding: a seed for a rounding baseline (docs/maths.md, 'What "equal" means'): noise as large as a rounding
             error is added to every gradient, to show how much floating-point rounding alone affects a run.
+        frozen: "local" if every client has the parameters that are not trained, which are then not sent.
     """
 
     linear = True
@@ -78,7 +80,11 @@ class Plain(Defence[nn.Module, PlainUpdate]):
         local_lr: float | None = None,
         local_batch: int | None = None,
         local_momentum: float | None = None,
+        frozen: Frozen = "sent",
     ) -> None:
+        if frozen not in ("sent", "local"):
+            raise BadArgument("Plain", f'frozen must be "sent" or "local", got {frozen!r}')
+        self.frozen = frozen
         self._rounding = rounding
         self._set_local_training("Plain", local_epochs, local_lr, local_batch, local_momentum)
         own = "plain" if self.local_training is None else "fedavg"
@@ -108,7 +114,7 @@ class Plain(Defence[nn.Module, PlainUpdate]):
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceServer[nn.Module, PlainUpdate]:
         """Prepare the server for a run."""
-        return PlainServer(model, self._rounding)
+        return PlainServer(model, self._rounding, frozen=self.frozen)
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[nn.Module, PlainUpdate]:
         """Prepare clients for a run."""
@@ -170,10 +176,15 @@ class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
     """Broadcasts the model itself, without copying it."""
 
     def __init__(
-        self, model: nn.Module, rounding: int | None = None, round_type: type[PlainRound] = PlainRound
+        self,
+        model: nn.Module,
+        rounding: int | None = None,
+        round_type: type[PlainRound] = PlainRound,
+        frozen: Frozen = "sent",
     ) -> None:
         up = encoding.count_bytes(encoding.template(model).values())
-        self.figures = {"bytes_down": encoding.count_bytes([*model.parameters(), *model.buffers()]), "bytes_up": up}
+        sent = [own for own in model.parameters() if own.requires_grad or frozen == "sent"]
+        self.figures = {"bytes_down": encoding.count_bytes([*sent, *model.buffers()]), "bytes_up": up}
         self._noise = None if rounding is None else torch.Generator().manual_seed(rounding)
         self._round_type = round_type
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Ranges, Samples
 from fedveil.defences.state import State, StateValue, read_state
 from fedveil.graph import Plan, analyse
+from fedveil.graph.build import Frozen
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, Perturbation, Update, VeilSession
 from fedveil.scheme.broadcast import check_broadcast
@@ -27,6 +28,7 @@ from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 if TYPE_CHECKING:
     from fedveil.privacy.gradients import RecordGradients
 
+SEPARATE = ("loss", "loss_settings", "output")
 HeadMode = Literal["linear", "exposed"]
 
 
@@ -48,6 +50,8 @@ class Veil(Defence[Broadcast, Update]):
         head: "exposed" for models without a layer to which noise can be added; clients then see true predictions.
         min_coverage: refuse a model if less than this fraction of its parameter values can be perturbed.
         public: names of parameters whose values clients know; see `analyse`.
+        frozen: "local" if every client has the parameters that are not trained, such as a published backbone: they are
+            neither perturbed nor sent (docs/how-to/hugging-face.md).
         decoys: number of false head offsets sent with the true one, at most 64; by default `DEFAULT_DECOYS` (2), or
             none for squared error if nothing follows the head (`fedveil.scheme.decoys`).
         keep_noise: draw factors, permutation, direction and partition once, and keep them in memory for all rounds; new
@@ -74,6 +78,7 @@ class Veil(Defence[Broadcast, Update]):
         head: HeadMode = "linear",
         min_coverage: float = 0.0,
         public: Collection[str] = (),
+        frozen: Frozen = "sent",
         decoys: int | None = None,
         keep_noise: bool = False,
         entropy: Entropy | None = None,
@@ -81,7 +86,8 @@ class Veil(Defence[Broadcast, Update]):
         self.noise = NoiseSettings(groups, additive, multiplicative, permute, decoys, keep_noise)
         self.largest_factor = self.noise.multiplicative
         self._entropy, self.repeatable = entropy, entropy is not None and entropy.for_tests_only
-        self._analyse = partial(analyse, head=head, min_coverage=min_coverage, public=tuple(public))
+        self.frozen = frozen
+        self._analyse = partial(analyse, head=head, min_coverage=min_coverage, public=tuple(public), frozen=frozen)
 
     def start(self, plan: Plan, loss: str | Loss | Function = "squared_error") -> VeilSession:
         """Return the secret state of a run, which draws new noise for each broadcast; keep it for the whole run."""
@@ -222,9 +228,9 @@ class VeilCodec(Codec[Broadcast, Update]):
     """Encodes `Broadcast` and `Update` as plain values and tensors."""
 
     def encode_broadcast(self, broadcast: Broadcast) -> Packed:
-        """Encode the broadcast without its loss, which the server sends separately for every defence."""
+        """Encode the broadcast without its loss and output, which the server sends separately for every defence."""
         values, tensors = broadcast.pack()
-        return {name: value for name, value in values.items() if name not in ("loss", "loss_settings")}, tensors
+        return {name: value for name, value in values.items() if name not in SEPARATE}, tensors
 
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> Broadcast:
         """Decode a broadcast; refuse one that does not match the model."""

@@ -5,15 +5,12 @@ Since a server may send any model, exponents and members, an error after records
 of the reply: the client contributes nothing to the sum (`no_words`) and prints the reason to its stderr.
 """
 
-import contextlib
 import copy
 import dataclasses
 import hashlib
 import json
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,10 +21,14 @@ from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, S
 from fedveil.defences.local_training import LocalTraining
 from fedveil.defences.registry import build_for_client, find_codec, find_record, protect_records, refuse_repeatable
 from fedveil.defences.state import State
-from fedveil.errors import Aborted, BadArgument, FedveilError
+from fedveil.errors import Aborted, BadArgument
 from fedveil.federation import protocol
+from fedveil.federation.failures import hide_failures, print_failure
+from fedveil.federation.frozen import check_frozen, restore_local
 from fedveil.federation.prepare import OwnRecords, make_shards, read_own_records
 from fedveil.federation.protocol import Answer, Ask, LastAsk, MaskedAnswer, SecureTerms, Step, read, write
+from fedveil.graph.build import Frozen
+from fedveil.graph.outputs import Output, choose_output, read_choice
 from fedveil.records.shards import Shards
 from fedveil.scheme.broadcast import MAX_PASSES, resolve_loss
 from fedveil.scheme.losses import Function, Loss, find_loss
@@ -96,22 +97,6 @@ class ClientState:
     private: State = field(default_factory=dict)  # the defence's state, such as SPN's head or PPDL's noise generator
 
 
-@contextlib.contextmanager
-def hide_failures() -> Iterator[None]:
-    """Replace an unexpected error in a model or defence with one that reveals nothing about the records.
-
-    The original error, whose text may contain values from records, is printed to stderr and kept as the cause.
-    """
-    try:
-        yield
-    except FedveilError:
-        raise
-    except Exception as error:
-        traceback.print_exc(file=sys.stderr)
-        what = f"this client cannot answer: {type(error).__name__}"
-        raise BadArgument("ask", what, "look for the cause in the client's log") from error
-
-
 @dataclass(frozen=True, eq=False)
 class ClientTask:
     """An ask, decoded for the client's model."""
@@ -137,6 +122,9 @@ class ClientSession:
         client: index of this client, which determines the order of its batches.
         defence: a defence whose settings override the server's.
         loss: the loss function, if the server uses a custom one.
+        output: the function that computes the predictions, if the server uses one.
+        frozen: "local" to use this model's own frozen parameters if the server does not send them. Their values must
+            equal the server's; choose it only for a published base.
         party: the client's side of secure aggregation; use the same object for the whole run. With a party, an ask
             without secure aggregation is refused, so that the server cannot switch it off.
         policy: the policy of a client without a `party`; a party has its own policy.
@@ -151,12 +139,16 @@ class ClientSession:
         client: int,
         defence: AnyDefence | None = None,
         loss: Function | None = None,
+        output: Output | None = None,
+        frozen: Frozen = "sent",
         party: "Party | None" = None,
         policy: "Policy | None" = None,
         state: ClientState | None = None,
     ) -> None:
         self.state = state or ClientState()
         self._model, self._data, self._client = model, data, client
+        check_frozen("client", frozen)
+        self._given, self._output, self._frozen = model, output, frozen
         self._defence, self._loss = defence, None if loss is None else find_loss(loss)
         self.party, self._policy = party, policy
         own = policy if party is None else party.policy
@@ -177,6 +169,8 @@ class ClientSession:
             digest, _ = self._authenticate(message, extra)
         ask = read(message, Ask, protocol.max_tensors(self._model))
         protocol.refuse_old(ask, self.state.last)
+        self._model = choose_output(self._given, read_choice("answer", ask.output, self._output))
+        ask = restore_local(ask, self._model, self._frozen)
         last = LastAsk(ask.session, ask.round, ask.token)
         if self.party is not None or ask.secure or self._limits is not None:
             answer, private = self._answer_masked(ask, message, digest), self.state.private
@@ -293,7 +287,7 @@ class ClientSession:
     def _prepare(self, task: ClientTask, model: nn.Module, min_records: int) -> Shards:
         """Return the records in the form that the ask requires, and cache them until an ask requires another form."""
         ask = task.ask
-        form = (ask.loss, repr(ask.loss_settings), ask.batch_size, ask.seed, task.dtype, min_records)
+        form = (ask.loss, repr(ask.loss_settings), ask.output, ask.batch_size, ask.seed, task.dtype, min_records)
         if self._prepared is None or self._prepared[0] != form:
             source = read_own_records(self._data)
             shards = make_shards(model, task.loss, [source], ask.batch_size, ask.seed, task.dtype)
@@ -358,7 +352,7 @@ def contribute(work: "Callable[[], Words]", fallback: "Callable[[], Words]") -> 
     except KeyboardInterrupt:
         raise
     except BaseException:  # including SystemExit
-        _print_failure("this client contributes nothing to the sum because of the following error:")
+        print_failure("this client contributes nothing to the sum because of the following error:")
         return fallback()
 
 
@@ -371,18 +365,8 @@ def _check_records(count: Callable[[], int], policy: "Policy") -> None:
     except KeyboardInterrupt:
         raise
     except BaseException:
-        _print_failure("this client does not take part in secure aggregation:")
+        print_failure("this client does not take part in secure aggregation:")
         raise Aborted("policy", "records", UNUSABLE) from None
-
-
-def _print_failure(what: str) -> None:
-    """Print the current exception to stderr. Loggers are not used, because engines may send logs to the server.
-
-    Errors while printing are ignored; otherwise, the server would learn that something was printed.
-    """
-    with contextlib.suppress(Exception):
-        print(f"fedveil: {what}", file=sys.stderr)
-        traceback.print_exc(file=sys.stderr)
 
 
 def digest_subject(ask: Ask, message: bytes, body: bytes) -> bytes:

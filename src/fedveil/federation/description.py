@@ -15,6 +15,7 @@ from fedveil.defences.description import class_name, describe_defence
 from fedveil.errors import BadArgument
 from fedveil.federation.rounds import ClearRound
 from fedveil.files import write_atomically
+from fedveil.graph.outputs import chosen_output
 from fedveil.plain_json import read_json, to_json
 from fedveil.scheme.losses import CLASS_LOSSES, LOSSES
 from fedveil.scheme.torch_losses import is_module
@@ -57,7 +58,8 @@ class RunDescription:
         terms: what depends on the engine.
         defence: names, class and arguments of the defence (`fedveil.defences.description`).
         model: class of the model, and its number of parameters.
-        factory: the class, as `package.module:Name`, if it can be built without arguments; otherwise None.
+        factory: the class, as `package.module:Name`, if it can be built without arguments and no output was chosen;
+            otherwise None.
         loss: name of the loss.
         loss_settings: settings of the loss; None if it is a user's function.
         optimizer: class of the optimizer.
@@ -109,7 +111,7 @@ def describe_run(server: "Server") -> RunDescription:
         defence=describe_defence(server.defence),
         model=kind,
         parameters=sum(parameter.numel() for parameter in server.model.parameters()),
-        factory=kind if _has_factory(type(server.model)) else None,
+        factory=kind if _has_factory(type(server.model)) and chosen_output(server.model) is None else None,
         loss=loss.name,
         loss_settings=_plain_settings(loss.settings()) if is_known else None,
         optimizer=class_name(type(server.optimizer)),

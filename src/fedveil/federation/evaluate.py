@@ -5,12 +5,22 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
 from fedveil.records.sources import Rows, Source, check_finite, check_range
-from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, BinaryCrossEntropy, Loss, SquaredError, match_targets
+from fedveil.scheme.losses import (
+    AUTOGRAD_LOSSES,
+    CLASS_LOSSES,
+    IGNORED,
+    BinaryCrossEntropy,
+    Loss,
+    SquaredError,
+    match_targets,
+)
 from fedveil.scheme.outputs import are_class_indices, class_axis, compute_outputs, values
+from fedveil.scheme.token_losses import TokenCrossEntropy
 
 METRICS = ("accuracy", "auc", "mse", "loss")
 PRIMARY = ("accuracy", "loss", "mse")  # the first of these that is available determines the best model
@@ -57,7 +67,16 @@ def predict_source(model: nn.Module, source: Source, *, batch_size: int = 256) -
         check_finite(source.owner, (inputs, targets), numbers)
         check_range(source.owner, (inputs, targets), numbers, first.dtype)
         found.append((predict(model, move_inputs(inputs, first.device, first.dtype)), targets.to(first.device)))
-    return torch.cat([outputs for outputs, _ in found]), torch.cat([targets for _, targets in found])
+    return _join_rows([outputs for outputs, _ in found], 0), _join_rows([targets for _, targets in found], IGNORED)
+
+
+def _join_rows(parts: list[Tensor], filler: int) -> Tensor:
+    """Concatenate batches; those of class indices and their outputs may be padded to different lengths."""
+    if filler and parts[0].is_floating_point():
+        return torch.cat(parts)
+    sizes = [max(own) for own in zip(*(part.shape[1:] for part in parts), strict=True)]
+    widths = [[n for size, own in zip(sizes, part.shape[1:], strict=True) for n in (size - own, 0)] for part in parts]
+    return torch.cat([F.pad(part, width[::-1], value=filler) for part, width in zip(parts, widths, strict=True)])
 
 
 def predict_classes(outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
@@ -75,6 +94,9 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
     for which there is the MSE; for other targets that a custom loss accepts, it is the only metric. Built-in losses are
     computed in float64, custom losses in the dtype of the outputs, as in training.
     """
+    if isinstance(loss, TokenCrossEntropy):
+        outputs, targets = loss.select(outputs, targets)
+        loss = TokenCrossEntropy(loss.label_smoothing)  # positions are aligned already
     if isinstance(loss, BinaryCrossEntropy):
         expected = match_targets(outputs, targets)
         found = {"accuracy": float(((outputs > 0) == (expected > 0.5)).double().mean())}

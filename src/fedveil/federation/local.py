@@ -32,6 +32,7 @@ from fedveil.federation.targets import default_loss, one_output, warn_about_acti
 from fedveil.files import make_folder, remove_partial_files
 from fedveil.graph.compiled import unwrap
 from fedveil.graph.inputs import Inputs
+from fedveil.graph.outputs import Output, choose_output
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Source, UserRecords, as_source, check_sources, choose_batch_size, list_clients
 from fedveil.scheme import Entropy
@@ -166,7 +167,8 @@ class Federation(Server):
         clients: the records of each client: (inputs, targets) as tensors, NumPy arrays or pandas frames, a Dataset of
             (input, target) or (input, input, ..., target), or a DataLoader, whose dataset and collate_fn are used.
             Datasets are read batch by batch and need not fit in memory. Inputs are a tensor, a tuple of forward's
-            arguments or a dict of its keyword arguments (docs/inputs.md). Floats are cast to the model's dtype.
+            arguments or a mapping of its keyword arguments (docs/inputs.md); a dict may contain the targets as
+            "labels". Floats are cast to the model's dtype.
         defence: a `fedveil.defences.Defence`, or its name: "plain", "veil", "ppdl", "dbcl", "spn", a name from another
             package, or `package.module:Name`.
         optimizer: a function that creates the server's optimizer from the parameters, such as `torch.optim.Adam`, or an
@@ -181,6 +183,8 @@ class Federation(Server):
             targets (classes) and squared error for floats; if the targets are floats that are all 0 or 1, a loss must
             be given. A loss that does not fit the targets is refused (docs/losses.md). Targets may have positions
             (pixels, tokens): losses are summed over positions and averaged over samples.
+        output: the predictions in what the model's forward method returns: the name of an entry, such as
+            "last_hidden_state", or a function of it. By default, "logits" or the only tensor of floats.
         whole_shard: whether each client goes through all its records in a round, in batches, with the same noise.
             Clients that train locally always do.
         participation: fraction of the clients that take part in a round.
@@ -206,6 +210,7 @@ class Federation(Server):
         clip_norm: float | None = None,
         batch_size: int | None = None,
         loss: str | Loss | Function | None = None,
+        output: Output | None = None,
         whole_shard: bool = False,
         participation: float = 1.0,
         limits: Limits | None = None,
@@ -218,7 +223,7 @@ class Federation(Server):
         if not isinstance(model, nn.Module):
             what = f"model is {model!r:.60}, not a torch.nn.Module"
             raise BadArgument(where, what, "pass an instance of a module: Net()")
-        model = unwrap(where, model)
+        model = choose_output(unwrap(where, model), output)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             fix = "call model.requires_grad_(True)"
             raise BadArgument(where, "no parameter of the model requires a gradient", fix)
@@ -227,8 +232,8 @@ class Federation(Server):
         clients = list_clients(clients)
         sources = check_sources([as_source(f"client {number}", client) for number, client in enumerate(clients)])
         inputs, _ = sources[0].take(range(min(2, len(sources[0]))))
-        output = one_output(model, inputs)  # raises if the model does not accept the records
-        loss = default_loss(output, sources) if loss is None else loss
+        template = one_output(model, inputs)  # raises if the model does not accept the records
+        loss = default_loss(template, sources) if loss is None else loss
         policy = RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0)
         size = choose_batch_size(clients, batch_size, BATCH_SIZE)
         if privacy is not None:
@@ -239,11 +244,11 @@ class Federation(Server):
         if (local := self.defence.local_training) is not None:
             size, whole_shard = local.batch_size or size, True
         self.shards = make_shards(model, self.loss, sources, size, seed, self.dtype)
-        warn_about_activation(model, self.loss, output)
+        warn_about_activation(model, self.loss, template)
         refuse_single(model, self.shards)
         self.whole_shard = whole_shard
         self._checksum: tuple[bytes, str | None] | None = None
-        alone = limits is None and not secure_aggregation and not whole_shard
+        alone = limits is None and not secure_aggregation and not whole_shard and self.shards.fusable
         fused = fuse and self.defence.fusable and alone and not _couples_samples(model, self.loss)
         self.example = self.shards.example
         self.defence_server = self.defence.server(model, self.example, self.loss)

@@ -71,6 +71,8 @@ class Ask:
     secure: Values  # `SecureTerms.values`; empty without secure aggregation
     values: Values
     tensors: Tensors
+    local: str = ""  # the digest of frozen parameters that are not sent (`fedveil.federation.frozen`)
+    output: str = ""  # the choice of predictions (`fedveil.graph.outputs.describe_output`)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +151,7 @@ def _check_ask(ask: Ask) -> None:
     for name, least, end in (("round", 0, MAX_COUNT), ("batch_size", 1, MAX_COUNT), ("seed", 0, MAX_SEED)):
         if check_count("ask", name, getattr(ask, name), least) >= end:
             raise BadArgument("ask", f"{name} must be below {end}, got {getattr(ask, name)}")
-    for name in ("session", "token", "defence", "loss"):
+    for name in ("session", "token", "defence", "loss", "local", "output"):
         if not getattr(ask, name).isprintable():
             raise BadArgument("ask", f"{name} contains unprintable characters")
 

@@ -17,15 +17,18 @@ from fedveil.defences.registry import add_privacy, find_codec, find_record
 from fedveil.errors import BadArgument
 from fedveil.federation import protocol
 from fedveil.federation.evaluate import move_inputs
+from fedveil.federation.frozen import digest_parameters, omit_local
 from fedveil.federation.limits import Limits
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.protocol import AnyReply, Ask, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.federation.sums import FIRST_RECORDS
+from fedveil.graph.build import local_parameters
 from fedveil.graph.compiled import unwrap
 from fedveil.graph.coverage import describe_shares
 from fedveil.graph.inputs import Inputs
+from fedveil.graph.outputs import Output, choose_output, chosen_output, describe_output
 from fedveil.privacy.settings import Privacy
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss
@@ -98,6 +101,7 @@ class RemoteEngine:
         settings = {name: getattr(base, name) for name in names}
         self._task = record.name, settings, loss.name, loss.settings(), whole_shard, batch_size, server.seed
         self._privacy = server.defence.record_terms
+        self._omits, self._output = base.frozen == "local", describe_output(chosen_output(server.model))
         self.traffic = protocol.Traffic()
 
     def start_round(self) -> None:
@@ -186,8 +190,13 @@ class RemoteEngine:
 
     def _make_ask(self, number: int, defence_round: AnyRound, terms: SecureTerms | None = None) -> Ask:
         packed = self.codec.encode_broadcast(defence_round.broadcast)
+        local = local_parameters(self._server.model) if self._omits else {}
+        digest = digest_parameters(local) if local else ""
+        packed = omit_local(packed, local)
         secure = terms.values() if terms else {}
-        return Ask(self.session, number, Entropy().token(), *self._task, self._privacy, secure, *packed)
+        return Ask(
+            self.session, number, Entropy().token(), *self._task, self._privacy, secure, *packed, digest, self._output
+        )
 
 
 def decode_answer(
@@ -219,6 +228,7 @@ class RemoteServer(Server, Generic[C]):
         clip_norm: as for `fedveil.Federation`.
         loss: as for `fedveil.Federation`, but required, since the server does not see the clients' targets. A custom
             function must also be passed to the clients.
+        output: as for `fedveil.Federation`; a function must also be passed to the clients.
         whole_shard: whether clients go through all their records in a round, so that fewer rounds are needed.
             Clients that train locally always do.
         batch_size: number of records that a client processes at a time or, without `whole_shard`, in a round.
@@ -254,6 +264,7 @@ class RemoteServer(Server, Generic[C]):
         schedule_every: str = "epoch",
         clip_norm: float | None = None,
         loss: str | Loss | Function | None = None,
+        output: Output | None = None,
         whole_shard: bool = True,
         batch_size: int = 1024,
         rounds_per_epoch: int = 1,
@@ -280,6 +291,7 @@ class RemoteServer(Server, Generic[C]):
             limits = None
         if privacy is not None:
             defence = self._add_privacy(defence, privacy, bool(secure_aggregation))
+        model = choose_output(model, output)
         policy = RoundPolicy(participation, min_answers, wait_for, timeout, patience, attempts, pause)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         if self.defence.repeatable:

@@ -11,10 +11,13 @@ from torch import nn
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_private, save_private
-from fedveil.federation.client import ClientSession, ClientState, hide_failures
+from fedveil.federation.client import ClientSession, ClientState
+from fedveil.federation.failures import hide_failures
 from fedveil.federation.prepare import OwnRecords
 from fedveil.federation.protocol import LastAsk
 from fedveil.flower.wrapping import unwrap, wrap
+from fedveil.graph.build import Frozen
+from fedveil.graph.outputs import Output
 from fedveil.records.sources import UserRecords
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
@@ -37,6 +40,8 @@ def answer(
     *,
     defence: AnyDefence | None = None,
     loss: Function | None = None,
+    output: Output | None = None,
+    frozen: Frozen = "sent",
     client: int | None = None,
     folder: Path | None = None,
     party: Party | None = None,
@@ -51,6 +56,8 @@ def answer(
             been checked. Inputs have the same form as the server's `example` (docs/inputs.md).
         defence: a defence whose settings (for example PPDL's noise) override the server's.
         loss: the loss function, if the server uses a custom one.
+        output: the function that computes the predictions, if the server uses one.
+        frozen: "local" to use this model's own frozen parameters if the server does not send them.
         client: the index of this client, which determines the order of its batches; by default the node's
             `partition-id`.
         folder: a folder on the node for private state (SPN's head, PPDL's noise generator), instead of Flower's
@@ -74,6 +81,8 @@ def answer(
             client=client,
             defence=defence,
             loss=loss,
+            output=output,
+            frozen=frozen,
             party=party or load_own_party(),
             policy=load_own_policy(),
             state=_load_state(context, file),
@@ -89,6 +98,8 @@ def client_app(
     *,
     defence: Callable[[], AnyDefence] | None = None,
     loss: Function | None = None,
+    output: Output | None = None,
+    frozen: Frozen = "sent",
     folder: Callable[[Context], Path] | None = None,
     party: Callable[[Context], Party] | None = None,
 ) -> "ClientApp":
@@ -99,6 +110,8 @@ def client_app(
         load_data: loads a node's records.
         defence: see `answer`.
         loss: see `answer`.
+        output: see `answer`.
+        frozen: see `answer`.
         folder: see `answer`.
         party: see `answer`; called once for each node.
     """
@@ -116,6 +129,8 @@ def client_app(
             lambda: load_data(context),
             defence=defence() if defence else None,
             loss=loss,
+            output=output,
+            frozen=frozen,
             folder=folder(context) if folder else None,
             party=parties.get(context.node_id),
         )

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.errors import AnalysisError, BadArgument, FedveilError, NothingToVeil, TooLittleCovered
-from fedveil.graph.build import build_plan
+from fedveil.graph.build import Frozen, build_plan
 from fedveil.graph.compiled import run_eagerly, unwrap
 from fedveil.graph.export import SAMPLES, export, first_line
 from fedveil.graph.head import find_head
 from fedveil.graph.hooks import refuse_hooks
 from fedveil.graph.inputs import Inputs, describe_form
+from fedveil.graph.outputs import Output, choose_output
 from fedveil.graph.plan import ModelState, Plan
 from fedveil.graph.probe import probe
 from fedveil.graph.walk import Walk
@@ -28,6 +29,8 @@ def analyse(
     head: Literal["linear", "exposed"] = "linear",
     min_coverage: float = 0.0,
     public: Collection[str] = (),
+    frozen: Frozen = "sent",
+    output: Output | None = None,
 ) -> Plan:
     """Determine which layers of a model can be perturbed, and how.
 
@@ -37,13 +40,17 @@ def analyse(
 
     Args:
         model: any network that torch.export can trace.
-        example_inputs: a tensor, a tuple with one tensor per argument of forward, or a dict of keyword arguments; the
-            first dimension of each tensor is the batch dimension.
+        example_inputs: a tensor, a tuple with one tensor per argument of forward, or a mapping of keyword arguments;
+            the first dimension of each tensor is the batch dimension.
         head: "linear" adds noise to the last Linear or convolution that allows it; other operations may follow
             it. "exposed" adds none: **clients then see the true predictions**, and only hidden layers are perturbed.
         min_coverage: the minimum coverage, from 0 to 1; models with less are refused.
         public: names or name prefixes of parameters whose values clients know, such as those of a published backbone;
             `plan.known` then measures how much they reveal.
+        frozen: "local" for parameters that do not require gradients and that every client has: they are neither
+            perturbed nor sent, so only what is trained and the layers between frozen ones can be perturbed.
+        output: the name of the predictions in what forward returns, such as "last_hidden_state", or a function of it;
+            by default, "logits" or the only tensor of floats.
 
     Returns:
         The plan. `print(plan)` shows axes, symmetries and pinned operations; `plan.coverage` is the fraction of
@@ -54,8 +61,9 @@ def analyse(
         HeadNotLinear: no Linear or convolution allows additive noise, and `head` is not "exposed".
         NothingToVeil: every axis is pinned.
         TooLittleCovered: the coverage is below `min_coverage`.
+        BadArgument: forward returns several tensors, and none is chosen.
         NotExact: hooks or a user-defined backward pass change gradients.
-        AnalysisError: forward returns more than one tensor, no parameter requires a gradient, or the tensors differ
+        AnalysisError: no parameter requires a gradient, or the tensors differ
             in dtype or device, or are neither float32 nor float64.
 
     Warns:
@@ -68,18 +76,22 @@ def analyse(
     """
     if head not in ("linear", "exposed"):
         raise BadArgument("analyse", f'head must be "linear" or "exposed", got {head!r}')
+    if frozen not in ("sent", "local"):
+        raise BadArgument("analyse", f'frozen must be "sent" or "local", got {frozen!r}')
     if not 0 <= min_coverage <= 1:
         raise BadArgument("analyse", f"min_coverage must be between 0 and 1, got {min_coverage}")
     if not isinstance(model, nn.Module):
         raise BadArgument("analyse", f"model is {model!r:.60}, not a torch.nn.Module", "pass an instance: Net()")
-    model = unwrap("analyse", model)
+    model = choose_output(unwrap("analyse", model), output)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-6):
             what = f"it is {tensor.dtype}: a veil would lose more precision than plain training"
             fix = "call model.float(); in float32 and float64, a veil is as precise as plain training"
             raise AnalysisError(name, what, fix)
     refuse_hooks(ModelState.read(model).hooks, type(model).__name__)
-    plan = make_plan(model, example_inputs, SAMPLES, exposed=head == "exposed", public=public)
+    plan = make_plan(
+        model, example_inputs, SAMPLES, exposed=head == "exposed", public=public, frozen=frozen, output=output
+    )
     if not plan.layout.trainable:
         fix = "call requires_grad_(True) on the parameters to train"
         raise AnalysisError(plan.model_name, "no parameter that forward reads requires a gradient", fix)
@@ -101,19 +113,35 @@ def analyse(
 REPORT = "report a bug with the model; until then, use the defence 'plain' or 'ppdl', which do not analyse it"
 
 
-def make_plan(model: nn.Module, inputs: Inputs, samples: int, *, exposed: bool, public: Collection[str] = ()) -> Plan:
-    """Return the plan for inputs of this form and number of samples, however little it covers."""
+def make_plan(
+    model: nn.Module,
+    inputs: Inputs,
+    samples: int,
+    *,
+    exposed: bool,
+    public: Collection[str] = (),
+    frozen: Frozen = "sent",
+    output: Output | None = None,
+) -> Plan:
+    """Return the plan for inputs of this form and number of samples, however little it covers.
+
+    The model returns its predictions, as chosen; the plan repeats `output`.
+    """
+    only_trained = frozen == "local"
     with run_eagerly(model):
         graph = export(model, inputs, samples)
+        if len(graph.outputs) != 1:  # forward was replaced by a function, which cannot be wrapped
+            fix = "define forward in a class that derives from the model's"
+            raise AnalysisError(type(model).__name__, "its replaced forward method returns several tensors", fix)
         if any(node.meta["val"].dim() == 0 for node in graph.outputs if isinstance(node.meta.get("val"), Tensor)):
             what = "the model returns one number for the whole batch, such as a mean or a loss"
             raise AnalysisError(type(model).__name__, what, "return one row per sample; the loss averages them")
         probe(model, inputs, samples)
-        layer, node = (None, None) if exposed else find_head(model, graph, inputs, samples)
+        layer, node = (None, None) if exposed else find_head(model, graph, inputs, samples, only_trained=only_trained)
     walk = Walk(graph, node)
     try:
         walk.run()
-        return build_plan(model, walk, layer, describe_form(inputs), public)
+        return build_plan(model, walk, layer, describe_form(inputs), public, frozen, output)
     except FedveilError:
         raise
     except Exception as error:

@@ -1,6 +1,7 @@
 """Build a plan from the constraints recorded while traversing a model."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -9,36 +10,66 @@ from torch import Tensor, nn
 from fedveil.errors import AnalysisError
 from fedveil.graph.head import Head
 from fedveil.graph.ledger import Ledger, Region
+from fedveil.graph.outputs import Output
 from fedveil.graph.plan import Axis, Entry, Layout, ModelState, Plan, Pool, Reason, SlotRange, Slots, TensorPart
 from fedveil.graph.solve import Orders, Scales, components, ranks, solve_orders, solve_scales
 from fedveil.graph.units import Dims, Symmetry, compress, factor_along, varying_dims
 from fedveil.graph.walk import Walk
 
 MAX_POOLED = 2**15  # maximum number of elements in a pooled tensor
+LOCAL = "the frozen parameters"
+Frozen = Literal["sent", "local"]
 
 
-def build_plan(model: nn.Module, walk: Walk, head: Head | None, form: str, public: Collection[str] = ()) -> Plan:
-    """Build a plan from the constraints that the walk recorded."""
+def build_plan(
+    model: nn.Module,
+    walk: Walk,
+    head: Head | None,
+    form: str,
+    public: Collection[str] = (),
+    frozen: Frozen = "sent",
+    output: Output | None = None,
+) -> Plan:
+    """Build a plan from the constraints that the walk recorded.
+
+    Args:
+        model: the model.
+        walk: the traversal of its graph.
+        head: the layer that receives additive noise.
+        form: the form of the inputs, which the plan repeats.
+        public: names of parameters whose values clients know.
+        frozen: whether frozen parameters are sent, or are neither perturbed nor sent.
+        output: the choice of the model's predictions, which the plan repeats.
+    """
     ledger, name, state = walk.ledger, type(model).__name__, ModelState.read(model)
+    local = local_parameters(model) if frozen == "local" else {}
+    for region in [region for own in local for region in ledger.regions.get(own, ())]:
+        ledger.pin(region.units, LOCAL, "clients have them, so they cannot be perturbed")
     scales, orders = solve_scales(ledger), solve_orders(ledger)
-    layout, builder = _build_layout(name, state, walk.used), _SlotBuilder(scales, orders)
+    layout, builder = _build_layout(name, state, walk.used, local), _SlotBuilder(scales, orders)
     pieces = {e.name: [builder.add(region) for region in ledger.regions.get(e.name, ())] for e in layout.entries}
     pool = Pool.build([e for e in layout.entries if e.shape.numel() <= MAX_POOLED], pieces, layout.device)
     pins = {Reason(it.where, it.why): None for it in ledger.limits if not it.symmetry and it.where != "output"}
     axes, known = _build_axes(ledger, scales), _find_known_names(state.parameters, layout, public)
     solved = scales.symmetries, orders, builder.finish()
-    return Plan(name, axes, head, layout, state.modes, *solved, pieces, pool, tuple(pins), known, form)
+    return Plan(name, axes, head, layout, state.modes, *solved, pieces, pool, tuple(pins), known, form, output)
 
 
-def _build_layout(model_name: str, state: ModelState, used: set[str]) -> Layout:
-    """Choose the position of each of the model's tensors in the flat vector."""
+def local_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that do not require gradients, by name."""
+    return {name: own.detach() for name, own in model.named_parameters() if not own.requires_grad}
+
+
+def _build_layout(model_name: str, state: ModelState, used: set[str], local: Collection[str]) -> Layout:
+    """Choose the position of each of the model's tensors in the flat vector; local ones have none."""
     parameters = {name: tensor for name, tensor in state.parameters.items() if name in used}
     kinds = (
         {name: tensor for name, tensor in parameters.items() if tensor.requires_grad},
-        {name: tensor for name, tensor in parameters.items() if not tensor.requires_grad},
+        {name: tensor for name, tensor in parameters.items() if not tensor.requires_grad and name not in local},
         {name: tensor for name, tensor in state.buffers.items() if tensor.is_floating_point()},
     )
-    dtypes = {(tensor.dtype, tensor.device) for kind in kinds for tensor in kind.values()}
+    tensors = [*parameters.values(), *kinds[2].values()]
+    dtypes = {(tensor.dtype, tensor.device) for tensor in tensors}
     if len(dtypes) != 1:
         found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in dtypes)) or "no parameters"
         fix = "call model.to(device, torch.float32) before analyse"
@@ -50,7 +81,10 @@ def _build_layout(model_name: str, state: ModelState, used: set[str]) -> Layout:
     trainable, frozen, buffers = (tuple(entry for entry in entries if entry.name in kind) for kind in kinds)
     counters = tuple(name for name in state.buffers if name not in kinds[2])
     unused = tuple(name for name in state.parameters if name not in used)
-    return Layout(trainable, frozen, buffers, counters, unused, *dtypes.pop())
+    kept = [(name, tensor) for name, tensor in parameters.items() if name in local]
+    known = tuple(Entry(name, own.shape, 0, own.numel(), own.detach().to("meta")) for name, own in kept)
+    dtype, device = dtypes.pop()
+    return Layout(trainable, frozen, buffers, counters, unused, dtype, device, known)
 
 
 class _SlotBuilder:

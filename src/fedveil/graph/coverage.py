@@ -120,6 +120,7 @@ def as_dict(plan: "Plan") -> dict[str, object]:
     return {
         "model": plan.model_name,
         "parameters": layout.parameters,
+        "local": sum(entry.shape.numel() for entry in layout.local),
         "trainable": layout.weights,
         "buffers": layout.total - layout.parameters,
         "coverage": plan.coverage,
@@ -158,6 +159,14 @@ def _abbreviate(names: Sequence[str], suffix: str = "") -> str:
     return "".join(names[:1]) + (f" (+{len(names) - 1}{suffix})" if len(names) > 1 else "")
 
 
+def _describe_local(plan: "Plan") -> str | None:
+    """Describe the frozen parameters that are not sent; return None if there are none."""
+    if not plan.layout.local:
+        return None
+    values = sum(entry.shape.numel() for entry in plan.layout.local)
+    return f"clients have {values:,} more: they are frozen, and neither perturbed nor sent"
+
+
 def _describe_head(plan: "Plan") -> str:
     """Describe which layer receives additive noise, and how clients run the layers after it."""
     head = plan.head
@@ -173,7 +182,8 @@ def _describe_head(plan: "Plan") -> str:
 def describe(plan: "Plan") -> str:
     """Describe a plan: a table of axes with their factors and limits, followed by the pinned operations and reasons."""
     first = f"Plan of {plan.model_name}: {plan.layout.parameters:,} parameters: {describe_shares(plan)}"
-    lines = [line for line in (first, _describe_head(plan), describe_known_values(plan)) if line] + [""]
+    texts = first, _describe_local(plan), _describe_head(plan), describe_known_values(plan)
+    lines = [line for line in texts if line] + [""]
     rows = [("channels from", "units", "factors", "limited by")]
     for axis in plan.axes:
         limits = _abbreviate([f"{where}: {why}" for where, why in axis.limited_by], " more")

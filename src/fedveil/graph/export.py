@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fedveil.errors import AnalysisError, BadArgument, FedveilError, NotTraceable
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
 from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
+from fedveil.graph.outputs import return_predictions
 
 SAMPLES = 2  # batch size of the example: torch.export treats 1 as a special case, and BatchNorm needs at least 2
 
@@ -30,15 +31,13 @@ class ModelGraph:
         graph: the ATen operations; each node's `meta["val"]` is its output as fake tensors.
         parameters: the parameter name of each placeholder; a tied parameter is listed under its first name.
         buffers: the buffer name of each placeholder; tied buffers are handled in the same way.
-        outputs: the nodes that the model returns.
-        single: whether the model returns exactly one tensor.
+        outputs: the node of the model's predictions.
     """
 
     graph: fx.Graph
     parameters: dict[str, str]
     buffers: dict[str, str]
     outputs: tuple[fx.Node, ...]
-    single: bool
 
 
 def copy_model(model: nn.Module) -> nn.Module:
@@ -106,25 +105,31 @@ def export(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> ModelGra
             raise AnalysisError("analyse", what, "call analyse outside torch.autocast, and train in float32")
     try:
         with silence_torch():
-            program = torch.export.export(model_copy, args, kwargs, strict=False)
+            program = torch.export.export(return_predictions(model_copy), args, kwargs, strict=False)
             if _needs_functionalization(program.graph):
                 program = program.run_decompositions({})
+    except FedveilError:
+        raise
     except Exception as error:
         raise explain(model, model_copy, error) from None  # its cause prints whole graphs
     if any("autocast" in getattr(node.target, "__name__", "") for node in program.graph.nodes):
         what = f"its forward method enables torch.autocast: {ROUNDING}"
         raise AnalysisError(type(model).__name__, what, "remove the autocast block, and train in float32")
+    program.graph.eliminate_dead_code(_has_effect)  # such as a loss of labels, or a pooler that is not chosen
     signature = program.graph_signature
     parameters = {node: names[name] for node, name in signature.inputs_to_parameters.items()}
     buffers = {node: names[name] for node, name in signature.inputs_to_buffers.items()}
     found = {node.name: node for node in program.graph.nodes}
     outputs = tuple(found[name] for name in signature.user_outputs if isinstance(name, str) and name in found)
-    spec = program.call_spec.out_spec
-    single = bool(spec and spec.is_leaf()) and len(set(signature.user_outputs)) == 1
-    return ModelGraph(program.graph, parameters, buffers, outputs, single)
+    return ModelGraph(program.graph, parameters, buffers, outputs)
 
 
 ROUNDING = "it rounds veiled activations differently from plain ones"
+
+
+def _has_effect(node: fx.Node) -> bool:
+    """Return whether a node must be kept even if the predictions do not depend on it: norms update their buffers."""
+    return node.is_impure() or any(kind in operation_name(node) for kind in ("batch_norm", "instance_norm"))
 
 
 def _needs_functionalization(graph: fx.Graph) -> bool:
@@ -134,10 +139,6 @@ def _needs_functionalization(graph: fx.Graph) -> bool:
     return any(not isinstance(value, Tensor) or value.is_floating_point() for value in values)
 
 
-LOGITS = (
-    "wrap it in a module that returns only the logits: forward(self, **inputs) returns "
-    'self.model(**inputs)["logits"] (or .logits)'
-)
 LIBRARY = re.compile(r"[/\\]torch[/\\]|[/\\]fedveil[/\\]|[/\\]inspect.py$|<frozen|<string>")
 
 
@@ -195,7 +196,7 @@ def explain(model: nn.Module, model_copy: nn.Module, error: Exception) -> Analys
     if "numpy" in text.lower():
         return NotTraceable(where, "its forward method calls NumPy", "use torch functions instead of NumPy functions")
     if "pytree" in text.lower():
-        what = "its forward method takes or returns an object that is not a tensor, tuple, list or dict"
-        return NotTraceable(where, what, LOGITS)
+        what = "its forward method takes an object that is not a tensor, tuple, list or mapping"
+        return NotTraceable(where, what, "pass its tensors, in a tuple or a mapping")
     fix = "check that example_inputs have the shapes and dtypes that the model expects, and that forward runs on them"
     return NotTraceable(where, f"torch.export cannot trace its forward method: {first}", fix)

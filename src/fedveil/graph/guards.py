@@ -11,8 +11,10 @@ from torch import nn
 
 from fedveil.errors import NotExact, NotTraceable
 from fedveil.graph.analyse import make_plan
+from fedveil.graph.build import Frozen
 from fedveil.graph.export import SAMPLES
 from fedveil.graph.inputs import Inputs, count, describe_form
+from fedveil.graph.outputs import chosen_output, describe_output, find_viewed
 from fedveil.graph.plan import Plan
 from fedveil.graph.probe import agree, probe
 
@@ -23,7 +25,9 @@ ANALYSE = (
 _CHECKED: WeakKeyDictionary[nn.Module, set[tuple[object, ...]]] = WeakKeyDictionary()  # sizes that passed
 
 
-def check_sizes(model: nn.Module, inputs: Inputs, form: str, signature: str, *, exposed: bool) -> None:
+def check_sizes(
+    model: nn.Module, inputs: Inputs, form: str, signature: str, *, exposed: bool, frozen: Frozen = "sent"
+) -> None:
     """Refuse a batch for which the model's plan would differ.
 
     Args:
@@ -32,21 +36,23 @@ def check_sizes(model: nn.Module, inputs: Inputs, form: str, signature: str, *, 
         form: the form of the inputs in the analysis.
         signature: the signature of the plan.
         exposed: whether the plan has no head.
+        frozen: whether the plan leaves frozen parameters as they are ("local").
 
     Raises:
         NotExact: the plan would differ.
     """
     own, samples = describe_form(inputs), count(inputs)
     modes = tuple([module.training for module in model.modules()])
-    key, checked = (own, form, signature, modes), _CHECKED.setdefault(model, set())
+    key = own, form, signature, modes, describe_output(chosen_output(model))
+    checked = _CHECKED.setdefault(find_viewed(model), set())
     if (*key, samples) in checked:
         return
     if own != form and key not in checked:
-        found = make_plan(model, inputs, SAMPLES, exposed=exposed)
+        found = make_plan(model, inputs, SAMPLES, exposed=exposed, frozen=frozen)
         _compare(model, found, signature, f"inputs {own} than with {form}")
         checked.add(key)
     if not _has_same_operations(model, inputs, samples):
-        found = make_plan(model, inputs, samples, exposed=exposed)
+        found = make_plan(model, inputs, samples, exposed=exposed, frozen=frozen)
         _compare(model, found, signature, f"{samples} samples than with {SAMPLES}")
     checked.add((*key, samples))
 

@@ -8,11 +8,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fedveil.errors import AnalysisError, HeadNotLinear
+from fedveil.errors import HeadNotLinear
 from fedveil.graph import operations
-from fedveil.graph.export import LOGITS, SAMPLES, ModelGraph, check_example, copy_model
+from fedveil.graph.export import SAMPLES, ModelGraph, check_example, copy_model
 from fedveil.graph.inputs import Inputs, LayerOutputMode, arguments, each
 from fedveil.graph.operations import describe_location, innermost_module, named_arguments, operation_name
+from fedveil.graph.outputs import return_predictions
 
 Tail = Literal["alike", "reshaped", "stacked", "repeated"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
@@ -51,19 +52,21 @@ class Head:
 
 
 def find_head(
-    model: nn.Module, graph: ModelGraph, inputs: Inputs, samples: int = SAMPLES
+    model: nn.Module, graph: ModelGraph, inputs: Inputs, samples: int = SAMPLES, *, only_trained: bool = False
 ) -> tuple[Head, fx.Node | None]:
-    """Return the final layer and its node; if it cannot take noise, return the last layer that can, and None."""
-    if not graph.single:
-        raise AnalysisError(type(model).__name__, "the model returns more than one tensor, or a dict", LOGITS)
+    """Return the final layer and its node; if it cannot take noise, return the last layer that can, and None.
+
+    If `only_trained` is true, layers with a frozen weight or bias cannot take noise.
+    """
+    frozen = {name for name, own in model.named_parameters() if only_trained and not own.requires_grad}
     inputs = check_example(model, inputs, samples)
     found = _find_head_at_end(model, graph, inputs)
-    if found:
+    if found and frozen.isdisjoint((found[0].weight, found[0].bias)):
         return found
     reasons: list[str] = []
     for node in _find_layers(graph):
         try:
-            return _find_head_within(model, graph, node, inputs), None
+            return _find_head_within(model, graph, node, inputs, frozen), None
         except _UnsuitableLayer as reason:
             reasons.append(f"{describe_location(node)}: {reason}")
     what = "; ".join(reasons[:3]) or "it has neither a Linear nor a convolution"
@@ -148,9 +151,11 @@ def _describe_layer(graph: ModelGraph, node: fx.Node) -> tuple[Head, int]:
     return Head(path, names["weight"], names.get("bias"), outputs, dim, axis, "alike"), calls
 
 
-def _find_head_within(model: nn.Module, graph: ModelGraph, node: fx.Node, inputs: Inputs) -> Head:
+def _find_head_within(model: nn.Module, graph: ModelGraph, node: fx.Node, inputs: Inputs, frozen: set[str]) -> Head:
     """Return the head for a layer that is followed by other operations."""
     head, calls = _describe_layer(graph, node)
+    if not frozen.isdisjoint((head.weight, head.bias)):
+        raise _UnsuitableLayer("its weight or bias is frozen, and clients have it")
     alone = _run(model, head, inputs, 1, copies=1)
     if alone is None or alone[1] != calls:
         raise _UnsuitableLayer("forward calls it where its output cannot be changed")
@@ -197,10 +202,10 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, extra: int, copies: int =
         args, kwargs = arguments(example)
         try:
             with LayerOutputMode(values[head.weight], change) as layer:
-                out = torch.func.functional_call(model_copy, values, args, kwargs)
+                out = torch.func.functional_call(return_predictions(model_copy), values, args, kwargs)
         except Exception:
             return None
-    return (list(out.shape), layer.calls) if isinstance(out, Tensor) else None
+    return list(out.shape), layer.calls
 
 
 def keeps_samples_independent(graph: ModelGraph, node: fx.Node) -> bool:

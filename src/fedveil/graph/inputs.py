@@ -1,8 +1,9 @@
 """Pass inputs to a model's forward method, and intercept calls to its layers.
 
-Inputs are a tensor, a tuple of arguments, or a dict of keyword arguments. Tuples and dicts may be nested and may
-contain integers or floats; the first dimension of every tensor is the batch dimension. A dict is passed as keyword
-arguments, ``model(**inputs)``; if forward takes a dict as its first argument, pass a one-element tuple:
+Inputs are a tensor, a tuple of arguments, or a mapping of keyword arguments, such as a dict or the output of a
+tokenizer. Tuples and mappings may be nested and may contain integers or floats; the first dimension of every tensor is
+the batch dimension. A mapping is passed as keyword arguments, ``model(**inputs)``; if forward takes a dict as its first
+argument, pass a one-element tuple:
 ``({"ids": ids, "mask": mask},)``.
 """
 
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fedveil.graph.operations import LAYERS
+from fedveil.graph.outputs import find_predictions
 
 Named = Mapping[str, Any]
 Inputs = Tensor | Sequence[Any] | Named
@@ -25,25 +27,35 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the inputs as positional and keyword arguments for forward."""
     if isinstance(inputs, Tensor):
         return (inputs,), {}
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return tuple(inputs), {}
+    found = as_dicts(inputs)
+    return ((), dict(found)) if isinstance(found, Mapping) else (tuple(found), {})
 
 
-def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Return the model's output."""
+def call(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return the model's predictions."""
     args, kwargs = arguments(inputs)
-    return model(*args, **kwargs)
+    return find_predictions(model, model(*args, **kwargs))
+
+
+def as_dicts(inputs: Inputs) -> Inputs:
+    """Return the same structure with every mapping as a dict, such as a tokenizer's BatchEncoding."""
+    if isinstance(inputs, Tensor):
+        return inputs
+
+    def convert(leaf: object) -> object:  # pytree regards mappings of unknown types as leaves
+        return as_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf
+
+    return cast(Inputs, pytree.tree_map(convert, inputs))
 
 
 def tensors(inputs: Inputs) -> list[Tensor]:
     """Return all tensors in the inputs, in a fixed order."""
-    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(as_dicts(inputs)) if isinstance(leaf, Tensor)]
 
 
 def each(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
-    """Return the same structure with `change` applied to every tensor."""
-    return cast(Inputs, pytree.tree_map_only(Tensor, change, inputs))
+    """Return the same structure, with mappings as dicts, and with `change` applied to every tensor."""
+    return cast(Inputs, pytree.tree_map_only(Tensor, change, as_dicts(inputs)))
 
 
 def count(inputs: Inputs) -> int:
@@ -54,7 +66,7 @@ def count(inputs: Inputs) -> int:
 
 def describe_form(inputs: Inputs) -> str:
     """Describe what must not differ between batches: the structure of the inputs, and all dims but the first."""
-    leaves, structure = pytree.tree_flatten(inputs)
+    leaves, structure = pytree.tree_flatten(as_dicts(inputs))
     return f"{structure}: {'; '.join(map(_describe_leaf, leaves))}"
 
 

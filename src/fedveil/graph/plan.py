@@ -25,6 +25,7 @@ from fedveil.errors import ModelMismatch
 from fedveil.graph import coverage
 from fedveil.graph.head import Head
 from fedveil.graph.hooks import GLOBAL_HOOK, MODULE_HOOK, TENSOR_HOOK, refuse_hooks
+from fedveil.graph.outputs import Output
 from fedveil.graph.signature import identify
 from fedveil.graph.solve import Integers, Orders
 from fedveil.graph.units import Symmetry
@@ -95,6 +96,7 @@ class Layout:
         buffers: floating-point buffers.
         counters: names of the other buffers, which are sent separately.
         unused: names of parameters that forward never reads; they are not sent.
+        local: frozen parameters that clients have, so that they are neither perturbed nor sent.
     """
 
     trainable: tuple[Entry, ...]
@@ -104,6 +106,7 @@ class Layout:
     unused: tuple[str, ...]
     dtype: torch.dtype
     device: torch.device
+    local: tuple[Entry, ...] = ()
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -122,7 +125,7 @@ class Layout:
 
     @cached_property
     def parameters(self) -> int:
-        """The number of parameter values, trainable or frozen."""
+        """The number of parameter values that are sent, trainable or frozen."""
         return sum(entry.shape.numel() for entry in self.trainable + self.frozen)
 
     @cached_property
@@ -294,6 +297,7 @@ class Plan:
         pinned: operations that do not commute with any factor, and tensors that are sent unchanged, with reasons.
         known_names: names of parameters whose values clients know in advance.
         form: the form of the inputs for which the model was analysed (`fedveil.graph.inputs.describe_form`).
+        output: the choice of the model's predictions; None if there is none.
     """
 
     model_name: str
@@ -309,6 +313,7 @@ class Plan:
     pinned: tuple[Reason, ...]
     known_names: tuple[str, ...]
     form: str
+    output: Output | None = None
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
@@ -372,7 +377,7 @@ def check_model(plan: Plan, model: nn.Module) -> ModelState:
     if state.hooks:
         refuse_hooks(state.hooks, plan.model_name)
     fix = "analyse the model again after changing it"
-    parameters = layout.trainable + layout.frozen
+    parameters = layout.trainable + layout.frozen + layout.local
     for entries, tensors in ((parameters, state.parameters), (layout.buffers, state.buffers)):
         for entry in entries:
             tensor = tensors.get(entry.name)

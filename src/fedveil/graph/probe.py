@@ -21,6 +21,7 @@ from fedveil.errors import FedveilError, NotExact
 from fedveil.graph.export import SAMPLES, check_example, copy_model, explain, silence_torch
 from fedveil.graph.hooks import IN_STEP, new_nodes, refuse_custom_backward, refuse_packing
 from fedveil.graph.inputs import Inputs, Named, arguments, each
+from fedveil.graph.outputs import return_predictions
 
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 Operation = tuple[object, ...]  # a function and its flattened arguments, with tensors as numbers or names
@@ -123,7 +124,7 @@ def probe(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> list[Oper
         NotExact: forward defines a backward pass, registers a hook on a tensor, or packs saved tensors.
         NotTraceable: forward fails on fake tensors.
     """
-    model_copy, paths = copy_model(model), [type(model).__name__]
+    model_copy, paths = return_predictions(copy_model(model)), [type(model).__name__]
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     with silence_torch(), torch.enable_grad(), torch.random.fork_rng(devices=[]), mode:
         values = {name: _fake(mode, own) for name, own in _state(model_copy).items()}

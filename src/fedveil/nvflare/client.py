@@ -21,6 +21,8 @@ from fedveil.errors import FedveilError
 from fedveil.federation.checkpoint import load_private, save_private
 from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.protocol import clean
+from fedveil.graph.build import Frozen
+from fedveil.graph.outputs import Output
 from fedveil.records.sources import UserRecords
 from fedveil.scheme.losses import Function
 from fedveil.secagg import Party
@@ -115,6 +117,8 @@ class Client(ABC):
 
     defence: AnyDefence | None = None  # a defence whose settings override the server's
     loss: Function | None = None  # the loss function, if the server uses a custom one
+    output: Output | None = None  # the function that computes the predictions, if the server uses one
+    frozen: Frozen = "sent"  # "local" to use this model's own frozen parameters if the server does not send them
     folder: Path | None = None  # where private state (SPN's head, PPDL's noise generator) is kept after the job
     party: Party | None = None  # for secure aggregation; by default from FEDVEIL_IDENTITY and FEDVEIL_ROSTER
 
@@ -187,6 +191,8 @@ class Client(ABC):
             client=self.number(self._site),
             defence=self.defence,
             loss=self.loss,
+            output=self.output,
+            frozen=self.frozen,
             party=party,
             policy=load_own_policy(),
             state=ClientState(private=load_private(self._file)),

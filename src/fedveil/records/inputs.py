@@ -14,6 +14,15 @@ Batch = tuple[Inputs, Tensor]
 """The inputs and targets of a batch of records."""
 
 
+def as_dicts(inputs: object) -> object:
+    """Return the same structure with every mapping as a dict, such as a tokenizer's BatchEncoding."""
+
+    def convert(leaf: object) -> object:  # pytree regards mappings of unknown types as leaves
+        return as_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf
+
+    return inputs if isinstance(inputs, Tensor) else pytree.tree_map(convert, inputs)
+
+
 def map_tensors(change: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
     """Return the same structure with `change` applied to every tensor."""
     return cast(Inputs, pytree.tree_map_only(Tensor, change, inputs))
@@ -37,10 +46,19 @@ def describe(tensor: Tensor, skip: int = 0) -> str:
     return f"{'float' if tensor.is_floating_point() else 'integer'} of shape {tuple(tensor.shape[skip:])}"
 
 
-def describe_forms(batch: Batch) -> dict[str, str]:
-    """Describe one record of each tensor in a batch, keyed by path; other leaves are described by their values."""
+def describe_forms(batch: Batch, *, sizes: bool = True) -> dict[str, str]:
+    """Describe one record of each tensor in a batch, keyed by path; other leaves are described by their values.
+
+    Without `sizes`, only the number of dims is described, for batches that are padded to different lengths.
+    """
     leaves = {**leaves_by_path(batch[0]), "targets": batch[1]}
-    return {path: describe(leaf, 1) if isinstance(leaf, Tensor) else repr(leaf) for path, leaf in leaves.items()}
+
+    def form(leaf: object) -> str:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        return describe(leaf, 1) if sizes else f"{describe(leaf, leaf.dim())[:-2]}{max(0, leaf.dim() - 1)} dims"
+
+    return {path: form(leaf) for path, leaf in leaves.items()}
 
 
 def check_same_form(owner: str, forms: Mapping[str, str], other: str, expected: Mapping[str, str]) -> None:

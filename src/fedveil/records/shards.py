@@ -54,6 +54,11 @@ class Shards(ABC):
         return self.take(rows)
 
     @property
+    def fusable(self) -> bool:
+        """Whether records of several clients can be joined in one batch."""
+        return True
+
+    @property
     def rounds_per_epoch(self) -> int:
         """The number of rounds in which the client with the most records uses each of them once."""
         return self.batches(max(self.sizes))
@@ -91,8 +96,8 @@ class Shards(ABC):
 
     @property
     def example(self) -> Inputs:
-        """The inputs of the first two records, or of the only one."""
-        return self.take(torch.arange(min(2, sum(self.sizes))))[0]
+        """The inputs of the first two records, or of the only one; of one client, if clients cannot be joined."""
+        return self.take(torch.arange(min(2, sum(self.sizes) if self.fusable else self.sizes[0])))[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +123,14 @@ class StreamShards(Shards):
     clients: tuple[Source, ...]
     prepare: Prepare
 
+    @property
+    def fusable(self) -> bool:
+        """Whether no `collate_fn` prepares records, because it may pad each client's batch to another length."""
+        return all(isinstance(source, Rows) or source.collates_alike for source in self.clients)
+
     def take_separately(self, rows: Tensor) -> Batch:
         """Read records one by one if a `collate_fn` prepares them; refuse records of different forms."""
-        if all(isinstance(source, Rows) or source.collates_alike for source in self.clients):
+        if self.fusable:
             return self.take(rows)
         batches = [self.take(rows[k : k + 1]) for k in range(len(rows))]
         first, owner = describe_forms(batches[0]), self.clients[0].owner

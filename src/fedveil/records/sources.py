@@ -16,6 +16,7 @@ from fedveil.records.arrays import as_tensor, is_frame, is_series
 from fedveil.records.inputs import (
     Batch,
     Inputs,
+    as_dicts,
     check_same_form,
     describe,
     describe_forms,
@@ -24,11 +25,12 @@ from fedveil.records.inputs import (
     tensors_by_path,
 )
 
-UserRecords: TypeAlias = tuple[object, object] | Dataset[object] | DataLoader[object]
+UserRecords: TypeAlias = tuple[object, object] | Mapping[str, object] | Dataset[object] | DataLoader[object]
 """Records in any form that is accepted from users."""
 FORMS = "(inputs, targets) of tensors, NumPy arrays or pandas frames, a Dataset of (input, target), or a DataLoader"
 PLAIN = bool | int | float | str | None  # types of constants that inputs may contain
-ITEMS = "(input, target) or (input, input, ..., target)"
+ITEMS = '(input, target), (input, input, ..., target), or dicts with "labels"'
+LABELS = ("labels", "label", "label_ids")  # the names of targets in a dict, as in Hugging Face datasets
 
 
 class IndexedDataset(Protocol):
@@ -82,15 +84,23 @@ class Stream:
     def _read_items(self, rows: Sequence[int]) -> list[object]:
         read_many = getattr(self.dataset, "__getitems__", None)
         items: list[object] = read_many(list(rows)) if read_many else [self.dataset[row] for row in rows]
-        for row, item in zip(rows, items, strict=True) if self.collate is default_collate else ():
-            if not isinstance(item, tuple | list) or len(item) < 2:
+        if self.collate is not default_collate:
+            return items
+        for row, item in zip(rows, items, strict=True):
+            if not isinstance(item, Mapping) and (not isinstance(item, tuple | list) or len(item) < 2):
                 what = f"it is a {type(item).__name__}, not (input, target)"
                 raise BadArgument(f"{self.owner}, record {row}", what, f"use a Dataset of {ITEMS}")
-        return items
+        return [self._read_fields(row, item) for row, item in zip(rows, items, strict=True)]
+
+    def _read_fields(self, row: int, item: object) -> object:
+        """Convert the numbers in a dict to tensors; other records are returned unchanged."""
+        where = f"{self.owner}, record {row}"
+        return {name: as_tensor(where, name, own) for name, own in item.items()} if isinstance(item, Mapping) else item
 
     def _collate(self, rows: Sequence[int], items: list[object]) -> Batch:
         try:
-            *inputs, targets = self.collate(items)
+            batch = self.collate(items)
+            inputs, targets = ([], None) if isinstance(batch, Mapping) else (batch[:-1], batch[-1])
         except (RuntimeError, TypeError, ValueError, KeyError) as error:
             if self.collate is default_collate:
                 self._check_same_form(rows, items)
@@ -99,24 +109,41 @@ class Stream:
             what = f"cannot collate records {first} into a batch of inputs and targets: {why}"
             fix = "use records of the same shape, or a DataLoader whose collate_fn returns (inputs, targets)"
             raise BadArgument(self.owner, what, fix) from error
+        if isinstance(batch, Mapping):
+            named, found = split_labels(self.owner, batch)
+            return named, as_tensor(self.owner, "labels", found)
         if not inputs or not isinstance(targets, Tensor):
-            fix = "use a collate_fn that returns (inputs, targets)"
+            fix = 'use a collate_fn that returns (inputs, targets), or a dict with "labels"'
             raise BadArgument(self.owner, "a batch does not end with a tensor of targets", fix)
-        return _join_arguments(inputs), targets
+        return cast(Inputs, as_dicts(_join_arguments(inputs))), targets
 
     def _check_same_form(self, rows: Sequence[int], items: list[object]) -> None:
         """Refuse a record that differs from the first one."""
         first: dict[str, str] = {}
         for row, item in zip(rows, items, strict=True):
             where = f"{self.owner}, record {row}"
-            *inputs, target = cast(Sequence[object], item)
-            leaves = {**leaves_by_path(_join_arguments(inputs)), "target": target}
+            if isinstance(item, Mapping):
+                own, target = split_labels(where, item)
+            else:
+                *inputs, target = cast(Sequence[object], item)
+                own = _join_arguments(inputs)
+            leaves = {**leaves_by_path(own), "target": target}
             forms = {path: describe(as_tensor(where, path, leaf)) for path, leaf in leaves.items()}
             first = first or forms
             check_same_form(where, forms, f"record {rows[0]}", first)
 
 
 Source = Rows | Stream
+
+
+def split_labels(owner: str, batch: Mapping[str, object]) -> tuple[Inputs, object]:
+    """Divide a dict into forward's keyword arguments and the targets, which are its only entry named in `LABELS`."""
+    names = [name for name in LABELS if name in batch]
+    if len(names) != 1:
+        keys = ", ".join(map(str, batch))
+        what = f"a dict has {'several' if names else 'no'} targets: its keys are {keys:.200}"
+        raise BadArgument(owner, what, 'name the targets "labels"')
+    return cast(Inputs, as_dicts({key: own for key, own in batch.items() if key != names[0]})), batch[names[0]]
 
 
 def _join_arguments(inputs: Sequence[object]) -> Inputs:
@@ -169,6 +196,8 @@ def as_source(owner: str, records: object) -> Source:
         return _store(owner, _join_arguments(dataset.tensors[:-1]), dataset.tensors[-1])
     if isinstance(records, tuple | list) and len(records) == 2:
         return _store(owner, *records)
+    if isinstance(records, Mapping) and any(name in records for name in LABELS):
+        return _store(owner, *split_labels(owner, records))
     if isinstance(records, tuple | list | Mapping | str) or _is_array(records):
         length = f" of {len(records)}" if isinstance(records, tuple | list) else ""
         what = f"it is a {type(records).__name__}{length}, not records with their targets"
@@ -198,7 +227,7 @@ def _store(owner: str, inputs: object, targets: object) -> Rows:
         found = found[:, 0] if found.shape[1] == 1 and not found.is_floating_point() else found.double()
     if not found.dim():
         raise BadArgument(owner, "targets is a single number", "pass one target per record")
-    return Rows(owner, cast(Inputs, pytree.tree_map_with_path(convert, inputs)), found)
+    return Rows(owner, cast(Inputs, pytree.tree_map_with_path(convert, as_dicts(inputs))), found)
 
 
 def _check_loader(owner: str, loader: DataLoader[object], size: int) -> None:
@@ -231,6 +260,7 @@ def check_sources(sources: Sequence[Source]) -> list[Source]:
         raise BadArgument("Federation", "there are no clients", "pass records: Federation(model, [(inputs, targets)])")
     found: list[Source] = []
     first: Batch | None = None
+    sizes = all(isinstance(source, Rows) or source.collates_alike for source in sources)
     for source in sources:
         if not len(source):
             raise BadArgument(source.owner, "there are no records", "pass at least one record, or omit this client")
@@ -238,7 +268,8 @@ def check_sources(sources: Sequence[Source]) -> list[Source]:
         batch = (stored.inputs, stored.targets) if stored else source.take(range(min(2, len(source))))
         check_form(source.owner, batch)
         first = first or batch
-        check_same_form(source.owner, describe_forms(batch), sources[0].owner, describe_forms(first))
+        forms, wanted = (describe_forms(each, sizes=sizes) for each in (batch, first))
+        check_same_form(source.owner, forms, sources[0].owner, wanted)
         check_finite(source.owner, batch, range(len(batch[1])))
         if stored:  # put keys in the same order
             own, structure = leaves_by_path(batch[0]), pytree.tree_structure(first[0])

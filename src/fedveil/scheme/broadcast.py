@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import NoReturn, cast
 
 import torch
@@ -12,10 +12,15 @@ from torch import Tensor, nn
 
 from fedveil.checks import check_choice, is_number
 from fedveil.errors import BadArgument, ModelMismatch
+from fedveil.graph.build import Frozen
+from fedveil.graph.guards import check_sizes
 from fedveil.graph.head import INNER_TAILS, TAILS, Head, Tail
 from fedveil.graph.hooks import refuse_hooks
+from fedveil.graph.inputs import Inputs
+from fedveil.graph.outputs import Output, describe_output, read_choice
 from fedveil.graph.plan import ModelState
 from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_loss
+from fedveil.scheme.token_losses import TOKEN_LOSSES
 from fedveil.scheme.torch_losses import TorchLoss, build_module, is_module
 from fedveil.wire import Packed, Tensors, Values, add_prefix, check_fields, strip_prefix
 
@@ -24,6 +29,7 @@ MAX_PASSES = MAX_GROUPS + 2  # maximum number of gradients that a client compute
 MAX_AXES, MAX_CLASSES = 8, 2**18  # maximum number of axes and classes of a model's outputs
 LARGEST = 1e100  # maximum of a numeric setting, so that products do not overflow float64
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that torch computes in
+NAMED: Mapping[str, type[Loss]] = {**LOSSES, **TOKEN_LOSSES}  # losses that are sent by name
 SAME_CODE = "build the client's model with the same code as the server's model"
 
 
@@ -70,7 +76,11 @@ class PublicHead(Head):
         return (self.candidates[:, self.partition] * self.direction.double()).to(outputs)
 
 
-_BROADCAST = {"round": str, "model": str, "trainable": list[str], "training": list[str], "form": str, "plan": str}
+_BROADCAST: Mapping[str, object] = {"round": str, "model": str, "trainable": list[str], "training": list[str]} | {
+    "form": str,
+    "plan": str,
+    "local": bool,
+}
 _UPDATE = {"round": str, "model": str, "samples": int}
 _HEAD_TENSORS = tuple(each.name for each in fields(PublicHead) if each.type is Tensor)
 _HEAD = {each.name: each.type for each in fields(PublicHead) if each.type is not Tensor} | {"tail": str}
@@ -92,7 +102,7 @@ def resolve_loss(where: str, loss: str, loss_settings: Values, custom: Loss | No
     """Return the loss with the name the server sent; a user's function is not sent and must be passed as `custom`."""
     if custom is not None and custom.name != loss:
         raise BadArgument(where, f"the server's loss is {loss!r}, but the client's is {custom.name!r}")
-    if custom is None and loss not in LOSSES and not is_module(loss):
+    if custom is None and loss not in NAMED and not is_module(loss):
         raise BadArgument(
             where, f"the loss {loss!r} is a custom function, which is not sent", f"call {where}(..., loss=function)"
         )
@@ -101,7 +111,7 @@ def resolve_loss(where: str, loss: str, loss_settings: Values, custom: Loss | No
 
 def _build_loss(name: str, settings: Values) -> Loss:
     """Build a loss. Each setting must have the type of its default, or be a list of numbers if the default is None."""
-    default = LOSSES[name]() if name in LOSSES else build_module(name, {})
+    default = NAMED[name]() if name in NAMED else build_module(name, {})
     known, found = default.settings(), dict[str, bool | int | float | str | tuple[float, ...] | None]()
     for key, value in settings.items():
         if key not in known:
@@ -115,7 +125,7 @@ def _build_loss(name: str, settings: Values) -> Loss:
             raise BadArgument("loss", f"{key} of {name} must be {form}, finite and not too large")
         found[key] = tuple(map(float, value)) if listed else float(value) if single else value
     try:
-        return build_module(name, found) if isinstance(default, TorchLoss) else replace(default, **found)
+        return build_module(name, found) if isinstance(default, TorchLoss) else type(default)(**found)
     except BadArgument:
         raise
     except ValueError as error:  # raised by torch
@@ -190,6 +200,8 @@ class Broadcast:
         form, plan: the form of the inputs for which the model was analysed, and the plan's signature.
         continued: whether the client has already processed a batch for this broadcast. Buffers then have an extra
             leading dim, with one row per candidate, and contain their values after the client's last batch.
+        output: the choice of the model's predictions that the plan was made with; None if there is none.
+        local: whether the plan leaves frozen parameters as they are, because clients have them.
     """
 
     round: str
@@ -203,6 +215,8 @@ class Broadcast:
     form: str
     plan: str
     continued: bool = False
+    output: Output | None = None
+    local: bool = False
 
     def pack(self) -> Packed:
         """Return plain values and tensors."""
@@ -210,6 +224,7 @@ class Broadcast:
         values: Values = {"round": self.round, "model": self.model, "form": self.form, "plan": self.plan}
         values |= {"trainable": list(self.trainable), "training": list(self.training)}
         values |= {"loss": self.loss.name, "loss_settings": self.loss.settings(), "head": None}
+        values |= {"output": describe_output(self.output), "local": self.local}
         if self.head:
             values["head"] = {name: getattr(self.head, name) for name in _HEAD}
             tensors |= add_prefix("head", {name: getattr(self.head, name) for name in _HEAD_TENSORS})
@@ -217,9 +232,13 @@ class Broadcast:
 
     @classmethod
     def unpack(
-        cls, values: Values, tensors: Mapping[str, Tensor], loss: "Loss | Function | str | None" = None
+        cls,
+        values: Values,
+        tensors: Mapping[str, Tensor],
+        loss: "Loss | Function | str | None" = None,
+        output: Output | None = None,
     ) -> "Broadcast":
-        """Restore a message from the output of `pack`. A user's loss function is not sent and must be passed."""
+        """Restore a message from the output of `pack`. A user's functions are not sent and must be passed."""
         where = "Broadcast.unpack"
         parameters, buffers, public = _split_tensors(where, values, tensors, "parameter", "buffer", "head")
         found = check_fields(where, values, _BROADCAST)
@@ -228,6 +247,9 @@ class Broadcast:
         if used is None or "loss" in values:
             used = resolve_loss(where, **check_fields(where, values, {"loss": str, "loss_settings": dict}), custom=used)
         check_trainable(found["trainable"], parameters)
+        chosen = output
+        if "output" in values:
+            chosen = read_choice(where, check_fields(where, values, {"output": str})["output"], output)
         has_head, head = values.get("head") is not None, None
         if public.keys() != set(_HEAD_TENSORS if has_head else ()):
             wanted = ", ".join(_HEAD_TENSORS) if has_head else "none"
@@ -236,7 +258,7 @@ class Broadcast:
             head = _read_head(where, check_fields(where, values, {"head": dict})["head"], public, parameters)
             if not head.decoys and (head.tail in INNER_TAILS or not isinstance(used, SquaredError)):
                 raise BadArgument(where, f"the head has no candidates, but the loss {used.name} requires them")
-        return cls(loss=used, parameters=parameters, buffers=buffers, head=head, **found)
+        return cls(loss=used, parameters=parameters, buffers=buffers, head=head, output=chosen, **found)
 
 
 def _read_head(where: str, values: Values, public: Tensors, parameters: Tensors) -> PublicHead:
@@ -297,6 +319,12 @@ class Update:
         """Restore a message from the output of `pack`."""
         passes, buffers = _split_tensors("Update.unpack", values, tensors, "passes", "buffer")
         return cls(**check_fields("Update.unpack", values, _UPDATE), passes=passes, buffers=buffers)
+
+
+def check_inputs(model: nn.Module, broadcast: Broadcast, inputs: Inputs) -> None:
+    """Refuse a batch for which the plan of the broadcast does not hold."""
+    frozen: Frozen = "local" if broadcast.local else "sent"
+    check_sizes(model, inputs, broadcast.form, broadcast.plan, exposed=broadcast.head is None, frozen=frozen)
 
 
 def check_broadcast(model: nn.Module, broadcast: Broadcast) -> ModelState:

@@ -28,13 +28,13 @@ from torch.nn.modules import module as torch_module
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.compiled import WRAPPER, find_original, run_eagerly
 from fedveil.graph.export import attribute_failure
-from fedveil.graph.guards import check_sizes
 from fedveil.graph.head import INNER_TAILS
 from fedveil.graph.hooks import refuse_packing
 from fedveil.graph.inputs import Inputs, LayerOutputMode, call, count
+from fedveil.graph.outputs import choose_output
 from fedveil.graph.plan import ModelState
 from fedveil.graph.units import factor_along
-from fedveil.scheme.broadcast import SAME_CODE, Broadcast, PublicHead, Update, check_broadcast, select_row
+from fedveil.scheme.broadcast import SAME_CODE, Broadcast, PublicHead, Update, check_broadcast, check_inputs, select_row
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, CrossEntropy, Loss, match_targets, sample_weights
 from fedveil.scheme.outputs import head_axis, output_gradient
 from fedveil.wire import Tensors
@@ -76,8 +76,7 @@ def client_step(
     Args:
         model: a model of the same architecture; its values are neither used nor changed.
         broadcast: the server's message.
-        inputs: a batch on the model's device: a tensor, a tuple of arguments or a dict of keyword arguments for
-            forward.
+        inputs: a batch on the model's device: a tensor, or a tuple of arguments or a mapping of keyword arguments.
         targets: targets with the shape of the model's outputs, or class indices, depending on the loss.
         weights: the weight of each sample, by default 1 / samples. With weights |D_k| / (|D| samples_k), one call for
             the concatenated batches of several clients returns the weighted sum of their updates.
@@ -95,6 +94,7 @@ def client_step(
             raise BadArgument("client_step", what, "call client_step outside torch.autocast")
     if type(model).__name__ == WRAPPER:
         model = find_original(model)
+    model = choose_output(model, broadcast.output) if broadcast.output else model
     state = check_broadcast(model, broadcast)
     samples = inputs.shape[0] if isinstance(inputs, Tensor) else count(inputs)
     if not samples or samples != targets.shape[0]:
@@ -111,7 +111,7 @@ def client_step(
             passes = backward(links, values, activations, backs, broadcast.trainable)
         buffers: Tensors = {}
     else:
-        check_sizes(model, inputs, broadcast.form, broadcast.plan, exposed=head is None)
+        check_inputs(model, broadcast, inputs)
         refuse_packing(type(model).__name__)
         run = _BatchRun(model, state, broadcast, values, inputs, targets, weights)
         run_candidates = head and _needs_tail(head, loss)
@@ -193,11 +193,7 @@ class _BatchRun:
     def _call(self) -> Tensor:
         """Return the model's output; convert an exception in forward to one that names the module."""
         with attribute_failure(self.model, "its forward method fails on this batch", SAME_FORM):
-            outputs = call(self.model, self.inputs)
-        if not isinstance(outputs, Tensor):
-            what = f"its forward method returns {type(outputs).__name__}, not a single tensor"
-            raise BadArgument(type(self.model).__name__, what, "return only the outputs that the loss needs")
-        return outputs
+            return call(self.model, self.inputs)
 
     def _copy_buffers(self, number: int = 0) -> Tensors:
         """Copy the broadcast's buffers; if the broadcast is continued, copy those of the given candidate."""
@@ -339,7 +335,7 @@ def _candidate_passes(loss: Loss, head: PublicHead, outputs: Tensor, targets: Te
 
 def find_links(model: nn.Module, inputs: object, values: Collection[str]) -> list[str | None] | None:
     """Return the path of each Linear and None for each ReLU; return None if the model has any other layers."""
-    if type(model) is not nn.Sequential or not isinstance(inputs, Tensor) or inputs.dim() != 2:
+    if type(model) is not nn.Sequential or "forward" in vars(model) or getattr(inputs, "ndim", 0) != 2:
         return None
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from fedveil.errors import NotExact
 from fedveil.graph.compiled import run_eagerly
 from fedveil.graph.draws import FixedDraws
-from fedveil.graph.guards import check_sizes
 from fedveil.graph.inputs import Inputs
-from fedveil.scheme.broadcast import Broadcast
+from fedveil.scheme.broadcast import Broadcast, check_inputs
 from fedveil.scheme.client import client_step
 from fedveil.scheme.losses import Loss, SquaredError, sample_weights
 from fedveil.scheme.outputs import compute_outputs, head_axis, output_gradient
@@ -63,7 +62,7 @@ def check_exact(
         NotExact: the difference is larger than rounding explains. The message contains both, and nothing secret.
     """
     broadcast = perturbation.broadcast
-    check_sizes(model, inputs, broadcast.form, broadcast.plan, exposed=broadcast.head is None)  # not on fixed draws
+    check_inputs(model, broadcast, inputs)  # not on fixed draws
     if targets is None:
         broadcast = dataclasses.replace(broadcast, loss=SquaredError())
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

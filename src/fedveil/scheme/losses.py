@@ -92,7 +92,8 @@ def check_classes(targets: Tensor, classes: int) -> None:
         what = f"classes range from {low} to {high}, but the model has outputs 0 to {classes - 1}"
         fix = f"use class indices from 0 to {classes - 1}, or a model with more outputs"
         if low == IGNORED:
-            fix = f"use fedveil.BatchLoss(torch.nn.CrossEntropyLoss()), which ignores {IGNORED}"
+            fix = f'use loss="token_cross_entropy" or, to predict the next token, "causal_cross_entropy": {IGNORED} '
+            fix += "is ignored"
         raise BadArgument("targets", what, fix)
 
 
@@ -376,10 +377,12 @@ LOSSES: dict[str, type[NamedLoss]] = {
 def find_loss(loss: "str | Loss | Function") -> Loss:
     """Return the loss for a name, a `Loss`, a torch loss module or a function."""
     if isinstance(loss, str):
-        if loss not in LOSSES:
-            known = ", ".join(f'"{name}"' for name in LOSSES)
+        from fedveil.scheme.token_losses import TOKEN_LOSSES  # imported here to avoid a circular import
+
+        if loss not in LOSSES and loss not in TOKEN_LOSSES:
+            known = ", ".join(f'"{name}"' for name in (*LOSSES, *TOKEN_LOSSES))
             raise BadArgument("loss", f"unknown loss {loss!r}", f"use one of {known}, or a function")
-        return LOSSES[loss]()
+        return LOSSES[loss]() if loss in LOSSES else TOKEN_LOSSES[loss]()
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, type):

@@ -8,19 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fedveil.errors import BadArgument
-from fedveil.graph.inputs import Inputs, arguments
+from fedveil.graph.inputs import Inputs, arguments, call
+from fedveil.graph.outputs import find_predictions
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, CrossEntropy, Loss, one_hot
 
 
 def compute_outputs(model: nn.Module, inputs: Inputs, buffers: dict[str, Tensor] | None = None) -> Tensor:
-    """Return the model's outputs; if `buffers` are passed, they are used and updated instead of the model's buffers."""
+    """Return the model's predictions; if `buffers` are passed, they are used and updated instead of the model's."""
+    if not buffers:
+        return call(model, inputs)
     args, kwargs = arguments(inputs)
-    outputs = torch.func.functional_call(model, buffers, args, kwargs) if buffers else model(*args, **kwargs)
-    if not isinstance(outputs, Tensor):
-        what = f"its forward method returns {type(outputs).__name__}, not a single tensor"
-        raise BadArgument(type(model).__name__, what, "return only the outputs that the loss needs")
-    return outputs
+    return find_predictions(model, torch.func.functional_call(model, buffers, args, kwargs))
 
 
 def head_axis(model: nn.Module) -> int | None:

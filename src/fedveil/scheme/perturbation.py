@@ -168,8 +168,9 @@ class VeilSession(MemoryOnly):
         buffers = {entry.name: values.pop(entry.name) for entry in layout.buffers} | counters
         trainable = tuple([entry.name for entry in layout.trainable])
         training = tuple([path for path, mode in plan.modes if mode])
-        guard = plan.form, plan.signature
-        broadcast = Broadcast(token, layout.name, self.loss, values, buffers, trainable, training, public, *guard)
+        values |= {entry.name: tensors[entry.name].detach() for entry in layout.local}
+        fixed = token, layout.name, self.loss, values, buffers, trainable, training, public, plan.form, plan.signature
+        broadcast = Broadcast(*fixed, output=plan.output, local=bool(layout.local))
         forms = {name: (value.shape, value.dtype) for name, value in counters.items()}
         bound, decoys = self.settings.multiplicative, bool(self._decoys)
         recovery = Recovery(plan, token, transform, coefficients, decoys, forms, bound, memory)
