@@ -3,88 +3,56 @@
     FEDVEIL_DATA=../shared/data python -m benchmarks.budgets [--data digits bank cifar10] [--seeds 5] [--budgets 3 8]
 
 Plain training with `Privacy(unit="record")`, noise by the server, delta 1e-5: digits with an MLP 64-100-10, bank with
-63-50-1 and binary cross-entropy, CIFAR-10 (50,000 images) with a linear model on normalised scattering coefficients,
-which are fixed beforehand (`benchmarks.scattering`). Rate, rounds, clip and learning rate of digits and bank were
-chosen by looking at such runs, those of CIFAR-10 are published ones; such a choice is not covered by epsilon. Mean over
-seeds, with Student's 95 % interval; a seed decides the initial model and which client has which records. The last row
-of digits and bank is the guarantee for clients with the same budget.
+63-50-1 and binary cross-entropy, CIFAR-10 (50,000 images) with a linear model on features that were fixed beforehand
+(`benchmarks.patches`). Mean over seeds, with Student's 95 % interval; a seed decides the initial model and which client
+has which records. The last row of digits and bank is the guarantee for clients with the same budget. Each training is a
+JSON file in the folder's `work`, and a run that was stopped continues; delete the files after a change of settings.
+
+Rate, rounds, clip and learning rate of digits and bank were chosen by looking at such runs on the test records. For
+CIFAR-10, these settings, and the features, were chosen on the last 5,000 training images, with models trained on the
+others or on fewer, in a simulation of this training; about 150 settings were tried, with 14 kinds of features. The
+final models are trained on all 50,000. Before that, four learning rates for other features (wavelet scattering) had
+been compared on test images; none of them is used here. A first evaluation on test images, of ten models that also had
+a bias, gave 55 to 59 %: the simulation has no bias, and with a bias these learning rates diverge. It was discarded, and
+the cause was found on the held-out training images. Epsilon does not cover these choices, nor the published means and
+deviations of the training images, with which pixels are standardised. The row "none" is the same training without
+clipping and noise, with a learning rate of its own that was chosen in the same way.
 """
 
 import argparse
-import math
-import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 
 import torch
-from scipy import stats
-from torch import Tensor, nn
-from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from benchmarks.scattering import features
-from benchmarks.timing import machine, table
+from benchmarks.cells import Figures, keep
+from benchmarks.protections.tasks import CLIENTS, DELTA, TASKS, new_model, records
+from benchmarks.timing import machine
 from fedveil import Federation, Privacy
-from fedveil.data import Data, load, split
-from fedveil.models import mlp
+from fedveil.attacks.scores import average
+from fedveil.data import split
 
-CLIENTS = 5
-
-
-@dataclass(frozen=True)
-class Task:
-    """A data set and how it is trained."""
-
-    outputs: int
-    hidden: int
-    loss: str
-    metric: str
-    rate: float
-    rounds: int
-    clip: float
-    optimizer: Callable[..., torch.optim.Optimizer]
-
-
-TASKS = {
-    "digits": Task(10, 100, "cross_entropy", "accuracy", 0.5, 150, 0.5, partial(Adam, lr=0.02)),
-    "bank": Task(1, 50, "binary_cross_entropy", "auc", 0.05, 600, 1.0, partial(Adam, lr=0.01)),
-    # 60 epochs in samples of 8,192; rate, clip and optimizer as in Tramèr and Boneh (arXiv 2011.11660)
-    "cifar10": Task(10, 0, "cross_entropy", "accuracy", 0.16384, 366, 0.1, partial(SGD, lr=4.0, momentum=0.9)),
+PUBLISHED = {
+    "cifar10": [
+        "",
+        "Published, without other data, delta 1e-5, not federated: 67.0 % at epsilon 3 with a linear model on wavelet "
+        "scattering, 69.3 % with a small CNN on it (Tramèr and Boneh, arXiv 2011.11660); 81.4 % at epsilon 8 with a "
+        "Wide-ResNet of 40 layers (De et al., arXiv 2204.13650). The images here were recompressed as JPEG.",
+    ]
 }
 
 
-def build_model(task: Task, inputs: int) -> nn.Module:
-    """Return an MLP with one hidden layer, or a linear model whose values are 0."""
-    if task.hidden:
-        return mlp(inputs, task.outputs, hidden=task.hidden, layers=1)
-    model = nn.Sequential(nn.Linear(inputs, task.outputs))
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    return model
-
-
-@cache
-def records(name: str) -> tuple[Data, Tensor, Tensor]:
-    """Return a data set, and the inputs for training and for testing."""
-    data = load(name)
-    if name != "cifar10":
-        return data, data.train.inputs, data.test.inputs
-    return data, features(data.train.tensor), features(data.test.tensor)
-
-
-def run(name: str, privacy: Privacy | None, seed: int) -> float:
+def run(name: str, privacy: Privacy | None, seed: int) -> Figures:
     """Train once; return the metric of the last model on the test records."""
-    task, (data, inputs, test_inputs) = TASKS[name], records(name)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = build_model(task, inputs.shape[1])
-    parts = [(inputs[rows], data.train.targets[rows]) for rows in split(data, CLIENTS, seed=seed)]
+    task, data = TASKS[name], records(name, whole=True)
+    inputs, targets = data.train.tensor, data.train.targets
+    parts = [(inputs[rows], targets[rows]) for rows in split(data, CLIENTS, seed=seed)]
     federation = Federation(
-        model,
+        new_model(name, seed),
         parts,
         "plain",
-        task.optimizer,
+        task.optimizer(privacy is not None),
         loss=task.loss,
         schedule=partial(CosineAnnealingLR, T_max=task.rounds),
         schedule_every="round",
@@ -92,41 +60,61 @@ def run(name: str, privacy: Privacy | None, seed: int) -> float:
         privacy=privacy,
         seed=seed,
     )
-    test = test_inputs, data.test.targets
+    test = data.test.tensor, data.test.targets
     history = federation.fit(rounds=task.rounds, test=test, evaluate_every=task.rounds)
-    return history.metrics[task.metric]
+    return {"value": history.metrics[task.metric]}
+
+
+@cache
+def settings(name: str, budget: float, unit: str) -> Privacy | None:
+    """Return the settings of differential privacy, with the noise; None without a budget."""
+    task = TASKS[name]
+    if not budget:
+        return None
+    rate = task.rate if unit == "record" else 1.0
+    return Privacy(epsilon=budget, delta=DELTA, unit=unit, rate=rate, rounds=task.rounds, clip=task.clip)
 
 
 def main() -> None:
-    """Train all and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", nargs="+", default=["digits", "bank"], choices=list(TASKS))
+    """Train all, and write a table for each data set."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=["digits", "bank"],
+        choices=[name for name, task in TASKS.items() if task.records is None],
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.0, 8.0, 3.0, 1.0], help="0: no privacy")
+    parser.add_argument("--out", type=Path, default=Path("results/budgets"))
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print(machine())
-    rows = []
+    folder = given.out / "work"
+    folder.mkdir(parents=True, exist_ok=True)
     for name in given.data:
-        task = TASKS[name]
-        own = {"rounds": task.rounds, "clip": task.clip}
-        settings = {
-            f"record, {budget:g}" if budget else "none": (
-                Privacy(epsilon=budget, rate=task.rate, **own) if budget else None
-            )
-            for budget in given.budgets
-        }
-        if name != "cifar10":
-            settings["client, 8"] = Privacy(epsilon=8.0, unit="client", **own)
-        for label, privacy in settings.items():
-            found = [run(name, privacy, seed) for seed in range(given.seeds)]
-            mean = statistics.fmean(found)
-            spread = math.nan
-            if len(found) > 1:
-                spread = stats.t.ppf(0.975, len(found) - 1) * statistics.stdev(found) / len(found) ** 0.5
-            rows.append([name, label, task.metric, f"{mean:.4f} ± {spread:.4f}", f"{min(found):.4f}"])
-            print(*rows[-1], flush=True)
-    print(table(["data", "unit, epsilon", "metric", "mean ± 95 %", "worst seed"], rows))
+        kinds = [("record", budget) for budget in given.budgets] + [("client", 8.0)] * (name != "cifar10")
+        found: dict[tuple[str, float], list[Figures]] = {kind: [] for kind in kinds}
+        for seed in range(given.seeds):
+            for unit, budget in kinds:
+                measure = partial(run, name, settings(name, budget, unit), seed)
+                found[unit, budget].append(keep(f"{name}-{unit}-{budget:g}-{seed}", measure, folder))
+                print(name, unit, budget, seed, found[unit, budget][-1], flush=True)
+        command = f"python -m benchmarks.budgets --data {name} --seeds {given.seeds} --budgets"
+        lines = [f"`{' '.join([command, *(f'{budget:g}' for budget in given.budgets)])}`", "", machine(), ""]
+        lines += [*table(name, found), *PUBLISHED.get(name, [])]
+        (given.out / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def table(name: str, found: dict[tuple[str, float], list[Figures]]) -> list[str]:
+    """Return a table in Markdown, one row per guarantee."""
+    lines = [f"| unit, epsilon | {TASKS[name].metric}, mean ± 95 % | worst seed |", "|---|---:|---:|"]
+    for (unit, budget), own in found.items():
+        values = [float(str(one["value"])) for one in own]
+        mean = average(values)
+        label = f"{unit}, {budget:g}" if budget else "none"
+        reach = mean.high - mean.value
+        lines.append(f"| {label} | {mean.value:.4f} ± {reach:.4f} | {min(values):.4f} |")
+    return lines
 
 
 if __name__ == "__main__":

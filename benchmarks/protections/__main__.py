@@ -1,6 +1,6 @@
 """Measure what each protection costs, and what each attacker gets in spite of it.
 
-    FEDVEIL_DATA=../shared/data python -m benchmarks.protections [--data digits bank cifar10] [--seeds 5]
+    FEDVEIL_DATA=../shared/data python -m benchmarks.protections [--data digits bank cifar10-mlp] [--seeds 5]
 
 Five clients, an MLP with one hidden layer, Adam; no protection, veil, secure aggregation, differential privacy per
 record at epsilon 8, 3 and 1 (delta 1e-5), and combinations (at epsilon 3). Each cell is a JSON file in the folder's
@@ -10,21 +10,21 @@ core.
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchmarks.cells import Figures, keep
 from benchmarks.protections import inversion, members, training
 from benchmarks.protections.chart import draw
 from benchmarks.protections.summary import summarise, write_tables
 from benchmarks.protections.tasks import EPSILONS, PROTECTIONS, TASKS
-from benchmarks.protections.training import Figures
 from benchmarks.timing import machine
 
 FIRST = 3  # seeds that are measured before everything else
+MLPS = [name for name, task in TASKS.items() if task.hidden]  # the attacks use their first layer
 Cell = tuple[str, Callable[[], Figures]]
 
 
@@ -57,26 +57,10 @@ def training_cells(name: str, seeds: range) -> Iterator[Cell]:
                 yield f"{name}-copy-{own.slug}-{seed}", partial(training.measure_copy, name, own, seed)
 
 
-def run(cell: Cell, folder: Path) -> Figures:
-    """Return a cell's figures; compute them unless its file has them."""
-    label, measure = cell
-    path = folder / f"{label}.json"
-    if path.exists():
-        found: Figures = json.loads(path.read_text())
-        return found
-    began = time.process_time()
-    found = measure()
-    found["seconds"] = round(time.process_time() - began, 1)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(found))
-    part.replace(path)
-    return found
-
-
 def main() -> None:
     """Measure all cells and write the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.protections", description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", nargs="+", default=["digits", "bank"], choices=list(TASKS))
+    parser.add_argument("--data", nargs="+", default=["digits", "bank"], choices=MLPS)
     parser.add_argument("--seeds", type=int, default=5, help="of accuracy and of a client's copy (default 5)")
     parser.add_argument("--out", type=Path, default=Path("results/protections"))
     parser.add_argument("--chart", type=Path, default=Path("docs/images/protections.svg"))
@@ -89,7 +73,7 @@ def main() -> None:
     every += [cell for name, own in seeds.items() for cell in training_cells(name, range(FIRST, own))]
     found: dict[str, Figures] = {}
     for number, cell in enumerate(every, start=1):
-        found[cell[0]] = run(cell, folder)
+        found[cell[0]] = keep(*cell, folder)
         print(f"{number}/{len(every)} {cell[0]}: {found[cell[0]]['seconds']} s", flush=True)
     results = summarise(found, seeds, machine())
     (given.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")

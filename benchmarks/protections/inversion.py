@@ -6,6 +6,7 @@ import statistics
 import torch
 from torch import Tensor, nn
 
+from benchmarks.cells import Figures
 from benchmarks.protections.tasks import (
     CLIENTS,
     TASKS,
@@ -17,7 +18,6 @@ from benchmarks.protections.tasks import (
     records,
     trained_model,
 )
-from benchmarks.protections.training import Figures
 from fedveil.attacks.first_layer import first_linear, record_from_agreeing_rows, record_from_gradient
 from fedveil.attacks.leaked_gradients import Leak
 from fedveil.attacks.observation import DoesNotApply

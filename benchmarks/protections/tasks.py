@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from benchmarks.patches import WIDTH, features
 from fedveil import Federation, Privacy
 from fedveil.data import Data, load
 from fedveil.models import mlp
@@ -53,44 +54,75 @@ PROTECTIONS = (
 
 @dataclass(frozen=True)
 class Task:
-    """A data set and how it is trained; settings were chosen by looking at such runs, as for `benchmarks.budgets`."""
+    """A data set and how it is trained, here and in `benchmarks.budgets`, whose documentation says what was tuned."""
 
     outputs: int
-    hidden: int
+    hidden: int  # units; 0: a linear model
     loss: str
     metric: str
     rate: float
     rounds: int
     clip: float
     lr: float
-    records: int | None = None  # use the first ones only
+    plain_lr: float | None = None  # without clipping, if it differs
+    momentum: float | None = None  # of SGD; None: Adam
+    patches: bool = False  # the inputs are `benchmarks.patches.features`
+    records: int | None = None  # `benchmarks.protections` uses the first ones only
     most_seeds: int = 100
+
+    def optimizer(self, private: bool) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
+        """Return a function that makes an optimizer for parameters."""
+        lr = self.lr if private or self.plain_lr is None else self.plain_lr
+        if self.momentum is None:
+            return partial(torch.optim.Adam, lr=lr)
+        return partial(torch.optim.SGD, lr=lr, momentum=self.momentum)
 
 
 TASKS = {
     "digits": Task(10, 100, "cross_entropy", "accuracy", 0.5, 150, 0.5, 0.02),
     "bank": Task(1, 50, "binary_cross_entropy", "auc", 0.05, 600, 1.0, 0.01),
-    "cifar10": Task(10, 50, "cross_entropy", "accuracy", 0.1, 200, 1.0, 0.003, records=10_000, most_seeds=3),
+    "cifar10": Task(
+        outputs=10,
+        hidden=0,
+        loss="cross_entropy",
+        metric="accuracy",
+        rate=1.0,
+        rounds=60,
+        clip=0.03,
+        lr=6700.0,
+        plain_lr=400.0,
+        momentum=0.9,
+        patches=True,
+    ),
+    "cifar10-mlp": Task(10, 50, "cross_entropy", "accuracy", 0.1, 200, 1.0, 0.003, records=10_000, most_seeds=3),
 }
 
 
 @cache
-def records(name: str) -> Data:
-    """Load a data set, reduced as its task says."""
-    data, most = load(name), TASKS[name].records
-    if most is None:
-        return data
-    train, test = (part.take(torch.arange(min(most, len(part.targets)))) for part in (data.train, data.test))
-    train, test = (part._replace(inputs=part.tensor.flatten(1)) for part in (train, test))
-    return replace(data, train=train, test=test)
+def records(name: str, whole: bool = False) -> Data:
+    """Load a data set, reduced and with features as its task says; `whole` has all records."""
+    data, task = load(name.partition("-")[0]), TASKS[name]
+    parts = [data.train, data.test]
+    if task.records is not None and not whole:
+        parts = [part.take(torch.arange(min(task.records, len(part.targets)))) for part in parts]
+    if data.name == "cifar10":
+        parts = [
+            part._replace(inputs=features(part.tensor) if task.patches else part.tensor.flatten(1)) for part in parts
+        ]
+    return replace(data, train=parts[0], test=parts[1])
 
 
 def new_model(name: str, seed: int) -> nn.Module:
-    """Return an MLP with one hidden layer and new weights."""
+    """Return an MLP with one hidden layer and new weights, or a linear model of zeros without a bias."""
+    task = TASKS[name]
+    inputs = WIDTH if task.patches else records(name).train.tensor.shape[1]
+    if not task.hidden:
+        linear = nn.Linear(inputs, task.outputs, bias=False)  # with a bias, such large learning rates diverge
+        nn.init.zeros_(linear.weight)
+        return nn.Sequential(linear)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inputs = records(name).train.tensor.shape[1]
-        return mlp(inputs, TASKS[name].outputs, hidden=TASKS[name].hidden, layers=1)
+        return mlp(inputs, task.outputs, hidden=task.hidden, layers=1)
 
 
 def divide(chosen: Tensor, seed: int) -> list[Tensor]:
@@ -162,7 +194,7 @@ def federation_of(
         model,
         clients,
         "veil" if protection.veil else "plain",
-        partial(torch.optim.Adam, lr=task.lr),
+        task.optimizer(privacy is not None),
         loss=task.loss,
         schedule=partial(CosineAnnealingLR, T_max=task.rounds),
         schedule_every="round",

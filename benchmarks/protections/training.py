@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.cells import Figures
 from benchmarks.protections.tasks import EPSILONS, NONE, PROTECTIONS, TASKS, Protection, make_federation, records
 from benchmarks.timing import quartiles
 from fedveil import Federation
@@ -19,7 +20,6 @@ from fedveil.scheme.losses import find_loss
 from fedveil.studies.federations import observe_all
 from fedveil.wire import to_bytes
 
-Figures = dict[str, object]
 OBSERVATIONS, BROADCASTS = 4, 6  # of a client per run, and the broadcasts that its attackers collect in each
 REPETITIONS, STEPS, WARM_UP = 12, 4, 2  # repetitions of the timing, and rounds in each
 

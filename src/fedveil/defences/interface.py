@@ -1,12 +1,14 @@
 """The interface of a defence: its settings, the server's part in a round, and the client's part."""
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from torch import Tensor, nn
 
+from fedveil.defences.local_training import LocalTraining
 from fedveil.defences.state import State, StateValue
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.build import Frozen
@@ -132,6 +134,8 @@ class DefenceServer(ABC, Generic[B, U]):
 class DefenceClient(ABC, Generic[B, U]):
     """The client's part in a run. One object can serve several clients; `client` selects the private state."""
 
+    local_training: LocalTraining | None = None  # set by `Defence.start_client`
+
     @abstractmethod
     def step(self, broadcast: B, samples: Samples, client: int = 0) -> U:
         """Compute the update for one batch."""
@@ -139,6 +143,11 @@ class DefenceClient(ABC, Generic[B, U]):
     @abstractmethod
     def accumulate(self, broadcast: B, total: U | None, update: U) -> tuple[B, U]:
         """Add the update for one more batch to `total`; return the broadcast for the next batch, and the sum."""
+
+    def train(self, broadcast: B, batches: Iterable[Samples], local: LocalTraining, client: int = 0) -> U:
+        """Take one local step per batch, and compute the update from the difference of the two models."""
+        what = f"{type(self).__name__} computes gradients, but does not train locally"
+        raise BadArgument("local training", what, "define train, or leave out local_epochs")
 
     def sample(self, records: int) -> tuple[Tensor, Tensor] | None:
         """Return the indices of a round's records and a mask of those that count, or None to use the seeded order."""
@@ -207,6 +216,7 @@ class Defence(ABC, Generic[B, U]):
     clippable: bool = False  # clients compute true gradients, which they can clip
     frozen: Frozen = "sent"  # "local" if clients have the frozen parameters, which are not changed and need not be sent
     largest_factor: float = 1.0  # the largest factor by which values of an update are multiplied
+    local_training: LocalTraining | None = None  # how clients train before they send an update, if they do
     remote_settings: ClassVar[tuple[str, ...]] = ()  # names of arguments that a server may set
 
     @property
@@ -220,6 +230,11 @@ class Defence(ABC, Generic[B, U]):
         return self.base
 
     @property
+    def update_kind(self) -> Literal["gradient", "difference"]:
+        """What an update contains: a gradient, or the difference of the models before and after local training."""
+        return "gradient" if self.local_training is None else "difference"
+
+    @property
     def record_terms(self) -> Values:
         """The settings with which clients protect records (`fedveil.Privacy.terms`); empty for other defences."""
         return {}
@@ -229,6 +244,14 @@ class Defence(ABC, Generic[B, U]):
         """The encoding of messages, or None if messages cannot be sent over a network."""
         return None
 
+    def arguments(self) -> Mapping[str, object]:
+        """Return the arguments that build this defence again, by default attributes with the names of arguments.
+
+        Sources of secrets (`entropy`, `seed`) are left out.
+        """
+        names = inspect.signature(type(self)).parameters.keys() - {"entropy", "seed"}
+        return {name: getattr(self, name) for name in sorted(names) if hasattr(self, name)}
+
     @abstractmethod
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceServer[B, U]:
         """Prepare the server for a run."""
@@ -236,6 +259,12 @@ class Defence(ABC, Generic[B, U]):
     @abstractmethod
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
         """Prepare clients for a run; `model` defines the architecture."""
+
+    def start_client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
+        """Prepare clients with `client`, including their local training."""
+        client = self.client(model, example, loss)
+        client.local_training = self.local_training
+        return client
 
     def require_record_gradients(self) -> None:
         """Raise an error if clients cannot compute per-record gradients."""

@@ -11,8 +11,9 @@ from torch import nn
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_private, save_private
-from fedveil.federation.client import ClientSession, ClientState, Data
+from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.failures import hide_failures
+from fedveil.federation.prepare import OwnRecords
 from fedveil.federation.protocol import LastAsk
 from fedveil.flower.wrapping import unwrap, wrap
 from fedveil.graph.build import Frozen
@@ -35,7 +36,7 @@ def answer(
     message: Message,
     context: Context,
     model: nn.Module,
-    data: Data,
+    data: OwnRecords,
     *,
     defence: AnyDefence | None = None,
     loss: Function | None = None,

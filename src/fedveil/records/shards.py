@@ -76,6 +76,14 @@ class Shards(ABC):
         stop = (batch + 1) * self.batch_size if batch < per_epoch - 1 else len(order)
         return order[batch * self.batch_size : stop]
 
+    def local_rows(self, client: int, number: int, epochs: int) -> list[Tensor]:
+        """Return the rows of a client's batches in round `number`, if it goes through its records `epochs` times.
+
+        With one client, the batches of all rounds together are those of `rows`, in the same order.
+        """
+        steps = epochs * self.batches(self.sizes[client])
+        return [self.rows(client, number * steps + step) for step in range(steps)]
+
     def shard(self, client: int) -> list[Tensor]:
         """Return the rows of all records of a client, in batches."""
         start, stop = self.starts[client], self.starts[client] + self.sizes[client]
