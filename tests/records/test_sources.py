@@ -190,7 +190,8 @@ LISTED = Records(*pairs()[0])
         (DataLoader(LISTED, sampler=RandomSampler(LISTED, num_samples=2)), "with a RandomSampler, which"),
         (DataLoader(LISTED, batch_sampler=[[0, 1]]), "with a list, which"),
         (DataLoader(LISTED, collate_fn=len), "cannot collate records .* into a batch of inputs and targets"),
-        (DataLoader(LISTED, collate_fn=lambda items: {"x": items}), "does not end with a tensor of targets"),
+        (DataLoader(LISTED, collate_fn=lambda items: {"x": items}), "a dict has no targets: its keys are x"),
+        (DataLoader(LISTED, collate_fn=lambda items: (items, 1)), "does not end with a tensor of targets"),
     ],
 )
 def test_records_that_cannot_be_trained_on_are_refused(client, text):

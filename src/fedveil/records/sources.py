@@ -87,7 +87,8 @@ class Stream:
         if self.collate is not default_collate:
             return items
         for row, item in zip(rows, items, strict=True):
-            if not isinstance(item, Mapping) and (not isinstance(item, tuple | list) or len(item) < 2):
+            named = isinstance(item, Mapping) and isinstance(items[0], Mapping)
+            if not named and (not isinstance(item, tuple | list) or len(item) < 2):
                 what = f"it is a {type(item).__name__}, not (input, target)"
                 raise BadArgument(f"{self.owner}, record {row}", what, f"use a Dataset of {ITEMS}")
         return [self._read_fields(row, item) for row, item in zip(rows, items, strict=True)]
