@@ -1,12 +1,17 @@
 """Models that depend on the sizes of a batch: their plan holds, is made again, or the batch is refused by name."""
 
+import dataclasses
+
 import pytest
 import torch
+from tests import users
 from tests.oracle import Network, assert_close, batch, built, plain
 from torch import nn
 
 import fedveil
-from fedveil.errors import NotExact
+from fedveil.errors import FedveilError, NotExact
+from fedveil.graph import guards
+from fedveil.graph.inputs import describe_form
 from fedveil.graph.probe import agree
 
 
@@ -71,3 +76,59 @@ def test_integers_agree_only_if_they_differ_by_multiples_of_the_sizes_difference
     assert not agree(one, [("view", "y", 2, 10)], 97)
     assert not agree(one, [*one, *one], 97)
     assert not agree([("scale", "x", 0.5)], [("scale", "x", 0.25)], 97)
+
+
+class Clamp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-1e-3, 1e-3)
+
+
+def test_padding_of_another_length_and_frozen_local_parameters_are_checked_and_exact():
+    model = built(users.Encoder)
+    model.embed.requires_grad_(False)
+    model.hidden.requires_grad_(False)
+    plan = fedveil.analyse(model, users.batch(2, 6), frozen="local")
+    inputs, targets = users.batch(3, 4), torch.tensor([0, 2, 1])
+    perturbation = fedveil.Veil(frozen="local").start(plan, "cross_entropy").perturb(model)
+    broadcast = perturbation.broadcast
+    found = perturbation.recover([fedveil.client_step(model, broadcast, inputs, targets)]).gradients
+    loss = torch.nn.functional.cross_entropy(model(**inputs), targets)
+    leaves = {name: own for name, own in model.named_parameters() if own.requires_grad}
+    assert_close(found, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)))
+    with pytest.raises(NotExact, match="something else with inputs"):
+        fedveil.client_step(model, dataclasses.replace(broadcast, local=False), users.batch(3, 5), targets)
+
+
+def test_the_form_of_a_mapping_has_no_values():
+    assert describe_form(users.batch(2, 6, seed=0)) == describe_form(users.batch(3, 6, seed=1))
+    assert describe_form(users.batch(2, 6)) != describe_form(users.batch(2, 5))
+
+
+def test_a_user_defined_backward_pass_is_found_behind_a_mapping_of_outputs():
+    model = built(lambda: users.Encoder(lambda logits, features: users.Encoding(logits=Clamp.apply(logits))))
+    with pytest.raises(NotExact, match=r"the backward pass of Clamp is user-defined"):
+        fedveil.analyse(model, users.batch())
+
+
+def test_a_batch_is_checked_once_for_all_views_of_a_model(monkeypatch):
+    model = built(lambda: users.Encoder(lambda logits, features: {"a": features, "b": logits}))
+    plan = fedveil.analyse(model, users.batch(), output="b")
+    perturbation = fedveil.Veil().start(plan, "cross_entropy").perturb(model)
+    calls, own = [], guards.probe
+    monkeypatch.setattr(guards, "probe", lambda *given: calls.append(given) or own(*given))
+    for _ in range(2):
+        fedveil.client_step(model, perturbation.broadcast, users.batch(3), torch.tensor([0, 1, 2]))
+    assert len(calls) == 3
+
+
+def test_a_replaced_forward_that_returns_several_tensors_is_refused():
+    model = built(users.Encoder)
+    plain_forward = model.forward
+    model.forward = lambda *args, **kwargs: {"aux": torch.ones(2, 3), "logits": plain_forward(*args, **kwargs)}
+    with pytest.raises(FedveilError, match="replaced forward"):
+        fedveil.analyse(model, users.batch(2))
