@@ -63,9 +63,7 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", default=["digits", "bank"], choices=MLPS)
     parser.add_argument("--seeds", type=int, default=5, help="of accuracy and of a client's copy (default 5)")
     parser.add_argument("--out", type=Path, default=Path("results/protections"))
-    parser.add_argument(
-        "--cells", nargs="+", help="measure only cells whose names contain one of these, and print them"
-    )
+    parser.add_argument("--cells", nargs="+", help="measure and print only cells whose names contain one of these")
     parser.add_argument("--chart", type=Path, default=Path("docs/images/protections.svg"))
     given = parser.parse_args()
     torch.set_num_threads(1)
