@@ -183,6 +183,9 @@ def commands() -> str:
                 parts += described(flags_of(help_of(name, attack)), usual)
         else:
             parts += described(flags_of(help_of(name)), usual)
+        if name == "audit":
+            parts += ["### fedveil audit --weights", "Audit a trained model of any kind."]
+            parts += described(flags_of(help_of(name, "--weights", "FILE")), usual)
     return "\n\n".join(parts)
 
 

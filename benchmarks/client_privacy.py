@@ -98,7 +98,9 @@ def line(row: Row, data: Data, seeds: int, rounds: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 1 if a veiled run is too far from the plain one."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.client_privacy", description="Cost of differential privacy.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.client_privacy", description="Cost of differential privacy."
+    )
     parser.add_argument("--quick", action="store_true", help="one seed, 20 rounds, few rows")
     parser.add_argument("--loss", choices=LOSSES, help="only this one")
     parser.add_argument("--clients", type=int, help="only rows with so many")

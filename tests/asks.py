@@ -43,6 +43,7 @@ class Followed(nn.Module):
 
 KINDS = {
     "plain": (Plain, normed, "squared_error"),
+    "plain, local training": (lambda: Plain(local_epochs=2, local_batch=4), normed, "squared_error"),
     "veil": (Veil, normed, "squared_error"),
     "veil, a perceptron": (lambda: Veil(3), net, "squared_error"),
     "veil, 3 groups": (lambda: Veil(3), normed, "squared_error"),

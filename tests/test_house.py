@@ -74,7 +74,18 @@ def test_attacks_cannot_reach_a_secret(path):
         assert not names & SECRET, f"line {node.lineno}"
 
 
-CONCRETE = ("dbcl", "plain", "ppdl", "private", "spn", "veil")
+CONCRETE = (
+    "compression",
+    "dbcl",
+    "filtered",
+    "flare_filters",
+    "flower_mods",
+    "plain",
+    "ppdl",
+    "private",
+    "spn",
+    "veil",
+)
 
 
 @pytest.mark.parametrize("layer", ["federation", "runs"])

@@ -1,11 +1,11 @@
 """Membership of a record, inferred from a model: LiRA, RMIA in two forms, and the loss alone.
 
 A pool (the training records) is divided 9 times into complementary halves, and a federation is trained on each half. In
-turn each of the 18 models is the target; it and its complement are left out, and the other 16 are the shadows. The test
-records, on which no model was trained, are RMIA's population. Scores of both targets of a pair are pooled: every record
-is a member once and a non-member once, and the 9 pairs give an interval.
+turn each of the 18 models is the target; it and its complement are left out, and the other 16 are the shadows. Scores
+of both targets of a pair are pooled: every record is a member once and a non-member once; 9 pairs give an interval.
 """
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from benchmarks.cells import Figures
 from benchmarks.protections.tasks import TASKS, Protection, make_federation, records
 from benchmarks.protections.training import metric
 from fedveil import Veil
-from fedveil.attacks.membership import choose_a, confidence, halves, lira, rmia
+from fedveil.attacks.membership import FALLBACK, GRID, Form, choose_form, confidence, halves, lira, rmia
 from fedveil.attacks.scores import auc, tpr_at
 from fedveil.federation.evaluate import predict
 from fedveil.records.shards import generator
@@ -86,30 +86,30 @@ def infer_members(name: str, epsilon: float | None, view: str, folder: Path) -> 
     return {**found, "records": int(inside.shape[1])}
 
 
-def likelihoods(phi: Array, shadow: Array, inside: NDArray[np.bool_]) -> tuple[Array, Array]:
-    """Return exp(-loss / v) for the target and the shadows; v is the median loss of records outside a shadow.
+def log_likelihoods(phi: Array, shadow: Array, inside: NDArray[np.bool_]) -> tuple[Array, Array]:
+    """Return -loss / v for the target and the shadows; v is the median loss of records outside a shadow.
 
-    RMIA compares these. With v = 1 they are probabilities, which round to 1.0 for most records of a confident model.
+    RMIA compares exp(-loss / v). With v = 1 these are probabilities, which round to 1.0 for most records of a confident
+    model.
     """
     losses, others = np.logaddexp(0, -phi), np.logaddexp(0, -shadow)
     scale = max(float(np.median(others[~inside])), np.finfo(np.float64).tiny)
-    return np.exp(-losses / scale), np.exp(-others / scale)
+    return -losses / scale, -others / scale
 
 
 def record_scores(target: Array, shadows: Array, inside: NDArray[np.bool_]) -> dict[str, Array]:
-    """Score the records of the pool, from log-odds of the target and the shadows for the pool and the population."""
+    """Score the records of the pool, which come first in the log-odds of the target and the shadows."""
     pool = inside.shape[1]
-    population, nowhere = np.arange(pool, len(target)), np.zeros((len(inside), len(target) - pool), bool)
-    everyone = np.concatenate([inside, nowhere], 1)
+    phi, known = target[:pool], shadows[:, :pool]
 
     def compare(p: Array, q: Array) -> Array:
-        return rmia(p, q, everyone, population, a=choose_a(q[:, :pool], inside))[:pool]
+        forms = [Form("RMIA", p, q, partial(rmia, a=a)) for a in (FALLBACK, *GRID)]
+        return choose_form(forms, inside).compare(p, q, inside)
 
-    phi, known = target[:pool], shadows[:, :pool]
     return {
         "LiRA": lira(phi, known, inside),
         "LiRA offline": lira(phi, known, inside, online=False),
-        "RMIA": compare(*(np.exp(-np.logaddexp(0, -odds)) for odds in (target, shadows))),
-        "RMIA, losses": compare(*likelihoods(target, shadows, everyone)),
+        "RMIA": compare(*(-np.logaddexp(0, -odds) for odds in (phi, known))),
+        "RMIA, losses": compare(*log_likelihoods(phi, known, inside)),
         "loss": phi,  # the loss is a decreasing function of the log-odds
     }

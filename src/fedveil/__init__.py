@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         client_step,
         client_view,
     )
+    from fedveil.studies.audit.call import audit
+    from fedveil.studies.model_audit import audit_model
 
     __version__: str
 
@@ -43,6 +45,8 @@ __all__ = [
     "Update",
     "Veil",
     "analyse",
+    "audit",
+    "audit_model",
     "client_step",
     "client_view",
     "load_model",
@@ -52,7 +56,8 @@ __all__ = [
 # the module that defines each public name; names that are not listed are in fedveil.scheme
 _MODULES = {"FedveilError": "errors", "Privacy": "privacy", "Veil": "defences", "load_model": "runs.folder"}
 _MODULES |= dict.fromkeys(("Federation", "History", "Limits"), "federation")
-_MODULES["measure_epsilon"] = "attacks.canaries"
+_MODULES |= {"audit": "studies.audit.call", "audit_model": "studies.model_audit"}
+_MODULES |= {"measure_epsilon": "attacks.canaries"}
 _MODULES |= dict.fromkeys(("Plan", "Symmetry", "analyse"), "graph")
 
 

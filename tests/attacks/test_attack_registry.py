@@ -12,11 +12,13 @@ from fedveil.attacks import Observation, Round, dbcl, first_layer, generic
 from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.registry import ATTACKERS, GENERIC, Attackers, attacker_views, find_attackers
 from fedveil.defences import registry
-from fedveil.defences.registry import BUILT_IN, Record, find
+from fedveil.defences.registry import DEPLOYED, OURS, Record, find
 from fedveil.errors import BadArgument
 from fedveil.models import mlp
+from fedveil.runs.build import build_federation
 from fedveil.scheme import SquaredError
 from fedveil.studies.audit.run import rebuild
+from fedveil.studies.audit.subject import configured_subject
 from fedveil.studies.basis import list_specs
 
 
@@ -35,13 +37,21 @@ REBUILDERS = Attackers(
 
 
 def test_every_built_in_defence_has_attackers():
-    assert list(ATTACKERS) == [record.name for record in BUILT_IN]
-    for record in BUILT_IN:
+    assert list(ATTACKERS) == list(OURS)
+    for record in OURS.values():
         own = find_attackers(record)
-        assert own is ATTACKERS[record.name]
+        assert own == ATTACKERS[record.name]
         assert set(own.strongest) <= set(own.models)
         assert (bool(own.strongest), own.generic) == (bool(own.models), {})
-    assert [own.broadcasts_needed for own in (*ATTACKERS.values(), Attackers())] == [1, 6, 1, 6, 1, 6]
+    assert [own.broadcasts_needed for own in (*ATTACKERS.values(), Attackers())] == [
+        1,
+        6,
+        1,
+        6,
+        1,
+        *[1] * len(DEPLOYED),
+        6,
+    ]
     assert ATTACKERS["veil"].shadows == "plain"
 
 
@@ -72,9 +82,16 @@ def test_attackers_that_fail_or_do_not_apply_are_listed_and_the_others_run():
 def test_each_rebuilder_applies_or_says_why_not(monkeypatch):
     mine = dataclasses.replace(find("plain"), attackers=f"{__name__}:REBUILDERS")
     monkeypatch.setitem(registry._KNOWN, "plain", mine)
-    psnr, left_out = rebuild(lambda share, what: None, config_of(data="digits", defence="plain"), DIGITS, 1)
+
+    def run(**values):
+        config = config_of(data="digits", defence="plain", **values)
+        return rebuild(
+            lambda share, what: None, configured_subject(config, build_federation(config, DIGITS), DIGITS), 1
+        )
+
+    psnr, left_out = run()
     assert set(psnr) == {PUBLISHED, "rows", "floor"}
     assert left_out == {**BUGGY, "sketches": "the first layer is not sketched"}
-    psnr, left_out = rebuild(lambda share, what: None, config_of(data="digits", defence="plain", bias=False), DIGITS, 1)
+    psnr, left_out = run(bias=False)
     assert not psnr
     assert left_out[PUBLISHED].startswith("the first layer of the network is not a Linear with a bias")

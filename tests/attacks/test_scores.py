@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom
+from scipy.stats import binom, t, ttest_1samp
 
 from fedveil.attacks import scores
 from fedveil.attacks.scores import Estimate, auc, balanced_accuracy, best_threshold, proportion, roc, tpr_at
@@ -47,6 +47,31 @@ def test_clopper_pearson_ends_leave_half_of_the_error_on_each_side(hits, trials)
     found = proportion(hits, trials)
     assert binom.sf(hits - 1, trials, found.low) == pytest.approx(0.025) if hits else found.low == 0
     assert binom.cdf(hits, trials, found.high) == pytest.approx(0.025) if hits < trials else found.high == 1
+
+
+@pytest.mark.parametrize("level", [0.8, 0.95, 0.99, 0.9999])
+def test_an_interval_of_another_level_is_what_would_have_been_computed(level):
+    chance = np.random.default_rng(0)
+    members, others = chance.normal(1, 1, 80), chance.normal(0, 1, 60)
+    cases = [
+        (auc(members, others), auc(members, others, level=level)),
+        (auc([1.0] * 9, [0.0] * 5), auc([1.0] * 9, [0.0] * 5, level=level)),
+        (proportion(3, 20), proportion(3, 20, level=level)),
+        (proportion(0, 20), proportion(0, 20, level=level)),
+    ]
+    mean, reach = np.mean(members), t.ppf((1 + level) / 2, 79) * np.std(members, ddof=1) / math.sqrt(80)
+    cases.append((scores.average(members.tolist()), Estimate(mean, mean - reach, mean + reach)))
+    for found, wanted in cases:
+        again = found.at_level(level)
+        assert (again.value, again.low, again.high) == pytest.approx((wanted.value, wanted.low, wanted.high), abs=1e-9)
+
+
+def test_a_p_value_is_the_level_at_which_the_interval_ends_at_the_guess():
+    sample = np.random.default_rng(0).normal(0.3, 1, 30)
+    assert scores.average(sample.tolist()).p_value(0.0) == pytest.approx(ttest_1samp(sample, 0.0).pvalue, rel=1e-6)
+    tail = 2 * min(binom.cdf(4, 20, 0.5), 1.0)
+    assert proportion(4, 20).p_value(0.5) == pytest.approx(tail, rel=1e-6)
+    assert proportion(10, 20).p_value(0.5) == 1.0
 
 
 def areas(shift, r):

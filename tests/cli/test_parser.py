@@ -108,6 +108,7 @@ def test_help_names_every_command_and_attack(capsys):
         (["train", "--lr", "-1"], ["--lr: must be greater than 0, got -1.0"]),
         (["train", "--epochs", "x"], ["--epochs", "INT", "'x'"]),
         (["train", "--data", "csv", "--ignore", "a", "--ignore", "b"], ["--ignore is given twice", "FIRST SECOND"]),
+        (["train", "--local-epochs", "5"], ["to --defence veil, whose updates are gradients", "only to plain, ppdl"]),
         (["train", "--sigma", "1"], ["--sigma does not apply to --defence veil", "it applies only to ppdl"]),
         (["train", "--data", "digits", "--ignore", "x"], ["--ignore does not apply to --data digits"]),
         (

@@ -8,6 +8,7 @@ import pytest
 import fedveil.studies.study
 from fedveil.cli import main, studies
 from fedveil.cli.commands import find_attack
+from fedveil.defences.registry import find
 from fedveil.studies.paper.reproduce import EXHIBITS
 
 GUESS, OWN = "tests.cli.guessing:GUESS", "tests.cli.guessing:Own"
@@ -59,3 +60,26 @@ def test_what_cannot_be_written_is_an_error_with_where_and_fix(words, capsys, tm
         captured = capsys.readouterr()
         assert captured.out == ""
         assert re.match(rf"fedveil: {tmp_path}/file\S*: cannot be written: .*\n  Fix: .*another folder", captured.err)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "flags"),
+    [
+        ("nvflare", "nvflare:PercentilePrivacy", ["--gamma", "0.005"]),
+        pytest.param("flwr", "flower:LocalDpMod", ["--message-epsilon", "20.0"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_deployed_defence_is_audited_with_its_package_s_code_and_its_claim_is_shown(
+    module, name, flags, tmp_path, capsys
+):
+    pytest.importorskip(module)
+    few = ["--no-network", "--no-server", "--shadows", "0", "--trials", "2", "--workers", "1"]
+    data = ["--data", "digits", "--train-size", "60", "--epochs", "1", "--clients", "2", "--loss", "squared_error"]
+    assert main(["audit", *data, "--defence", name, *flags, *few, "--out", str(tmp_path)]) == 0
+    out, page = capsys.readouterr().out, (tmp_path / "report.html").read_text()
+    assert re.search(rf"^{name} +rounds stacked .* \d+\.\d \[", out, re.MULTILINE)
+    assert f"{name}: {find(name).claim}." in " ".join(out.split())
+    assert "What the authors claim" in page
+    assert " ".join(flags) in re.search(r"^repeat: (.*)", out, re.MULTILINE)[1]
+    run = str(tmp_path / name.replace(":", ".") / "run")  # its name is not code that could come from anyone
+    assert main(["audit", run, *few]) == 0

@@ -6,7 +6,9 @@ import pytest
 import torch
 from scipy import stats
 from tests.oracle import Network, flat
+from tests.seeding import seed_all
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fedveil
 from fedveil import Federation, Privacy
@@ -15,7 +17,9 @@ from fedveil.errors import Aborted, BadArgument, TooLittleCovered, UpdateRefused
 from fedveil.models import mlp
 from fedveil.privacy.accounting import epsilon
 from fedveil.privacy.gradients import RecordGradients, clipped_sums
+from fedveil.privacy.mechanism import add_noise, sum_integers
 from fedveil.privacy.samplers import SCALE
+from fedveil.scheme import Entropy
 from fedveil.scheme.losses import find_loss
 
 SIZES = (40, 25, 31, 12)
@@ -96,6 +100,29 @@ def test_a_sample_is_a_poisson_sample_and_padding_does_not_count():
         sizes.append(int(included.sum()))
     total = stats.binom(40 * 200, 0.3)
     assert total.ppf(1e-10) <= sum(sizes) <= total.ppf(1 - 1e-10)
+
+
+def test_a_record_has_any_position_in_a_sample_with_equal_probability():
+    """Otherwise a record in the sample would move others, and rounding depends on the position."""
+    client, found = federation(rate=0.5, noise=0.0).clients.client, []
+    while len(found) < 600:
+        rows, included = client.sample(8)
+        if included[rows == 0].any():
+            found.append(int((included & (rows == 0)).nonzero()[0]) / len(rows))
+    assert stats.kstest(found, stats.uniform(0, 1).cdf).statistic < 1 / len(rows) + math.sqrt(math.log(2e10) / 2 / 600)
+
+
+def test_noise_is_added_to_exact_integers():
+    """A huge sum, most of which a hostile client could subtract again, leaves the others' sums exact."""
+    small = torch.tensor([3, -(2**40), 0])
+    noisy = []
+    for total in (small, small + 2**62):
+        seed_all("noise")
+        noisy.append(add_noise(total, Entropy()))
+    assert torch.equal(noisy[1] - 2**62, noisy[0])
+    assert not torch.equal(noisy[0], small)
+    parts = [torch.tensor([2.0**53 - number], dtype=torch.float64) for number in (1, 2)]
+    assert sum_integers(parts).tolist() == [2**54 - 3]  # which float64 cannot represent
 
 
 def test_empty_samples_send_noise_alone():
@@ -273,3 +300,21 @@ def test_buffers_that_depend_on_records_are_refused():
 def test_instance_norm_keeps_records_apart_and_is_accepted():
     model = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(6, 3))
     assert private(model).step().gradients
+
+
+def pad_to_longest(items):
+    return nn.utils.rnn.pad_sequence([x for x, _ in items], batch_first=True), torch.tensor([y for _, y in items])
+
+
+@pytest.mark.parametrize("length", [4, 9])
+def test_a_collate_fn_that_pads_to_the_longest_record_is_refused(length):
+    """The padding of a record would depend on the others; records of one length are accepted."""
+    items = [(torch.ones(length if k == 3 else 4, 2), k % 2) for k in range(12)]
+    loader = DataLoader(items, batch_size=4, collate_fn=pad_to_longest)
+    model = Network(lambda model, x: model.head(x.mean(1)), head=nn.Linear(2, 2)).double()
+    own = private(model, clients=[loader], privacy=Privacy(noise=1.0, rate=1.0))
+    if length == 4:
+        assert own.step().figures["epsilon"] > 0
+        return
+    with pytest.raises(BadArgument, match="pad all records to the same length"):
+        own.step()

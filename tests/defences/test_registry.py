@@ -9,10 +9,21 @@ from tests.defences.runs import federation
 from tests.oracle import flat
 
 from fedveil.defences import Defence, Plain, Private, registry
-from fedveil.defences.registry import BUILT_IN, Record, build, find, find_codec, find_record, names
+from fedveil.defences.registry import (
+    BUILT_IN,
+    OURS,
+    Record,
+    build,
+    build_for_client,
+    find,
+    find_codec,
+    find_record,
+    names,
+    refers_to_code,
+)
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
-from fedveil.runs.settings import Config
+from fedveil.runs.settings import Config, refuse_code
 
 TOY = '''
 from fedveil.defences.plain import Plain, PlainClient
@@ -61,8 +72,12 @@ def first_gradient(defence):
 
 def test_every_record_names_code_that_is_there_and_keys_that_a_configuration_has():
     assert names()[: len(BUILT_IN)] == ["plain", "veil", "ppdl", "dbcl", "spn"]
+    assert names()[: len(OURS)] == list(OURS)
     keys = set(Config().flat())
-    for record in BUILT_IN:
+    for module in ("flwr", "nvflare"):
+        pytest.importorskip(module)  # some records name their code
+    for record in OURS.values():
+        assert record.claim or record.name == "plain"
         assert callable(import_object(record.target, "code", ""))
         assert set(record.settings) <= keys
         assert isinstance(build(record.name), Defence)
@@ -86,6 +101,57 @@ def test_settings_reach_the_defence_by_their_names_and_others_are_left_out():
     ppdl, spn = build("ppdl", values), build("spn", values)
     assert (ppdl.name, ppdl.fraction, ppdl.sigma) == ("ppdl-both", 0.2, 1e-2)
     assert (spn.bits, spn.lr, spn.weight) == (5, 0.5, 0.1)
+
+
+def test_settings_of_other_frameworks_have_names_of_their_own():
+    for module in ("flwr", "nvflare"):
+        pytest.importorskip(module)
+    values = {"gamma": 0.5, "tau": 0.25, "message_epsilon": 2.0, "clipping_norm": 3.0, "percentile": 20.0}
+    values |= {"sensitivity": 6.0, "message_delta": 1e-6, "noise_multiplier": 1.5, "noise_var": 0.5, "fraction": 0.2}
+    settings = {name: vars(build(name, values)) for name in OURS if ":" in name or name == "topk"}
+    assert settings == {
+        "nvflare:PercentilePrivacy": {"percentile": 20.0, "gamma": 0.5},
+        "nvflare:SVTPrivacy": {"fraction": 0.2, "epsilon": 2.0, "noise_var": 0.5, "gamma": 0.5, "tau": 0.25},
+        "flower:LocalDpMod": {"clipping_norm": 3.0, "sensitivity": 6.0, "epsilon": 2.0, "delta": 1e-6},
+        "flower:fixedclipping_mod": {"clipping_norm": 3.0, "noise_multiplier": 1.5},
+        "topk": {"fraction": 0.2},
+    }
+
+
+@pytest.mark.parametrize(("name", "package"), [("nvflare:SVTPrivacy", "nvflare"), ("flower:LocalDpMod", "flwr")])
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(name, package):
+    code = (
+        f"import sys; sys.modules[{package!r}] = None;"  # as if it were not installed
+        f"from fedveil.defences.registry import build; build({name!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"{name}: needs the package {package}, which is not installed" in done.stderr
+    assert f"pip install 'fedveil[{name.partition(':')[0]}]'" in done.stderr
+
+
+def test_names_with_a_package_are_code_only_if_they_are_not_ours():
+    assert [refers_to_code(name) for name in ("veil", "nvflare:SVTPrivacy", "nvflare:Other")] == [False, False, True]
+    values = {"defence": "nvflare:SVTPrivacy"}
+    refuse_code(values, "file")
+    for other in ({"defence": "mine:SVTPrivacy"}, {"model": "nvflare:SVTPrivacy"}):
+        with pytest.raises(BadArgument, match="refers to code"):
+            refuse_code(other, "file")
+
+
+@pytest.mark.parametrize("name", ["flower:LocalDpMod", "nvflare:SVTPrivacy"])
+def test_a_server_cannot_choose_how_much_noise_protects_clients_from_it(name):
+    pytest.importorskip({"flower": "flwr"}.get(name.partition(":")[0], "nvflare"))
+    with pytest.raises(BadArgument, match="servers may not ask for"):
+        build_for_client(name, {"epsilon": 1e9})
+
+
+def test_looking_up_a_record_imports_no_package_that_is_not_used():
+    code = (
+        "import sys; from fedveil.defences import Veil; from fedveil.defences.registry import find_record;"
+        "print(find_record(Veil()).name, [n for n in ('flwr', 'nvflare') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "veil []"
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():

@@ -11,6 +11,7 @@ from tests.oracle import built
 
 from fedveil import Limits
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
+from fedveil.defences.compression import Int8, TopK
 from fedveil.defences.registry import find_codec, find_record
 from fedveil.errors import FedveilError
 from fedveil.federation.client import ClientSession
@@ -23,11 +24,14 @@ CLIENTS, WRONG = 7, 3  # in each round, that many send what was mutated
 SIZES = (12, 8, 10, 9, 11, 10, 8)
 DEFENCES = {
     "plain": (Plain, normed, "squared_error"),
+    "plain, local training": (lambda: Plain(local_epochs=2, local_batch=4), normed, "squared_error"),
     "veil": (Veil, normed, "squared_error"),
     "veil, decoys": (Veil, net, "cross_entropy"),
     "ppdl": (lambda: PPDL(0.3), normed, "squared_error"),
     "dbcl": (DBCL, net, "squared_error"),
     "spn": (SPN, net, "squared_error"),
+    "topk": (lambda: TopK(0.3), normed, "squared_error"),
+    "int8": (Int8, normed, "squared_error"),
     "private veil": (lambda: Private(Veil(), 1.0, 0.0), net, "squared_error"),
 }
 
@@ -48,7 +52,7 @@ class Round:
         self.round = self.defence.server(self.model, data[0][0][:2], find_loss(loss)).start_round(self.model)
         self.codec, inner = find_codec(self.defence), self.defence.base
         packed = self.codec.encode_broadcast(self.round.broadcast)
-        options = {name: getattr(inner, name) for name in inner.remote_settings}
+        options = {name: getattr(inner, name) for name in inner.remote_settings if getattr(inner, name) is not None}
         record = find_record(inner).name
         about = record, options, loss, find_loss(loss).settings()
         self.ask = Ask("session", 0, "token", *about, True, 8, 0, {}, {}, *packed)

@@ -70,8 +70,15 @@ def in_engine(defence, data, build=net, rounds=ROUNDS, **options):
 @pytest.mark.parametrize("build", [net, normed])
 @pytest.mark.parametrize(
     "make",
-    [Plain, lambda: Veil(groups=2, additive=100.0), lambda: PPDL(0.1), lambda: PPDL(0.9), lambda: PPDL(1.0)],
-    ids=["plain", "veil", "ppdl a tenth", "ppdl most", "ppdl all"],
+    [
+        Plain,
+        lambda: Plain(local_epochs=2, local_lr=0.05, local_momentum=0.5),
+        lambda: Veil(groups=2, additive=100.0),
+        lambda: PPDL(0.1),
+        lambda: PPDL(0.9),
+        lambda: PPDL(1.0),
+    ],
+    ids=["plain", "local training", "veil", "ppdl a tenth", "ppdl most", "ppdl all"],
 )
 def test_whole_shards_over_flower_are_those_of_the_engine(make, build):
     data = parts()

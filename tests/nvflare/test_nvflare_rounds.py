@@ -47,7 +47,7 @@ def _quick_probes(monkeypatch):
     monkeypatch.setattr(flare, "PROBE_TIMEOUT", 0.2)
 
 
-@pytest.mark.parametrize("make", [Plain, Veil, lambda: PPDL(0.3)])
+@pytest.mark.parametrize("make", [Plain, Veil, lambda: PPDL(0.3), lambda: Plain(local_epochs=2, local_batch=5)])
 def test_rounds_over_sites_are_those_of_one_process(make):
     server = server_of(defence=make())
     server.fit(rounds=4)

@@ -1,5 +1,6 @@
 """Sums of clipped per-record gradients: three ways against a loop, exact norms, and with a veil."""
 
+import math
 from fractions import Fraction
 from functools import partial
 
@@ -162,7 +163,7 @@ class Dense(nn.Module):
         if self.kind == "in its own bias":
             return self.head(nn.functional.linear(x, self.mid.weight, self.mid.bias * self.mid.weight.sum(1)))
         x = self.mid(x).tanh()
-        if self.kind == "twice" or (self.kind == "varies" and self.calls % 2 == 0):
+        if self.kind == "twice" or (self.kind == "varies" and self.calls == 2):
             x = self.mid(x)
         if self.kind.startswith("tied"):
             x = self.last(x)
@@ -198,8 +199,8 @@ def test_linear_layers_with_one_row_per_record_are_products(kind, loss):
 
 def test_a_forward_that_calls_a_layer_more_often_than_for_the_first_record():
     model, inputs, targets = make_dense("varies")
-    found = sums(model, "squared_error", inputs, targets)  # once, twice, then once
-    assert model.calls == 3
+    found = sums(model, "squared_error", inputs, targets)  # once, twice, once for zeros, then once
+    assert model.calls == 4
     model.kind = "layer norm"
     assert distance(found, oracle(model, "squared_error", inputs, targets)) < 1e-12
 
@@ -286,3 +287,80 @@ def test_records_do_not_influence_one_another_even_if_forward_mixes_them(loss):
     alone = sums(model, loss, inputs[:1], targets[:1], EVERY[:1])
     among = sums(model, loss, inputs, targets, torch.arange(9) == 0)
     assert distance(among, {name: value[0] for name, value in alone.items()}) < 1e-12
+
+
+class Remember(nn.Module):
+    """A model whose forward pass changes a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 5)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x):
+        self.seen.mul_(0.9).add_(x.mean(0).detach(), alpha=0.1)
+        return self.lin(x - self.seen)
+
+
+def relative_to_batch(outputs, targets):
+    """One value per record, but each depends on the others in the batch."""
+    values = nn.functional.cross_entropy(outputs, targets, reduction="none")
+    return values / values.detach().sum()
+
+
+@pytest.mark.parametrize("veiled", [False, True])
+@pytest.mark.parametrize("loss", ["cross_entropy", relative_to_batch], ids=["cross_entropy", "relative"])
+def test_a_record_that_is_not_included_changes_nothing(loss, veiled):
+    """Whatever the record, its buffers and its loss, and also if it comes first."""
+    _, inputs, targets = make("stack")
+    model = Remember().double()
+    if veiled:
+        plan = fedveil.analyse(model, inputs[:2])
+        broadcast = fedveil.Veil(multiplicative=1.0, decoys=2).perturb(model, plan, loss).broadcast
+        task = RecordGradients.from_broadcast(model, broadcast)
+    else:
+        task = RecordGradients.from_model(model, find_loss(loss))
+    found = []
+    for scale in (1.0, 1e6):
+        given = inputs.clone()
+        given[0] *= scale
+        found.append(clipped_sums(task, given, targets, torch.arange(9) > 0, CLIP))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert all(bool(own.any()) for own in found[0].values())
+
+
+def fail_for_zero(model, x):
+    if not x.any():
+        raise ValueError("this record is empty")
+    return model.head(x)
+
+
+def test_padding_for_which_the_model_fails_is_ignored_and_records_are_not():
+    _, inputs, targets = make("stack")
+    model = Network(fail_for_zero, head=nn.Linear(6, 5)).double()
+    given = inputs.clone()
+    given[2] = 0
+    included = torch.arange(9) != 2
+    assert (
+        distance(
+            sums(model, "cross_entropy", given, targets, included),
+            oracle(model, "cross_entropy", inputs, targets, included),
+        )
+        < 1e-12
+    )
+    with pytest.raises(ValueError, match="empty"):
+        sums(model, "cross_entropy", given, targets)
+
+
+@pytest.mark.parametrize("width", [1, 4096])
+def test_norms_neither_underflow_nor_overflow(width):
+    """A wide layer whose cotangents have squares of 0 and whose inputs have infinite squares."""
+    rows = torch.full((1, width), 1.5e-162, dtype=torch.float64)
+    assert float(gradients.norms(rows)) == pytest.approx(1.5e-162 * width**0.5, rel=1e-12)
+    assert float(gradients.norms(rows * 1e162 * 1e153)) == pytest.approx(1.5e153 * width**0.5, rel=1e-12)
+    assert gradients.norms(torch.zeros(2, 0)).tolist() == [0, 0]
+    assert gradients.norms(torch.tensor([[math.inf, 1.0], [math.nan, 1.0], [0.0, 0.0]])).isfinite().tolist() == [
+        False,
+        False,
+        True,
+    ]

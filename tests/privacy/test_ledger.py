@@ -8,7 +8,7 @@ import re
 import pytest
 
 from fedveil.errors import Aborted, BadArgument
-from fedveil.privacy.accounting import affordable_rounds, composed_epsilon, epsilon, renyi_epsilon
+from fedveil.privacy.accounting import affordable_rounds, composed_epsilon, epsilon, filtered_epsilon, renyi_epsilon
 from fedveil.privacy.ledger import MAX_KINDS, PrivacyLedger
 from fedveil.secagg.policy import Policy, PrivacyLimits
 
@@ -42,12 +42,50 @@ def test_the_last_affordable_round_is_the_last(tmp_path):
 
 
 def test_another_kind_counts_against_the_same_budget(tmp_path):
-    own = PrivacyLedger(tmp_path / "d.ledger", 3.0, 1e-5)
+    own = PrivacyLedger(tmp_path / "d.ledger", 3.0, 1e-5, varying=True)
     for _ in range(5):
         own.charge(2.0, 0.3)
-    with pytest.raises(Aborted, match="budget"):
+    with pytest.raises(Aborted, match="budget of epsilon"):
         own.charge(0.3, 1.0)
-    assert own.spent() == {(2.0, 0.3): 5}
+    own.charge(4.0, 0.1)
+    assert own.spent() == {(2.0, 0.3): 5, (4.0, 0.1): 1}
+
+
+def test_a_server_cannot_choose_settings_after_seeing_sums(tmp_path):
+    own = PrivacyLedger(tmp_path / "d.ledger", 3.0, 1e-5)
+    own.charge(2.0, 0.3)
+    with pytest.raises(Aborted, match=r"noise 2 and rate 0\.3, which must not change"):
+        own.charge(4.0, 0.3)
+    own.charge(2.0, 0.3)
+    PrivacyLedger(own.path, 3.0, 1e-5, varying=True).charge(4.0, 0.3)  # the site changes its policy
+    with pytest.raises(Aborted, match="must not change"):
+        own.charge(2.0, 0.3)
+    assert own.spent() == {(2.0, 0.3): 2, (4.0, 0.3): 1}
+
+
+@pytest.mark.parametrize("spent", [{(2.0, 0.3): 20}, {(1.0, 1.0): 1, (8.0, 0.05): 30}])
+def test_an_epsilon_for_varying_settings_is_larger_than_for_settings_fixed_in_advance(spent):
+    """It is the Rényi bound of one order, so it is also at least the best order's for a single kind."""
+    own = filtered_epsilon(spent, 1e-5, 3.0)
+    assert own > composed_epsilon(spent, 1e-5)
+    if len(spent) == 1:
+        (((noise, rate), rounds),) = spent.items()
+        assert renyi_epsilon(rounds, noise, 1e-5, rate) <= own < 1.5 * renyi_epsilon(rounds, noise, 1e-5, rate)
+    assert filtered_epsilon({}, 1e-5, 3.0) == 0
+
+
+def test_a_missing_ledger_is_not_an_empty_one(tmp_path):
+    own = PrivacyLedger(tmp_path / "d.ledger", 3.0, 1e-5)
+    own.charge(2.0, 0.3)
+    kept = own.path.read_text()
+    own.path.unlink()
+    with pytest.raises(BadArgument, match="restore it from a backup"):
+        own.charge(2.0, 0.3)
+    own.path.write_text(kept)
+    own.charge(2.0, 0.3)
+    (tmp_path / "e.ledger").symlink_to(tmp_path / "elsewhere" / "d.ledger")
+    with pytest.raises(BadArgument, match="symbolic link"):
+        PrivacyLedger(tmp_path / "e.ledger", 3.0, 1e-5).charge(2.0, 0.3)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"schema": 2, "rounds": []}', '{"schema": 1, "rounds": [[1.0, 0.5, 0]]}'])
@@ -60,7 +98,7 @@ def test_a_damaged_ledger_ends_the_clients_part(text, tmp_path):
 
 
 def test_a_server_cannot_fill_the_ledger_with_kinds(tmp_path):
-    own = PrivacyLedger(tmp_path / "d.ledger", 900.0, 1e-5)
+    own = PrivacyLedger(tmp_path / "d.ledger", 900.0, 1e-5, varying=True)
     rows = [[2.0 + k / 1000, 0.3, 1] for k in range(MAX_KINDS)]
     own.path.write_text(json.dumps({"schema": 1, "rounds": rows}))
     with pytest.raises(Aborted, match="different settings"):
@@ -101,7 +139,7 @@ def write_policy(folder, table):
 def test_a_policy_has_a_table_of_limits(tmp_path):
     table = '[privacy]\ndataset = "patients-2026"\nrecords = 8000\nepsilon = 3\nnoise = 0.7\n'
     own = Policy.read(write_policy(tmp_path, table))
-    assert own.privacy == PrivacyLimits("patients-2026", 8000, 3, tmp_path / "alice-patients-2026.ledger", noise=0.7)
+    assert own.privacy == PrivacyLimits("patients-2026", 8000, 3, tmp_path / "patients-2026.ledger", noise=0.7)
     assert Policy.read(write_policy(tmp_path, "")).privacy is None
 
 

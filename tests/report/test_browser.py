@@ -1,10 +1,14 @@
 """The page in a browser: it fits, complains of nothing, shows values, changes theme, saves figures."""
 
+import base64
+import shutil
+import subprocess
+
 import pytest
 from tests.report import demo
 from tests.report.browser import CHROMIUM, chromium
 
-from fedveil.report import Curves, Page, Picture, Pictures, write
+from fedveil.report import Answers, Curves, Interval, Intervals, Page, Picture, Pictures, Table, write
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
@@ -161,3 +165,23 @@ def test_a_figure_is_saved_by_keyboard_and_its_button_has_a_name(tab, page, tmp_
     path = tab.download(lambda: tab.press("Enter"), tmp_path)
     assert path.stat().st_size > 10_000
     assert tab.run("document.activeElement.className") == "png"
+
+
+@pytest.mark.skipif(shutil.which("pdftotext") is None, reason="pdftotext is not installed")
+def test_a_chart_that_moves_to_the_second_page_is_printed_there_with_its_axis(tab, tmp_path):
+    """Chromium otherwise draws the axis and the reference lines on the first page."""
+    answers = Answers("For the decision", {f"Question {n}?": ["A long answer. " * 60] for n in range(4)})
+    rows = [Interval(name, 0.6, 0.5, 0.7) for name in ("one", "two", "three")]
+    chart = Intervals("The model", "agreement", rows, {"guessing": 0.1})
+    table = Table("Result", ["who", "value"], [[f"attacker {n}", f"{n}"] for n in range(25)])
+    path = write(Page("Audit", "It leaks.", [answers, chart, table], "fedveil audit"), tmp_path / "page.html")
+    tab.open(path)
+    printed = tab.send("Page.printToPDF", preferCSSPageSize=True)["data"]
+    (tmp_path / "page.pdf").write_bytes(base64.b64decode(printed))
+    done = subprocess.run(["pdftotext", str(tmp_path / "page.pdf"), "-"], capture_output=True, text=True, check=True)
+    pages = done.stdout.split("\f")
+    (chart_page,) = [number for number, text in enumerate(pages) if "The model" in text]
+    assert chart_page > 0
+    assert [number for number, text in enumerate(pages) if "guessing" in text] == [chart_page]
+    with_rows = {number for number, text in enumerate(pages) if "attacker " in text}
+    assert len(with_rows) == 1  # a table that fits on a page is not cut

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ from fedveil.attacks.scores import Estimate
 from fedveil.data import Data
 from fedveil.data.dataset import DataPart
 from fedveil.errors import BadArgument
-from fedveil.runs.build import load_data
+from fedveil.progress import ignore_progress
+from fedveil.runs.build import build_federation, load_data
 from fedveil.studies.attack import AttackRequest
+from fedveil.studies.audit.run import SUITE
+from fedveil.studies.federations import observe
 from fedveil.studies.jobs import Failure
 from fedveil.studies.membership import attacks
 from fedveil.studies.membership.attacks import divide_records
@@ -75,7 +79,7 @@ def test_every_attack_runs_on_every_defence_and_is_stored(tmp_path):
     every = {name: ["as published"] for name in ("plain", "veil", "ppdl", "dbcl", "spn")}
     every["veil"] += ["two broadcasts, no data", "own labels"]
     every["dbcl"] += ["sketches stacked"]
-    names = {"last", "second", "third", "three", "full", "loss", "loss by class", "RMIA", "LiRA online", "LiRA offline"}
+    names = {"last", "second", "third", "three", "full", "loss", "loss by class", "RMIA", "LiRA"}
     first = attacked(tmp_path, defences=every)
     for defence, attackers in every.items():
         found = stored(tmp_path, defence)
@@ -100,6 +104,54 @@ def test_a_missing_shadow_makes_a_failed_attack_and_not_a_smaller_one(tmp_path):
     found = stored(tmp_path)["attackers"]["as published"]["attacks"]
     assert "plain-1.npz" in found["RMIA"]["failed"]
     assert "failed" in (tmp_path / "report.html").read_text()
+
+
+def test_a_signal_below_chance_is_found_by_its_side_on_known_records():
+    chance = np.random.default_rng(0)
+    parts = {name: chance.normal(size=300) for name in ("victims", "fresh", "own", "known")}
+    for effect in (-1.0, 1.0):
+        moved = {name: part + effect * (name in ("victims", "own")) for name, part in parts.items()}
+        found = attacks.measure(*moved.values(), form="x")
+        assert found.turned == (effect < 0)
+        assert min(found.auc.low, found.known.low) > 0.7
+        assert found.accuracy.low > 0.6
+        assert found.form == "x"
+    # the test records do not choose the side
+    wrong = attacks.measure(parts["victims"] - 1, parts["fresh"], parts["own"] + 1, parts["known"])
+    assert not wrong.turned
+    assert wrong.auc.high < 0.5
+
+
+def test_choosing_the_side_on_known_records_finds_nothing_where_nothing_is():
+    """The side is independent of the test records, so intervals keep their coverage."""
+    trials = 400
+    found = [attacks.measure(*np.random.default_rng(seed).normal(size=(4, 60))).auc for seed in range(trials)]
+    spread = math.sqrt(0.95 * 0.05 / trials)
+    assert sum(0.5 in one for one in found) / trials >= 0.95 - 3 * spread
+    mean = np.mean([one.value for one in found])
+    assert abs(mean - 0.5) < 4 * math.sqrt(121 / (12 * 60 * 60) / trials)  # variance of an AUC without a signal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_squared_error_on_digits_leaks_more_through_losses_than_the_loss_threshold_shows(seed, tmp_path):
+    """The federation of the audit's suite: two shadows, and most probabilities of its model round to 1."""
+    config = config_of(**SUITE["digits, 2 clients"], defence="plain", seed=seed)
+    data = load_data(config)
+    records = divide_records(config, data, everyone=True)
+    federation = build_federation(config, data)
+    federation.fit(config.training.epochs)
+    for number in range(2):
+        work = attacks.TrainShadow(config, number, 2, tmp_path, everyone=True, matched=True)
+        work(ignore_progress, None)
+    observed = observe(federation)
+    found = attacks.RecordAttacks(records, attacks.ShadowAttacks(config.defence.name, tmp_path, 2, False), None).run(
+        observed, True, ignore_progress
+    )
+    assert found["RMIA"].form.startswith("exp(")
+    assert found["RMIA"].known.value > found["loss"].known.value
+    assert found["RMIA"].auc.value > found["loss"].auc.value
+    assert found["RMIA"].auc.low > 0.7
 
 
 def membership(**aucs):

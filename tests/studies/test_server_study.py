@@ -36,7 +36,7 @@ from fedveil.studies.verdicts import RECOGNISED
 UNIT = 2.0**-24  # half a unit in the last place of a float32
 EPS = torch.finfo(torch.float64).eps
 DIGITS = load("digits", flat=False)
-QUICK = ServerOptions(rounds=2, sums="2", difference=4, steps=2, restarts=1)
+QUICK = ServerOptions(rounds=2, sums="2", difference=4, steps=2, restarts=1, batches="")
 ASKED = AttackRequest(config_of(), ("plain",), QUICK)
 SAME_MODEL, NEXT_ROUND = (difference_view(4, models) for models in ("same model", "next round"))
 
@@ -106,6 +106,17 @@ def test_a_veil_does_not_change_what_the_server_sees(private):
         assert relative(veiled[view][0].gradients, plain[view][0].gradients) < 1e4 * EPS, view
     leak = plain[SINGLE][0]
     assert relative(veiled[SINGLE][0].gradients, digit_gradients(leak, slice(1))) < 1e4 * EPS
+
+
+def test_differences_after_local_training_are_attacked_as_gradients():
+    """The first layer's gradient of one record always has the record's direction, however many steps there are."""
+    one = server.server_views(federation_of(Plain(local_epochs=1, local_lr=0.5)), [2], 4)
+    for view, records in ((SINGLE, 1), (sum_view(2), 2)):
+        assert relative(one[view][0].gradients, digit_gradients(one[view][0], slice(records))) < 1e-9, view
+    leak = server.server_views(federation_of(Plain(local_epochs=5, local_lr=0.5)), [2], 4)[SINGLE][0]
+    assert relative(leak.gradients, digit_gradients(leak, slice(1))) > 1e-3
+    record = DIGITS.train.tensor[0].flatten().double()
+    assert (record_from_gradient(leak, first_linear(leak.model)) - record).abs().max() < 1e-9
 
 
 def test_a_sum_over_many_clients_shows_no_record_and_a_single_update_does():
@@ -190,6 +201,8 @@ def test_the_verdict_follows_the_figures():
 def test_records_that_are_not_images_and_too_few_records_are_refused():
     with pytest.raises(DoesNotApply, match="the records are not images"):
         server.images_and_model(config_of(data="diabetes"), None)
+    with pytest.raises(BadArgument, match="--batches: got '4,4'"):
+        ServerOptions(batches="4,4").counts()
     with pytest.raises(BadArgument, match="5 training records, but 100 clients need 100"):
         attack_round(config_of(data="digits", train_size=5), ServerOptions())
 

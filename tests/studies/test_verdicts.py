@@ -1,13 +1,16 @@
 """Verdicts follow the intervals of the strongest attackers, beside the best constant answer and no defence."""
 
 import dataclasses
+import math
 
+import numpy as np
 import pytest
+from scipy.special import ndtr, ndtri
 
 from fedveil.attacks.observation import PUBLISHED
-from fedveil.attacks.scores import Estimate
+from fedveil.attacks.scores import Estimate, auc, proportion
 from fedveil.studies import verdicts
-from fedveil.studies.verdicts import AGREEMENT, MEMBERSHIP, RANKING, RECORD, Finding, Label, judge
+from fedveil.studies.verdicts import AGREEMENT, ALPHA, MEMBERSHIP, RANKING, RECORD, Finding, Label, judge
 
 BELOW = Estimate(0.40, 0.38, 0.43)
 ADAPTIVE = "adaptive"
@@ -20,7 +23,7 @@ def around(value, reach=0.005):
 def assess(measure, guess, trials=2, **figures):
     """What follows for attackers with these figures."""
     every = {name.replace("_", " "): figure for name, figure in figures.items()}
-    return [measure.assess(name, figure, guess, trials) for name, figure in every.items()]
+    return measure.compare(list(every.items()), guess, trials)
 
 
 def verdict(measure, guess, plain, trials=2, **figures):
@@ -41,8 +44,11 @@ def verdict(measure, guess, plain, trials=2, **figures):
 )
 def test_the_interval_decides(low, high, two_sided, finding):
     measure = MEMBERSHIP if two_sided else RANKING
-    assert measure.assess("x", Estimate((low + high) / 2, low, high), 0.5).finding is finding
-    assert measure.assess("x", Estimate(0.9, 0.9, 0.9), 0.5, trials=1).finding is Finding.TOO_FEW
+    (found,) = measure.compare([("x", Estimate((low + high) / 2, low, high))], 0.5)
+    assert found.finding is finding
+    assert found.below == (finding is Finding.FOUND and two_sided)
+    (single,) = measure.compare([("x", Estimate(0.9, 0.9, 0.9))], 0.5, trials=1)
+    assert (single.finding, single.enough) == (Finding.TOO_FEW, None)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +93,7 @@ def test_the_strongest_attacker_decides_and_a_verdict_has_its_figure_interval_an
     assert said.startswith("LEAK: AUC 0.40 [0.38, 0.43] (adaptive), below chance: 0.60")
     assert said.endswith("guessing 0.50, undefended 0.62")
     said = str(verdict(RECORD, 11.0, around(40.0), as_published=around(12.0), adaptive=Estimate(24.1, 22.0, 26.3)))
-    assert said.startswith("LEAK: PSNR 24.1 [22.0, 26.3] dB (adaptive); guessing 11.0 dB, undefended 40.0 dB")
+    assert said.startswith("LEAK: PSNR 24.1 [21.7, 26.6] dB (adaptive); guessing 11.0 dB, undefended 40.0 dB")
     assert said.endswith("as published 12.0 dB")
 
 
@@ -105,3 +111,61 @@ def test_the_headline_gathers_defences_by_label():
     alone = {"mine:Defence": dataclasses.replace(judged["veil"], undefended=None)}
     assert "no undefended federation was attacked" in verdicts.headline(alone)
     assert verdicts.headline({}).startswith("No verdict")
+
+
+ATTACKERS, SEEDS = 6, 400
+
+
+def attack_noise(seed, effect=0.0):
+    """AUCs of correlated attackers, the last of which has a signal of `effect` standard deviations."""
+    chance = np.random.default_rng(seed)
+    shared, own = chance.normal(size=(2, 50)), chance.normal(size=(ATTACKERS, 2, 50))
+    own[-1, 0] += 2 * effect
+    return [(str(number), auc(*(shared + one) / 2)) for number, one in enumerate(own)]
+
+
+def test_where_nothing_leaks_one_of_several_attackers_finds_something_at_most_as_often_as_alpha():
+    holm, each = 0, 0
+    for seed in range(SEEDS):
+        figures = attack_noise(seed)
+        holm += any(one.finding is Finding.FOUND for one in MEMBERSHIP.compare(figures, 0.5))
+        each += any(0.5 not in figure for _, figure in figures)
+    spread = 3 * math.sqrt(ALPHA * (1 - ALPHA) / SEEDS)  # three standard errors
+    assert holm / SEEDS <= ALPHA + spread
+    assert each / SEEDS > ALPHA + spread  # without the correction, attackers find leaks where there are none
+
+
+def test_intervals_hold_for_all_attackers_at_once_and_leaks_are_found_in_order_of_evidence():
+    truth, covered = ndtr(0.5), 0  # the difference of two scores is normal with mean 0.5 and variance 1
+    for seed in range(SEEDS):
+        figures = MEMBERSHIP.compare(attack_noise(seed, effect=0.5), 0.5)
+        covered += all(0.5 in one.figure for one in figures[:-1]) and truth in figures[-1].figure
+    assert covered / SEEDS >= 1 - ALPHA - 3 * math.sqrt(ALPHA * (1 - ALPHA) / SEEDS)
+
+    def figure(p):
+        return "x", Estimate(0.6, 0.6 - 0.1 * ndtri(0.975) / ndtri(1 - p / 2), 0.7)
+
+    chosen = [one.finding is Finding.FOUND for one in MEMBERSHIP.compare([figure(p) for p in (0.02, 0.04, 0.01)], 0.5)]
+    assert chosen == [True, True, True]  # 0.01 < 0.05 / 3, then 0.02 < 0.05 / 2, then 0.04 < 0.05
+    chosen = [one.finding is Finding.FOUND for one in MEMBERSHIP.compare([figure(p) for p in (0.02, 0.03, 0.04)], 0.5)]
+    assert chosen == [False, False, False]  # 0.02 > 0.05 / 3 ends the search
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_with_the_number_of_trials_that_would_be_enough_there_is_a_finding_or_none(seed):
+    chance = np.random.default_rng(seed)
+    rate = chance.uniform(0.5, 0.62)
+    for measure in (AGREEMENT, RANKING):
+        (few,) = measure.compare([("x", proportion(int(chance.binomial(40, rate)), 40))], 0.5)
+        if few.finding is Finding.TOO_FEW:
+            many = int(1.1 * few.enough)  # the interval of the larger sample may be of a rate with more spread
+            (decided,) = measure.compare([("x", proportion(int(chance.binomial(many, rate)), many))], 0.5)
+            assert few.enough > 40
+            assert decided.finding is not Finding.TOO_FEW
+
+
+def test_a_verdict_of_too_few_trials_has_the_number_that_would_be_enough():
+    figure = dataclasses.replace(Estimate(0.52, 0.4, 0.64), sample_size=100)
+    found = verdict(MEMBERSHIP, 0.5, around(0.7), adaptive=figure)
+    assert found.label is Label.TOO_FEW
+    assert str(found).endswith(f"about {100 * round((0.24 / 0.05) ** 2 * 100) // 100:,} records would be enough")

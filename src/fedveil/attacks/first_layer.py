@@ -4,6 +4,11 @@ For one record x, the gradient of row i of the first layer is delta_i (x, 1): ev
 the gradient of the bias is the factor. With plain SGD, the difference between two broadcasts reveals that gradient. A
 veil scales and permutes the rows differently in each round. However, normalising the rows removes the factors, and the
 normalised rows of consecutive rounds are close enough to be paired (`rebuild_veiled_record`).
+
+Updates may be filtered: incomplete, truncated, delayed or with independent noise. The record is the same in all
+rounds, and a filter reveals an interval for every element of the gradient: a value, a bound on what was truncated, or a
+bound on what was left out. A matrix of rank one is fitted to the intervals of all rounds, with the attacker's own
+records as a prior for x (`rebuild_filtered_record`).
 """
 
 import math
@@ -21,6 +26,8 @@ from fedveil.scheme.broadcast import Broadcast
 TINY = 1e-30
 SMOOTH = 1e-3  # ridge added to the covariance of few records, relative to the mean square of a coordinate
 SWEEPS = 50  # iterations of alternating least squares
+STEPS, STILL = 1000, 1e-9  # maximum number of steps of that fit, and the relative change at which it ends
+NEAR = 0.01  # elements within this fraction of the largest magnitude may be truncated
 SURE = 1e6  # weight of the appended coordinate, which is known to be 1
 
 
@@ -176,3 +183,73 @@ def rebuild_selected_record(observed: Observation) -> Tensor:
     rows, sent = ([layer_rows(getattr(leak, kind), path) for leak in leaks] for kind in ("gradients", "mask"))
     v = fit_rank_one(torch.cat(rows), torch.cat(sent))
     return v[:-1] / (v[-1] if v[-1].abs() > TINY else TINY)
+
+
+def stack_rows(observed: Observation) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the first layer in all rounds, and masks of the elements that were sent.
+
+    Both have the shape (rounds, units, inputs + 1).
+    """
+    if len(observed.rounds) < 2:
+        raise DoesNotApply("dense record", "the attack needs at least two broadcasts")
+    path = first_linear(observed.architecture)
+    leaks = [from_masked_difference(observed, at) for at in range(len(observed.rounds) - 1)]
+    rows, sent = ([layer_rows(getattr(leak, kind), path) for leak in leaks] for kind in ("gradients", "mask"))
+    return torch.stack(rows), torch.stack(sent) > 0
+
+
+def find_cutoffs(rows: Tensor, sent: Tensor) -> Tensor:
+    """Return the smallest magnitude that was sent in each round, with the shape (rounds, 1, 1)."""
+    magnitudes = torch.where(sent, rows.abs(), math.inf).flatten(1).amin(1)
+    return torch.where(magnitudes.isfinite(), magnitudes, 0.0)[:, None, None]
+
+
+def rebuild_filtered_record(observed: Observation) -> Tensor:
+    """Rebuild a record from updates whose smallest elements are missing, whose largest are truncated, or with noise."""
+    rows, sent = stack_rows(observed)
+    cutoff, limit = find_cutoffs(rows, sent), (1 - NEAR) * rows.abs().max()
+    low = torch.where(sent, torch.where(rows <= -limit, -math.inf, rows), -cutoff)
+    high = torch.where(sent, torch.where(rows >= limit, math.inf, rows), cutoff)
+    return fit_record(low.flatten(0, 1), high.flatten(0, 1), observed.inputs.flatten(1).double())
+
+
+def rebuild_delayed_record(observed: Observation) -> Tensor:
+    """Rebuild a record from updates whose missing elements are added to the next update (top-k with memory).
+
+    The sum over all rounds misses only what is unsent at the end, which is below the last round's smallest element.
+    """
+    rows, sent = stack_rows(observed)
+    cutoff = torch.where(sent[-1], 0.0, find_cutoffs(rows, sent)[-1])
+    total = (rows * sent).sum(0)
+    low, high = ((total + side * cutoff) / len(rows) for side in (-1, 1))
+    return fit_record(low, high, observed.inputs.flatten(1).double())
+
+
+def fit_record(low: Tensor, high: Tensor, sample: Tensor) -> Tensor:
+    """Return the most likely record x, given that rows b_i (x, 1) + noise are between `low` and `high`.
+
+    The prior of x is the normal distribution of the attacker's records, `sample`. The search starts from the best
+    matrix of rank one. In turn, it estimates the factors b_i, the variance of the noise and x, and moves each element
+    to the value in its interval that is closest to b_i (x, 1). The best matrix of rank one fits noise alone with a norm
+    of about sqrt(variance) (sqrt(rows) + sqrt(columns)), so the data count only as far as they exceed this.
+    """
+    mean, spread = sample.mean(0), torch.cov(sample.T) if len(sample) > 1 else torch.zeros_like(sample[0]).diag()
+    ridge = SMOOTH * float(sample.square().mean()) + TINY
+    prior = torch.linalg.inv(spread + ridge * torch.eye(len(mean)).to(spread))
+    rows = torch.zeros_like(low).clamp(low, high)
+    full = fit_rank_one(rows, torch.ones_like(rows))
+    full = full / torch.where(full[-1].abs() > TINY, full[-1], TINY)
+    free, edge = rows.numel() - sum(rows.shape), sum(math.sqrt(size) for size in rows.shape) ** 2
+    for _ in range(STEPS):
+        factors = (rows @ full) / full.square().sum().clamp_min(TINY)
+        guess = factors[:, None] * full
+        rows = guess.clamp(low, high)
+        noise = (rows - guess).square().sum() / max(free, 1) + TINY
+        trust = (1 - edge * noise / guess.square().sum().clamp_min(TINY)).clamp_min(0) / noise
+        weight, pull = trust * factors.square().sum(), trust * (factors @ rows)[:-1]
+        record = torch.linalg.solve(prior + weight * torch.eye(len(mean)).to(prior), prior @ mean + pull)
+        change = (record - full[:-1]).abs().max()
+        full = torch.cat([record, record.new_ones(1)])
+        if change <= STILL * record.abs().max():
+            break
+    return full[:-1]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.attacks.leaked_gradients import Gradients, Leak, mean_gradients
+from fedveil.attacks.leaked_gradients import Gradients, Leak
 from fedveil.attacks.similarity import total_variation
 from fedveil.checks import check_choice, check_count
 from fedveil.errors import BadArgument
@@ -73,7 +73,7 @@ def cosine_distance(gradients: Gradients, leaked: Mapping[str, Tensor], mask: Ma
 
 def input_distance(leak: Leak, inputs: Tensor, targets: Tensor, method: Distance, *, graph: bool = False) -> Tensor:
     """Return the distance between the inputs' gradient and the leaked one; `leak.compare` takes precedence."""
-    found = mean_gradients(leak.model, leak.loss, inputs, targets, graph=graph)
+    found = leak.gradients_of(inputs, targets, graph=graph)
     return leak.compare(found) if leak.compare else method(found, leak.gradients, leak.mask)
 
 

@@ -24,6 +24,7 @@ from fedveil.scheme.client import move_head
 from fedveil.scheme.losses import one_hot
 
 Gradients = dict[str, Tensor]
+Simulation = Callable[[Tensor, Tensor, bool], Gradients]  # from inputs, targets and whether to build a graph
 ULPS = 4  # bound on the rounding error of a weight; the step and the difference are rounded twice each
 
 
@@ -36,6 +37,19 @@ class Leak:
     loss: Loss  # the loss that clients minimise
     mask: Mapping[str, Tensor] | None = None  # the elements that were received, by parameter name; None for all
     compare: Callable[[Gradients], Tensor] | None = None  # distance from the leak; overrides the method's distance
+    simulate: Simulation | None = None  # what a client would send for inputs and targets; None for their mean gradient
+
+    def gradients_of(self, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
+        """Return what a client with these records would send; if `graph`, it can be differentiated again."""
+        if self.simulate is not None:
+            return self.simulate(inputs, targets, graph)
+        return mean_gradients(self.model, self.loss, inputs, targets, graph=graph)
+
+    def divided(self, reach: float) -> "Leak":
+        """Return the leak with a client's difference replaced by its mean gradient (`Round.reach`)."""
+        if reach == 1:
+            return self
+        return dataclasses.replace(self, gradients={name: value / reach for name, value in self.gradients.items()})
 
 
 def mean_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:

@@ -1,23 +1,32 @@
-"""Membership scores for records: the loss, LiRA and RMIA. Larger scores indicate members."""
+"""Membership scores for records: the loss, LiRA and RMIA. Larger scores indicate members.
+
+LiRA and RMIA compare a number per record with the same number for shadows. Which number separates members best depends
+on the loss, so it is chosen from several forms by attacking the shadows themselves; the target is not used.
+"""
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import logsumexp, ndtr
+from scipy.special import logsumexp
 from torch import Tensor
 
 from fedveil.attacks.scores import auc
 from fedveil.errors import BadArgument
-from fedveil.scheme.losses import CrossEntropy, Loss, SquaredError
+from fedveil.scheme.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 PER_RECORD = 64  # minimum number of shadows to estimate a standard deviation for each record
 FALLBACK = 0.3  # RMIA's parameter a if there are too few shadows to choose it
 GRID = tuple(step / 10 for step in range(11))
+SCALES = (1, 2, 4, 8)  # RMIA compares exp(-scale loss / mean loss)
+ATTACKED = 8  # maximum number of shadows to attack when choosing a form
 
 
 def calibrated_scores(losses: Tensor, classes: Tensor, known: Tensor, known_classes: Tensor) -> Tensor:
@@ -36,23 +45,27 @@ def calibrated_scores(losses: Tensor, classes: Tensor, known: Tensor, known_clas
 class Shadows:
     """Models that the attacker trained like the federation's model, on records drawn from a pool."""
 
-    outputs: Array  # (shadows, pool, classes): outputs of the model that a client of each shadow federation receives
+    outputs: Array  # (shadows, pool, ...): outputs of the model that a client of each shadow federation receives
     inside: Mask  # (shadows, pool): the records that each shadow was trained on
-    targets: Array  # (pool, classes), one-hot
+    targets: Tensor  # (pool, ...), in the form that the loss expects: one-hot rows for named losses with classes
     loss: Loss  # the loss used to train the shadows
 
     def __post_init__(self) -> None:
         shadows, pool = self.inside.shape
-        if self.outputs.shape != (shadows, *self.targets.shape) or len(self.targets) != pool:
-            what = f"outputs have shape {self.outputs.shape} for {shadows} shadows and {pool} records"
-            raise BadArgument("shadows", what, "use the shape (shadows, pool, classes)")
+        if self.outputs.shape[:2] != (shadows, pool) or len(self.targets) != pool:
+            what = f"outputs have shape {self.outputs.shape} for {shadows} shadows and {len(self.targets)} records"
+            raise BadArgument("shadows", what, "use the shape (shadows, pool, ...)")
         if self.inside.all(0).any():
             raise BadArgument("shadows", "a record is in every shadow", "split the pool into complementary halves")
 
     @property
-    def classes(self) -> NDArray[np.int64]:
-        """The class of each record."""
-        return np.asarray(self.targets.argmax(1))
+    def classes(self) -> NDArray[np.int64] | None:
+        """The class of each record; None if there are no classes, or the loss defines no probability of a class."""
+        rows = self.targets
+        if not isinstance(self.loss, CrossEntropy | SquaredError) or rows.dim() != 2 or rows.shape[1] < 2:
+            return None
+        one_hot = bool((((rows == 0) | (rows == 1)).all(1) & (rows.sum(1) == 1)).all())
+        return np.asarray(rows.argmax(1).numpy()) if one_hot else None
 
     @property
     def temperature(self) -> float:
@@ -64,30 +77,114 @@ class Shadows:
         """
         if isinstance(self.loss, CrossEntropy):
             return 1.0
-        if not isinstance(self.loss, SquaredError):
-            what = f"{self.loss.name} does not define class probabilities"
-            raise BadArgument("shadows", what, "use cross_entropy or squared_error, or an attack without shadows")
-        return float(np.square(self.outputs - self.targets)[~self.inside].mean())
+        return float(np.square(self.outputs - self.targets.numpy())[~self.inside].mean())
+
+    def losses(self, outputs: Array) -> Array:
+        """Return the loss of each record."""
+        return self.loss.values(torch.from_numpy(outputs), self.targets).double().numpy()
+
+    def signals(self, outputs: Array) -> dict[str, tuple[Array, Array]]:
+        """Return numbers for the target, given its outputs, and for the shadows, by name.
+
+        "loss" is divided by its mean for records outside the shadows' training sets. If a loss has negative values, as
+        Poisson's does, it is counted from the smallest value of any model for the same record. "log-odds" are those of
+        the true class, if there are classes.
+        """
+        own, others = self.losses(outputs), np.stack([self.losses(each) for each in self.outputs])
+        lowest = np.minimum(own, others.min(0)) if min(own.min(), others.min()) < 0 else np.zeros(len(own))
+        scale = max(float((others - lowest)[~self.inside].mean()), np.finfo(np.float64).tiny)
+        found = {"loss": ((own - lowest) / scale, (others - lowest) / scale)}
+        if (classes := self.classes) is not None:
+            t = self.temperature
+            found["log-odds"] = confidence(outputs / t, classes), confidence(self.outputs / t, classes)
+        return found
 
 
-def shadow_scores(
-    outputs: Array, shadows: Shadows, population: NDArray[np.int64], *, include_lira: bool
-) -> dict[str, Array]:
-    """Return the RMIA score of every record and, if `include_lira`, its LiRA scores.
+class ShadowScores(NamedTuple):
+    """The scores of an attack, and the form of the attack that was chosen on the shadows."""
 
-    `population` contains the indices of known non-members.
-    """
-    temperature, classes = shadows.temperature, shadows.classes
-    phi, others = confidence(outputs / temperature, classes), confidence(shadows.outputs / temperature, classes)
-    target, shadow = (np.exp(-np.logaddexp(0, -odds)) for odds in (phi, others))  # probabilities
-    a = choose_a(shadow, shadows.inside)
-    found = {"RMIA": rmia(target, shadow, shadows.inside, population, a=a)}
-    if include_lira and not shadows.inside.any(0).all():
-        raise BadArgument("LiRA", "a record is not in any shadow", "split the pool into complementary halves")
+    scores: Array
+    form: str
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A form of an attack: a number per record, and the function that compares the target with the shadows."""
+
+    name: str
+    target: Array
+    shadow: Array
+    compare: Callable[[Array, Array, Mask], Array]
+    online: bool = False  # whether each record must be in at least one shadow
+
+    def quality(self, inside: Mask, number: int) -> float:
+        """Return the AUC when a shadow is attacked with the others, except its complement; NaN if there are too few."""
+        rest = [k for k in range(len(inside)) if k != number and (inside[k] == inside[number]).any()]
+        usable = ~inside[rest].all(0) if rest else np.zeros(inside.shape[1], bool)
+        usable &= inside[rest].any(0) if self.online else True
+        member = inside[number][usable]
+        if not member.any() or member.all():
+            return math.nan
+        found = self.compare(self.shadow[number][usable], self.shadow[rest][:, usable], inside[rest][:, usable])
+        return auc(found[member], found[~member]).value
+
+
+def shadow_scores(outputs: Array, shadows: Shadows, *, include_lira: bool) -> dict[str, ShadowScores]:
+    """Return the RMIA score of every record and, if `include_lira`, its LiRA score, given the target's outputs."""
+    found = {"RMIA": list(rmia_forms(outputs, shadows))}
     if include_lira:
-        found["LiRA online"] = lira(phi, others, shadows.inside)
-        found["LiRA offline"] = lira(phi, others, shadows.inside, online=False)
-    return found
+        found["LiRA"] = list(lira_forms(outputs, shadows))
+    chosen = {name: choose_form(forms, shadows.inside) for name, forms in found.items()}
+    return {
+        name: ShadowScores(form.compare(form.target, form.shadow, shadows.inside), form.name)
+        for name, form in chosen.items()
+    }
+
+
+def choose_form(forms: Sequence[Form], inside: Mask) -> Form:
+    """Return the form with the largest mean AUC when shadows are attacked, or the first if there are too few shadows.
+
+    The target plays no part in the choice, so it cannot favour the attacker.
+    """
+    attacked = range(min(len(inside), ATTACKED))
+    means = [float(np.mean([form.quality(inside, number) for number in attacked])) for form in forms]
+    return forms[int(np.nanargmax(means))] if np.isfinite(means).any() else forms[0]
+
+
+def rmia_forms(outputs: Array, shadows: Shadows) -> Iterator[Form]:
+    """Yield forms of RMIA: likelihoods exp(-scale loss / mean loss), probabilities of the true class, and values of a.
+
+    The form for too few shadows is first: probabilities, which are exp(-loss), for cross-entropy, and exp(-loss / mean
+    loss) for other losses. With squared error, most probabilities of a confident model round to 1.
+    """
+    signals = shadows.signals(outputs)
+    logs = {f"exp(-{scale} loss / mean)": [-scale * one for one in signals["loss"]] for scale in SCALES}
+    if "log-odds" in signals:
+        probabilities = [-np.logaddexp(0, -one) for one in signals["log-odds"]]
+        entropy = isinstance(shadows.loss, CrossEntropy)
+        logs = {"probability": probabilities, **logs} if entropy else {**logs, "probability": probabilities}
+    elif isinstance(shadows.loss, BinaryCrossEntropy):
+        own, others = shadows.losses(outputs), np.stack([shadows.losses(each) for each in shadows.outputs])
+        logs = {"probability": [-own, -others], **logs}
+    for a in (FALLBACK, *GRID):
+        for name, (target, shadow) in logs.items():
+            yield Form(f"{name}, a = {a:g}", target, shadow, partial(rmia, a=a))
+
+
+def lira_forms(outputs: Array, shadows: Shadows) -> Iterator[Form]:
+    """Yield forms of LiRA: online (if every record is in a shadow) and offline, for log-odds and for -log(loss)."""
+    least = np.finfo(np.float64).eps
+    signals = shadows.signals(outputs)
+    phis = {"-log loss": [-np.log(np.maximum(one, least)) for one in signals["loss"]]}
+    if "log-odds" in signals:
+        phis["log-odds"] = list(signals["log-odds"])
+    if isinstance(shadows.loss, CrossEntropy):
+        phis = dict(reversed(phis.items()))  # the paper's number is first
+    complete = bool(shadows.inside.any(0).all())
+    for online in (True, False) if complete else (False,):
+        for name, (target, shadow) in phis.items():
+            kind = "online" if online else "offline"
+            yield Form(f"{kind}, {name}", target, shadow, partial(lira, online=online), online)
 
 
 def confidence(logits: Array, classes: NDArray[np.int64]) -> Array:
@@ -102,16 +199,17 @@ def confidence(logits: Array, classes: NDArray[np.int64]) -> Array:
 def lira(phi: Array, shadow: Array, inside: Mask, *, online: bool = True) -> Array:
     """Score records by the likelihood ratio of Carlini et al. (2022), given phi for the target and for the shadows.
 
-    Online:  log N(phi; mu_in, var_in) - log N(phi; mu_out, var_out).  Offline:  Phi((phi - mu_out) / sigma_out).
+    Online:  log N(phi; mu_in, var_in) - log N(phi; mu_out, var_out).  Offline:  (phi - mu_out) / sigma_out.
     For each record, mu is the median over shadows. With 64 or more shadows, sigma is computed for each record;
     otherwise all records share one.
 
-    The offline score is one-sided, as in the paper; the script released with the paper uses a two-sided density.
+    The offline score is one-sided, as in the paper, which uses Phi of this score; the order is the same, but Phi rounds
+    to 1. The script released with the paper uses a two-sided density.
     """
     mean_out, sigma_out = _normal(shadow, ~inside)
     far = (phi - mean_out) / sigma_out
     if not online:
-        return np.asarray(ndtr(far))
+        return np.asarray(far)
     mean_in, sigma_in = _normal(shadow, inside)
     near = (phi - mean_in) / sigma_in
     return np.asarray((far**2 - near**2) / 2 + np.log(sigma_out / sigma_in))
@@ -128,38 +226,18 @@ def _normal(shadow: Array, chosen: Mask) -> tuple[Array, Array]:
     return middle, np.maximum(spread, 1e-12)
 
 
-def rmia(target: Array, shadow: Array, inside: Mask, population: NDArray[np.int64], *, a: float = FALLBACK) -> Array:
-    """Return the offline RMIA score (Zarifzadeh et al. 2024): the fraction of the population z with R_x > R_z.
+def rmia(target: Array, shadow: Array, inside: Mask, *, a: float = FALLBACK) -> Array:
+    """Return the offline RMIA score (Zarifzadeh et al. 2024) from the logarithms of likelihoods p.
 
-        R_x = p_y(x) / P(x),    P(x) = ((1 + a) P_out(x) + (1 - a)) / 2
+        log R_x = log p(x) - log P(x),    P(x) = ((1 + a) P_out(x) + (1 - a)) / 2
 
-    Here P_out is the mean of p_y over the shadows that do not contain x, and gamma = 1. `target` is p_y for the
-    attacked model, and `population` contains the indices of the records z.
+    Here P_out is the mean of p over the shadows that do not contain x. `target` and `shadow` are log p for the attacked
+    model and for the shadows. The paper's score with gamma = 1, the fraction of a population z with R_x > R_z, is a
+    step function of R_x; R_x itself has no ties, which matters at low false-positive rates.
     """
-    outside = np.where(inside, math.nan, shadow)
+    outside = np.where(inside, math.nan, np.exp(shadow))
     reference = ((1 + a) * np.nanmean(outside, 0) + (1 - a)) / 2
-    ratio = target / np.maximum(reference, np.finfo(np.float64).tiny)
-    order = np.sort(ratio[population])
-    return np.asarray(np.searchsorted(order, ratio, "left") / len(order))
-
-
-def choose_a(shadow: Array, inside: Mask) -> float:
-    """Choose RMIA's a from 0, 0.1, ..., 1 as the value with the largest AUC when the first shadow is attacked.
-
-    The attack uses all other shadows, except the complement of the first.
-    """
-    rest = [k for k in range(1, len(shadow)) if (inside[k] == inside[0]).any()]
-    usable = ~inside[rest].all(0) if rest else np.zeros(inside.shape[1], bool)
-    ins, outs = usable & inside[0], usable & ~inside[0]
-    if not ins.any() or not outs.any():
-        return FALLBACK
-    population = np.flatnonzero(outs[usable])
-
-    def quality(a: float) -> float:
-        found = rmia(shadow[0][usable], shadow[rest][:, usable], inside[rest][:, usable], population, a=a)
-        return auc(found[ins[usable]], found[outs[usable]]).value
-
-    return max(GRID, key=quality)
+    return np.asarray(target - np.log(np.maximum(reference, np.finfo(np.float64).tiny)))
 
 
 def halves(records: int, shadows: int, rng: torch.Generator, size: int | None = None) -> Mask:

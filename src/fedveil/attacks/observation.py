@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from fedveil.defences.interface import LocalTraining
 from fedveil.errors import FedveilError
 from fedveil.scheme.losses import Loss
 
@@ -26,6 +27,13 @@ class Round:
     model: nn.Module  # the broadcast as a model, from the defence's `client_view`
     rows: Tensor | None = None  # indices of the client's records in its batch; None before it answers
     upload: object = None  # the client's answer; None before it answers, or if its batch was fused with others
+    local: LocalTraining | None = None  # how the client trained; None if the upload contains gradients
+    steps: tuple[Tensor, ...] = ()  # indices of the client's records in each step of local training
+
+    @property
+    def reach(self) -> float:
+        """The factor between the upload and the mean gradient on the client's path; 1 for gradients."""
+        return 1.0 if self.local is None else self.local.reach(len(self.steps))
 
 
 @dataclass(frozen=True, eq=False)

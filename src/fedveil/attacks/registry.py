@@ -6,17 +6,22 @@ declares none, the generic attackers are used.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
 
-from fedveil.attacks import dbcl, generic, veil
+from fedveil.attacks import dbcl, generic, likely_outputs, veil
 from fedveil.attacks.canonical_gradient import from_canonical_difference
-from fedveil.attacks.first_layer import rebuild_selected_record, rebuild_veiled_record
+from fedveil.attacks.first_layer import (
+    rebuild_delayed_record,
+    rebuild_filtered_record,
+    rebuild_selected_record,
+    rebuild_veiled_record,
+)
 from fedveil.attacks.leaked_gradients import Leak, from_masked_difference
 from fedveil.attacks.observation import PUBLISHED, Observation, attempt
-from fedveil.defences.registry import BUILT_IN, Record
+from fedveil.defences.registry import OURS, Record
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
 
@@ -64,11 +69,16 @@ class Attackers:
         return {getattr(attacker, "func", attacker).__module__ for attacker in attackers}
 
 
+STACKED = Attackers(generic={}, rebuilders={"rounds stacked": rebuild_filtered_record}, rebuild_rounds=6)
+"""Clients receive the true model, and send updates from which parts are missing, or with independent noise."""
+MASKED = {"V-diff, masked": from_masked_difference}
 ATTACKERS: Mapping[str, Attackers] = {
     "plain": Attackers(generic={}),
     "veil": Attackers(
         models={
             "offset removed": veil.remove_offset,
+            "one broadcast, no data": likely_outputs.fit_fake_inputs,
+            "own inputs, no labels": likely_outputs.fit_own_inputs,
             "two broadcasts, no data": partial(veil.remove_noise, broadcasts=2),
             "six broadcasts, no data": partial(veil.remove_noise, broadcasts=6),
             "own labels": veil.fit_own_labels,
@@ -84,7 +94,7 @@ ATTACKERS: Mapping[str, Attackers] = {
         generic={},  # clients receive the true model
         rebuilders={"rounds stacked": rebuild_selected_record},
         rebuild_rounds=6,
-        leaks={"V-diff, masked": from_masked_difference},
+        leaks=MASKED,
     ),
     "dbcl": Attackers(
         models={"sketches stacked": dbcl.stack_sketches},
@@ -95,13 +105,17 @@ ATTACKERS: Mapping[str, Attackers] = {
         rebuild_rounds=6,
     ),
     "spn": Attackers(generic={}),  # clients receive the true model
+    **dict.fromkeys(("nvflare:PercentilePrivacy", "nvflare:SVTPrivacy"), replace(STACKED, leaks=MASKED)),
+    **dict.fromkeys(("flower:LocalDpMod", "flower:fixedclipping_mod"), STACKED),
+    "topk": replace(STACKED, rebuilders={"rounds summed": rebuild_delayed_record}, leaks=MASKED),
+    "int8": Attackers(generic={}),  # rounding to 8 bits hides nothing from the published attacks
 }
 
 
 def find_attackers(record: Record) -> Attackers:
     """Return the attackers declared in a record, or those for the built-in defence with the same target."""
     if record.attackers is None:
-        names = {built_in.target: built_in.name for built_in in BUILT_IN}
+        names = {own.target: own.name for own in OURS.values()}
         return ATTACKERS.get(names.get(record.target, ""), Attackers())
     found = import_object(record.attackers, "a list of attackers", EXAMPLE)
     if not isinstance(found, Attackers):

@@ -6,12 +6,13 @@ randomness in training the model.
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import betaincinv, ndtri, stdtrit
+from scipy.special import betaincinv, ndtr, ndtri, stdtr, stdtrit
 
 from fedveil.errors import BadArgument
 
@@ -19,16 +20,86 @@ Scores = NDArray[np.float64]
 EXPECTED = 10  # number of expected false positives needed to estimate a rate
 
 
+Method = Literal["normal", "logit", "student", "binomial"]
+SMALLEST = 1e-12  # p-values are not distinguished below this value
+
+
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its interval."""
+    """A value with its 95 % interval.
+
+    Attributes:
+        value, low, high: the value and the ends of the interval.
+        sample_size: number of records or repetitions that the interval is based on; 0 if it is unknown.
+        method: how the interval was computed: a normal quantile of the value or of its logit, Student's quantile, or
+            Clopper and Pearson's interval.
+        repeats: number of repeated measurements, for Student's quantile.
+    """
 
     value: float
     low: float
     high: float
+    sample_size: int = field(default=0, compare=False, kw_only=True)
+    method: Method = field(default="normal", compare=False, kw_only=True)
+    repeats: int = field(default=0, compare=False, kw_only=True)
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
+
+    def at_level(self, level: float) -> Self:
+        """Return the estimate with an interval of another level."""
+        if self.method == "binomial":
+            ends = proportion(round(self.value * self.sample_size), self.sample_size, level=level)
+            return replace(self, low=min(self.value, ends.low), high=max(self.value, ends.high))
+        factor = self._quantile((1 + level) / 2) / self._quantile(0.975)
+        forth, back = self._scale
+        low, high = (
+            back(forth(self.value) + factor * (forth(end) - forth(self.value))) for end in (self.low, self.high)
+        )
+        low, high = self.low if self.low == 0 else low, self.high if self.high == 1 else high  # ends of fractions
+        return replace(self, low=low, high=high)
+
+    def p_value(self, guess: float) -> float:
+        """Return the smallest alpha for which the interval of level 1 - alpha does not include `guess`."""
+        if self.method == "binomial":
+            low, high = math.log(SMALLEST), 0.0
+            for _ in range(40):
+                middle = (low + high) / 2
+                low, high = (middle, high) if guess in self.at_level(1 - math.exp(middle)) else (low, middle)
+            return math.exp(high)
+        forth, _ = self._scale
+        distance, reach = abs(forth(self.value) - forth(guess)), self._reach(guess)
+        if distance == 0:
+            return 1.0
+        far = distance / reach * self._quantile(0.975) if reach > 0 else math.inf
+        tail = float(stdtr(self.repeats - 1, -far)) if self._is_students else float(ndtr(-far))
+        return max(2 * tail, SMALLEST)
+
+    @property
+    def _is_students(self) -> bool:
+        return self.method == "student" and self.repeats > 1
+
+    @property
+    def _scale(self) -> tuple[Callable[[float], float], Callable[[float], float]]:
+        """The function after which the interval is symmetric, and its inverse."""
+        return (_logit, _expit) if self.method == "logit" and 0 < self.value < 1 else (float, float)
+
+    def _reach(self, guess: float) -> float:
+        """Return the half-width of the interval on the side of `guess`."""
+        forth, _ = self._scale
+        return abs(forth(self.value) - forth(self.low if guess < self.value else self.high))
+
+    def _quantile(self, probability: float) -> float:
+        return float(stdtrit(self.repeats - 1, probability) if self._is_students else ndtri(probability))
+
+
+def _logit(value: float) -> float:
+    value = min(max(value, 1e-300), 1 - 2**-53)
+    return math.log(value) - math.log1p(-value)
+
+
+def _expit(value: float) -> float:
+    return 1 / (1 + math.exp(-min(max(value, -700), 700)))
 
 
 def check_scores(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
@@ -49,7 +120,7 @@ def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
     tail, misses = (1 - level) / 2, trials - hits
     low = float(betaincinv(hits, misses + 1, tail)) if hits else 0.0
     high = float(betaincinv(hits + 1, misses, 1 - tail)) if misses else 1.0
-    return Estimate(hits / trials, low, high)
+    return Estimate(hits / trials, low, high, sample_size=trials, method="binomial")
 
 
 def average(values: Sequence[float], *, minimum: float = -math.inf, maximum: float = math.inf) -> Estimate:
@@ -59,9 +130,10 @@ def average(values: Sequence[float], *, minimum: float = -math.inf, maximum: flo
     """
     count, mean = len(values), statistics.fmean(values)
     if count < 2:
-        return Estimate(mean, mean, mean)
+        return Estimate(mean, mean, mean, sample_size=count, method="student", repeats=count)
     reach = float(stdtrit(count - 1, 0.975)) * statistics.stdev(values) / math.sqrt(count)
-    return Estimate(mean, max(minimum, mean - reach), min(maximum, mean + reach))
+    ends = max(minimum, mean - reach), min(maximum, mean + reach)
+    return Estimate(mean, *ends, sample_size=count, method="student", repeats=count)
 
 
 def placements(scores: Scores, reference: Scores) -> Scores:
@@ -87,11 +159,12 @@ def auc(members: ArrayLike, others: ArrayLike, *, level: float = 0.95) -> Estima
     variance = (up.var(ddof=1) / len(ins) + down.var(ddof=1) / len(outs)) if least > 1 else 0.0
     if variance <= 0 or value in (0.0, 1.0):
         pairs = proportion(round(value * least), least, level=level)
-        return Estimate(value, min(value, pairs.low), max(value, pairs.high))
+        ends = min(value, pairs.low), max(value, pairs.high)
+        return Estimate(value, *ends, sample_size=least, method="binomial")
     middle = math.log(value / (1 - value))
     reach = float(ndtri((1 + level) / 2)) * math.sqrt(variance) / (value * (1 - value))
-    low, high = (1 / (1 + math.exp(-min(max(end, -700), 700))) for end in (middle - reach, middle + reach))
-    return Estimate(value, low, high)
+    low, high = _expit(middle - reach), _expit(middle + reach)
+    return Estimate(value, low, high, sample_size=len(ins) + len(outs), method="logit")
 
 
 def has_enough(others: int, rate: float) -> bool:
@@ -143,7 +216,8 @@ def balanced_accuracy(members: ArrayLike, others: ArrayLike, threshold: float, *
     value = (right.value + left.value) / 2
     low = math.hypot(right.value - right.low, left.value - left.low) / 2
     high = math.hypot(right.high - right.value, left.high - left.value) / 2
-    return Estimate(value, max(0.0, value - low), min(1.0, value + high))
+    ends = max(0.0, value - low), min(1.0, value + high)
+    return Estimate(value, *ends, sample_size=len(ins) + len(outs))
 
 
 def roc(members: ArrayLike, others: ArrayLike, *, points: int = 120) -> list[tuple[float, float]]:

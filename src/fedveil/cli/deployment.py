@@ -52,7 +52,7 @@ def _print_ledger(path: Path) -> None:
     limits = Policy.read(path).privacy
     if limits is None:
         raise BadArgument(str(path), "it has no [privacy] table, so there is no ledger", "add the table to the policy")
-    ledger = PrivacyLedger(limits.ledger, limits.epsilon, limits.delta)
+    ledger = PrivacyLedger(limits.ledger, limits.epsilon, limits.delta, varying=limits.varying)
     spent = f"epsilon {ledger.epsilon():.3g} of {limits.epsilon:g} (delta {limits.delta:g})"
     print(f"{limits.dataset}: {spent}, rounds: {sum(ledger.spent().values())}")
 

@@ -13,6 +13,7 @@ from tyro import conf
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from fedveil.cli.commands import COMMANDS, find_command
+from fedveil.defences.registry import refers_to_code
 from fedveil.errors import BadArgument, FedveilError
 from fedveil.runs.choices import RARE, Choices, check_flags, owners, settings_class
 from fedveil.runs.settings import Config, DefenceSettings, Settings, Value, configure, explain, read_values, refuse_code
@@ -203,7 +204,7 @@ def _check_file(command: FederationCommand, values: Mapping[str, object], choice
         return
     defence = str(values.get("defence", ""))
     # do not import code that the file refers to
-    defences = choices.defences if ":" in defence else (defence or choices.defences[0],)
+    defences = choices.defences if refers_to_code(defence) else (defence or choices.defences[0],)
     own = Choices(str(values.get("data", choices.data)), str(values.get("model", choices.model)), defences)
     own.refuse_others([key for key in values if not choices.accepts(key)], str(command.file))
 

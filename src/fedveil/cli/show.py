@@ -72,7 +72,7 @@ def round_callback(show: Show, epochs: int) -> "Callable[[RoundRecord], None]":
 
 def print_result(shown: "Presentation", *last: str, as_json: bool = False) -> None:
     """Print the table, paragraphs, note and last lines; as JSON, print only the table."""
-    from fedveil.report import Text
+    from fedveil.report import Answers, Text
 
     if as_json:
         print(json.dumps([dict(zip(shown.header, row, strict=True)) for row in shown.rows]))
@@ -83,6 +83,11 @@ def print_result(shown: "Presentation", *last: str, as_json: bool = False) -> No
         cells = zip(line, widths, "<<" + ">" * len(line), strict=False)  # two columns of text, then numbers
         print("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
     for section in (*shown.first, *shown.sections):
+        if isinstance(section, Answers):
+            for question, paragraphs in section.answers.items():
+                print(
+                    f"\n{question}", *(textwrap.indent(textwrap.fill(one, 106), "  ") for one in paragraphs), sep="\n"
+                )
         if isinstance(section, Text):
             print(f"\n{section.title}")
             for paragraph in section.paragraphs:

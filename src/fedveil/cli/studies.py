@@ -33,6 +33,9 @@ EXHIBITS = "all, or some of table1, table2, fig3, table3, table4, fig4, fig5"
 SCALES = "quick: minutes, on built-in data; cpu: up to two hours per table on two cores; paper: as published, on a GPU"
 RUN = "attack the run in this folder"
 MEASURE = "repeat a private run with canaries, and bound its true epsilon; --epsilon without a number does the same"
+MODEL_AUDIT = ("--weights", "--members", "--others")  # any of these chooses the audit of a single model
+ANY_MODEL = """To audit a trained model of any kind, given records that it was trained on and others:
+  fedveil audit --model my_package:Net --weights final.pt --members in.csv --others out.csv"""
 OUT = "folder for the results, from which an interrupted command resumes; by default a folder in runs"
 Out = Annotated[Path | None, arg(help=OUT, help_behavior_hint="")]
 WORKERS = "number of parallel processes; by default one per core"
@@ -161,6 +164,8 @@ class AuditCommand(AttackCommand):
     harden: Annotated[Switch, arg(help="instead of auditing, measure which settings harden the veil")] = False
     seeds: Annotated[int, arg(help="for --harden: number of runs per setting")] = 5
     measure_epsilon: Annotated[Switch, arg(help=MEASURE)] = False
+    model_words: Annotated[tuple[str, ...], Suppress] = ()  # the command line, if it asks for the audit of a model
+    about: Annotated[str, Suppress] = ""
 
     @classmethod
     def variants(cls) -> dict[str, FederationCommand]:
@@ -169,7 +174,13 @@ class AuditCommand(AttackCommand):
 
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
-        """Return the command with its flags parsed; --epsilon without a number means --measure-epsilon."""
+        """Return the command with its flags parsed; --epsilon without a number means --measure-epsilon.
+
+        The flags of the audit of a single model are parsed later, by `fedveil.cli.model_audit`.
+        """
+        if any(word.partition("=")[0] in MODEL_AUDIT for word in words):
+            return replace(cls.for_attack(AUDIT, prog), model_words=tuple(words), about=about)
+        about = f"{about}\n\n{ANY_MODEL}"
         found = [
             "--measure-epsilon" if word == "--epsilon" and not after[:1].isdigit() else word
             for word, after in pairwise([*words, ""])
@@ -183,14 +194,40 @@ class AuditCommand(AttackCommand):
 
     def run(self) -> None:
         """Audit a run, a configuration or the standard suite, or measure epsilon or settings that harden the veil."""
-        if self.measure_epsilon:
+        if self.model_words:
+            from fedveil.cli.model_audit import run_model_audit
+
+            run_model_audit(self.where, self.model_words, self.about)
+        elif self.measure_epsilon:
             self.measure_privacy()
         elif self.harden:
             self.measure_hardening()
         elif self.is_suite:
             self.audit_suite(self.out or Path("runs/audit"))
+        elif (run := self.run_folder or self.file) and run.is_dir() and not (run / "config.json").is_file():
+            self.audit_described(run)
         else:
             super().run()
+
+    def audit_described(self, run: Path) -> None:
+        """Audit a run made from Python, Flower or FLARE, on given records or on stand-ins."""
+        from fedveil.studies.audit.call import audit_described
+        from fedveil.studies.audit.folder import parts_from_flags
+        from fedveil.studies.audit.run import AuditOptions
+
+        options = self.attack
+        assert isinstance(options, AuditOptions)
+        defence = {"defence": self.defence} if "defence" in self.used_flags else {}
+        config, folder = self.config.changed(**defence), self.out or run / "audit"
+        values = {"run": str(run)} | {key: value for key, value in config.flat().items() if key in self.used_flags}
+        command = f"{self.where} {format_flags(values)}"
+        with lock_folder(folder):
+            with print_progress() as show:
+                given = parts_from_flags(run, config, self.used_flags, self.trust_code)
+                report = audit_described(run, given, options, lambda done, step: show("audit", done, step), command)
+            page = report.page(folder)
+        last = f"\n{textwrap.fill(report.presentation.verdict, 110)}\n", f"report: {page}", f"repeat: {command}"
+        print_result(report.presentation, *last, as_json=self.as_json)
 
     def measure_privacy(self) -> None:
         """Measure the epsilon of a private run or configuration."""

@@ -14,10 +14,11 @@ from tyro.conf import Positional, arg
 
 from fedveil.cli.parser import FederationCommand, Json, Switch, parse_command
 from fedveil.cli.show import print_progress, round_callback
+from fedveil.defences.registry import refers_to_code
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
 from fedveil.runs.choices import applicable_values, check_names
-from fedveil.runs.settings import Config, format_flags
+from fedveil.runs.settings import Config, format_flags, has_privacy
 from fedveil.signals import INTERRUPTED, TERMINATED, Termination, catch_sigterm, kill_on_interrupt
 
 SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # kinds of values in the coverage of a veil
@@ -74,7 +75,8 @@ class TrainCommand(FederationCommand):
         config = choose_settings(self.config, len(data.train.targets))
         if chosen := applicable_values(config).items() - applicable_values(self.config).items():
             flags = format_flags({key: value for key, value in config.flat().items() if key in dict(chosen)})
-            print(f"chosen for privacy based on the number of records: {flags}", file=sys.stderr)
+            why = "privacy based on the number of records" if has_privacy(config) else "local training"
+            print(f"chosen for {why}: {flags}", file=sys.stderr)
         with print_progress() as show:
             on_round = round_callback(show, config.training.epochs)
             summary = train(config, folder, resume=self.resume, on_round=on_round, data=data)
@@ -95,7 +97,7 @@ def format_resume_hint(folder: Path, config: Config) -> str:
     if header is None:
         return "no round was completed; run the same command again"
     words = ["fedveil", "train", "--resume", "--out", str(folder)]
-    if any(":" in section.name for section in (config.data, config.model, config.defence)):
+    if any(":" in name for name in (config.data.name, config.model.name)) or refers_to_code(config.defence.name):
         words.append("--trust-code")
     return f"round {header.round} is saved; to resume, run: {shlex.join(words)}"
 

@@ -178,7 +178,7 @@ def from_records(name: str, train: UserRecords, test: UserRecords, *, classes: S
         >>> from_records("mine", train, test)
         Data('mine', train=3, test=2, input (2,), 2 classes)
     """
-    first, second = _read_part(f"{name}.train", train), _read_part(f"{name}.test", test)
+    first, second = read_part(f"{name}.train", train), read_part(f"{name}.test", test)
     check_same_form(f"{name}.test", describe_forms(second), f"{name}.train", describe_forms(first))
     if first.targets.is_floating_point():
         if classes:
@@ -188,7 +188,7 @@ def from_records(name: str, train: UserRecords, test: UserRecords, *, classes: S
     return Data(name, first, second, classes=tuple(classes or map(str, range(count))))
 
 
-def _read_part(where: str, given: UserRecords) -> DataPart:
+def read_part(where: str, given: UserRecords) -> DataPart:
     """Read records in any of the accepted forms into a `DataPart`."""
     source = as_source(where, given)
     if not len(source):

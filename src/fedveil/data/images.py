@@ -92,6 +92,20 @@ def images(
     return replace(data, notes=(*notes, *_note_left_out(archive, files)))
 
 
+def read_class_folders(path: Path, size: int, classes: Sequence[str] = ()) -> tuple[DataPart, tuple[str, ...]]:
+    """Return the images of a folder or zip file with one folder per class, with pixels in [0, 1], and the classes.
+
+    If `classes` is given, there may be no other classes.
+    """
+    archive = open_archive(path)
+    files = _find_class_folders(archive)
+    known = tuple(classes or sorted({file.label for file in files}))
+    if strange := sorted({file.label for file in files} - set(known)):
+        raise BadArgument(str(path), f"it has unknown classes: {shorten(strange)}", f"use {shorten(known, 10)}")
+    pixels = torch.from_numpy(decode_images(archive, [file.name for file in files], size))
+    return DataPart(pixels.float() / 255, torch.tensor([known.index(file.label) for file in files])), known
+
+
 def assemble(
     name: str,
     images: ImageSet,

@@ -1,12 +1,14 @@
 """The interface of a defence: its settings, the server's part in a round, and the client's part."""
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from torch import Tensor, nn
 
+from fedveil.checks import check_count, check_range
 from fedveil.defences.state import State, StateValue
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
@@ -21,6 +23,9 @@ if TYPE_CHECKING:  # most runs do not need it
 
 B = TypeVar("B")  # a broadcast
 U = TypeVar("U")  # an update
+MAX_LOCAL_EPOCHS = 1000  # a server may not occupy a client for longer
+SMALLEST_LR, LARGEST_LR = 1e-30, 1e4  # the largest rate fits in float16
+DEFAULT_LR = 0.1  # of local training
 NO_RECORDS = "per-record gradients are available only without a defence or with a veil"
 RECORDS_FIX = 'use defence="plain", or fedveil.Veil(multiplicative=1.0, decoys=2)'
 
@@ -32,6 +37,58 @@ class Samples:
     inputs: Inputs  # the arguments of the model's `forward` (see `fedveil.graph.inputs`)
     targets: Tensor
     weights: Tensor | None = None  # the weight of each sample in the loss; by default, 1 / number of samples
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """The settings of local training: the SGD steps that a client takes before it sends the difference of two models.
+
+    In a round, a client goes through all its records `epochs` times, in batches and in an order that depends on the
+    seed. It takes one SGD step per batch, starting from the model that it received. Its momentum starts at zero in
+    every round.
+
+    Attributes:
+        epochs: number of passes over the client's records.
+        lr: learning rate.
+        batch_size: number of records per step; None for the federation's batch size.
+        momentum: momentum.
+    """
+
+    NAMES: ClassVar[tuple[str, ...]] = ("local_epochs", "local_lr", "local_batch", "local_momentum")
+    epochs: int
+    lr: float = DEFAULT_LR
+    batch_size: int | None = None
+    momentum: float = 0.0
+
+    @classmethod
+    def from_settings(cls, where: str, values: Mapping[str, object]) -> "LocalTraining | None":
+        """Return the settings in `NAMES`, or None if there are no local epochs; None stands for the default."""
+        epochs, lr, batch_size, momentum = (values.get(name) for name in cls.NAMES)
+        if epochs is None:
+            given = [name for name in cls.NAMES if values.get(name) is not None]
+            if given:
+                raise BadArgument(where, f"{given[0]} has no effect without local epochs", "set local_epochs=1 or more")
+            return None
+        fix = f"use 1 to {MAX_LOCAL_EPOCHS:,} local epochs"
+        if check_count(where, "local_epochs", epochs, 1, fix) > MAX_LOCAL_EPOCHS:
+            raise BadArgument(where, f"local_epochs must be at most {MAX_LOCAL_EPOCHS:,}, got {epochs}", fix)
+        return cls(
+            check_count(where, "local_epochs", epochs),
+            check_range(where, "local_lr", DEFAULT_LR if lr is None else lr, SMALLEST_LR, LARGEST_LR),
+            None if batch_size is None else check_count(where, "local_batch", batch_size),
+            check_range(where, "local_momentum", 0.0 if momentum is None else momentum, 0.0, 1.0 - 2.0**-10),
+        )
+
+    def reach(self, steps: int) -> float:
+        """Return how far `steps` steps move a parameter whose gradient is 1 in every step.
+
+        A difference divided by its reach is a weighted mean of the gradients on the path.
+
+        >>> LocalTraining(1, lr=0.5).reach(4), LocalTraining(1, lr=1.0, momentum=0.5).reach(2)
+        (2.0, 2.5)
+        """
+        m = self.momentum
+        return self.lr * (steps - m * (1 - m**steps) / (1 - m)) / (1 - m)
 
 
 class DefenceRound(ABC, Generic[B, U]):
@@ -131,6 +188,8 @@ class DefenceServer(ABC, Generic[B, U]):
 class DefenceClient(ABC, Generic[B, U]):
     """The client's part in a run. One object can serve several clients; `client` selects the private state."""
 
+    local_training: LocalTraining | None = None  # set by `Defence.start_client`
+
     @abstractmethod
     def step(self, broadcast: B, samples: Samples, client: int = 0) -> U:
         """Compute the update for one batch."""
@@ -138,6 +197,11 @@ class DefenceClient(ABC, Generic[B, U]):
     @abstractmethod
     def accumulate(self, broadcast: B, total: U | None, update: U) -> tuple[B, U]:
         """Add the update for one more batch to `total`; return the broadcast for the next batch, and the sum."""
+
+    def train(self, broadcast: B, batches: Iterable[Samples], local: LocalTraining, client: int = 0) -> U:
+        """Take one local step per batch, and compute the update from the difference of the two models."""
+        what = f"{type(self).__name__} computes gradients, but does not train locally"
+        raise BadArgument("local training", what, "define train, or leave out local_epochs")
 
     def sample(self, records: int) -> tuple[Tensor, Tensor] | None:
         """Return the indices of a round's records and a mask of those that count, or None to use the seeded order."""
@@ -205,6 +269,7 @@ class Defence(ABC, Generic[B, U]):
     planned_rounds: int | None = None  # the number of rounds for which the noise was chosen
     clippable: bool = False  # clients compute true gradients, which they can clip
     largest_factor: float = 1.0  # the largest factor by which values of an update are multiplied
+    local_training: LocalTraining | None = None  # how clients train before they send an update, if they do
     remote_settings: ClassVar[tuple[str, ...]] = ()  # names of arguments that a server may set
 
     @property
@@ -218,6 +283,11 @@ class Defence(ABC, Generic[B, U]):
         return self.base
 
     @property
+    def update_kind(self) -> Literal["gradient", "difference"]:
+        """What an update contains: a gradient, or the difference of the models before and after local training."""
+        return "gradient" if self.local_training is None else "difference"
+
+    @property
     def record_terms(self) -> Values:
         """The settings with which clients protect records (`fedveil.Privacy.terms`); empty for other defences."""
         return {}
@@ -227,6 +297,14 @@ class Defence(ABC, Generic[B, U]):
         """The encoding of messages, or None if messages cannot be sent over a network."""
         return None
 
+    def arguments(self) -> Mapping[str, object]:
+        """Return the arguments that build this defence again, by default attributes with the names of arguments.
+
+        Sources of secrets (`entropy`, `seed`) are left out.
+        """
+        names = inspect.signature(type(self)).parameters.keys() - {"entropy", "seed"}
+        return {name: getattr(self, name) for name in sorted(names) if hasattr(self, name)}
+
     @abstractmethod
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceServer[B, U]:
         """Prepare the server for a run."""
@@ -234,6 +312,12 @@ class Defence(ABC, Generic[B, U]):
     @abstractmethod
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
         """Prepare clients for a run; `model` defines the architecture."""
+
+    def start_client(self, model: nn.Module, example: Inputs, loss: Loss) -> DefenceClient[B, U]:
+        """Prepare clients with `client`, including their local training."""
+        client = self.client(model, example, loss)
+        client.local_training = self.local_training
+        return client
 
     def require_record_gradients(self) -> None:
         """Raise an error if clients cannot compute per-record gradients."""

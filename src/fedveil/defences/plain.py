@@ -1,16 +1,26 @@
-"""No defence: clients receive the model and send plain gradients (the paper's FedAvg)."""
+"""No defence: clients receive the model and send plain gradients, or the result of local training (FedAvg)."""
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.defences import encoding
-from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Ranges, Samples
+from fedveil.defences.interface import (
+    Codec,
+    Defence,
+    DefenceClient,
+    DefenceRound,
+    DefenceServer,
+    LocalTraining,
+    Ranges,
+    Samples,
+)
+from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Loss
 from fedveil.scheme.losses import sample_weights
@@ -37,7 +47,18 @@ AnyPlainRound = DefenceRound[nn.Module, PlainUpdate]
 class Plain(Defence[nn.Module, PlainUpdate]):
     """No defence: the server computes the weighted mean of plain gradients.
 
+    With `local_epochs`, this is FedAvg (McMahan et al., AISTATS 2017). In every round, each client takes SGD steps on
+    the model over all its records, and sends the difference of the models before and after. The server's optimizer
+    applies the weighted mean of the differences as if it were a gradient. `torch.optim.SGD` with lr=1 and no momentum
+    therefore computes the weighted mean of the clients' models; with another optimizer, this is FedOpt (Reddi et al.,
+    ICLR 2021). An epoch of the federation is one round.
+
     Args:
+        local_epochs: number of times that a client goes through its records in a round; by default, clients send the
+            gradient of one batch.
+        local_lr: learning rate of the clients, by default 0.1.
+        local_batch: number of records per local step; by default, the federation's batch size.
+        local_momentum: momentum of the clients, which starts at zero in every round; by default 0.
         rounding: a seed for a rounding baseline (docs/maths.md, 'What "equal" means'): noise as large as a rounding
             error is added to every gradient, to show how much floating-point rounding alone affects a run.
     """
@@ -45,6 +66,11 @@ class Plain(Defence[nn.Module, PlainUpdate]):
     linear = True
     clippable = True
     has_record_gradients = True
+    remote_settings: ClassVar[tuple[str, ...]] = LocalTraining.NAMES
+    local_epochs: int | None = None
+    local_lr: float | None = None
+    local_batch: int | None = None
+    local_momentum: float | None = None
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Reset traits that a subclass must not inherit, because it may change gradients."""
@@ -52,9 +78,36 @@ class Plain(Defence[nn.Module, PlainUpdate]):
         for trait in ("clippable", "has_record_gradients"):
             setattr(cls, trait, cls.__dict__.get(trait, False))
 
-    def __init__(self, rounding: int | None = None) -> None:
-        self.name = "plain" if rounding is None else "rounding baseline"
+    def __init__(
+        self,
+        rounding: int | None = None,
+        *,
+        local_epochs: int | None = None,
+        local_lr: float | None = None,
+        local_batch: int | None = None,
+        local_momentum: float | None = None,
+    ) -> None:
         self._rounding = rounding
+        self._set_local_training("Plain", local_epochs, local_lr, local_batch, local_momentum)
+        own = "plain" if self.local_training is None else "fedavg"
+        self.name = own if rounding is None else "rounding baseline"
+
+    def _set_local_training(
+        self, where: str, epochs: int | None, lr: float | None, batch: int | None, momentum: float | None
+    ) -> None:
+        """Set the traits that depend on local training."""
+        self.local_epochs, self.local_lr, self.local_batch, self.local_momentum = epochs, lr, batch, momentum
+        values = {name: getattr(self, name) for name in LocalTraining.NAMES}
+        self.local_training = LocalTraining.from_settings(where, values)
+        if self.local_training is not None:
+            self.fusable = self.has_record_gradients = False
+
+    def require_record_gradients(self) -> None:
+        """Raise an error if clients cannot compute per-record gradients."""
+        if self.local_training is not None:
+            what = "after a client's first step, every further step depends on all its records, which cannot be clipped"
+            raise BadArgument("privacy", what, 'leave out local_epochs, or protect clients with unit="client"')
+        super().require_record_gradients()
 
     @property
     def codec(self) -> Codec[nn.Module, PlainUpdate]:
@@ -182,6 +235,24 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
             share = sample_weights(outputs, samples.weights, self.loss)
             delta = output_gradient(self.loss, outputs, samples.targets, self.axis) * share
         return PlainUpdate(compute_gradients(parameters, [outputs], [delta]), buffers)
+
+    def train(
+        self, broadcast: nn.Module, batches: Iterable[Samples], local: LocalTraining, client: int = 0
+    ) -> PlainUpdate:
+        """Take SGD steps on a copy of the model; return how much they subtracted from it, and the last buffers."""
+        model = copy.deepcopy(broadcast)
+        before, buffers = encoding.trainable_tensors(broadcast), dict(model.named_buffers())
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer, update = torch.optim.SGD(trained.values(), local.lr, momentum=local.momentum), None
+        for samples in batches:
+            update = self.step(model, samples, client)
+            for name, parameter in trained.items():
+                parameter.grad = update.gradients[name]
+            optimizer.step()
+            for name, value in update.buffers.items():
+                buffers[name].copy_(value)
+        assert update is not None
+        return replace(update, gradients={name: before[name] - p.detach() for name, p in trained.items()})
 
     def record_gradients(self, broadcast: nn.Module) -> "RecordGradients":
         """Return an object that computes the gradient of the loss for each record."""

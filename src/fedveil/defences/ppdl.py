@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedveil.checks import check_choice, check_fraction, check_range, is_number
 from fedveil.defences.clipping import split_vector
 from fedveil.defences.encoding import count_bytes, trainable_tensors
+from fedveil.defences.interface import LocalTraining
 from fedveil.defences.plain import AnyPlainRound, Plain, PlainClient, PlainCodec, PlainRound, PlainServer, PlainUpdate
 from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument
@@ -90,14 +91,25 @@ class PPDL(Plain):
         sigma: standard deviation of the noise, which does not provide meaningful differential privacy.
         clip: maximum norm of a client's gradient, "median", or None to disable clipping.
         seed: makes the noise reproducible, for tests. By default, the operating system provides randomness.
+        local_epochs, local_lr, local_batch, local_momentum: as for `fedveil.defences.Plain`. With local epochs, the
+            difference of the models takes the place of the gradient.
     """
 
     name = "ppdl"
     fusable = linear = False
-    remote_settings = ("fraction", "sigma", "clip")
+    remote_settings = ("fraction", "sigma", "clip", *LocalTraining.NAMES)
 
     def __init__(
-        self, fraction: float = 0.1, sigma: float = 0.0, clip: float | str | None = None, *, seed: int | None = None
+        self,
+        fraction: float = 0.1,
+        sigma: float = 0.0,
+        clip: float | str | None = None,
+        *,
+        seed: int | None = None,
+        local_epochs: int | None = None,
+        local_lr: float | None = None,
+        local_batch: int | None = None,
+        local_momentum: float | None = None,
     ) -> None:
         self.fraction = check_fraction("PPDL", "fraction", fraction, "use fraction=1 to upload the whole gradient")
         self.sigma = check_range("PPDL", "sigma", sigma, 0.0, LARGEST, "use sigma=0 to add no noise")
@@ -108,10 +120,20 @@ class PPDL(Plain):
             raise BadArgument("PPDL", f"seed must be an int or None, got {seed!r}", "omit it except in tests")
         self.clip = clip if isinstance(clip, str | None) else float(clip)
         self.seed, self.repeatable = seed, seed is not None
+        self._set_local_training("PPDL", local_epochs, local_lr, local_batch, local_momentum)
 
     @classmethod
     def from_setting(
-        cls, setting: str = "sel", *, fraction: float | None = None, sigma: float | None = None, seed: int | None = None
+        cls,
+        setting: str = "sel",
+        *,
+        fraction: float | None = None,
+        sigma: float | None = None,
+        seed: int | None = None,
+        local_epochs: int | None = None,
+        local_lr: float | None = None,
+        local_batch: int | None = None,
+        local_momentum: float | None = None,
     ) -> "PPDL":
         """Return a preset: "sel" only selects, "noise" clips at the median and adds noise, and "both" does all three.
 
@@ -125,7 +147,16 @@ class PPDL(Plain):
             if value is not None:
                 values[name] = value
         clip = "median" if "sigma" in values else None
-        found = cls(values.get("fraction", 1.0), values.get("sigma", 0.0), clip, seed=seed)
+        found = cls(
+            values.get("fraction", 1.0),
+            values.get("sigma", 0.0),
+            clip,
+            seed=seed,
+            local_epochs=local_epochs,
+            local_lr=local_lr,
+            local_batch=local_batch,
+            local_momentum=local_momentum,
+        )
         found.name = f"ppdl-{setting}"
         return found
 
@@ -162,7 +193,7 @@ class PPDLClient(PlainClient):
         clipped = bound < size < math.inf
         bounded = true * (bound / size) if clipped else true
         count = max(1, round(fraction * len(true)))
-        selected = _select_largest(bounded, count) if count < len(true) else None
+        selected = select_largest(bounded, count) if count < len(true) else None
         values = bounded if selected is None else bounded[selected]
         rms = _norm(values) / math.sqrt(count)
         if sigma:
@@ -231,7 +262,7 @@ def _norm(flat: Tensor) -> float:
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64))  # in float32, squares might overflow or underflow
 
 
-def _select_largest(flat: Tensor, count: int) -> Tensor:
+def select_largest(flat: Tensor, count: int) -> Tensor:
     """Return a mask of the `count` largest magnitudes. NaN counts as the largest, so that it is always sent."""
     sizes = flat.abs().nan_to_num(nan=math.inf, posinf=math.inf)
     least = sizes.topk(count, sorted=False).values.min()

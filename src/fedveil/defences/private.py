@@ -37,6 +37,7 @@ class PrivateDefence(Defence[B, U]):
 
     def __init__(self, inner: AnyDefence, accountant: Accountant, entropy: Entropy | None) -> None:
         self.inner, self.accountant, self.entropy = inner, accountant, entropy or Entropy()
+        self.local_training = inner.local_training
         self.name = f"{inner.name}+dp"
         self.repeatable = self.entropy.for_tests_only or inner.repeatable
 
@@ -180,6 +181,10 @@ class Private(PrivateDefence[B, U]):
     def wrap(self, inner: AnyRound, model: nn.Module, members: Members) -> "ClientPrivateRound[B, U]":
         """Return a round that clips gradients and adds noise."""
         return ClientPrivateRound(self, inner, members)
+
+    def arguments(self) -> dict[str, object]:
+        """Return the inner defence, the noise and the budget."""
+        return {**super().arguments(), "budget": self.accountant.budget}
 
     def settings(self) -> dict[str, float]:
         """Return the clipping norm and the noise multiplier."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -14,7 +15,7 @@ from fedveil.errors import Aborted, BadArgument, NonFiniteUpdate
 from fedveil.graph.inputs import Inputs
 from fedveil.privacy.accounting import Accountant, Members
 from fedveil.privacy.gradients import clipped_sums, refuse_coupling
-from fedveil.privacy.mechanism import LARGEST, add_noise, quantise
+from fedveil.privacy.mechanism import LARGEST, add_noise, quantise, sum_integers
 from fedveil.privacy.samplers import poisson_sample
 from fedveil.privacy.settings import Privacy
 from fedveil.scheme import Aggregate, Entropy, Loss
@@ -101,7 +102,7 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "RecordPrivateClient":
         """Prepare clients."""
         self.check_records(model, loss)
-        return RecordPrivateClient(self, self.inner.client(model, example, loss), count_values(model))
+        return RecordPrivateClient(self, self.inner.client(model, example, loss))
 
     def wrap(self, inner: AnyRound, model: nn.Module, members: Members) -> "RecordPrivateRound":
         """Return a round that sums the clients' sums and adds noise."""
@@ -137,7 +138,7 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         self._device = next(model.parameters()).device
 
     def check(self, update: SumUpdate, position: int) -> None:
-        """Refuse sums with wrong names, shapes or dtypes, or with values that are not finite or too large."""
+        """Refuse sums with wrong names, shapes or dtypes, and values that are not finite or too large."""
         client = f"client {position}"
         forms = {name: (like.shape, torch.float64) for name, like in self.template.items()}
         check_tensors(client, "sum", update.sums, forms, self._device)
@@ -149,14 +150,17 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         """Return the noisy mean; `weights` are the declared numbers of records of the clients."""
         for position, update in enumerate(updates):
             self.check(update, position)
-        total = {name: torch.stack([update.sums[name] for update in updates]).sum(0) for name in self.template}
+        total = {name: sum_integers([update.sums[name] for update in updates]) for name in self.template}
         return self.recover_total(total, sum(weights), None)
 
     def recover_total(self, total: Tensors, records: float, members: int | None, survivors: int = 0) -> Aggregate:
         """Return the noisy mean from a sum in grid units.
 
+        Integers are not converted to float64 before noise is added: a hostile client could make the total so large that
+        rounding reveals more of the other clients' sums than their sensitivity allows.
+
         Args:
-            total: the sum over clients.
+            total: the sum over clients, as integers modulo 2^64.
             records: the number of records that these clients declare.
             members: the number of clients selected for the round, with secure aggregation.
             survivors: the number of clients in the sum, with secure aggregation.
@@ -171,7 +175,7 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
             total = {name: add_noise(own, self._entropy) for name, own in total.items()}
         assert privacy.rate is not None
         share = grid.unit / (privacy.rate * records)
-        update = self.inner.from_sums({name: own * share for name, own in total.items()})
+        update = self.inner.from_sums({name: own.double() * share for name, own in total.items()})
         found = self.inner.recover([update], [1.0])
         spent: dict[str, float] = {} if members is None else {"records": records}
         if privacy.noise:
@@ -187,18 +191,22 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
 class RecordPrivateClient(DefenceClient[object, SumUpdate]):
     """Samples records, clips and sums their gradients, and adds a share of the noise if clients add noise."""
 
-    def __init__(self, settings: RecordPrivate, inner: AnyClient, numbers: int) -> None:
-        self._privacy, self._entropy = settings.privacy, settings.entropy
-        self._inner, self._numbers = inner, numbers
+    def __init__(self, settings: RecordPrivate, inner: AnyClient) -> None:
+        self._privacy, self._entropy, self._inner = settings.privacy, settings.entropy, inner
 
     def sample(self, records: int) -> tuple[Tensor, Tensor]:
-        """Return the indices of a sample, padded to a public length, and a mask that excludes the padding."""
+        """Return the indices of a sample, padded to a public length, and a mask that excludes the padding.
+
+        The order is random, because rounding depends on a record's position: in a fixed order, a record in the sample
+        would change the positions of others.
+        """
         privacy = self._privacy
         assert privacy.rate is not None
         drawn = torch.from_numpy(poisson_sample(self._entropy, records, privacy.rate))
         padding = max(0, privacy.capacity(records) - len(drawn))
         rows = torch.cat([drawn, torch.zeros(padding, dtype=drawn.dtype)])
-        return rows, torch.arange(len(rows)) < len(drawn)
+        order = torch.from_numpy(np.argsort(self._entropy.words(len(rows))))
+        return rows[order], (torch.arange(len(rows)) < len(drawn))[order]
 
     def step(self, broadcast: object, samples: Samples, client: int = 0) -> SumUpdate:
         """Compute the sum of clipped gradients over a sample; records with weight 0 are excluded."""
@@ -219,7 +227,8 @@ class RecordPrivateClient(DefenceClient[object, SumUpdate]):
     def prepare_sum(self, update: SumUpdate, members: int | None) -> SumUpdate:
         """Round the sums to the grid, and add a share of the noise if clients add noise."""
         candidates = len(next(iter(update.sums.values())))
-        grid = self._privacy.grid(self._numbers, candidates, members)
+        numbers = sum(own[0].numel() for own in update.sums.values())  # a server chooses which parameters are trained
+        grid = self._privacy.grid(numbers, candidates, members)
         sums = {name: quantise(own, grid) for name, own in update.sums.items()}
         if self._privacy.noise and self._privacy.noise_by == "clients":
             sums = {name: add_noise(own, self._entropy) for name, own in sums.items()}

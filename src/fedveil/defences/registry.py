@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -38,25 +39,99 @@ class Record:
     target: str  # its class, or a function that returns an instance
     settings: Mapping[str, str] = field(default_factory=dict)  # maps configuration keys to arguments
     attackers: str | None = None  # its `fedveil.attacks.registry.Attackers`, if another package defines them
+    claim: str = ""  # what its authors promise
 
 
 _VEIL = {n: n for n in ("groups", "additive", "multiplicative", "permute", "min_coverage", "decoys", "keep_noise")}
-_PPDL = {"ppdl": "setting", "fraction": "fraction", "sigma": "sigma"}
+_LOCAL = {n: n for n in ("local_epochs", "local_lr", "local_batch", "local_momentum")}
+_PPDL = {"ppdl": "setting", "fraction": "fraction", "sigma": "sigma", **_LOCAL}
 _SPN = {"spn_weight": "weight", "spn_bits": "bits", "lr": "lr"}
 _HERE = "fedveil.defences"
-BUILT_IN = (
-    Record("plain", "no defence: clients receive the model and send gradients", f"{_HERE}.plain:Plain"),
-    Record("veil", "one-time noise on the model, removed from the clients' updates", f"{_HERE}.veil:Veil", _VEIL),
-    Record("ppdl", "clients clip, select and add noise to their gradients", f"{_HERE}.ppdl:PPDL.from_setting", _PPDL),
-    Record("dbcl", "clients train on a random sketch of the weights", f"{_HERE}.dbcl:DBCL", {"sketch": "q"}),
-    Record("spn", "a private head on every client (our re-implementation)", f"{_HERE}.spn:SPN", _SPN),
+_EXACT = "the model that a client receives is useless to it, and training is unchanged"
+_LARGEST = "no epsilon: only the largest changes are shared, truncated to gamma (Shokri and Shmatikov, 2015)"
+_VECTOR = (
+    "epsilon + noise_var x shared elements per message, for one element (Dwork and Roth, 2014; FLARE's accountant)"
 )
-_KNOWN = {record.name: record for record in BUILT_IN}  # defences from other packages are added on first use
+_MESSAGE = "(epsilon, delta)-differential privacy of every message towards the server"
+_CENTRAL = "(epsilon, delta)-differential privacy of every client, from the noise multiplier (McMahan et al., 2018)"
+_NOISY = "Gaussian noise or selection hides gradients (Shokri and Shmatikov, 2015); no epsilon"
+_SKETCH = "the true weights are hidden from clients (double-blind learning)"
+_HEAD = "a secret head on every client hides its gradients"
+BUILT_IN = (
+    Record("plain", "no defence: clients receive the model and send gradients", f"{_HERE}.plain:Plain", _LOCAL),
+    Record(
+        "veil",
+        "one-time noise on the model, removed from the clients' updates",
+        f"{_HERE}.veil:Veil",
+        _VEIL,
+        claim=_EXACT,
+    ),
+    Record(
+        "ppdl",
+        "clients clip, select and add noise to their gradients",
+        f"{_HERE}.ppdl:PPDL.from_setting",
+        _PPDL,
+        claim=_NOISY,
+    ),
+    Record(
+        "dbcl", "clients train on a random sketch of the weights", f"{_HERE}.dbcl:DBCL", {"sketch": "q"}, claim=_SKETCH
+    ),
+    Record("spn", "a private head on every client (our re-implementation)", f"{_HERE}.spn:SPN", _SPN, claim=_HEAD),
+)
+_SVT = {"fraction": "fraction", "message_epsilon": "epsilon", "noise_var": "noise_var", "gamma": "gamma", "tau": "tau"}
+_LOCAL_DP = {"message_epsilon": "epsilon", "message_delta": "delta"}
+_CLIP = {"clipping_norm": "clipping_norm"}
+DEPLOYED = (
+    Record(
+        "nvflare:PercentilePrivacy",
+        "clients share only their largest changes, truncated (NVIDIA FLARE's filter)",
+        f"{_HERE}.flare_filters:FlarePercentile",
+        {"percentile": "percentile", "gamma": "gamma"},
+        claim=_LARGEST,
+    ),
+    Record(
+        "nvflare:SVTPrivacy",
+        "clients share a random selection with Laplace noise (NVIDIA FLARE's filter)",
+        f"{_HERE}.flare_filters:FlareSVT",
+        _SVT,
+        claim=_VECTOR,
+    ),
+    Record(
+        "flower:LocalDpMod",
+        "clients clip their update and add Gaussian noise (Flower's mod)",
+        f"{_HERE}.flower_mods:FlowerLocalDp",
+        {**_CLIP, "sensitivity": "sensitivity", **_LOCAL_DP},
+        claim=_MESSAGE,
+    ),
+    Record(
+        "flower:fixedclipping_mod",
+        "clients clip their update, and the server adds noise (Flower's mod and strategy)",
+        f"{_HERE}.flower_mods:FlowerClipping",
+        {**_CLIP, "noise_multiplier": "noise_multiplier"},
+        claim=_CENTRAL,
+    ),
+    Record(
+        "topk",
+        "clients send the largest elements of their update, and the rest later",
+        f"{_HERE}.compression:TopK",
+        {"fraction": "fraction"},
+        claim="none: compression",
+    ),
+    Record("int8", "clients round their update to 8 bits", f"{_HERE}.compression:Int8", claim="none: compression"),
+)
+"""Defences that people deploy, and compression. Those with a package in their name use its code, if it is installed."""
+OURS = {record.name: record for record in (*BUILT_IN, *DEPLOYED)}
+_KNOWN = dict(OURS)  # defences from other packages are added on first use
 
 
 def names() -> list[str]:
     """Return the names of all defences, including those registered by installed packages."""
-    return list(dict.fromkeys([*(record.name for record in BUILT_IN), *list_installed(GROUP)]))
+    return list(dict.fromkeys([*OURS, *list_installed(GROUP)]))
+
+
+def refers_to_code(name: str) -> bool:
+    """Return whether a name is `package.module:Name`, which runs code of another package when it is imported."""
+    return ":" in name and name not in OURS
 
 
 def find(name: str) -> Record:
@@ -85,7 +160,7 @@ def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, 
     from fedveil.defences.interface import Defence
 
     record = find(name)
-    make = import_object(record.target, "a defence", EXAMPLE)
+    make = import_target(record)
     assert callable(make)
     arguments = {record.settings[key]: value for key, value in values.items() if key in record.settings}
     arguments = {key: value for key, value in arguments.items() if value is not None} | dict(more)
@@ -177,11 +252,24 @@ def refuse_repeatable(where: str, defence: "AnyDefence") -> None:
 def find_record(defence: object) -> Record | None:
     """Return the record for the class of a defence, or for its nearest base class that has one."""
     records = [*_KNOWN.values(), *(find(name) for name in list_installed(GROUP))]
+    unused = {record.name for record in DEPLOYED if record.target.partition(":")[0] not in sys.modules}
     for kind in type(defence).__mro__[:-1]:
         for record in records:
-            if _import_target(record.target) is kind:
+            if record.name not in unused and _import_target(record.target) is kind:
                 return record
     return None
+
+
+def import_target(record: Record) -> object:
+    """Import the target of a record; the error for a missing package states the extra that installs it."""
+    try:
+        return import_object(record.target, "a defence", EXAMPLE)
+    except BadArgument as error:
+        extra, missing = record.name.partition(":")[0], error.__cause__
+        if record.name not in OURS or not isinstance(missing, ModuleNotFoundError):
+            raise
+        what = f"needs the package {str(missing.name).partition('.')[0]}, which is not installed"
+        raise BadArgument(record.name, what, f"pip install 'fedveil[{extra}]'") from missing
 
 
 def _import_target(target: str) -> object:
@@ -195,6 +283,7 @@ def _find_class(name: str, target: str) -> "type[AnyDefence]":
     """Return the class of a defence; cached, because clients need it in every round."""
     from fedveil.defences.interface import Defence
 
+    import_target(find(name))
     kind = _import_target(target)
     if not isinstance(kind, type) or not issubclass(kind, Defence):
         what = f"{target} is neither a subclass of Defence nor a class method of one"

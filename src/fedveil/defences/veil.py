@@ -102,6 +102,10 @@ class Veil(Defence[Broadcast, Update]):
         """Prepare clients for a run."""
         return VeilClient(model)
 
+    def arguments(self) -> dict[str, object]:
+        """Return the settings of the noise and of the analysis."""
+        return {**dataclasses.asdict(self.noise), **self._analyse.keywords}
+
     def for_records(self) -> "Veil":
         """Return a veil with decoys and without factors, which would change the norms of gradients."""
         found = copy.copy(self)

@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
-from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, Samples, U
+from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, LocalTraining, Samples, U
 from fedveil.defences.registry import build_for_client, find_codec, find_record, protect_records, refuse_repeatable
 from fedveil.defences.state import State
 from fedveil.errors import Aborted, BadArgument, FedveilError
 from fedveil.federation import protocol
-from fedveil.federation.prepare import make_shards
+from fedveil.federation.prepare import OwnRecords, make_shards, read_own_records
 from fedveil.federation.protocol import Answer, Ask, LastAsk, MaskedAnswer, SecureTerms, Step, read, write
 from fedveil.records.shards import Shards
-from fedveil.records.sources import Source, UserRecords, as_source, check_sources
 from fedveil.scheme.broadcast import MAX_PASSES, resolve_loss
 from fedveil.scheme.losses import Function, Loss, find_loss
 from fedveil.wire import Packed, as_tensor, read_kind, read_layout
@@ -43,7 +41,6 @@ if TYPE_CHECKING:  # a client without secure aggregation does not import these m
 
 MAX_WORDS = MAX_PASSES + 2  # maximum number of words per value: passes or candidates, buffers, check words
 UNUSABLE = "this client's records cannot be used, or are too few for its policy; the reason is in its log"
-Data = UserRecords | Callable[[], UserRecords]
 
 
 def compute_update(
@@ -58,12 +55,16 @@ def compute_update(
 ) -> U:
     """Compute a client's upload in round `number` from a sample, its next batch or all its records.
 
+    A client that trains locally always uses all its records, one batch per step.
     With secure aggregation, `members` is the number of clients in the sum.
     """
-    sample = defence_client.sample(shards.sizes[client])
-    if sample is not None:
+    sample, local = defence_client.sample(shards.sizes[client]), defence_client.local_training
+    if local is not None:
+        batches = (Samples(*shards.take(rows)) for rows in shards.local_rows(client, number, local.epochs))
+        update = defence_client.train(broadcast, batches, local, client)
+    elif sample is not None:
         rows, included = sample
-        inputs, targets = shards.take(rows + shards.starts[client])
+        inputs, targets = shards.take_separately(rows + shards.starts[client])
         update = defence_client.step(broadcast, Samples(inputs, targets, included.to(dtype)), client)
     elif not whole:
         update = defence_client.step(broadcast, Samples(*shards.take(shards.rows(client, number))), client)
@@ -144,7 +145,7 @@ class ClientSession:
     def __init__(
         self,
         model: nn.Module,
-        data: Data,
+        data: OwnRecords,
         *,
         client: int,
         defence: AnyDefence | None = None,
@@ -209,7 +210,7 @@ class ClientSession:
 
     def _count_records(self) -> int:
         """Return the declared number of records, or count the records if no number is declared."""
-        return len(_read_source(self._data)) if self._limits is None else self._limits.records
+        return len(read_own_records(self._data)) if self._limits is None else self._limits.records
 
     def _answer_masked(self, ask: Ask, message: bytes, digest: "Digest | None") -> bytes:
         """Answer an ask with secure aggregation; only the masked words depend on the client's records."""
@@ -235,7 +236,7 @@ class ClientSession:
         def work() -> "Words":
             model = copy.deepcopy(self._model)  # this forward pass must not affect later answers
             if private is not None:
-                source, declared = _read_source(self._data), self._count_records()
+                source, declared = read_own_records(self._data, check=False), self._count_records()
                 return private.sum(task, model, source, lambda: self._prepare(task, model, 1), declared, opening)
             (_, tensors), records, _ = self._update(task, model, {}, party.policy.min_records)
             return encode_words(tensors, records, opening, clip)
@@ -272,13 +273,16 @@ class ClientSession:
         record = find_record(own)
         if record is None or record.name != ask.defence:
             raise BadArgument("answer", f"the server asks for {ask.defence!r}, but this client requires {own.name!r}")
+        if LocalTraining.from_settings("ask", ask.settings) != own.local_training:
+            what = "the server's settings for local training differ from those that this client requires"
+            raise BadArgument("answer", what, "use the same local_epochs, local_lr, local_batch and local_momentum")
         refuse_repeatable("answer", own)
         return own
 
     def _update(self, task: ClientTask, model: nn.Module, private: State, least: int = 2) -> tuple[Packed, int, State]:
         """Compute an update; return it, its number of records and the client's new private state."""
         ask, shards = task.ask, self._prepare(task, model, max(2, least))
-        client = task.defence.client(model, shards.example, task.loss)
+        client = task.defence.start_client(model, shards.example, task.loss)
         if private:
             client.restore(0, private)
         with hide_failures():
@@ -290,20 +294,10 @@ class ClientSession:
         ask = task.ask
         form = (ask.loss, repr(ask.loss_settings), ask.batch_size, ask.seed, task.dtype, min_records)
         if self._prepared is None or self._prepared[0] != form:
-            source = _read_source(self._data)
+            source = read_own_records(self._data)
             shards = make_shards(model, task.loss, [source], ask.batch_size, ask.seed, task.dtype)
             self._prepared = form, dataclasses.replace(shards, names=(self._client,), min_records=min_records)
         return self._prepared[1]
-
-
-def _read_source(data: Data) -> Source:
-    """Return the client's records; refuse unusable records without revealing their values."""
-    given = data if isinstance(data, Dataset) or not callable(data) else data()
-    try:
-        return check_sources([as_source("this client", given)])[0]
-    except FedveilError as error:  # its text may contain values from records, and errors are sent to the server
-        print(f"fedveil: {error}", file=sys.stderr)
-        raise BadArgument("this client", "its records cannot be used; the reason is in its log") from None
 
 
 def take_step(step: Step, extra: bytes, party: "Party | None", count_records: Callable[[], int]) -> bytes:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic
@@ -36,6 +37,7 @@ from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss, couples_samples
 
 if TYPE_CHECKING:
+    from fedveil.federation.description import RunTerms
     from fedveil.privacy import Privacy
     from fedveil.secagg import Party, Roster
 
@@ -179,6 +181,7 @@ class Federation(Server):
             be given. A loss that does not fit the targets is refused (docs/losses.md). Targets may have positions
             (pixels, tokens): losses are summed over positions and averaged over samples.
         whole_shard: whether each client goes through all its records in a round, in batches, with the same noise.
+            Clients that train locally always do.
         participation: fraction of the clients that take part in a round.
         limits: bounds on each client, and the rule that combines their gradients: `fedveil.Limits`. By default, clients
             are trusted, and the weighted mean is used.
@@ -232,6 +235,8 @@ class Federation(Server):
             rate = 1.0 if whole_shard else _sampling_rate([len(source) for source in sources], chosen)
             defence = add_privacy(defence, privacy, rate)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
+        if (local := self.defence.local_training) is not None:
+            size, whole_shard = local.batch_size or size, True
         self.shards = make_shards(model, self.loss, sources, size, seed, self.dtype)
         warn_about_activation(model, self.loss, output)
         refuse_single(model, self.shards)
@@ -239,9 +244,9 @@ class Federation(Server):
         self._checksum: tuple[bytes, str | None] | None = None
         alone = limits is None and not secure_aggregation and not whole_shard
         fused = fuse and self.defence.fusable and alone and not _couples_samples(model, self.loss)
-        self._example = self.shards.example
-        self.defence_server = self.defence.server(model, self._example, self.loss)
-        client = self.defence.client(model, self._example, self.loss)
+        self.example = self.shards.example
+        self.defence_server = self.defence.server(model, self.example, self.loss)
+        client = self.defence.start_client(model, self.example, self.loss)
         self.use_engine(LocalEngine(client, self.shards, self.dtype, whole_shard=whole_shard, fused=fused))
         taking_part = max(1, round(participation * len(sources)))
         if limits is not None and taking_part < limits.needed():
@@ -251,7 +256,8 @@ class Federation(Server):
             from fedveil.secagg import threshold
 
             roster = self.clients.create_parties(find_codec(self.defence), self.defence.integer_sums)
-            self._start_secure(client, self._example, roster, Entropy().token(), sum(self.shards.sizes))
+            steps = local.epochs * self.shards.rounds_per_epoch if local else 1
+            self._start_secure(client, self.example, roster, Entropy().token(), sum(self.shards.sizes), steps)
             threshold(taking_part)  # raises if there are too few clients
 
     def use_engine(self, engine: LocalEngine[B, U]) -> None:
@@ -266,6 +272,14 @@ class Federation(Server):
             return math.ceil(1 / self.defence.sampling_rate)
         return 1 if self.whole_shard else self.shards.rounds_per_epoch
 
+    @property
+    def terms(self) -> "RunTerms":
+        """The settings and numbers of the clients."""
+        from fedveil.federation.description import RunTerms
+
+        sizes = list(self.shards.sizes)
+        return RunTerms(False, len(sizes), sizes, self.shards.batch_size, self.whole_shard)
+
     def _read_test(self, test: UserRecords) -> Source:
         """Check test data against the model, the loss and the clients' records; return them as a source."""
         return read_held_out(test, self.model, self.loss, self.dtype, lambda: self.shards.example)
@@ -276,7 +290,7 @@ class Federation(Server):
 
     def setting(self) -> Setting:
         """Return the settings that should not change when a run is resumed."""
-        shards = self.shards
+        shards, local = self.shards, self.defence.local_training
         if self._checksum is None or self._checksum[0] != self._run:
             self._checksum = self._run, checksum_records(shards, self._run)
         return {
@@ -286,11 +300,12 @@ class Federation(Server):
             "batch size": shards.batch_size,
             "seed": shards.seed,
             "participation": [self.policy.participation, self.whole_shard],
+            "local training": list(astuple(local)) if local else [],
         }
 
     def _restore_clients(self, states: Mapping[int, State]) -> None:
         """Restore the clients' private states; clients without one start from scratch."""
-        client = self.defence.client(self.model, self._example, self.loss)
+        client = self.defence.start_client(self.model, self.example, self.loss)
         for index, state in states.items():
             client.restore(index, state)
         self.clients.client = client

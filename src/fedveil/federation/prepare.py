@@ -1,13 +1,15 @@
 """Check clients' records and test data against a model and its loss before the first round."""
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from fedveil.checks import check_count, check_integer
-from fedveil.errors import BadArgument
+from fedveil.errors import BadArgument, FedveilError
 from fedveil.federation.evaluate import metrics, move_inputs, predict_source
 from fedveil.federation.targets import attribute_targets, describe, refuse_failure, target_maker, try_model
 from fedveil.records.inputs import Batch, Inputs, join_batches
@@ -18,6 +20,8 @@ from fedveil.scheme.outputs import compute_outputs, head_axis
 
 WHERE = "Federation"
 TEST = "test data"
+OwnRecords = UserRecords | Callable[[], UserRecords]
+"""A client's records, or a function that loads them."""
 
 
 def make_shards(
@@ -50,6 +54,17 @@ def make_shards(
         return StreamShards(*common, tuple(clients), prepare)
     parts = [prepare(own.owner, (own.inputs, own.targets), range(len(own))) for own in stored]
     return MemoryShards(*common, *join_batches(parts))
+
+
+def read_own_records(data: OwnRecords, *, check: bool = True) -> Source:
+    """Return the client's records; refuse unusable records, if `check`, without revealing their values."""
+    given = data if isinstance(data, Dataset) or not callable(data) else data()
+    try:
+        source = as_source("this client", given)
+        return check_sources([source])[0] if check else source
+    except FedveilError as error:  # its text may contain values from records, and errors are sent to the server
+        print(f"fedveil: {error}", file=sys.stderr)
+        raise BadArgument("this client", "its records cannot be used; the reason is in its log") from None
 
 
 def read_held_out(

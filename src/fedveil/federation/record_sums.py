@@ -8,23 +8,24 @@ client's share of the noise.
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedveil.defences.interface import AnyClient, Samples
-from fedveil.errors import Aborted, BadArgument, FedveilError
+from fedveil.errors import Aborted, BadArgument
 from fedveil.federation.prepare import make_shards
 from fedveil.federation.sums import Words, encode_words, no_words, row_bits
 from fedveil.privacy.ledger import PrivacyLedger, open_ledger
-from fedveil.privacy.samplers import discrete_gaussian, poisson_sample
+from fedveil.privacy.samplers import discrete_gaussian
 from fedveil.privacy.settings import Privacy
+from fedveil.records.inputs import Batch, describe_forms, join_batches, map_tensors, tensors_by_path
 from fedveil.records.shards import Shards
-from fedveil.records.sources import Source, as_source
+from fedveil.records.sources import Source, Stream, as_source
 from fedveil.scheme.noise import Entropy
 from fedveil.secagg import Opening, Policy
 from fedveil.secagg.fixed import encode_rows
@@ -64,7 +65,7 @@ class RecordRound:
             if not allowed:
                 what = f"{name} = {getattr(privacy, name)} violates this client's policy: it {rule}"
                 raise Aborted("policy", "ask", what)
-        return cls(privacy, policy, open_ledger(limits.ledger, limits.epsilon, limits.delta))
+        return cls(privacy, policy, open_ledger(limits.ledger, limits.epsilon, limits.delta, limits.varying))
 
     def check_format(self, opening: Opening, clip: float | None) -> None:
         """Refuse a format with fractional bits, check words or a clipping norm, since sums are integers."""
@@ -79,7 +80,10 @@ class RecordRound:
         assert rate is not None
         if task.dtype not in DTYPES:
             raise BadArgument("ask", f"privacy for records requires float32 or float64, not {task.dtype}")
+        self.privacy.capacity(records)
         task.defence.check_records(model, task.loss)
+        if isinstance(task.broadcast, nn.Module):  # a veil has checked this already
+            check_modes(model, task.broadcast)
         if self.ledger is not None:
             self._charge(self.ledger, noise, rate)
         elif rate * records < least:  # without limits, the noise may be too small to hide a single record
@@ -115,18 +119,16 @@ class RecordRound:
             records: the declared number of records.
             opening: the opening of the attempt.
         """
-        try:
-            shards = prepare()
-            own = task.defence.client(model, shards.example, task.loss)
-            sample = own.sample(len(source))
-            assert sample is not None
-            update = own.step(task.broadcast, Samples(*shards.take(sample[0]), sample[1].to(task.dtype)))
-        except Exception as error:
-            why = error.what if isinstance(error, FedveilError) else type(error).__name__
-            with contextlib.suppress(Exception):  # a failure to print must not be visible to the server
-                print(f"fedveil: processing records one by one and skipping those that fail: {why}", file=sys.stderr)
-            own, update = _sum_each(task, model, source)
-        _, tensors = task.codec.encode_update(own.prepare_sum(update, len(opening.roster)))
+        own = task.defence.client(model, (), task.loss)
+        sample = own.sample(len(source))
+        assert sample is not None
+        total: object = None
+        for batch, used in read_slots(task, model, source, prepare, *sample):
+            if (update := add_up(own, task, batch, used)) is not None:
+                total = own.accumulate(task.broadcast, total, update)[1]
+        if total is None:
+            raise BadArgument("records", "none of them can be used")
+        _, tensors = task.codec.encode_update(own.prepare_sum(total, len(opening.roster)))
         return encode_words(tensors, records, opening, integers=True)
 
     def no_words(self, opening: Opening) -> Words:
@@ -139,17 +141,108 @@ class RecordRound:
         return np.concatenate([np.array([1, records], np.uint64), found])
 
 
-def _sum_each(task: "ClientTask", model: nn.Module, source: Source) -> tuple[AnyClient, object]:
-    """Draw a new sample and process it record by record; return the defence's client and the sum."""
-    rate, found, total = task.defence.sampling_rate, None, None
-    assert rate is not None
-    for index in poisson_sample(Entropy(), len(source), rate):
-        with contextlib.suppress(Exception):  # print nothing, because a message could reveal the record
-            single = as_source("this client", source.take([int(index)]))
-            shards = make_shards(model, task.loss, [single], 1, task.ask.seed, task.dtype)
-            own = task.defence.client(model, shards.example, task.loss)
-            update = own.step(task.broadcast, Samples(*shards.records(0), torch.ones(1, dtype=task.dtype)))
-            found, total = own, own.accumulate(task.broadcast, total, update)[1]
-    if found is None:
-        raise BadArgument("records", "the computation fails for all of them")
-    return found, total
+def check_modes(model: nn.Module, broadcast: nn.Module) -> None:
+    """Refuse a broadcast that changes a module between training and evaluation: it could couple records."""
+    own = {path: module.training for path, module in model.named_modules()}
+    for path, module in broadcast.named_modules():
+        if module.training != own[path]:
+            what = f"{path or 'the model'} is in {'training' if module.training else 'evaluation'} mode on the server"
+            raise BadArgument("ask", f"{what}, but not on this client", "use the same mode on both")
+
+
+def read_slots(
+    task: "ClientTask",
+    model: nn.Module,
+    source: Source,
+    prepare: Callable[[], Shards],
+    rows: Tensor,
+    included: Tensor,
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Yield the records of a sample in batches, each with a mask of the records to include.
+
+    A record keeps its position in the sample, whatever the other records are: in place of records that cannot be used
+    or have another form, and of padding, a batch contains zeros. Records that a `collate_fn` prepares are read one by
+    one, because it could make the form of a record depend on others.
+    """
+    if isinstance(source, Stream) and not source.collates_alike:
+        for row, used in zip(rows.tolist(), included.tolist(), strict=True):
+            if (batch := read_record(task, model, source, row)) is not None:
+                yield batch, torch.tensor([used]) & are_finite(batch)
+        return
+    try:
+        batch = prepare().take(rows)
+        finite = are_finite(batch)
+    except Exception:
+        yield from _read_each(task, model, source, rows, included)
+        return
+    yield blank(batch, included & finite), included & finite
+
+
+def _read_each(
+    task: "ClientTask", model: nn.Module, source: Source, rows: Tensor, included: Tensor
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Yield a batch for each form of the records, which are read one by one; skip records that cannot be read."""
+    with contextlib.suppress(Exception):  # a failure to print must not be visible to the server
+        print("fedveil: reading records one by one and skipping those that cannot be used", file=sys.stderr)
+    slots: dict[str, list[tuple[int, Batch]]] = {}
+    for slot, (row, used) in enumerate(zip(rows.tolist(), included.tolist(), strict=True)):
+        batch = read_record(task, model, source, row)
+        if batch is not None and used and bool(are_finite(batch)):
+            slots.setdefault(repr(describe_forms(batch)), []).append((slot, batch))
+    for found in slots.values():
+        used = torch.zeros(len(rows), dtype=torch.bool)
+        used[[slot for slot, _ in found]] = True
+        numbers = torch.zeros(len(rows), dtype=torch.int64)
+        numbers[used] = torch.arange(len(found))
+        yield blank(take_rows(join_batches([batch for _, batch in found]), numbers), used), used
+
+
+def read_record(task: "ClientTask", model: nn.Module, source: Source, row: int) -> Batch | None:
+    """Return a single record in the form that the loss expects, or None if it cannot be used."""
+    try:
+        single = as_source("this client", source.take([row]))
+        return make_shards(model, task.loss, [single], 1, task.ask.seed, task.dtype).records(0)
+    except Exception:  # print nothing, because a message could reveal the record
+        return None
+
+
+def are_finite(batch: Batch) -> Tensor:
+    """Return, for each record, whether it contains neither NaN nor infinity."""
+    leaves = [*tensors_by_path(batch[0]).values(), batch[1]]
+    found = [torch.isfinite(own).flatten(1).all(1) if own.dim() > 1 else torch.isfinite(own) for own in leaves]
+    return torch.stack([own.cpu() for own in found]).all(0)
+
+
+def take_rows(batch: Batch, rows: Tensor) -> Batch:
+    """Return the records with these indices."""
+    return map_tensors(lambda own: own[rows.to(own.device)], batch[0]), batch[1][rows.to(batch[1].device)]
+
+
+def blank(batch: Batch, used: Tensor) -> Batch:
+    """Replace the records that are not used with zeros."""
+    unused = ~used
+
+    def clear(own: Tensor) -> Tensor:
+        own = own.clone()
+        own[unused.to(own.device)] = 0
+        return own
+
+    return map_tensors(clear, batch[0]), clear(batch[1])
+
+
+def add_up(own: AnyClient, task: "ClientTask", batch: Batch, used: Tensor) -> object:
+    """Return the update for a batch; if the computation fails, leave out the records for which it fails alone.
+
+    The result is None if no records are left.
+    """
+    try:
+        return own.step(task.broadcast, Samples(*batch, used.to(task.dtype)))
+    except Exception:
+        used = used.clone()
+        for slot in used.nonzero()[:, 0].tolist():
+            one = torch.tensor([slot])
+            try:
+                own.step(task.broadcast, Samples(*take_rows(batch, one), used[one].to(task.dtype)))
+            except Exception:
+                used[slot] = False
+        return own.step(task.broadcast, Samples(*blank(batch, used), used.to(task.dtype))) if used.any() else None

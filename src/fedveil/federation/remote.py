@@ -2,15 +2,16 @@
 
 import itertools
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from fedveil.checks import check_count
-from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound
+from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound, LocalTraining
 from fedveil.defences.registry import add_privacy, find_codec, find_record
 from fedveil.errors import BadArgument
 from fedveil.federation import protocol
@@ -20,6 +21,7 @@ from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.protocol import AnyReply, Ask, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
+from fedveil.federation.sums import FIRST_RECORDS
 from fedveil.graph.coverage import describe_shares
 from fedveil.graph.inputs import Inputs
 from fedveil.privacy.settings import Privacy
@@ -29,6 +31,9 @@ from fedveil.secagg import Identity, Roster
 from fedveil.secagg.environment import IDENTITY, ROSTER, load_server_files
 from fedveil.secagg.identity import Digest, sign_message, tag_message
 from fedveil.wire import as_bytes
+
+if TYPE_CHECKING:
+    from fedveil.federation.description import RunTerms
 
 LOG = logging.getLogger("fedveil.rounds")
 R = TypeVar("R")
@@ -83,7 +88,12 @@ class RemoteEngine:
         if record is None:
             fix = "register it in the entry-point group fedveil.defences of your package"
             raise BadArgument(type(server).__name__, f"clients cannot find the defence {base.name}", fix)
-        settings, loss = {name: getattr(base, name) for name in base.remote_settings}, server.loss
+        local, names, loss = server.defence.local_training, base.remote_settings, server.loss
+        if local is None:
+            names = tuple([name for name in names if name not in LocalTraining.NAMES])
+        else:
+            whole_shard, batch_size = True, local.batch_size or batch_size
+        settings = {name: getattr(base, name) for name in names}
         self._task = record.name, settings, loss.name, loss.settings(), whole_shard, batch_size, server.seed
         self._privacy = server.defence.record_terms
         self.traffic = protocol.Traffic()
@@ -208,6 +218,7 @@ class RemoteServer(Server, Generic[C]):
         loss: as for `fedveil.Federation`, but required, since the server does not see the clients' targets. A custom
             function must also be passed to the clients.
         whole_shard: whether clients go through all their records in a round, so that fewer rounds are needed.
+            Clients that train locally always do.
         batch_size: number of records that a client processes at a time or, without `whole_shard`, in a round.
         rounds_per_epoch: number of rounds in an epoch, for the schedule and for evaluation.
         participation: fraction of the clients that are asked in a round.
@@ -272,7 +283,8 @@ class RemoteServer(Server, Generic[C]):
             what = f"{self.defence.name} draws from a test seed, but this server communicates over a network"
             raise BadArgument(where, what, "create the defence without entropy= and seed=")
         self._epoch = check_count(where, "rounds_per_epoch", rounds_per_epoch)
-        example = move_inputs(example, self.device)
+        self.example = example = move_inputs(example, self.device)
+        self._whole_shard, self._batch_size = whole_shard, batch_size
         self.defence_server = self.defence.server(model, example, self.loss)
         own, roster = load_server_files()
         identity = identity or own
@@ -287,8 +299,10 @@ class RemoteServer(Server, Generic[C]):
                 what = "secure aggregation needs the roster of members and this server's signing key"
                 fix = f"set {ROSTER} and {IDENTITY}, or pass secure_aggregation=Roster.read(...) and identity=..."
                 raise BadArgument(where, what, fix)
-            client = self.defence.client(model, example, self.loss)
-            self._start_secure(client, example, known, engine.session)
+            client, local = self.defence.start_client(model, example, self.loss), self.defence.local_training
+            size = (local and local.batch_size) or batch_size
+            steps = local.epochs * math.ceil(FIRST_RECORDS / size) if local else 1
+            self._start_secure(client, example, known, engine.session, steps=steps)
         if self.defence_server.plan is not None:
             LOG.info("of the model's values, %s", describe_shares(self.defence_server.plan))
 
@@ -311,3 +325,12 @@ class RemoteServer(Server, Generic[C]):
     def rounds_per_epoch(self) -> int:
         """The number of rounds per epoch, as passed to the constructor."""
         return self._epoch
+
+    @property
+    def terms(self) -> "RunTerms":
+        """The settings of the clients, and how many there were in the largest round."""
+        from fedveil.federation.description import RunTerms
+
+        asked = max((int(record.figures.get("asked", 0)) for record in self.history.records), default=0)
+        clients = round(asked / self.policy.participation)
+        return RunTerms(True, clients, None, self._batch_size, self._whole_shard)

@@ -41,6 +41,7 @@ from fedveil.scheme.recover import find_non_finite, select_floats
 from fedveil.scheme.result import Aggregate, Note
 
 if TYPE_CHECKING:
+    from fedveil.federation.description import RunTerms
     from fedveil.secagg import Roster
 
 SCALE = "scale inputs and targets, or change the loss or the model: the learning rate has had no effect yet"
@@ -74,6 +75,7 @@ class Server(StoredServer):
     engine: Engine
     rounds: RoundKind
     defence_server: AnyServer
+    example: Inputs  # the inputs of a few records, whose values do not matter
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class Server(StoredServer):
         self._alone = SingleThreadLock(where)
         self._run, self._behind = secrets.token_bytes(16), False
         self._undoable = False  # whether interrupted rounds are undone
-        self._before = self._saved = None
+        self._before = self._saved = self._described = None
 
     def __repr__(self) -> str:
         name, size = type(self.model).__name__, sum(parameter.numel() for parameter in self._parameters.values())
@@ -127,15 +129,26 @@ class Server(StoredServer):
     def rounds_per_epoch(self) -> int:
         """The number of rounds in which the largest client uses each of its records once."""
 
+    @property
+    @abstractmethod
+    def terms(self) -> "RunTerms":
+        """What the description of the run says about the engine."""
+
     def _start_secure(
-        self, client: AnyClient, example: Inputs, roster: "Roster", session: str, records: int | None = None
+        self,
+        client: AnyClient,
+        example: Inputs,
+        roster: "Roster",
+        session: str,
+        records: int | None = None,
+        steps: int = 1,
     ) -> None:
         """Use secure aggregation; refuse settings that it cannot be combined with."""
         from fedveil.federation.secure_round import SecureRound
         from fedveil.federation.sums import Sums, check_combination
 
         check_combination(self.defence, self.model, self.limits)
-        sums = Sums(self.defence, client, self.model, example, records)
+        sums = Sums(self.defence, client, self.model, example, records, steps)
         self.rounds = SecureRound(self.engine, sums, roster, session, self.policy.min_answers)
 
     def close(self) -> None:
@@ -276,8 +289,6 @@ class Server(StoredServer):
         on_round: Callback | Sequence[Callback] | None = None,
     ) -> History:
         """Train for up to `epochs` epochs, or `rounds` rounds, counted from the start of the run.
-
-        There are no local epochs: clients compute gradients of a perturbed model, which only the server can update.
 
         Args:
             epochs: number of times that the largest client goes through its records, by default 1. With privacy for

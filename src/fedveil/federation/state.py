@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NotRequired, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from fedveil.records.shards import MemoryShards, Shards
 from fedveil.scheme.losses import Loss
 from fedveil.scheme.recover import find_non_finite, select_floats
 from fedveil.signals import handle
+
+if TYPE_CHECKING:
+    from fedveil.federation.server import Server
 
 LOG = logging.getLogger("fedveil")
 Folder = str | os.PathLike[str]
@@ -136,6 +139,7 @@ class StoredServer(ABC):
     _behind: bool  # whether the previous checkpoint is used because the last one on disk was bad
     _before: Snapshot | None  # taken before a round or an evaluation that is not complete yet
     _saved: tuple[object, ...] | None  # identifies the last saved state
+    _described: Path | None  # the folder to which the description of the run was written
 
     def _has_budget(self) -> bool:
         """Return whether the epsilon budget allows one more round; if not, record and log why training stops."""
@@ -177,9 +181,18 @@ class StoredServer(ABC):
             raise self._divergence(f"{name} contains NaN or infinity, so the model is not saved", LOWER)
 
     def _save(self, folder: Path) -> set[int]:
-        """Write a checkpoint; return the rounds of all checkpoints that exist now."""
+        """Write a checkpoint and the run's description; return the rounds of all checkpoints that exist now."""
+        if self._described != folder:
+            self.describe(folder)
+            self._described = folder
         durable = self.defence.durable
         return checkpoint.save_last(folder, self.state(), self._tag, bad=self._behind, durable=durable)
+
+    def describe(self, folder: Path) -> None:
+        """Write the description of the run, which an audit reads."""
+        from fedveil.federation.description import write_description  # imported here because most runs have no folder
+
+        write_description(cast("Server", self), folder)
 
     @property
     def _tag(self) -> StateTag:
@@ -323,6 +336,7 @@ class StoredServer(ABC):
         if self.round and self._saved != self._mark(folder):
             self.save(folder)
         self._check_state()
+        self.describe(folder)  # again, because more clients may have joined
         checkpoint.save_values(folder / checkpoint.MODEL, self.model.state_dict(), self.round)
         if self.best:
             checkpoint.save_values(folder / checkpoint.BEST, self.best[1], self.round)

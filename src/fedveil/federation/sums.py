@@ -93,7 +93,7 @@ class Packing:
         """Return the number of records in a sum and the weighted mean of its updates, with counters rounded.
 
         Clipped updates are divided by the number of clients, since the number of records that a client claims must not
-        scale the updates of others. If `weigh` is False, the sum itself is returned.
+        scale the updates of others. If `weigh` is False, the sum itself is returned, as integers modulo 2^64.
         """
         records = int(total[1] if opening.checks or not weigh else total[0])  # each clipped client counts once
         if not records:
@@ -101,13 +101,21 @@ class Packing:
             raise Aborted("sum", "the sum", what, "check the clients' logs")
         if not 1 <= records < 2**53:
             raise Aborted("sum", "the sum", f"its clients have {records} records in total", "look for a hostile client")
-        values = decode_rows(total[HEAD:], opening.rows, row_bits(opening)) / (records if weigh else 1)
-        found, start = {}, 0
+        if not weigh:
+            return records, self._split(total[HEAD : HEAD + sum(opening.rows)].view(np.int64))
+        found = self._split(decode_rows(total[HEAD:], opening.rows, row_bits(opening)) / records)
         for part in self.parts:
-            own = torch.from_numpy(values[start : start + part.size]).reshape(part.shape)
+            own = found[part.name]
             found[part.name] = own.to(part.dtype) if part.dtype.is_floating_point else own.round().to(part.dtype)
-            start += part.size
         return records, found
+
+    def _split(self, values: NDArray[np.float64] | NDArray[np.int64]) -> Tensors:
+        """Return the values of each tensor."""
+        found, start = Tensors(), 0
+        for part in self.parts:
+            found[part.name] = torch.from_numpy(values[start : start + part.size]).reshape(part.shape)
+            start += part.size
+        return found
 
     def bound_rounding(self, exponents: Sequence[int], clients: int, records: int) -> dict[str, list[float]]:
         """Bound the rounding error of the mean's values in each row: half a unit per client."""
@@ -197,17 +205,24 @@ class Sums:
         model: the server's model.
         example: inputs for that estimate.
         records: total number of records of all clients, if known.
+        steps: number of local steps in a round, if clients train locally.
     """
 
     def __init__(
-        self, defence: AnyDefence, client: AnyClient, model: nn.Module, example: Inputs, records: int | None = None
+        self,
+        defence: AnyDefence,
+        client: AnyClient,
+        model: nn.Module,
+        example: Inputs,
+        records: int | None = None,
+        steps: int = 1,
     ) -> None:
         self.model, self.codec, self.clip = model, find_codec(defence), defence.dp_clip
         self.integers, self.min_members = defence.integer_sums, defence.min_members
         self.packing: Packing | None = None
         self._example, self._client = example, client
         self._expected: Mapping[str, Tensor] | None = None
-        self._records = records or FIRST_RECORDS
+        self._records, self._steps = records or FIRST_RECORDS, steps
         self.headroom = 0  # additional bits in the next attempt
 
     def layout(self, defence_round: AnyRound, clients: int) -> RowFormat:
@@ -239,12 +254,21 @@ class Sums:
             samples = Samples(inputs, targets.expand(count(inputs), *targets.shape[1:]).to(device))
             try:
                 with torch.random.fork_rng(devices=[]):
-                    expected = _find_ranges(defence_round).expect(self._client.step(defence_round.broadcast, samples))
+                    expected = self._expect_update(defence_round, samples)
             except Exception:  # the loss expects targets of another kind
                 continue
             if all(bool(own.isfinite().all()) for own in expected.values()):
                 self._expected = expected
                 return
+
+    def _expect_update(self, defence_round: AnyRound, samples: Samples) -> Mapping[str, Tensor]:
+        """Predict an update from one step; with local training, all steps of a round are assumed to be the same."""
+        ranges, local = _find_ranges(defence_round), self._client.local_training
+        if local is None:
+            return ranges.expect(self._client.step(defence_round.broadcast, samples))
+        first = ranges.expect(self._client.train(defence_round.broadcast, [samples], local))
+        growth = local.reach(self._steps) / local.reach(1)
+        return {name: own * growth for name, own in first.items()}
 
     def aggregate(self, defence_round: AnyRound, total: Words, opening: Opening) -> Aggregate:
         """Compute the round's result from the sum of its words; abort if the sum wrapped around or is empty."""

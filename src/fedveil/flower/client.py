@@ -11,7 +11,8 @@ from torch import nn
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_private, save_private
-from fedveil.federation.client import ClientSession, ClientState, Data, hide_failures
+from fedveil.federation.client import ClientSession, ClientState, hide_failures
+from fedveil.federation.prepare import OwnRecords
 from fedveil.federation.protocol import LastAsk
 from fedveil.flower.wrapping import unwrap, wrap
 from fedveil.records.sources import UserRecords
@@ -32,7 +33,7 @@ def answer(
     message: Message,
     context: Context,
     model: nn.Module,
-    data: Data,
+    data: OwnRecords,
     *,
     defence: AnyDefence | None = None,
     loss: Function | None = None,

@@ -107,6 +107,27 @@ def composed_epsilon(spent: Mapping[tuple[float, float], int], delta: float) -> 
     return float(total.get_epsilon_for_delta(delta))
 
 
+def filtered_epsilon(spent: Mapping[tuple[float, float], int], delta: float, budget: float) -> float:
+    """Return an epsilon that bounds rounds whose settings were chosen after seeing the results of earlier rounds.
+
+    Composing privacy loss distributions bounds only settings that are fixed in advance. The sum of Rényi divergences of
+    a single order does bound adaptive ones (Feldman and Zrnic, arXiv 2008.11193). The order depends only on the budget.
+
+    Args:
+        spent: the number of rounds with each noise multiplier and sampling rate.
+        delta: the delta, above 0 and below 1.
+        budget: the epsilon that must not be exceeded, for which the order is chosen.
+    """
+    library, rounds = import_library(), {kind: count for kind, count in spent.items() if count}
+    if not all(noise for noise, _ in rounds):
+        return math.inf
+    accountant = library.rdp.RdpAccountant([min(max(round(1 - 2 * math.log(delta) / budget), 2), 512)])
+    for (noise, rate), count in rounds.items():
+        event = library.GaussianDpEvent(noise)
+        accountant.compose(event if rate >= 1 else library.PoissonSampledDpEvent(rate, event), count)
+    return float(accountant.get_epsilon(delta)) if rounds else 0.0
+
+
 def renyi_epsilon(rounds: int, noise: float, delta: float, rate: float = 1.0) -> float:
     """Return a larger epsilon, computed from Rényi divergences without numerical integration."""
     if not rounds:

@@ -10,6 +10,10 @@ candidate. The norm is over all parameters. The sum is computed in one of three 
 - Otherwise, torch.func.vmap runs over chunks of records. Linear layers with one row per record are treated as above.
 - Models that vmap does not support, and operations after a veiled head, are run for one record at a time.
 
+One record must not affect how the others are computed, because a server that chooses the weights can make different
+rounding visible. The way is therefore chosen with a record of zeros, buffers are copied for every record, and the
+position of a record in a batch should be random (`RecordPrivateClient.sample`).
+
 Gradients are computed in the model's dtype, then scaled and summed in float64. Each contribution has a norm of at most
 `clip` in exact arithmetic, and `summation_error` bounds the rounding error of the sum.
 """
@@ -17,7 +21,7 @@ Gradients are computed in the model's dtype, then scaled and summed in float64. 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +36,7 @@ from fedveil.scheme.losses import AUTOGRAD_LOSSES, Loss
 from fedveil.scheme.outputs import are_class_indices, compute_outputs, expand_classes, head_axis, output_gradient
 from fedveil.wire import Tensors
 
-EPS = torch.finfo(torch.float64).eps
+EPS, TINY = torch.finfo(torch.float64).eps, torch.finfo(torch.float64).tiny
 MEMORY = 2**28  # default limit for per-record gradients, in bytes
 RECORDS, CHEAP = 32, 2**25  # chunks of more than RECORDS records use at most CHEAP bytes, for fast allocation
 Single = Callable[[Inputs, Tensor], Tensors]
@@ -77,8 +81,9 @@ class RecordGradients:
 
         def single(inputs: Inputs, targets: Tensor) -> Tensors:
             leaves = {name: parameters[name].requires_grad_() for name in trainable}
+            copies = {name: own.clone() for name, own in buffers.items()}  # a forward pass may change them
             with torch.enable_grad():
-                outputs = compute_outputs(model, inputs, parameters | leaves | buffers)
+                outputs = compute_outputs(model, inputs, parameters | leaves | copies)
                 back = slopes(outputs.detach(), targets)[0]
                 found = torch.autograd.grad(outputs, list(leaves.values()), back, allow_unused=True)
             pairs = zip(leaves.items(), found, strict=True)
@@ -105,6 +110,11 @@ class RecordGradients:
 
         every, candidates = values | dict(broadcast.buffers), len(head.candidates) if head else 1
         return cls(model, every, broadcast.trainable, slopes, candidates, head, single, broadcast.loss)
+
+    def fresh_values(self, leaves: Tensors) -> Tensors:
+        """Return all values, with `leaves` as parameters and copies of the buffers, which a forward pass may change."""
+        buffers = {name: self.values[name].clone() for name, _ in self.model.named_buffers() if name in self.values}
+        return self.values | buffers | leaves
 
     def parameters(self) -> int:
         """Return the number of values in one gradient."""
@@ -155,7 +165,7 @@ def clipped_sums(
         memory: maximum number of bytes for per-record gradients; larger batches are processed in chunks.
     """
     links = find_links(task.model, inputs, task.values) if task.head is None or not task.head.is_inner else None
-    chunks: Iterable[tuple[slice, Found]] = _chunks(task, inputs, targets, memory)
+    chunks: Iterable[tuple[slice, Found]] = _chunks(task, inputs, targets, included, memory)
     if links and isinstance(inputs, Tensor):
         chunks = _stack_chunks(task, links, inputs, targets, memory)
     total: Tensors = {}
@@ -163,8 +173,7 @@ def clipped_sums(
         for name, own in _clip(task, *found, included[rows], clip).items():
             total[name] = total[name].add_(own) if name in total else own
     for name in () if total else task.trainable:  # there are no records
-        like = task.values[name].expand(task.candidates, *task.values[name].shape)
-        total[name] = torch.zeros_like(task.trim_alpha(name, like), dtype=torch.float64)
+        total[name] = _no_gradient(task, name).double()
     return {name: total[name] for name in task.trainable}
 
 
@@ -177,13 +186,12 @@ def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> 
 
 
 def norms(rows: Tensor) -> Tensor:
-    """Return the norms of the rows in float64.
-
-    Values whose squares underflow count as 0. If the other factor of a product is so large that the product still
-    exceeds a clip of 1e-6, its squares overflow, the product is NaN, and the record is excluded.
-    """
-    found: Tensor = torch.linalg.vector_norm(rows.double(), dim=-1)
-    return found
+    """Return the norms of the rows in float64. Scaling the rows first avoids underflow and overflow of squares."""
+    if not rows.shape[-1]:
+        return rows.new_zeros(rows.shape[:-1], dtype=torch.float64)
+    largest = rows.abs().amax(-1, keepdim=True).double().clamp_min(TINY)
+    found: Tensor = torch.linalg.vector_norm(rows.double() / largest, dim=-1)
+    return largest.squeeze(-1) * found
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +257,7 @@ def _stack_products(
 ) -> list[Product]:
     """Return the products of a stack of Linear and ReLU."""
     seen = forward(links, task.values, inputs)
-    steps = walk_back(links, task.values, seen, task.slopes(seen[-1], targets))
+    steps = walk_back(links, task.values, seen, separate_slopes(task, seen[-1], targets))
     found = [Product.from_layer(task, f"{path}.weight", f"{path}.bias", *step) for path, *step in steps]
     return [product for product in found if product.weight or product.bias]
 
@@ -269,25 +277,58 @@ def _clip(task: RecordGradients, gradients: Tensors, products: list[Product], in
     return found
 
 
-def _chunks(task: RecordGradients, inputs: Inputs, targets: Tensor, memory: int) -> Iterator[tuple[slice, Found]]:
+def _chunks(
+    task: RecordGradients, inputs: Inputs, targets: Tensor, included: Tensor, memory: int
+) -> Iterator[tuple[slice, Found]]:
     """Yield chunks of records whose gradients need at most `memory` bytes."""
-    loop, inside, records = needs_loop(task), False, count(inputs)
-    layers: list[RowLayer] = []
-    if records and not loop:
-        layers, outputs = find_row_layers(task, inputs)
-        inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
-        targets = dense_targets(task.loss, task.head, outputs.expand(records, -1), targets) if inside else targets
-    size = _chunk_size(task, layers, memory)
+    records = count(inputs)
+    way = choose_way(task, inputs, targets) if records else None
+    if way is not None and way.outputs is not None:
+        targets = dense_targets(task.loss, task.head, way.outputs.expand(records, -1), targets)
+    size = _chunk_size(task, way.layers if way else [], memory)
     for start in range(0, records, size):
         rows = slice(start, min(start + size, records))
         some, wanted = _take(inputs, rows), targets[rows]
+        yield rows, (_run_vmap(task, way, some, wanted) if way else (_run_loop(task, some, wanted, included[rows]), []))
+
+
+class Way(NamedTuple):
+    """How vmap is used: the layers whose gradients are products, and outputs if vmap also computes the slopes."""
+
+    layers: list[RowLayer]
+    outputs: Tensor | None
+
+
+def choose_way(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Way | None:
+    """Choose how to compute the gradients of records of this form; return None for one record at a time.
+
+    The choice is made with zeros instead of records, because it affects rounding for all records.
+    """
+    if needs_loop(task):
+        return None
+    zeros, target = each(lambda own: torch.zeros_like(own[:2]), inputs), torch.zeros_like(targets[:2])
+    layers: list[RowLayer] = []
+    try:
+        layers, outputs = find_row_layers(task, zeros)
+        inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
+        dense = dense_targets(task.loss, task.head, outputs.expand(len(target), -1), target) if inside else target
+        way = Way(layers, outputs if inside else None)
         try:
-            found = (_run_loop(task, some, wanted), []) if loop else _run_vmap(task, layers, some, wanted, inside)
+            _run_vmap(task, way, zeros, dense)
         except ForwardVaries:
-            found = _run_vmap(task, [], some, wanted, inside)
-        except RuntimeError:  # vmap does not support an operation, or `forward` depends on values
-            loop, found = True, (_run_loop(task, some, wanted), [])
-        yield rows, found
+            way = Way([], way.outputs)
+            _run_vmap(task, way, zeros, dense)
+    except (RuntimeError, ValueError, IndexError, TypeError):  # vmap does not support an operation of `forward`
+        return None
+    return way
+
+
+def separate_slopes(task: RecordGradients, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return `task.slopes`, record by record for losses that are not known to keep records apart."""
+    if not isinstance(task.loss, AUTOGRAD_LOSSES):
+        return task.slopes(outputs, targets)
+    rows = [slice(number, number + 1) for number in range(len(targets))]
+    return torch.cat([task.slopes(outputs[row], targets[row]) for row in rows], dim=1)
 
 
 def _chunk_size(task: RecordGradients, layers: list[RowLayer], memory: int) -> int:
@@ -308,14 +349,15 @@ def needs_loop(task: RecordGradients) -> bool:
     return task.head is not None and task.head.tail != "alike"
 
 
-def _run_vmap(task: RecordGradients, layers: list[RowLayer], inputs: Inputs, targets: Tensor, inside: bool) -> Found:
-    """Compute the gradients of records with vmap, and products for `layers`; if `inside`, vmap also computes slopes."""
+def _run_vmap(task: RecordGradients, way: Way, inputs: Inputs, targets: Tensor) -> Found:
+    """Compute the gradients of records with vmap, and products for layers with one row per record."""
+    layers, inside = way.layers, way.outputs is not None
     left_out = {name for layer in layers for name in (layer.weight, layer.bias)}
     leaves = {name: task.values[name] for name in task.trainable if name not in left_out}
     taps = {layer.weight: layer.tap for layer in layers}
     if not inside:
         outputs = torch.func.vmap(lambda record: run_with_taps(task, {}, {}, record)[0], randomness="different")(inputs)
-        targets = task.slopes(outputs, targets).movedim(1, 0)  # from single records, since forward may mix them
+        targets = separate_slopes(task, outputs, targets).movedim(1, 0)
 
     def gradients(record: Inputs, target: Tensor) -> tuple[Tensors, Tensors, Tensors]:
         run = torch.func.vjp(lambda own, taps: run_with_taps(task, own, taps, record), leaves, taps, has_aux=True)
@@ -334,7 +376,21 @@ def _run_vmap(task: RecordGradients, layers: list[RowLayer], inputs: Inputs, tar
     ]
 
 
-def _run_loop(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Tensors:
-    """Compute the gradients of one record at a time."""
-    found = [task.single(_take(inputs, slice(i, i + 1)), targets[i : i + 1]) for i in range(count(inputs))]
+def _run_loop(task: RecordGradients, inputs: Inputs, targets: Tensor, included: Tensor) -> Tensors:
+    """Compute the gradients of one record at a time; ignore failures for records that are not included."""
+    found = []
+    for number, used in enumerate(included.tolist()):
+        one = slice(number, number + 1)
+        try:
+            found.append(task.single(_take(inputs, one), targets[one]))
+        except Exception:
+            if used:
+                raise
+            found.append({name: _no_gradient(task, name) for name in task.trainable})
     return {name: torch.stack([record[name] for record in found]) for name in task.trainable}
+
+
+def _no_gradient(task: RecordGradients, name: str) -> Tensor:
+    """Return zeros in the form of a record's gradient of a parameter, one row per candidate."""
+    like = task.values[name].expand(task.candidates, *task.values[name].shape)
+    return torch.zeros_like(task.trim_alpha(name, like))

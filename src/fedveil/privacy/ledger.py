@@ -3,8 +3,13 @@
 A round is written to the ledger before the client sends any message for it, because a server may recover a sum without
 the client's last message, and a client may be killed at any time. Failed rounds are therefore counted too. The ledger
 contains only numbers of rounds, from which epsilon is computed; it does not depend on the names or keys of runs.
+
+The first round fixes the noise and the sampling rate, because a server that chose them after seeing earlier sums could
+exceed the epsilon of any sequence fixed in advance. If the policy allows them to vary, epsilon is computed in a way
+that covers such choices, but is larger.
 """
 
+import contextlib
 import json
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +18,7 @@ from filelock import FileLock
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.files import OWNER, convert_os_errors, make_folder, write_atomically
-from fedveil.privacy.accounting import composed_epsilon, milestone
+from fedveil.privacy.accounting import composed_epsilon, filtered_epsilon, milestone
 
 SCHEMA = 1
 MAX_KINDS = 64  # maximum number of different settings; each makes epsilon slower to compute
@@ -27,15 +32,23 @@ class PrivacyLedger:
         path: path of the file, which is created in the first round.
         budget: the epsilon that may be spent over all runs.
         delta: the delta for which epsilon is computed.
+        varying: whether rounds may differ in noise multiplier and sampling rate.
     """
 
-    def __init__(self, path: Path, budget: float, delta: float) -> None:
-        self.path, self.budget, self.delta = path, budget, delta
+    def __init__(self, path: Path, budget: float, delta: float, *, varying: bool = False) -> None:
+        self.path, self.budget, self.delta, self.varying = path, budget, delta, varying
+        self._lock = path.with_name(path.name + ".lock")  # also shows that the ledger has existed
         self._affordable: Spent = {}  # numbers of rounds that are known to stay within the budget
 
     def spent(self) -> Spent:
         """Return the number of rounds, by noise multiplier and sampling rate."""
+        if self.path.is_symlink():  # replacing the file would separate it from other names
+            raise BadArgument(str(self.path), "this ledger is a symbolic link", "move the file itself here")
         if not self.path.exists():
+            if self._lock.exists():
+                what = "this ledger is missing, so the epsilon spent so far is unknown"
+                fix = f"restore it from a backup; if the records were never used, delete {self._lock.name}"
+                raise BadArgument(str(self.path), what, fix)
             return {}
         try:
             with convert_os_errors(self.path, "read"):
@@ -52,23 +65,44 @@ class PrivacyLedger:
 
     def epsilon(self) -> float:
         """Return the epsilon spent in all rounds so far."""
-        return composed_epsilon(self.spent(), self.delta)
+        return self._epsilon(self.spent())
+
+    def _epsilon(self, spent: Spent) -> float:
+        if self.varying:
+            return filtered_epsilon(spent, self.delta, self.budget)
+        return composed_epsilon(spent, self.delta)
 
     def charge(self, noise: float, rate: float) -> None:
         """Record one more round on disk; refuse a round that would exceed the budget."""
         kind = (noise, rate)
         make_folder(self.path.parent)
-        with convert_os_errors(self.path), FileLock(self.path.with_name(self.path.name + ".lock"), mode=OWNER):
+        if not self._lock.exists() and not self.spent():
+            self._create()
+        with convert_os_errors(self.path), FileLock(self._lock, mode=OWNER):
             spent = self.spent()
-            if kind not in spent and len(spent) >= MAX_KINDS:
-                what = f"this data set has been used with {MAX_KINDS} different settings"
-                raise Aborted("budget", "ledger", what, "reuse one of these settings")
+            self._check_kind(kind, spent)
             spent[kind] = spent.get(kind, 0) + 1
             if not self._is_affordable(kind, spent):
                 what = f"one more round would exceed this data set's budget of epsilon {self.budget:g}"
                 raise Aborted("budget", "ledger", what, "train on other records, or raise the budget in the policy")
-            rows = [[*kind, count] for kind, count in spent.items()]
-            write_atomically(self.path, json.dumps({"schema": SCHEMA, "rounds": rows}), OWNER)
+            write_atomically(self.path, _to_json(spent), OWNER)
+
+    def _create(self) -> None:
+        """Create an empty ledger, unless another process has just done so."""
+        with contextlib.suppress(BadArgument):
+            write_atomically(self.path, _to_json({}), OWNER, new=True)
+
+    def _check_kind(self, kind: tuple[float, float], spent: Spent) -> None:
+        """Refuse settings that differ from those of earlier rounds, or too many different ones."""
+        if kind in spent and (self.varying or len(spent) == 1):
+            return
+        if self.varying and len(spent) >= MAX_KINDS:
+            what = f"this data set has been used with {MAX_KINDS} different settings"
+            raise Aborted("budget", "ledger", what, "reuse one of these settings")
+        if spent and not self.varying:
+            noise, rate = next(iter(spent))
+            what = f"this data set has been used with noise {noise:g} and rate {rate:g}, which must not change"
+            raise Aborted("budget", "ledger", what, "use these settings, or set varying = true in the client's policy")
 
     def _is_affordable(self, kind: tuple[float, float], spent: Spent) -> bool:
         """Return whether the rounds stay within the budget; results are reused, because epsilon is slow to compute."""
@@ -77,13 +111,17 @@ class PrivacyLedger:
         if others == known and spent[kind] <= self._affordable.get(kind, 0):
             return True
         for count in (milestone(spent[kind]), spent[kind]):
-            if composed_epsilon({**others, kind: count}, self.delta) <= self.budget:
+            if self._epsilon({**others, kind: count}) <= self.budget:
                 self._affordable = {**others, kind: count}
                 return True
         return False
 
 
+def _to_json(spent: Spent) -> str:
+    return json.dumps({"schema": SCHEMA, "rounds": [[*kind, count] for kind, count in spent.items()]})
+
+
 @lru_cache(maxsize=64)
-def open_ledger(path: Path, budget: float, delta: float) -> PrivacyLedger:
+def open_ledger(path: Path, budget: float, delta: float, varying: bool) -> PrivacyLedger:
     """Return a ledger that remembers, in this process, how many rounds are within the budget."""
-    return PrivacyLedger(path, budget, delta)
+    return PrivacyLedger(path, budget, delta, varying=varying)

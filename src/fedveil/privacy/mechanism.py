@@ -12,9 +12,9 @@ noise x sensitivity, so the noise multiplier is exact.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,9 +66,14 @@ def quantise(sums: Tensor, grid: Grid) -> Tensor:
 
 
 def add_noise(sums: Tensor, entropy: Entropy) -> Tensor:
-    """Add discrete Gaussian noise to integers."""
-    drawn = discrete_gaussian(entropy, sums.numel()).astype(np.float64)
-    return sums + torch.from_numpy(drawn).view(sums.shape).to(sums.device)
+    """Add discrete Gaussian noise to integers, which are float64 below 2^53, or int64 modulo 2^64."""
+    drawn = torch.from_numpy(discrete_gaussian(entropy, sums.numel())).view(sums.shape)
+    return sums + drawn.to(sums.device, sums.dtype)
+
+
+def sum_integers(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of integers that are given as float64, as int64."""
+    return torch.stack([part.round().to(torch.int64) for part in parts]).sum(0)
 
 
 def count_shares(members: int, colluding: int, vanishing: int) -> int:

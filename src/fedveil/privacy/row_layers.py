@@ -63,7 +63,7 @@ def find_row_layers(task: "RecordGradients", inputs: Inputs) -> tuple[list[RowLa
         return found
 
     with ReplaceLinear(lambda input, weight, bias=None: linear(input, weight, bias)):
-        outputs = compute_outputs(task.model, each(lambda own: own[:1], inputs), task.values | leaves)
+        outputs = compute_outputs(task.model, each(lambda own: own[:1], inputs), task.fresh_values(leaves))
     used = Counter([name for layer in layers for name in (layer.weight, layer.bias) if name])
     if outputs.requires_grad and used:
         elsewhere = torch.autograd.grad(outputs.sum(), [leaves[name] for name in used], allow_unused=True)
@@ -90,7 +90,7 @@ def run_with_taps(task: "RecordGradients", leaves: Tensors, taps: Tensors, recor
         return found + taps[name]
 
     with ReplaceLinear(lambda input, weight, bias=None: linear(input, weight, bias)):
-        outputs = compute_outputs(task.model, each(lambda own: own.unsqueeze(0), record), task.values | leaves)
+        outputs = compute_outputs(task.model, each(lambda own: own.unsqueeze(0), record), task.fresh_values(leaves))
     if len(seen) != len(taps):
         raise ForwardVaries
     return outputs.squeeze(0), seen

@@ -10,8 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fedveil.records.inputs import Batch, Inputs, join_batches, map_tensors
-from fedveil.records.sources import Source, check_finite
+from fedveil.errors import BadArgument
+from fedveil.records.inputs import Batch, Inputs, describe_forms, join_batches, map_tensors
+from fedveil.records.sources import Rows, Source, check_finite
 
 Prepare = Callable[[str, Batch, Sequence[int]], Batch]
 """A function that converts a batch to the form that a model and its loss expect, given owner, batch and indices."""
@@ -48,6 +49,10 @@ class Shards(ABC):
     def take(self, rows: Tensor) -> Batch:
         """Return the records in these rows."""
 
+    def take_separately(self, rows: Tensor) -> Batch:
+        """Return the records in these rows; the form of a record does not depend on the others."""
+        return self.take(rows)
+
     @property
     def rounds_per_epoch(self) -> int:
         """The number of rounds in which the client with the most records uses each of them once."""
@@ -65,6 +70,14 @@ class Shards(ABC):
         order = _order(self.seed, name, epoch, self.sizes[client], self.starts[client])
         stop = (batch + 1) * self.batch_size if batch < per_epoch - 1 else len(order)
         return order[batch * self.batch_size : stop]
+
+    def local_rows(self, client: int, number: int, epochs: int) -> list[Tensor]:
+        """Return the rows of a client's batches in round `number`, if it goes through its records `epochs` times.
+
+        With one client, the batches of all rounds together are those of `rows`, in the same order.
+        """
+        steps = epochs * self.batches(self.sizes[client])
+        return [self.rows(client, number * steps + step) for step in range(steps)]
 
     def shard(self, client: int) -> list[Tensor]:
         """Return the rows of all records of a client, in batches."""
@@ -104,6 +117,18 @@ class StreamShards(Shards):
 
     clients: tuple[Source, ...]
     prepare: Prepare
+
+    def take_separately(self, rows: Tensor) -> Batch:
+        """Read records one by one if a `collate_fn` prepares them; refuse records of different forms."""
+        if all(isinstance(source, Rows) or source.collates_alike for source in self.clients):
+            return self.take(rows)
+        batches = [self.take(rows[k : k + 1]) for k in range(len(rows))]
+        first, owner = describe_forms(batches[0]), self.clients[0].owner
+        for batch in batches:
+            if describe_forms(batch) != first:
+                what = "with privacy for records, a collate_fn must not adapt records to one another, and theirs differ"
+                raise BadArgument(owner, what, "pad all records to the same length")
+        return join_batches(batches)
 
     def take(self, rows: Tensor) -> Batch:
         """Read and check the records in these rows."""

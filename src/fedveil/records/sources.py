@@ -67,6 +67,11 @@ class Stream:
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @property
+    def collates_alike(self) -> bool:
+        """Whether records are stacked, so that their form in a batch does not depend on other records."""
+        return self.collate is default_collate
+
     def take(self, rows: Sequence[int], *, check: bool = False) -> Batch:
         """Read these records as one batch; if `check` is true, refuse records that differ from the first one."""
         items = self._read_items(rows)

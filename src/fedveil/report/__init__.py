@@ -220,7 +220,15 @@ class Text:
     paragraphs: Sequence[str]
 
 
-Section = Curves | Table | Matrix | Pictures | Intervals | SideBySide | Facts | Text
+@dataclass(frozen=True)
+class Answers:
+    """Questions, each with the paragraphs of its answer."""
+
+    title: str
+    answers: Mapping[str, Sequence[str]]
+
+
+Section = Curves | Table | Matrix | Pictures | Intervals | SideBySide | Facts | Text | Answers
 
 
 @dataclass(frozen=True)
@@ -234,6 +242,8 @@ class Page:
         command: the command that recreates the page.
         lead: description of what was run, below the verdict.
         result: the main result in a few words, for the title of the browser tab.
+        glossary: explanations of terms. The first use of a term in a section shows its explanation on hover, and the
+            section ends with the explanations of its terms.
     """
 
     title: str
@@ -242,3 +252,4 @@ class Page:
     command: str
     lead: str = ""
     result: str = ""
+    glossary: Mapping[str, str] = field(default_factory=dict)

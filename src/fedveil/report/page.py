@@ -3,13 +3,14 @@
 import base64
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
 from markupsafe import Markup
 
 from fedveil.files import write_atomically
-from fedveil.report import Curves, Intervals, Page, Section, SideBySide
+from fedveil.report import Curves, Facts, Intervals, Page, Section, SideBySide
 from fedveil.report.charts import draw_curves, draw_intervals
 from fedveil.report.markup import fill, read_asset
 
@@ -44,6 +45,15 @@ def _body(section: Section, limit: int) -> Markup:
     return fill(f"{_kind(section)}.html", section=section)
 
 
+def _explained(section: Section, limit: int, glossary: Mapping[str, str]) -> Markup:
+    body = _body(section, limit)
+    if not glossary or isinstance(section, Facts):
+        return body
+    from fedveil.report.glossary import explain_terms  # imported here because most pages have no glossary
+
+    return explain_terms(body, glossary)
+
+
 def render(page: Page) -> str:
     """Return the page as HTML. The page loads no other files, follows the reader's theme, and works without its script.
 
@@ -57,7 +67,7 @@ def render(page: Page) -> str:
     style, script = Markup(read_asset("page.css")), Markup("".join(map(read_asset, SCRIPTS)))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = [
-        (_id(number, section.title), section.title, _kind(section), _body(section, limit))
+        (_id(number, section.title), section.title, _kind(section), _explained(section, limit, page.glossary))
         for number, section in enumerate(page.sections, start=1)
     ]
     parts = {"icon": quote(read_asset("icon.svg")), "style": style, "script": script, "digest": digest}

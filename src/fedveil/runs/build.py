@@ -25,7 +25,7 @@ from fedveil.federation.targets import is_binary
 from fedveil.files import require_memory
 from fedveil.lookup import import_object
 from fedveil.records.shards import count_batches
-from fedveil.runs.choices import check_network, parse_settings
+from fedveil.runs.choices import check_network, parse_settings, trains_locally
 from fedveil.runs.settings import (
     SCALED,
     Config,
@@ -208,20 +208,22 @@ def rounds_per_epoch(config: Config, largest: int) -> int:
     rate, training = sampling_rate(config, largest), config.training
     if rate is not None:
         return math.ceil(1 / rate)
-    return 1 if training.whole_shard else count_batches(largest, training.batch_size)
+    return 1 if training.whole_shard or trains_locally(config) else count_batches(largest, training.batch_size)
 
 
 def choose_settings(config: Config, records: int) -> Config:
-    """Return the configuration with settings that suit differential privacy, where none were given.
+    """Return the configuration with settings that suit differential privacy or local training, where none were given.
 
     They depend only on the number of training records, which is public. A configuration that already has them is
     unchanged.
     """
-    if not has_privacy(config):
-        return config
     given, training = config.given(), config.training
-    found: dict[str, Value] = {"norm": "group"}
-    if config.privacy.unit == "record":
+    found: dict[str, Value] = {}
+    if trains_locally(config) and given.get("optimizer") in (None, "sgd"):
+        found |= {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}  # the mean of the clients' models
+    if has_privacy(config):
+        found |= {"norm": "group"}
+    if has_privacy(config) and config.privacy.unit == "record":
         from fedveil.privacy.defaults import CLIP, default_lr, default_rate, default_rounds
 
         largest = math.ceil(records / config.data.clients)
@@ -233,7 +235,8 @@ def choose_settings(config: Config, records: int) -> Config:
         found |= {"layers": 1}
         if training.optimizer != "sgd":
             found["lr"] = default_lr(epochs * per_epoch)
-    return config.changed(**{key: value for key, value in found.items() if given.get(key) is None})
+    found = {key: value for key, value in found.items() if given.get(key) is None}
+    return config.changed(**found) if found else config
 
 
 def build_limits(settings: LimitSettings) -> Limits | None:

@@ -26,6 +26,10 @@ ONLY = {key: str(extra.get("only", "")).split() for key, extra in _EXTRAS.items(
 RARE = frozenset(key for key, extra in _EXTRAS.items() if extra.get("rare"))
 """Keys that only `--help-all` shows."""
 
+GRADIENTS = ", whose updates are gradients: it cannot recover the result of several steps"
+CHOSEN_LOCALLY = ("optimizer", "lr", "momentum")
+"""Keys whose defaults are different with local training (`fedveil.runs.build.choose_settings`)."""
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -51,6 +55,7 @@ class Choices:
                 flag = f"--{key.replace('_', '-')}"
                 chosen = getattr(self, SECTION_OF[key], None) or ",".join(self.defences)
                 what = f"{flag} does not apply to --{SECTION_OF[key]} {shlex.quote(chosen)}"
+                what += GRADIENTS if key.startswith("local_") else ""
                 raise BadArgument(where, what, f"leave it out; it applies only to {', '.join(owners(key))}")
 
 
@@ -64,7 +69,7 @@ def check_flags(flags: Sequence[str], where: str) -> None:
 
 def owners(key: str) -> list[str]:
     """Return the data sets, models or defences that a key applies to; empty if it applies to all."""
-    defences = registry.BUILT_IN if SECTION_OF[key] == "defence" else ()
+    defences = registry.OURS.values() if SECTION_OF[key] == "defence" else ()
     return [*ONLY[key], *(record.name for record in defences if key in record.settings)]
 
 
@@ -77,7 +82,7 @@ def defence_keys(name: str) -> frozenset[str]:
 
 def settings_class(name: str) -> type | None:
     """Return the settings class of a defence from another package: the dataclass in its attribute `Settings`."""
-    if name in {record.name for record in registry.BUILT_IN} or (":" not in name and name not in registry.names()):
+    if name in registry.OURS or (":" not in name and name not in registry.names()):
         return None
     found = getattr(import_object(registry.find(name).target, "a defence", registry.EXAMPLE), "Settings", None)
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
@@ -110,11 +115,23 @@ def applicable_values(config: Config) -> dict[str, Value]:
     return {key: value for key, value in config.flat().items() if choices.accepts(key)}
 
 
+def trains_locally(config: Config) -> bool:
+    """Return whether clients train for local epochs; a defence without them ignores the keys."""
+    return config.defence.local_epochs is not None and "local_epochs" in defence_keys(config.defence.name)
+
+
+def chosen_keys(config: Config) -> tuple[str, ...]:
+    """Return the keys whose defaults depend on other settings (`fedveil.runs.build.choose_settings`)."""
+    return (*(CHOSEN if has_privacy(config) else ()), *(CHOSEN_LOCALLY if trains_locally(config) else ()))
+
+
 def format_command(config: Config) -> str:
     """Return a configuration as flags for `fedveil train`."""
     changes = config.changes()
     if has_privacy(config) and config.privacy.unit == "record":
         changes |= {key: value for key, value in config.flat().items() if key in CHOSEN}
+    if trains_locally(config):
+        changes |= {key: value for key, value in config.flat().items() if key in CHOSEN_LOCALLY}
     return format_flags({key: changes[key] for key in applicable_values(config) if key in changes})
 
 

@@ -21,17 +21,15 @@ from fedveil.files import write_atomically
 from fedveil.locks import lock_folder
 from fedveil.plain_json import read_json, to_json
 from fedveil.runs.build import build_federation, choose_loss, choose_settings, load_data, load_factory, named_model
-from fedveil.runs.choices import applicable_values, format_command
+from fedveil.runs.choices import applicable_values, chosen_keys, format_command
 from fedveil.runs.results import MetricsFile, RunSummary, read_rounds, summarise
 from fedveil.runs.settings import (
-    CHOSEN,
     SCHEMA,
     SECTION_OF,
     Config,
     Value,
     check_schema,
     configure,
-    has_privacy,
     read_file,
     refuse_code,
 )
@@ -96,8 +94,8 @@ def is_finished(config: Config, folder: Path) -> bool:
     found = read_config(folder, trust_code=True)
     values, given = found.flat(), config.given()
     wanted = config if config.training.loss else config.changed(loss=found.training.loss)
-    if has_privacy(config):
-        wanted = wanted.changed(**{key: values[key] for key in CHOSEN if key not in given})
+    if defaults := [key for key in chosen_keys(config) if key not in given]:
+        wanted = wanted.changed(**{key: values[key] for key in defaults})
     return applicable_values(wanted).items() <= values.items()
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from fedveil.data.catalogue import Between, Positive, Task
+from fedveil.defences.registry import OURS
 from fedveil.errors import BadArgument
 from fedveil.plain_json import read_json, read_toml
 
@@ -123,10 +124,25 @@ class DefenceSettings(NamedSettings):
     keep_noise: bool = _key(
         False, "draw factors, permutation and direction once per run, not per round (docs/defences/veil.md)", rare=True
     )
+    local_epochs: Positive | None = _key(
+        None, "train on clients for this number of epochs per round (FedAvg); by default, they send one gradient"
+    )
+    local_lr: AboveZero | None = _key(None, "learning rate of local training; by default 0.1", rare=True)
+    local_batch: Positive | None = _key(None, "number of records per local step; by default batch_size", rare=True)
+    local_momentum: BelowOne | None = _key(None, "momentum of local training; by default 0", rare=True)
     ppdl: Literal["sel", "noise", "both"] = _key("sel", "send selected entries (sel), add noise (noise), or both")
     fraction: Fraction | None = _key(None, "fraction of the gradient's entries to send; by default 0.1, or 1 for noise")
     sigma: NonNegative | None = _key(None, "standard deviation of the noise; by default 0.01, or 0 for sel")
     sketch: Annotated[int, Field(ge=2)] = _key(2, "number of inputs per bucket of the sketch")
+    percentile: Annotated[float, Field(ge=0, le=100)] = _key(10.0, "send only elements from this percentile on")
+    gamma: AboveZero | None = _key(None, "maximum magnitude of an element; by default FLARE's, 0.01 or 1e-5 for SVT")
+    tau: NonNegative = _key(1e-6, "threshold of the selection, at most gamma")
+    noise_var: AboveZero = _key(0.1, "budget of each shared element; its noise has scale 2 gamma / noise_var")
+    clipping_norm: AboveZero = _key(1.0, "maximum norm of an update")
+    sensitivity: AboveZero | None = _key(None, "change that the noise is to hide; by default clipping_norm")
+    message_epsilon: AboveZero | None = _key(None, "epsilon claimed for a message; by default 10, or 0.1 for SVT")
+    message_delta: Between = _key(1e-5, "delta claimed for a message")
+    noise_multiplier: NonNegative = _key(1.0, "standard deviation of the noise on the sum / clipping_norm")
     spn_weight: float = _key(0.1, "weight of the private head's loss")
     spn_bits: Positive = _key(32, "number of bits in the code of each class")
     settings: tuple[str, ...] = _key((), "additional arguments for the defence's class, as NAME=VALUE", rare=True)
@@ -137,9 +153,9 @@ class TrainingSettings(Settings):
 
     loss: LossName | None = _key(None, "loss; by default cross_entropy for classes, otherwise squared_error")
     label_smoothing: BelowOne = _key(0.0, "for cross_entropy: amount of label smoothing", rare=True)
-    optimizer: Literal["adam", "adamw", "sgd"] = _key("adam", "the server's optimizer")
-    lr: AboveZero = _key(1e-3, "learning rate")
-    momentum: BelowOne = _key(0.9, "for sgd: momentum", rare=True)
+    optimizer: Literal["adam", "adamw", "sgd"] = _key("adam", "the server's optimizer; by default sgd for FedAvg")
+    lr: AboveZero = _key(1e-3, "the server's learning rate; by default 1 for FedAvg")
+    momentum: BelowOne = _key(0.9, "for sgd: momentum; with local_epochs, by default 0", rare=True)
     weight_decay: NonNegative = _key(0.0, "weight decay", rare=True)
     schedule: Literal["constant", "cosine", "plateau"] = _key(
         "constant", "learning-rate schedule; plateau divides the rate by 10 after 10 evaluations without improvement"
@@ -315,7 +331,12 @@ def refuse_code(values: Mapping[str, object], where: str, named_keys: Collection
     """Refuse values in a file that refer to code, except for keys that the user also gave on the command line."""
     for key in CODE:
         value = values.get(key)
-        if key not in named_keys and isinstance(value, str) and ":" in value:
+        if (
+            key not in named_keys
+            and isinstance(value, str)
+            and ":" in value
+            and not (key == "defence" and value in OURS)
+        ):
             what = f"{key} = {value!r} refers to code, which runs when imported; this file could come from anyone"
             fix = f"pass --{key} {shlex.quote(value)} or --trust-code on the command line, or trust_code=True in Python"
             raise BadArgument(where, what, fix)

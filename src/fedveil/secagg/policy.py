@@ -44,6 +44,7 @@ key_hours = {key_hours:g}
 # noise = 0.5                # minimum noise multiplier
 # rate = 1.0                 # maximum sampling rate
 # colluding = 1              # minimum number of clients that may collude
+# varying = false            # whether rounds may differ in noise and rate, which costs more epsilon
 """
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -62,6 +63,7 @@ class PrivacyLimits:
         noise: minimum noise multiplier.
         rate: maximum sampling rate.
         colluding: minimum number of clients that may collude without weakening the guarantee.
+        varying: whether rounds may differ in noise multiplier and sampling rate, which costs more epsilon.
     """
 
     dataset: str
@@ -72,9 +74,12 @@ class PrivacyLimits:
     noise: float = 0.5
     rate: float = 1.0
     colluding: int = 1
+    varying: bool = False
 
     def __post_init__(self) -> None:
         where = "PrivacyLimits"
+        if type(self.varying) is not bool:
+            raise BadArgument(where, f"varying must be true or false, got {self.varying!r}")
         if type(self.dataset) is not str or not NAME.fullmatch(self.dataset):
             raise BadArgument(where, "dataset must consist of letters, digits, dots, hyphens and underscores")
         check_count(where, "records", self.records)
@@ -92,7 +97,7 @@ class PrivacyLimits:
             raise BadArgument("privacy", "it must be a table with dataset, records and epsilon")
         for name in table:
             check_choice("privacy", "setting", name, names)
-        return cls(**table, ledger=policy.parent / f"{policy.stem}-{table['dataset']}.ledger")
+        return cls(**table, ledger=policy.parent / f"{table['dataset']}.ledger")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from fedveil.checks import check_choice
 from fedveil.data import one_tensor
-from fedveil.defences.registry import BUILT_IN
+from fedveil.defences.registry import OURS
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Text
 from fedveil.runs.build import load_data
@@ -50,8 +50,7 @@ class AttackRequest(Generic[O]):
 
     def config_for(self, defence: str) -> Config:
         """Return the configuration for a defence; settings for a user's defence are not passed to a built-in one."""
-        built_in = {record.name for record in BUILT_IN}
-        if defence in built_in and not built_in.issuperset(self.defences):
+        if defence in OURS and not set(OURS).issuperset(self.defences):
             return self.config.changed(defence=defence, settings=())
         return self.config.changed(defence=defence)
 
@@ -123,23 +122,32 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
 
     def present(self, request: AttackRequest[O], results: Results[R]) -> Presentation:
         """Complete the presentation from `show` with the title, the summary, failures and the configuration."""
-        config, shown = request.config, self.show(request, successes(results))
-        failures = {name: found.failed for name, found in results.items() if isinstance(found, Failure)}
-        failed = [Text("Failed", [f"{name}: {why}" for name, why in failures.items()])] if failures else []
+        config = request.config
         values = {name: value for name, value in config.flat().items() if name != "defence"}
         values |= plain_values(request.options)
         lead = f"{capitalise(self.summary)}: {config.data.name}, {config.model.name}, {config.data.clients} clients."
-        facts = Facts("Configuration", {name: str(value) for name, value in values.items()})
+        facts = Facts("Configuration", {name: str(value) for name, value in values.items() if value not in (None, ())})
         names = [config.data.name, config.model.name, *(request.defences if len(request.defences) == 1 else ())]
-        return dataclasses.replace(
-            shown,
-            title=f"{'Audit of' if self.name == 'audit' else f'Attack: {self.name} on'} {', '.join(names)}",
-            verdict=" ".join([*request.notes, shown.verdict or lead]),
-            rows=[*shown.rows, *(failed_row(name, len(shown.header)) for name in failures)],
-            sections=[*shown.sections, facts],
-            first=[*failed, *shown.first],
-            lead=lead if shown.verdict else "",
-        )
+        found = complete_presentation(self.show(request, successes(results)), results, request.notes, facts, lead)
+        title = f"{'Audit of' if self.name == 'audit' else f'Attack: {self.name} on'} {', '.join(names)}"
+        return dataclasses.replace(found, title=title)
+
+
+def complete_presentation(
+    shown: Presentation, results: Mapping[str, Result], notes: Sequence[str], facts: Facts, lead: str = ""
+) -> Presentation:
+    """Add failures, notes, the configuration and, if there is no verdict, `lead` to a presentation."""
+    failures = {name: found.failed for name, found in results.items() if isinstance(found, Failure)}
+    failed = [Text("Failed", [f"{name}: {why}" for name, why in failures.items()])] if failures else []
+    return dataclasses.replace(
+        shown,
+        verdict=" ".join([*notes, shown.verdict or lead]),
+        plain=" ".join([*notes, shown.plain]) if shown.plain else "",
+        rows=[*shown.rows, *(failed_row(name, len(shown.header)) for name in failures)],
+        sections=[*shown.sections, facts],
+        first=[*failed, *shown.first],
+        lead=lead if shown.verdict else "",
+    )
 
 
 @cache

@@ -125,7 +125,8 @@ def configs_in(value: V) -> Iterator[Config]:
 
 def list_specs(config: Config) -> list[str]:
     """Return the names (`package.module:name`) of all code from other packages that a configuration uses."""
-    specs = [name for name in (config.data.name, config.model.name, config.defence.name) if ":" in name]
+    names = (config.data.name, config.model.name, config.defence.name)
+    specs = [name for name in names if registry.refers_to_code(name)]
     with contextlib.suppress(BadArgument):  # the job that builds the defence reports the error
         record = registry.find(config.defence.name)
         specs += [list_installed(registry.GROUP).get(config.defence.name, record.target), record.target]

@@ -184,13 +184,20 @@ def observe_strongest(federation: Federation, defence: str) -> dict[str, Observa
 def observe_round(federation: Federation) -> list[Round]:
     """Train for one more round, and return what each client observes; fused clients have no separate updates."""
     shards, number, caught = federation.shards, federation.round, list[Round]()
+    local = federation.defence.local_training
 
     def record_round(broadcast: Any, updates: Sequence[Any]) -> None:
         sent = copy.deepcopy(broadcast)
         view = federation.defence.client_view(federation.model, sent)
         for client, start in enumerate(shards.starts):
-            rows = (shards.rows(client, number) - start).to(federation.device)
-            caught.append(Round(sent, view, rows, None if federation.clients.fused else updates[client]))
+            upload = None if federation.clients.fused else updates[client]
+            if local is None:
+                rows = (shards.rows(client, number) - start).to(federation.device)
+                caught.append(Round(sent, view, rows, upload))
+                continue
+            steps = [(own - start).to(federation.device) for own in shards.local_rows(client, number, local.epochs)]
+            rows = torch.arange(shards.sizes[client], device=federation.device)
+            caught.append(Round(sent, view, rows, upload, local, tuple(steps)))
 
     federation.step(record_round)
     return caught[-len(shards.sizes) :]

@@ -3,7 +3,7 @@
 import base64
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 
@@ -27,6 +27,8 @@ class Presentation:
         first: sections before the table.
         headline: rows (question, the paper's answer, our answer) for a summary of several studies.
         lead: description of the question, printed below the verdict.
+        plain: the verdict in plain words, which replaces the verdict at the top of the page.
+        glossary: explanations of the terms on the page.
     """
 
     title: str
@@ -38,11 +40,14 @@ class Presentation:
     first: Sequence[Section] = ()
     headline: Sequence[tuple[str, str, str]] = ()
     lead: str = ""
+    plain: str = ""
+    glossary: Mapping[str, str] = field(default_factory=dict)
 
     def page(self, command: str) -> Page:
         """Return the page, with the command that repeats the study."""
         table = [Table("Result", self.header, self.rows, self.note)] if self.rows else []
-        return Page(self.title, self.verdict, [*self.first, *table, *self.sections], command, self.lead)
+        sections, verdict = [*self.first, *table, *self.sections], self.plain or self.verdict
+        return Page(self.title, verdict, sections, command, self.lead, glossary=self.glossary)
 
 
 class PageTexts(BaseModel):

@@ -1,11 +1,12 @@
 """The structure of a study: jobs, results as frozen dataclasses, and a pure function that presents them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from pydantic import JsonValue
 from pydantic_core import to_jsonable_python
 
 from fedveil.files import write_atomically
@@ -15,6 +16,7 @@ from fedveil.studies.basis import Digests
 from fedveil.studies.jobs import JobResults, Result, Show, StudyJob, run_jobs, show_nothing
 from fedveil.studies.presentation import Presentation
 
+SCHEMA = 1  # version of results.json
 S = TypeVar("S")
 R = TypeVar("R")
 
@@ -45,6 +47,10 @@ class Study(ABC, Generic[S, R]):
     def present(self, request: S, results: R) -> Presentation:
         """Present the results, without training a model or reading a file."""
 
+    def summarise(self, results: R, shown: Presentation) -> Mapping[str, JsonValue]:
+        """Return values for results.json besides the results; by default none."""
+        return {}
+
 
 def run_graph(
     graph: JobGraph[R],
@@ -68,7 +74,9 @@ def publish(study: Study[S, R], request: S, results: R, folder: Path, command: s
     """Write results.json and report.html, and return the `Presentation` to print."""
     from fedveil.report import write  # imported here because jobs do not need it
 
-    plain, presented = {"command": command, "results": to_jsonable_python(results)}, study.present(request, results)
+    presented = study.present(request, results)
+    plain = {"schema": SCHEMA, "command": command, "results": to_jsonable_python(results)}
+    plain |= study.summarise(results, presented)
     with lock_folder(folder):
         write_atomically(folder / "results.json", to_json(plain, indent=1) + "\n")
         write(presented.page(command), folder / "report.html")

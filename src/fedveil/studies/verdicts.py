@@ -1,6 +1,12 @@
-"""Verdicts for all studies: thresholds, and labels with the estimates that they are based on."""
+"""Verdicts for all studies: thresholds, and labels with the estimates that they are based on.
+
+A verdict is about the strongest of several attackers. Whether attackers find a leak is decided by Holm's procedure
+(1979), so that with probability 0.95 no attacker is said to find a leak that is not there. Intervals hold for all
+attackers at once (Bonferroni).
+"""
 
 import enum
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +15,7 @@ from fedveil.attacks.scores import Estimate
 from fedveil.report import Section, Text
 from fedveil.studies.presentation import capitalise, display_name, text
 
+ALPHA = 0.05  # probability that a verdict on several attackers has a wrong finding, at most
 CLEAR = 0.1  # a leak is clear above this fraction of the distance between guessing and full knowledge
 SLIGHT = 0.2  # a leak is slight below this fraction of the distance between guessing and the undefended result
 FULL = 0.8  # a leak is full at or above this fraction of the distance between guessing and the undefended result
@@ -47,12 +54,14 @@ class AttackerFigure:
         figure: the estimate.
         finding: the conclusion.
         below: whether the estimate is below guessing; an attacker that reverses its answers then reaches 1 - figure.
+        enough: if there were too few trials, the number that would be enough; None if it is unknown.
     """
 
     attacker: str
     figure: Estimate
     finding: Finding
     below: bool = False
+    enough: int | None = None
 
     @property
     def value(self) -> float:
@@ -69,6 +78,7 @@ class Measure:
         figure: name of the estimate.
         form, scale, unit: format, factor and unit for printing.
         headroom: distance from guessing to full knowledge; None if full knowledge is 1.
+        trials: what the estimate is based on, in the plural.
         two_sided: whether values below guessing reveal as much as values above it.
         needs_adaptive: whether a defence counts as untested unless an adaptive attacker was run.
     """
@@ -79,6 +89,7 @@ class Measure:
     scale: float = 1.0
     unit: str = ""
     headroom: float | None = None
+    trials: str = "trials"
     two_sided: bool = False
     needs_adaptive: bool = False
 
@@ -86,29 +97,60 @@ class Measure:
         """Return the value that an attacker with full knowledge would reach."""
         return 1.0 if self.headroom is None else guess + self.headroom
 
-    def assess(self, attacker: str, figure: Estimate, guess: float, trials: int = 2) -> AttackerFigure:
-        """Draw a conclusion from the interval of an attacker's estimate.
+    def clear(self, guess: float) -> float:
+        """Return the distance from guessing at which a leak is clear."""
+        return CLEAR * (self.full(guess) - guess)
 
-        - Found: the whole interval is above guessing or, if the measure is two-sided, below it.
-        - Nothing found: the interval is not above guessing, and does not include a clear leak.
-        - Too few trials: the interval includes both guessing and a clear leak, or there was only one trial.
+    def compare(self, figures: Sequence[tuple[str, Estimate]], guess: float, trials: int = 2) -> list[AttackerFigure]:
+        """Draw a conclusion about each of several attackers, given 95 % intervals of their estimates.
+
+        In order of p-value, an attacker finds a leak if its interval of level 1 - ALPHA / (number of attackers left)
+        does not include guessing; the first that does not ends the search (Holm 1979).
         """
-        clear, below = CLEAR * (self.full(guess) - guess), self.two_sided and figure.high < guess
-        if trials < 2:
+        level, still, found = 1 - ALPHA / max(len(figures), 1), True, dict[int, bool]()
+        p = [figure.p_value(guess) for _, figure in figures]
+        for rank, index in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+            still = still and p[index] <= ALPHA / (len(p) - rank)
+            found[index] = still
+        return [
+            self.conclude(name, figure.at_level(level) if len(figures) > 1 else figure, guess, found[index], trials)
+            for index, (name, figure) in enumerate(figures)
+        ]
+
+    def conclude(self, attacker: str, figure: Estimate, guess: float, differs: bool, trials: int) -> AttackerFigure:
+        """Draw a conclusion about one attacker; `differs` states whether its estimate differs from guessing.
+
+        - Found: the estimate differs from guessing, and is above it or, if the measure is two-sided, below it.
+        - Nothing found: the interval does not include a clear leak.
+        - Too few trials: the interval includes a clear leak, or there was only one trial.
+        """
+        below = figure.value < guess
+        if trials < 2 or figure.repeats == 1:
             return AttackerFigure(attacker, figure, Finding.TOO_FEW)
-        if figure.low > guess or below:
+        if differs and (self.two_sided or not below):
             return AttackerFigure(attacker, figure, Finding.FOUND, below)
-        wide = figure.high > guess + clear or (self.two_sided and figure.low < guess - clear)
-        return AttackerFigure(attacker, figure, Finding.TOO_FEW if wide else Finding.NOTHING)
+        distance = self.clear(guess)
+        if figure.high > guess + distance or (self.two_sided and figure.low < guess - distance):
+            return AttackerFigure(attacker, figure, Finding.TOO_FEW, enough=self.enough_trials(figure, guess))
+        return AttackerFigure(attacker, figure, Finding.NOTHING)
+
+    def enough_trials(self, figure: Estimate, guess: float) -> int | None:
+        """Return a number of trials that would be enough for a finding or for none, whatever the true value.
+
+        An interval that is shorter than the distance to a clear leak does not include both. The length is proportional
+        to 1 / sqrt(trials), if their spread stays the same.
+        """
+        ratio = (figure.high - figure.low) / self.clear(guess)
+        return math.ceil(figure.sample_size * ratio**2) if figure.sample_size else None
 
     def number(self, value: float) -> str:
         """Format a value with its unit."""
         return f"{self.scale * value:{self.form}}{self.unit}"
 
 
-AGREEMENT = Measure("the model", "agreement", ".0f", 100, " %")
-RANKING = Measure("the model", "ranking AUC")
-MEMBERSHIP = Measure("membership", "AUC", two_sided=True)
+AGREEMENT = Measure("the model", "agreement", ".0f", 100, " %", trials="records")
+RANKING = Measure("the model", "ranking AUC", trials="records")
+MEMBERSHIP = Measure("membership", "AUC", trials="records", two_sided=True)
 RECORD = Measure("single records", "PSNR", ".1f", unit=" dB", headroom=RECOGNISED, needs_adaptive=True)
 GRADIENTS = Measure("images from gradients", "PSNR", ".1f", unit=" dB", headroom=RECOGNISED)
 INVERSION = Measure("private classes", "attack success", ".0f", 100, " %")
@@ -125,6 +167,7 @@ class Verdict:
         strongest: the strongest attacker.
         undefended: the strongest attacker without a defence; None if it was not measured.
         published: the strongest published attacker; None if none was run.
+        enough: if there were too few trials, the number that would be enough for all attackers, if it is known.
     """
 
     label: Label
@@ -133,6 +176,7 @@ class Verdict:
     strongest: AttackerFigure
     undefended: AttackerFigure | None = None
     published: AttackerFigure | None = None
+    enough: int | None = None
 
     def __str__(self) -> str:
         """Return the label, the estimate with its interval, and reference values."""
@@ -147,6 +191,8 @@ class Verdict:
         found = one.finding is Finding.FOUND
         if found and self.published and one.value - self.published.value > LAG * (one.value - self.guess):
             references.append(f"{PUBLISHED} {measure.number(self.published.figure.value)}")
+        if self.label is Label.TOO_FEW and self.enough:
+            references.append(f"about {self.enough:,} {measure.trials} would be enough")
         return f"{sentence}; {', '.join(references)}"
 
 
@@ -175,7 +221,8 @@ def judge(
         label = Label.TOO_FEW
     if measure.needs_adaptive and strongest is known and label not in (Label.LEAK, Label.NOTHING, Label.TOO_FEW):
         label = Label.UNTESTED
-    return Verdict(label, measure, guess, strongest, reference, known)
+    enough = max((other.enough for other in figures if other.enough), default=None)
+    return Verdict(label, measure, guess, strongest, reference, known, enough)
 
 
 def choose_label(measure: Measure, guess: float, strongest: AttackerFigure, undefended: AttackerFigure | None) -> Label:

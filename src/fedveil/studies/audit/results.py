@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from pydantic import JsonValue
+from pydantic_core import to_jsonable_python
 
 from fedveil.attacks.scores import Estimate, average
-from fedveil.report import Interval, Intervals, Section, Table, Text
+from fedveil.report import Answers, Interval, Intervals, Section, Table, Text
 from fedveil.studies import verdicts
 from fedveil.studies.federations import Quality
 from fedveil.studies.gradients import server
@@ -34,8 +37,11 @@ class Members:
 
     @property
     def attack(self) -> str:
-        """The attack that did best on records known to the attacker; it is not chosen on test records."""
-        return max(self.attacks, key=lambda name: self.attacks[name].known)
+        """The attack with the largest lower end of the AUC on known records; it is not chosen on test records.
+
+        The lower end, because a network has few known records left to be tried on, and would often win by chance.
+        """
+        return max(self.attacks, key=lambda name: self.attacks[name].known.low)
 
     @property
     def best(self) -> AttackScores:
@@ -141,7 +147,12 @@ def combine_broadcasts(broadcasts: Sequence[Estimate]) -> Estimate:
     mean = average([one.value for one in broadcasts])
     single = sum(one.high - one.low for one in broadcasts) / (2 * len(broadcasts))
     half = math.hypot(mean.high - mean.value, single)
-    return Estimate(mean.value, max(0.0, mean.value - half), min(1.0, mean.value + half))
+    return replace(
+        mean,
+        low=max(0.0, mean.value - half),
+        high=min(1.0, mean.value + half),
+        sample_size=broadcasts[0].sample_size,
+    )
 
 
 def combine_if_complete(broadcasts: Sequence[Estimate | None]) -> Estimate | None:
@@ -157,8 +168,8 @@ def average_members(broadcasts: Sequence[Members]) -> Members:
         own = [one.attacks[name] for one in broadcasts if name in one.attacks]
         accuracy, area = (combine_broadcasts([getattr(one, figure) for one in own]) for figure in ("accuracy", "auc"))
         rates = {rate: combine_if_complete([one.tpr[rate] for one in own]) for rate in own[0].tpr}
-        known = sum(one.known for one in own) / len(own)
-        found[name] = AttackScores(accuracy, area, rates, known=known, broadcasts=len(own))
+        known, form = combine_broadcasts([one.known for one in own]), own[0].form
+        found[name] = AttackScores(accuracy, area, rates, known=known, broadcasts=len(own), form=form)
     return Members(found, broadcasts[0].left_out)
 
 
@@ -205,7 +216,7 @@ def judge(column: str, measure: Measure, result: AuditResult, plain: AuditResult
     def assess(audit: AuditResult) -> list[AttackerFigure]:
         trials = audit.trials if column == RECORD else 2
         figures = {attacker: audit.figures(attacker).get(column) for attacker in sorted(audit.names)}
-        return [measure.assess(attacker, one, guess, trials) for attacker, one in figures.items() if one]
+        return measure.compare([(attacker, one) for attacker, one in figures.items() if one], guess, trials)
 
     undefended = assess(plain)
     return verdicts.judge(measure, guess, assess(result), undefended) if undefended else None
@@ -268,7 +279,7 @@ def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
 def member_rows(name: str, attacker: str, members: Members) -> Iterator[list[str]]:
     """Yield one row per membership attack, including the attacks that were not run."""
     for attack, one in members.attacks.items():
-        figures = [f"{one.known:.3f}", text(one.auc, ".3f"), percent(one.accuracy), *map(percent, one.tpr.values())]
+        figures = [text(one.known, ".3f"), text(one.auc, ".3f"), percent(one.accuracy), *map(percent, one.tpr.values())]
         yield [name, attacker, f"{attack} *" if attack == members.attack else attack, *figures, str(one.broadcasts)]
     for attack, why in members.left_out.items():
         yield [name, attacker, attack, why, *[""] * (len(ATTACKS) - 2)]
@@ -299,18 +310,48 @@ def attack_sections(done: Audits) -> list[Section]:
     return (sections if members else []) + ([Text("Attackers that did not run", skipped)] if skipped else [])
 
 
+def list_verdicts(audits: Audits) -> dict[str, dict[str, Verdict]]:
+    """Return the verdicts by defence and subject; empty without an undefended result."""
+    plain = audits.get("plain", audits.get(UNDEFENDED))
+    if plain is None:
+        return {}
+    results = {name: found for name, found in audits.items() if name != UNDEFENDED}
+    columns = judge_all(results, plain).values()
+    return {name: {own[name].measure.subject: own[name] for own in columns if name in own} for name in results}
+
+
+def find_answers(shown: Presentation) -> Mapping[str, Sequence[str]]:
+    """Return the answers on a page, by question; empty if there are none."""
+    return next((section.answers for section in shown.first if isinstance(section, Answers)), {})
+
+
+def plain_summary(shown: Presentation, audits: Audits) -> dict[str, JsonValue]:
+    """Return the conclusion, the answers and the labels, for results.json."""
+    labels = {
+        name: {subject: {"label": one.label, "text": str(one)} for subject, one in own.items()}
+        for name, own in list_verdicts(audits).items()
+    }
+    found: dict[str, JsonValue] = to_jsonable_python(
+        {"conclusion": shown.plain, "answers": find_answers(shown), "verdicts": labels}
+    )
+    return found
+
+
 def show(audits: Audits) -> Presentation:
     """Return the verdicts, the table and the other sections."""
     results = {name: found for name, found in audits.items() if name != UNDEFENDED}
     rows = [row for name, found in audits.items() for row in attacker_rows(name, found)]
-    verdict, first, sections = NO_VERDICT, list[Section](), list[Section]()
+    verdict, first, sections, plain_words = NO_VERDICT, list[Section](), list[Section](), ""
     if plain := audits.get("plain", audits.get(UNDEFENDED)):
         found = judge_all(results, plain)
         verdict = headline(found) if any(found.values()) else verdict
         guesses = {column: average([value]) for column, value in plain.guesses.items() if value is not None}
         rows.append(["guessing", "", *format_figures(guesses, FORMATS), ""])
-        first = verdict_sections(results, plain, found)
-        sections = list(charts(results, plain))
+        from fedveil.studies.audit.decision import decide  # imported here because it uses this module
+
+        decision = decide(results, plain, found)
+        plain_words = decision.headline
+        first = [decision.section(), *charts(results, plain), *verdict_sections(results, plain, found)]
         if plain.server and plain.server.complete:
             sections.append(
                 Table("Curious server", server.HEADER[1:], list(server.view_rows(plain.server)), server.NOTE)
@@ -322,4 +363,5 @@ def show(audits: Audits) -> Presentation:
     ]
     sections += attack_sections(audits)
     sections += [Text("Gap between members and others", gaps), Text("How to read it", TEXTS.reading)]
-    return Presentation("", verdict, HEADER, rows, TEXTS.note, sections, first)
+    glossary = read_texts()["glossary"].notes
+    return Presentation("", verdict, HEADER, rows, TEXTS.note, sections, first, plain=plain_words, glossary=glossary)

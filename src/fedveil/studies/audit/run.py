@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor, nn
 
 from fedveil.attacks.first_layer import first_linear
 from fedveil.attacks.generic import rebuild_record
 from fedveil.attacks.observation import PUBLISHED, DoesNotApply, Observation, attempt
-from fedveil.attacks.registry import find_attackers
 from fedveil.attacks.scores import Estimate, Scores, auc, average, proportion
 from fedveil.attacks.similarity import psnr
 from fedveil.attacks.whitebox import Recipe
@@ -19,20 +19,20 @@ from fedveil.defences.registry import find
 from fedveil.federation.evaluate import predict
 from fedveil.progress import Progress, ignore_progress
 from fedveil.records.shards import generator
-from fedveil.runs.build import build_model
+from fedveil.report import Text
 from fedveil.runs.settings import Config, Value
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option, read_federations
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelFigures, average_figures
-from fedveil.studies.federations import load_or_train, measure_quality, observe, observe_all
-from fedveil.studies.gradients.run import build_small_federation, plain_sgd
+from fedveil.studies.audit.subject import AuditSubject, configured_subject
+from fedveil.studies.federations import load_or_train, measure_quality, observe
 from fedveil.studies.gradients.server import SERVER, ServerOptions, ServerResults, ServerRound
-from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
+from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, successes
 from fedveil.studies.membership import attacks as membership
 from fedveil.studies.presentation import Presentation
 from fedveil.studies.study import JobGraph
 
-OWN_BATCH, RATE = 4, 0.1
+OWN_BATCH = 4
 SHARD = 64  # number of the victim's records if clients use whole shards
 MAX_SEARCHES = 5  # maximum number of records to rebuild by a search
 
@@ -42,41 +42,38 @@ def quality(rebuilt: Tensor, true: Tensor, peak: float) -> float:
     return psnr(torch.nan_to_num(rebuilt).reshape(1, -1), true.reshape(1, -1), peak=peak, maximum=100.0)[0]
 
 
-def run_trial(config: Config, data: Data, number: int, rounds: int = 2) -> tuple[Observation, Tensor]:
+def run_trial(subject: AuditSubject, number: int, rounds: int = 2) -> tuple[Observation, Tensor]:
     """Train a new network for a few rounds on the attacker's records and one record of a victim.
 
     Returns the attacker's observation and the victim's records. If clients use whole shards, the victim has 64 records
     and the attacker has 4.
     """
-    seed, whole = config.training.seed, config.training.whole_shard
-    order = torch.randperm(len(data.train.targets), generator=generator("rebuild", seed, number))
+    train, whole = subject.data.train, subject.whole_shard
+    order = torch.randperm(len(train.targets), generator=generator("rebuild", subject.seed, number))
     mine, victim = (order[:OWN_BATCH], order[-SHARD:]) if whole else (order[: len(order) // 2], order[-1:])
-    config, parts = config.changed(seed=seed + number), [data.train.take(rows) for rows in (mine, victim)]
-    federation = build_small_federation(
-        config, build_model(config, data), parts, plain_sgd(RATE), OWN_BATCH, whole_shard=whole
-    )
-    return observe(federation, rounds), data.train.tensor[victim]
+    federation = subject.trial([train.take(rows) for rows in (mine, victim)], number, OWN_BATCH, whole)
+    return observe(federation, rounds), train.tensor[victim]
 
 
-def rebuild(progress: Progress, config: Config, data: Data, trials: int) -> tuple[dict[str, Estimate], dict[str, str]]:
+def rebuild(progress: Progress, subject: AuditSubject, trials: int) -> tuple[dict[str, Estimate], dict[str, str]]:
     """Return the PSNR of each attacker's reconstructions, and the reason for each attacker without reconstructions.
 
     The PSNR of the floor, which is the mean of the attacker's records, is included. An attacker that does not apply or
     fails in any trial is left out of the result. If the network starts with a Linear layer, its gradient reveals a
     record directly. Otherwise a search is needed, which takes seconds, so there are at most five trials.
     """
-    low, high = float(data.train.tensor.min()), float(data.train.tensor.max())
-    known = find_attackers(find(config.defence.name))
+    records, known = subject.data.train.tensor, subject.attackers
+    low, high = float(records.min()), float(records.max())
     attackers = {PUBLISHED: rebuild_record, **known.rebuilders}
     found: dict[str, list[float]] = {}
     left_out: dict[str, str] = {}
     try:
-        first_linear(build_model(config, data))
+        first_linear(subject.trial.new_model())
     except DoesNotApply:
         trials = min(trials, MAX_SEARCHES)
     for number in range(trials):
         progress(number / trials, f"rebuilding record {number + 1}/{trials}")
-        observed, true = run_trial(config, data, number, known.rebuild_rounds)
+        observed, true = run_trial(subject, number, known.rebuild_rounds)
         guesses: dict[str, Tensor] = {page.FLOOR: observed.inputs.double().mean(0).cpu()}
         for name in [name for name in attackers if name not in left_out]:
             guess = attempt(attackers[name], observed)
@@ -103,7 +100,7 @@ class AuditOptions:
 
 
 EPOCHS = 30  # number of training epochs of the attack network
-CURIOUS = ServerOptions(steps=400, restarts=1)  # half a minute on two cores for a small network
+CURIOUS = ServerOptions(steps=400, restarts=1, batches="")  # half a minute on two cores for a small network
 
 
 def predict_test(view: nn.Module, data: Data) -> Tensor:
@@ -168,39 +165,44 @@ class Audit:
 
     def __call__(self, progress: Progress, done: JobResults) -> AuditResult:
         """Attack several broadcasts, and rebuild records."""
-        config, options = self.config, self.options
-        federation, data = load_or_train(config, self.run, progress, done.basis)
-        quality = measure_quality(federation, data)
-        measured = quality.metric, quality.train, quality.test, quality.gap
-        attacks = None
-        if config.data.clients > 1:
-            shadows = membership.ShadowAttacks(config, self.folder, options.shadows, options.lira)
-            recipe = Recipe(EPOCHS, seed=config.training.seed) if options.network else None
-            records = membership.divide_records(config, data, everyone=True)
-            attacks = membership.RecordAttacks(records, shadows, recipe)
-        count = options.broadcasts if config.defence.name == "veil" else 1
-        figures: dict[str, list[ModelFigures]] = {}
-        for number in range(count):
-            progress(number / count, f"broadcast {number + 1}/{count}")
-            if attacks and number >= page.NETWORK_BROADCASTS:
-                attacks = replace(attacks, recipe=None)
-            seen, left_out = observe_all(federation, config.defence.name)
-            for name, observed in seen.items():
-                members = infer_members(attacks, observed, name != PUBLISHED) if attacks else None
-                figures.setdefault(name, []).append(model_figures(observed.model, federation.model, data, members))
-        rebuilt, not_rebuilt = rebuild(progress, config, data, options.trials)
-        attackers = {name: average_figures(own) for name, own in figures.items()}
-        guessing = constant_answer(federation.model, data)
-        found = AuditResult(*measured, config.defence.name, count, options.trials, attackers, rebuilt, guessing)
-        return replace(found, inapplicable=left_out, not_rebuilt=not_rebuilt)
+        federation, data = load_or_train(self.config, self.run, progress, done.basis)
+        subject = configured_subject(self.config, federation, data)
+        return attack_subject(subject, self.options, self.folder, progress)
+
+
+def attack_subject(subject: AuditSubject, options: AuditOptions, folder: Path, progress: Progress) -> AuditResult:
+    """Attack several broadcasts of a federation, and rebuild records; `folder` contains its shadows, if any."""
+    federation, data, attacks = subject.federation, subject.data, None
+    measured = measure_quality(federation, data)
+    if len(subject.clients) > 1:
+        shadows = membership.ShadowAttacks(subject.name, folder, options.shadows, options.lira)
+        recipe = Recipe(EPOCHS, seed=subject.seed) if options.network else None
+        records = membership.divide_pool(data, subject.clients, subject.seed, everyone=True)
+        attacks = membership.RecordAttacks(records, shadows, recipe)
+    count = options.broadcasts if subject.is_veiled else 1
+    figures: dict[str, list[ModelFigures]] = {}
+    for number in range(count):
+        progress(number / count, f"broadcast {number + 1}/{count}")
+        if attacks and number >= page.NETWORK_BROADCASTS:
+            attacks = replace(attacks, recipe=None)
+        seen, left_out = subject.observe_all()
+        for name, observed in seen.items():
+            members = infer_members(attacks, observed, name != PUBLISHED) if attacks else None
+            figures.setdefault(name, []).append(model_figures(observed.model, federation.model, data, members))
+    rebuilt, not_rebuilt = rebuild(progress, subject, options.trials)
+    attackers = {name: average_figures(own) for name, own in figures.items()}
+    quality = measured.metric, measured.train, measured.test, measured.gap
+    guessing = constant_answer(federation.model, data)
+    found = AuditResult(*quality, subject.name, count, options.trials, attackers, rebuilt, guessing)
+    return replace(found, inapplicable=left_out, not_rebuilt=not_rebuilt)
 
 
 def infer_members(attacks: membership.RecordAttacks, observed: Observation, cleaned: bool) -> Members:
     """Run all membership attacks on one broadcast; the result includes reasons for attacks that were not run."""
     left_out = {} if attacks.recipe else {membership.NETWORK: "not requested"}
     if attacks.records.pool.targets.dim() != 1:
-        left_out |= dict.fromkeys(("loss by class", membership.SHADOWS), "the targets have no classes")
-    elif not attacks.shadows.count:
+        left_out["loss by class"] = "the targets have no classes"
+    if not attacks.shadows.count:
         left_out[membership.SHADOWS] = "no shadows were requested"
     scored: dict[str, membership.AttackScores] = {}
     for name, found in attacks.run(observed, cleaned, ignore_progress).items():
@@ -262,8 +264,15 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         return JobGraph([*audits.jobs, *rounds], collect)
 
     def show(self, request: AttackRequest[AuditOptions], results: Mapping[str, AuditResult]) -> Presentation:
-        """Return the verdict, the table, charts, and an explanation of how to read them."""
-        return page.show(results)
+        """Return the verdict, the table, charts, an explanation of how to read them, and what each defence claims."""
+        shown = page.show(results)
+        claims = {name: find(name).claim for name in results if name != page.UNDEFENDED}
+        lines = [f"{name}: {claim}." for name, claim in claims.items() if claim]
+        return replace(shown, sections=[*shown.sections, *([Text("What the authors claim", lines)] if lines else [])])
+
+    def summarise(self, results: Results[AuditResult], shown: Presentation) -> Mapping[str, JsonValue]:
+        """Return the conclusion, the answers and the labels."""
+        return page.plain_summary(shown, successes(results))
 
 
 SUITE: Mapping[str, Mapping[str, Value]] = read_federations()["suite"]

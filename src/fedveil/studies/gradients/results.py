@@ -146,7 +146,7 @@ def judge_views(results: Mapping[str, Gradients], size: int) -> dict[str, Verdic
     guess = max((floor.mean_psnr for floor in floor_figures(results, size).values()), default=0.0)
     views = view_figures(results, size)
     found = {
-        name: [GRADIENTS.assess(view, average(one.psnr), guess, len(one.psnr)) for view, one in own.items()]
+        name: GRADIENTS.compare([(view, average(one.psnr)) for view, one in own.items()], guess)
         for name, own in views.items()
     }
     published = {view for own in views.values() for view in own if not is_adaptive(view)}

@@ -3,7 +3,7 @@
 import copy
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,15 +18,18 @@ from fedveil.attacks.scores import Estimate
 from fedveil.attacks.similarity import psnr, ssim
 from fedveil.checks import check_count
 from fedveil.data import Data
-from fedveil.errors import BadArgument, UpdateRefused
+from fedveil.errors import BadArgument
 from fedveil.federation.local import Federation
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
-from fedveil.report import Picture, Pictures, Section
+from fedveil.report import Picture, Pictures, Section, Table
 from fedveil.runs.build import build_optimizer, load_data
 from fedveil.runs.settings import Config
-from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option, read_federations
+from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option, read_federations
+from fedveil.studies.gradients import records as batches
 from fedveil.studies.gradients import run as reconstruction
+from fedveil.studies.gradients.records import OWN, CountedRound, read_updates
+from fedveil.studies.gradients.run import parse_counts
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 from fedveil.studies.presentation import Presentation, decode_picture, encode_image, read_texts, text
 from fedveil.studies.study import JobGraph
@@ -34,6 +37,7 @@ from fedveil.studies.verdicts import RECOGNISED, Label
 
 TEXTS = read_texts()["server"]
 NOTE = TEXTS.note.format(recognised=RECOGNISED)
+RECORD_NOTE = TEXTS.notes["records"].format(recognised=RECOGNISED, own=OWN)
 SINGLE, SAME_MODEL, NEXT_ROUND = "single update", "same model", "next round"
 ATTACKS, FLOORS = ("search", "first layer", "rows that agree"), ("mean image", "another of its class")
 HEADER = ("defence", "view", "records", "known", *(f"{name}, dB" for name in (*ATTACKS, *FLOORS)), "SSIM")
@@ -103,6 +107,7 @@ class ServerResults(Result):
     """The results of a curious server's attacks in all rounds under one defence."""
 
     rounds: list[ServerRound | Failure]
+    records: list[CountedRound | Failure] = field(default_factory=list)
 
     @property
     def failed(self) -> str:
@@ -132,6 +137,8 @@ def difference_view(clients: int, models: str) -> str:
 def view_rows(results: ServerResults) -> Iterator[list[str]]:
     """Yield one table row per view, without the column for the defence."""
     if not results.complete:
+        if not results.rounds:
+            return
         yield ["", "", f"failed: {results.failed}", *[""] * (len(HEADER) - 4)]
         return
     for name in results.complete[0].views:
@@ -155,7 +162,7 @@ def count_rounds(results: ServerResults, name: str) -> int:
 def verdict(results: ServerResults) -> str:
     """Return the label, the views that reveal a record, and those that do not."""
     if not results.complete:
-        return f"not measured ({results.failed})."
+        return f"not measured ({results.failed or 'the records are not images'})."
     known = {name: count_rounds(results, name) for name in results.complete[0].views}
     leaks = [f"{name} ({times} of {len(results.complete)} rounds)" for name, times in known.items() if times]
     others = ", ".join(name for name, times in known.items() if not times)
@@ -179,7 +186,6 @@ def gallery(title: str, results: ServerResults) -> list[Section]:
     return [Pictures(title, [f"round {number + 1}" for number in range(len(rounds))], rows, TEXTS.notes["pictures"])]
 
 
-OWN = 64  # number of held-out records from which the server estimates typical outputs of the model
 MAX_SEARCH = 16  # views with more records are not searched, since the duration grows with their number
 DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
     "first layer": record_from_gradient,
@@ -195,12 +201,15 @@ class ServerOptions(reconstruction.SearchOptions):
     sums: str = option("2,4,10,100", "number of clients in each sum, as a comma-separated list")
     difference: int = option(10, "number of clients in the larger of two sums that differ by one client")
     records: int = option(1, "number of records in a client's batch")
+    batches: str = option("4,10,100", "numbers of records in batches whose recovered records are counted; '' for none")
 
     def counts(self) -> list[int]:
         """Return the number of clients in each sum."""
-        counts = reconstruction.parse_counts(self.sums)
+        counts = parse_counts(self.sums)
         if not counts:
             raise BadArgument("--sums", f"got {self.sums!r}", "use distinct positive integers, such as 2,4,10")
+        if self.batches and not parse_counts(self.batches):
+            raise BadArgument("--batches", f"got {self.batches!r}", "use distinct positive integers, such as 4,10")
         for name, minimum in (("difference", 2), ("rounds", 1), ("records", 1)):
             check_count("fedveil attack server", f"--{name}", getattr(self, name), minimum)
         return counts
@@ -219,18 +228,6 @@ def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]
     return data, model
 
 
-def read_updates(federation: Federation, clients: Sequence[int]) -> list[Gradients]:
-    """Return each client's recovered gradient, which the server has without secure aggregation."""
-    server_round = federation.defence_server.start_round(federation.model).base
-    updates = federation.clients.updates(server_round.broadcast, clients, federation.round)
-    found = []
-    for result in server_round.recover_each(updates):
-        if isinstance(result, UpdateRefused):
-            raise result
-        found.append(dict(result.gradients))
-    return found
-
-
 def server_views(federation: Federation, counts: Sequence[int], largest: int) -> dict[str, tuple[Leak, int]]:
     """Return the server's views of client 0, each as a gradient with the number of clients in it.
 
@@ -247,12 +244,15 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
         parameter = federation.model.get_parameter(name)
         parameter.grad = gradient.to(parameter)
     federation.optimizer.step()
+    local, reach = federation.defence.local_training, 1.0
+    if local is not None:  # all clients have the same number of records
+        reach = local.reach(local.epochs * federation.shards.batches(sizes[0]))
     later = secure_sum(read_updates(federation, everyone[1:largest]), sizes[1:largest])
 
     def view(gradients: Gradients, clients: int) -> tuple[Leak, int]:
         like = {name: parameter.detach() for name, parameter in model.named_parameters()}
         own = {name: gradient.to(like[name]) for name, gradient in gradients.items()}
-        return Leak(model, own, federation.loss), clients
+        return Leak(model, own, federation.loss).divided(reach), clients
 
     sums = {sum_view(count): view(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
     return {
@@ -361,16 +361,37 @@ class ServerStudy(AttackStudy[ServerOptions, ServerResults]):
         return found
 
     def graph(self, request: AttackRequest[ServerOptions], folder: Path) -> JobGraph[Results[ServerResults]]:
-        """Return one job per defence and round; refuse invalid counts, and records that are not images."""
+        """Return the jobs for each defence; refuse invalid counts. Views are attacked only if records are images."""
         request.options.counts()
-        images_and_model(request.config, None)
-        jobs = {defence: self.rounds(request, defence) for defence in request.defences}
-        return join_parts(jobs, lambda parts: ServerResults(list(parts.values())))
+        try:
+            images_and_model(request.config, None)
+            images = True
+        except DoesNotApply:
+            if not request.options.batches:
+                raise
+            images = False
+        sizes = parse_counts(request.options.batches) if request.options.batches else []
+        views, records = dict[str, list[StudyJob[ServerRound]]](), dict[str, list[StudyJob[CountedRound]]]()
+        for name in request.defences:
+            views[name] = list(self.rounds(request, name).values()) if images else []
+            config, label = request.config_for(name), request.job_name("server", name)
+            records[name] = batches.record_jobs(config, request.run, sizes, request.options.rounds, label)
+
+        def collect(done: JobResults) -> Results[ServerResults]:
+            return {
+                name: ServerResults([done[job] for job in views[name]], [done[job] for job in records[name]])
+                for name in request.defences
+            }
+
+        jobs: list[StudyJob[Result]] = [job for own in views.values() for job in own]
+        return JobGraph([*jobs, *(job for own in records.values() for job in own)], collect)
 
     def show(self, request: AttackRequest[ServerOptions], results: Mapping[str, ServerResults]) -> Presentation:
-        """Return one row per view, and pictures."""
+        """Return one row per view, the recovered records, and pictures."""
         rows = [[name, *row] for name, found in results.items() for row in view_rows(found)]
-        sections = [part for name, found in results.items() for part in gallery(f"Server's view, {name}", found)]
+        counted = [[name, *row] for name, found in results.items() for row in batches.record_rows(found.records)]
+        sections: list[Section] = [Table(batches.TITLE, batches.HEADER, counted, RECORD_NOTE)] if counted else []
+        sections += [part for name, found in results.items() for part in gallery(f"Server's view, {name}", found)]
         verdicts = " ".join(f"{name}: {verdict(found)}" for name, found in results.items())
         return Presentation("", verdicts or "No verdict: the attack failed.", HEADER, rows, NOTE, sections)
 

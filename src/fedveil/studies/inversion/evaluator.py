@@ -154,7 +154,7 @@ class Evaluator:
         far = distances(features / self.norm, labels, self.known, self.data.train.targets.to(self.device))
         answers = outputs.argmax(1)
         by_class, right = per_class(answers, labels, len(self.data.classes)), answers == labels
-        return SuccessRate(*wilson(right), *far, by_class, right.long().tolist())
+        return SuccessRate(*wilson(right), *far, by_class, right.long().tolist(), sample_size=len(right))
 
     def evaluate_by(self, models: Sequence[nn.Module], images: Tensor, labels: Tensor) -> SuccessRate:
         """Return the success rate and distances according to the attacked models (the paper's protocol).
@@ -171,4 +171,4 @@ class Evaluator:
             far.append(distances(features, classes, known, targets, same_class=False))
             right.append(outputs.argmax(1) == classes)
         centroid, nearest = (sum(values) / len(far) for values in zip(*far, strict=True))
-        return SuccessRate(*wilson(torch.cat(right)), centroid, nearest)
+        return SuccessRate(*wilson(torch.cat(right)), centroid, nearest, sample_size=len(labels))

@@ -199,12 +199,10 @@ def judge_attackers(results: Mapping[str, Inversion]) -> dict[str, Verdict]:
     """Return the verdict on each defence, based on the most successful search; the floor counts as guessing."""
     floor = next(iter(results.values())).floor
     found = {
-        defence: [
-            INVERSION.assess(name, one, floor.high)
-            for name, own in result.attackers.items()
-            for one in (own.codes, own.pixels)
-            if one
-        ]
+        defence: INVERSION.compare(
+            [(name, one) for name, own in result.attackers.items() for one in (own.codes, own.pixels) if one],
+            floor.high,
+        )
         for defence, result in results.items()
     }
     return judge_defences(INVERSION, floor.value, found)

@@ -13,24 +13,29 @@ from torch import Tensor
 
 from fedveil.attacks import Observation
 from fedveil.attacks.features import LAYERS, dense_targets, labels, losses, record_features
-from fedveil.attacks.membership import Shadows, calibrated_scores, halves, shadow_scores
+from fedveil.attacks.membership import Shadows, ShadowScores, calibrated_scores, halves, shadow_scores
 from fedveil.attacks.registry import find_attackers
 from fedveil.attacks.scores import Estimate, Scores, auc, balanced_accuracy, best_threshold, has_enough, roc, tpr_at
 from fedveil.attacks.whitebox import Features, Recipe, Score, select, train_attack
 from fedveil.data import Data, DataPart, split
+from fedveil.defences import registry
 from fedveil.defences.registry import find
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import metrics, predict
+from fedveil.federation.local import Federation
 from fedveil.files import write_atomically
 from fedveil.progress import Progress
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.settings import Config
+from fedveil.scheme.losses import Loss
 from fedveil.studies.federations import Quality, observe, round_progress
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 
 RATES = (0.01, 0.001)
+GUESS = 0.5  # AUC of a constant score
 NETWORK, SHADOWS = "white-box network", "RMIA"  # names of attacks
+UNKNOWN = Estimate(0.5, 0.0, 1.0)  # an attack that was not tried on known records
 Indices = NDArray[np.int64]
 Attacks = dict[str, "AttackScores | Failure"]  # results by attack name
 
@@ -65,8 +70,14 @@ def divide_records(config: Config, data: Data, *, everyone: bool = False) -> Rec
     Held-out records identical to a member are left out. If `everyone`, all non-members are used, and the attacker
     knows a fifth of them. The test is then not balanced, but has enough non-members to estimate low rates.
     """
-    settings, seed, count = config.data, config.training.seed, len(data.train.targets)
+    settings, seed = config.data, config.training.seed
     parts = split(data, settings.clients, how=settings.split, seed=seed, alpha=settings.alpha, column=settings.column)
+    return divide_pool(data, parts, seed, everyone=everyone)
+
+
+def divide_pool(data: Data, parts: Sequence[Tensor], seed: int, *, everyone: bool = False) -> Records:
+    """Divide the records as `divide_records` does; `parts` are the rows of each client in the training data."""
+    count = len(data.train.targets)
     if len(parts) < 2:
         raise BadArgument("membership", "there is no other client to attack", "use --clients 2 or more")
     own, *others = (rows.numpy() for rows in parts)  # the attacker is client 0
@@ -88,7 +99,12 @@ def digests(inputs: Tensor) -> list[bytes]:
 
 
 def shadow_defence(defence: str) -> str:
-    """Return the defence used to train shadows; a veiled federation uses "plain", which trains the same model."""
+    """Return the defence used to train shadows; a veiled federation uses "plain", which trains the same model.
+
+    A defence that is not registered is used itself.
+    """
+    if ":" not in defence and defence not in registry.names():
+        return defence
     return find_attackers(find(defence)).shadows or defence
 
 
@@ -134,12 +150,15 @@ class TrainShadow:
         own = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
         federation = build_federation(own, Data(data.name, pool.take(inside), data.test, classes=data.classes))
         federation.fit(own.training.epochs, on_round=round_progress(own.training.epochs, progress))
-        views = observe(federation).model, federation.model
-        outputs = [predict(view, pool.tensor.to(federation.device)).cpu() for view in views]
-        write_atomically(
-            path, partial(np.savez, received=outputs[0].numpy(), cleaned=outputs[1].numpy(), inside=inside)
-        )
-        return Shadow(own.training.seed, metrics(outputs[1][inside], pool.targets[inside]))
+        return Shadow(own.training.seed, write_shadow(federation, pool, inside, path))
+
+
+def write_shadow(federation: Federation, pool: DataPart, inside: Indices, path: Path) -> dict[str, float]:
+    """Write a trained shadow's outputs for the whole pool; return its metrics on its training records, `inside`."""
+    views = observe(federation).model, federation.model
+    outputs = [predict(view, pool.tensor.to(federation.device)).cpu() for view in views]
+    write_atomically(path, partial(np.savez, received=outputs[0].numpy(), cleaned=outputs[1].numpy(), inside=inside))
+    return metrics(outputs[1][inside], pool.targets[inside])
 
 
 def shadow_jobs(
@@ -147,13 +166,11 @@ def shadow_jobs(
 ) -> list[StudyJob[Result]]:
     """Return the jobs that train the shadows for all defences; refuse an odd number of shadows.
 
-    The list is empty without shadows, classes or other clients. `flags` are `everyone` and `matched` of `TrainShadow`.
+    The list is empty without shadows or other clients. `flags` are `everyone` and `matched` of `TrainShadow`.
     """
     if not count or config.data.clients < 2:
         return []
     halves(2, count, torch.Generator())
-    if load_data(config).train.targets.dim() != 1:
-        return []
     jobs: list[StudyJob[Result]] = []
     for kind in dict.fromkeys(map(shadow_defence, defences)):
         works = [TrainShadow(config.changed(defence=kind), number, count, folder, **flags) for number in range(count)]
@@ -174,6 +191,8 @@ class AttackScores:
         collapsed: whether a white-box network returns the same answer for all of its training records.
         known: AUC on records with known membership; for a network, only those held out from its training.
         broadcasts: number of broadcasts that were attacked.
+        turned: whether the scores are reversed, because members had smaller scores than others among the known records.
+        form: the form of an attack with shadows that was chosen on the shadows.
     """
 
     accuracy: Estimate
@@ -182,8 +201,10 @@ class AttackScores:
     best_on_test: float | None = None
     roc: list[tuple[float, float]] | None = None
     collapsed: bool = False
-    known: float = 0.5
+    known: Estimate = UNKNOWN
     broadcasts: int = 1
+    turned: bool = False
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -208,42 +229,44 @@ class ShadowAttacks:
     """The attacks that use shadow federations.
 
     Attributes:
-        config: configuration of the attacked federation.
+        defence: name of the defence of the attacked federation.
         folder: folder with the outputs of the shadows.
         count: number of shadows.
         lira: whether to run LiRA as well as RMIA.
     """
 
-    config: Config
+    defence: str
     folder: Path
     count: int
     lira: bool
 
-    def scores(self, observed: Observation, outputs: Tensor, records: Records, cleaned: bool) -> dict[str, Scores]:
-        """Score all records with RMIA and, if requested, LiRA; return an empty dict without shadows or classes.
+    def scores(
+        self, observed: Observation, outputs: Tensor, records: Records, cleaned: bool
+    ) -> dict[str, ShadowScores]:
+        """Score all records with RMIA and, if requested, LiRA; return an empty dict without shadows.
 
         If `cleaned`, the attacker has removed the noise, and compares its model with those of the shadows' servers.
         """
-        targets = records.pool.targets
-        if not self.count or targets.dim() != 1:
+        if not self.count:
             return {}
-        truth = dense_targets(observed.loss, targets, outputs).double().numpy()
+        truth = dense_targets(observed.loss, records.pool.targets, outputs)
+        truth = truth.double() if truth.is_floating_point() else truth
         answers, inside = [], []
         for number in range(self.count):
-            with np.load(shadow_file(self.folder, self.config.defence.name, number)) as file:
+            with np.load(shadow_file(self.folder, self.defence, number)) as file:
                 answers.append(file["cleaned" if cleaned else "received"])
                 inside.append(file["inside"])
         shadows = Shadows(np.stack(answers).astype(np.float64), np.stack(inside), truth, observed.loss)
-        return shadow_scores(outputs.double().numpy(), shadows, records.known, include_lira=self.lira)
+        return shadow_scores(outputs.double().numpy(), shadows, include_lira=self.lira)
 
 
-def loss_attacks(observed: Observation, outputs: Tensor, records: Records) -> dict[str, Scores]:
-    """Score all records by their loss, both directly and calibrated by class."""
-    found = losses(observed.loss, outputs, records.pool.targets)
+def loss_attacks(loss: Loss, outputs: Tensor, targets: Tensor, known: Indices) -> dict[str, Scores]:
+    """Score all records by their loss and, if they have classes, by their loss compared with known non-members'."""
+    found = losses(loss, outputs, targets)
     scores = {"loss": -found}  # Yeom et al., 2018
-    if records.pool.targets.dim() == 1:
-        classes, known = labels(records.pool.targets), torch.from_numpy(records.known)
-        scores["loss by class"] = calibrated_scores(found, classes, found[known], classes[known])
+    if targets.dim() == 1 and not targets.is_floating_point():
+        classes, rows = labels(targets), torch.from_numpy(known)
+        scores["loss by class"] = calibrated_scores(found, classes, found[rows], classes[rows])
     return {name: values.numpy() for name, values in scores.items()}
 
 
@@ -268,15 +291,20 @@ def run_whitebox(
     return replace(found, best_on_test=max(curve, default=None), collapsed=done.collapsed)
 
 
-def measure(members: Scores, others: Scores, own: Scores, known: Scores) -> AttackScores:
+def measure(members: Scores, others: Scores, own: Scores, known: Scores, form: str = "") -> AttackScores:
     """Return the performance of an attack with 95 % intervals; rates are estimated only if there are enough records.
 
-    The threshold is the one that best separates the attacker's own records from the non-members that it knows.
+    The side and the threshold are chosen on the attacker's own records and the non-members that it knows. If its own
+    records have smaller scores, all scores are reversed. The threshold is the one that separates these records best.
     """
+    expected = auc(own, known)
+    if turned := expected.value < GUESS:
+        members, others, own, known = -members, -others, -own, -known
+        expected = auc(own, known)
     rates = {str(rate): tpr_at(members, others, rate) if has_enough(len(others), rate) else None for rate in RATES}
     accuracy = balanced_accuracy(members, others, best_threshold(own, known))
     area, curve = auc(members, others), roc(members, others)
-    return AttackScores(accuracy, area, rates, roc=curve, known=auc(own, known).value)
+    return AttackScores(accuracy, area, rates, roc=curve, known=expected, turned=turned, form=form)
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,14 +332,15 @@ class RecordAttacks:
         records, pool, full = self.records, self.records.pool, self.full and self.recipe is not None
         features = record_features(observed.model, pool.tensor, pool.targets, observed.loss, full=full)
         found = self.train_networks(features, self.recipe, progress) if self.recipe else Attacks()
-        scores = loss_attacks(observed, features["last"], records)
+        scores = loss_attacks(observed.loss, features["last"], pool.targets, records.known)
+        every = {name: ShadowScores(own, "") for name, own in scores.items()}
         try:
-            scores |= self.shadows.scores(observed, features["last"], records, cleaned)
+            every |= self.shadows.scores(observed, features["last"], records, cleaned)
         except (BadArgument, OSError) as error:
             found[SHADOWS] = Failure(error.what if isinstance(error, BadArgument) else str(error))
-        for name, own in scores.items():
+        for name, (own, form) in every.items():
             mine, known, victims, fresh = (own[part] for part in records.parts)
-            found[name] = measure(victims, fresh, mine, known)
+            found[name] = measure(victims, fresh, mine, known, form)
         return found
 
     def train_networks(self, features: Features, recipe: Recipe, progress: Progress) -> Attacks:

@@ -19,13 +19,12 @@ from fedveil.studies.attack import AttackRequest, AttackStudy, option, read_fede
 from fedveil.studies.federations import load_or_train, measure_quality, observe_strongest
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, successes
 from fedveil.studies.membership import attacks as membership
-from fedveil.studies.membership.attacks import AttackScores, Membership
+from fedveil.studies.membership.attacks import GUESS, AttackScores, Membership
 from fedveil.studies.presentation import Presentation, mark, percent, read_texts, text
 from fedveil.studies.verdicts import MEMBERSHIP as MEASURE
 from fedveil.studies.verdicts import Verdict, headline, judge_defences, verdict_section
 
 TEXTS = read_texts()["membership"]
-GUESS = 0.5
 LAYERS = {"last": "last layer", "second": "second to last", "third": "third to last", "three": "last three"}
 NETWORKS = {**LAYERS, "full": "last three, label, loss, gradient"}
 BEST = "last three, best epoch on test (the paper's protocol)"
@@ -60,7 +59,7 @@ class AttackMembership:
         records = membership.divide_records(config, data)
         seen = observe_strongest(federation, config.defence.name)
         recipe = Recipe(options.attack_epochs, options.attack_lr, seed=training.seed, device=training.device)
-        shadows = membership.ShadowAttacks(config, self.folder, options.shadows, options.lira)
+        shadows = membership.ShadowAttacks(config.defence.name, self.folder, options.shadows, options.lira)
         attacks = membership.RecordAttacks(records, shadows, recipe, options.full, by_layer=True)
         found = {
             name: membership.Attacker(attacks.run(observed, name != PUBLISHED, progress))
@@ -145,9 +144,15 @@ def figure_rows(row: AttackerRow) -> Iterator[list[str]]:
         if isinstance(found, Failure):
             yield [*start, f"failed: {found.failed}", *[""] * (len(FIGURES) - 1)]
         else:
-            remark = "same answer for all records" if found.collapsed else ""
+            remarks = ["same answer for all records"] * found.collapsed + ["scores reversed"] * found.turned
             rates = [*map(percent, found.tpr.values()), best_epoch(found)]
-            yield [*start, percent(found.accuracy), text(found.auc, ".3f"), *rates, remark]
+            yield [
+                *start,
+                percent(found.accuracy),
+                text(found.auc, ".3f"),
+                *rates,
+                "; ".join([found.form] * bool(found.form) + remarks),
+            ]
 
 
 def auc_chart(rows: Sequence[AttackerRow]) -> Intervals:
@@ -179,11 +184,10 @@ def roc_sections(rows: Sequence[AttackerRow]) -> Iterator[Section]:
 def judge_attackers(results: Mapping[str, Membership]) -> dict[str, Verdict]:
     """Return the verdict on each defence, based on the AUC of the strongest attack."""
     found = {
-        defence: [
-            MEASURE.assess(name, one.auc, GUESS)
-            for name, own in result.attackers.items()
-            for one in successes(own.attacks).values()
-        ]
+        defence: MEASURE.compare(
+            [(name, one.auc) for name, own in result.attackers.items() for one in successes(own.attacks).values()],
+            GUESS,
+        )
         for defence, result in results.items()
     }
     return judge_defences(MEASURE, GUESS, found)

@@ -1,0 +1,215 @@
+"""Compute the records of a whole batch from the gradient of a network's first Linear layer, if a ReLU follows it.
+
+The gradient of the layer's weights and bias is G = D^T (X, 1), where row k of X is record k and D_ki is the derivative
+of the loss with respect to unit i's output for record k. With b records, G has rank b and its SVD gives G = L R, so
+D^T = L Q and (X, 1) = Q^-1 R for an unknown matrix Q. Wherever unit i is inactive for record k, D_ki = 0. Column k of Q
+is therefore a direction q for which many elements of L q are 0: it is the null vector of any b - 1 independent rows of
+L that belong to units inactive for record k.
+
+This is SPEAR (Dimitrov et al. 2024, arXiv 2403.03945) with two changes. Units are not drawn at random, but among those
+that are inactive for a plausible record, which finds directions hundreds of times as often. And the directions are
+chosen so that every record that they imply activates exactly the units for which its column of D is not 0.
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.attacks.first_layer import TINY, append_one, layer_rows
+from fedveil.attacks.leaked_gradients import Leak
+from fedveil.attacks.observation import DoesNotApply
+
+DRAWS = 20_000  # directions per attempt
+ATTEMPTS = 6
+POOL = 200  # number of directions kept by each of two criteria
+INDEPENDENT = 1e-3  # smallest distance of a unit vector from the span of other directions
+ENOUGH = 0.98  # agreement of a record that counts as found
+SWAPS = 100  # maximum number of directions to exchange
+
+
+class BatchRecords(NamedTuple):
+    """Records computed from a gradient, in arbitrary order."""
+
+    inputs: Tensor  # one flattened record per row
+    agreement: Tensor  # for each record, the fraction of units that it activates as its gradient says
+
+
+class Factors(NamedTuple):
+    """The gradient G = L R of the first layer, restricted to the units that have one, and the layer itself."""
+
+    left: Tensor  # rows of L, normalised: one per unit with a gradient, one column per record
+    right: Tensor  # R, with one row per record
+    weights: Tensor  # weights and bias of the same units
+    tolerance: float  # largest absolute value of an element of L q that counts as 0
+
+
+class Directions(NamedTuple):
+    """Unit vectors q, the zeros of L q, and how often each was drawn."""
+
+    directions: Tensor
+    zeros: Tensor
+    draws: Tensor
+
+
+def check_relu(model: nn.Module, path: str) -> None:
+    """Refuse a model without a ReLU directly after its first layer."""
+    leaves = [(name, module) for name, module in model.named_modules() if not module._modules]
+    after = [module for (name, _), (_, module) in itertools.pairwise(leaves) if name == path]
+    if not after or not isinstance(after[0], nn.ReLU):
+        raise DoesNotApply("records of a batch", "no ReLU follows the first layer", "use an MLP with ReLU")
+
+
+def factorise(leak: Leak, path: str, records: int) -> Factors:
+    """Factorise the gradient of the first layer, which must have more units with a gradient than there are records.
+
+    Records that are linearly dependent or that activate no unit make the rank smaller. Noise makes it larger; then only
+    the largest singular values are used.
+    """
+    gradient, layer = (
+        layer_rows(values, path).cpu() for values in (leak.gradients, dict(leak.model.named_parameters()))
+    )
+    eps = torch.finfo(leak.gradients[f"{path}.bias"].dtype).eps
+    size = gradient.norm(dim=1)
+    moved = size > math.sqrt(eps) * size.max()
+    gradient, layer = gradient[moved], layer[moved]
+    _, values, right = torch.linalg.svd(gradient, full_matrices=False)
+    rank = int((values > eps * max(gradient.shape) * values[:1]).sum()) if len(values) else 0
+    if not 0 < records < min(gradient.shape) or not rank:
+        what = f"{records} records are too many for {len(gradient)} units with a gradient"
+        raise DoesNotApply("records of a batch", what, "use fewer records or a wider first layer")
+    rank = min(rank, records)
+    left = gradient @ right[:rank].T
+    return Factors(left / left.norm(dim=1, keepdim=True), right[:rank], layer, math.sqrt(eps))
+
+
+def draw_rows(inactive: Tensor, count: int, draws: int, rng: torch.Generator) -> Tensor:
+    """Draw `count` units at a time, among those that are inactive for a random plausible record.
+
+    `inactive` has one row per plausible record. Other units are used only if a record has too few inactive ones.
+    """
+    records = torch.randint(len(inactive), (draws,), generator=rng)
+    order = torch.rand((draws, inactive.shape[1]), generator=rng) + inactive[records]
+    return order.topk(count, dim=1).indices
+
+
+def null_vectors(left: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
+    """Return the unit vectors that are orthogonal to the chosen rows; 0 if they are not unique."""
+    width = left.shape[1]
+    free = torch.randn((len(rows), 1, width), generator=rng, dtype=left.dtype)
+    wanted = torch.zeros((len(rows), width, 1), dtype=left.dtype)
+    wanted[:, -1] = 1
+    found: Tensor = torch.linalg.solve_ex(torch.cat([left[rows], free], 1), wanted)[0][..., 0]
+    found = found.nan_to_num(0.0, 0.0, 0.0)
+    found /= found.norm(dim=1, keepdim=True).clamp_min(TINY)
+    return found
+
+
+def find_directions(factors: Factors, rows: Tensor, rng: torch.Generator) -> Directions:
+    """Return the distinct directions given by sets of rows that have at least one zero more than they must have."""
+    left = factors.left
+    drawn = null_vectors(left, rows, rng)
+    zeros = (drawn @ left.T).abs() < factors.tolerance
+    least = left.shape[1] if left.shape[1] > 1 else 0
+    zeros, draws = torch.unique(zeros[zeros.sum(1) >= least], dim=0, return_counts=True)
+    values, vectors = torch.linalg.eigh(torch.einsum("pu,ui,uj->pij", zeros.to(left), left, left))
+    unique = values[:, 1:2].sqrt().flatten() > INDEPENDENT if left.shape[1] > 1 else draws > 0
+    found = vectors[unique, :, 0]
+    return merge_pool(Directions(found, (found @ left.T).abs() < factors.tolerance, draws[unique]))
+
+
+def merge_pool(pool: Directions) -> Directions:
+    """Merge directions with the same zeros; keep those with the most zeros, and those drawn most often."""
+    zeros, group = torch.unique(pool.zeros, dim=0, return_inverse=True)
+    draws = torch.zeros(len(zeros), dtype=torch.int64).scatter_add_(0, group, pool.draws)
+    first = torch.full((len(zeros),), len(group)).scatter_reduce(0, group, torch.arange(len(group)), "amin")
+    best = [values.argsort(descending=True, stable=True)[:POOL] for values in (zeros.sum(1), draws)]
+    kept = torch.unique(torch.cat(best))
+    return Directions(pool.directions[first[kept]], zeros[kept], draws[kept])
+
+
+def join_pools(pools: list[Directions]) -> Directions:
+    """Merge several pools."""
+    return merge_pool(Directions(*(torch.cat(parts) for parts in zip(*pools, strict=True))))
+
+
+def agreements(factors: Factors, directions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q^-1 for sets of b directions, and the agreement of each implied record with the layer.
+
+    `directions` has shape (..., b, b), with one direction per row. A record, Q^-1 R, is known up to its scale, which
+    its last element determines: it is 1. Its agreement is the fraction of units that are active for it exactly if its
+    column of L Q is not 0 there.
+    """
+    unit = torch.eye(directions.shape[-1]).to(directions).expand(directions.shape)
+    inverse = torch.linalg.solve_ex(directions.mT, unit)[0].nan_to_num(0.0, 0.0, 0.0)
+    outputs = inverse @ (factors.right @ factors.weights.T) * (inverse @ factors.right[:, -1:]).sign()
+    moved = (directions @ factors.left.T).abs() >= factors.tolerance
+    return inverse, ((outputs > 0) == moved).double().mean(-1)
+
+
+def choose_independent(pool: Directions, order: Tensor) -> list[int]:
+    """Return the first b linearly independent directions in the given order; fewer if there are not as many."""
+    chosen, basis = list[int](), pool.directions[:0]
+    for number in order.tolist():
+        left = pool.directions[number] - pool.directions[number] @ basis.T @ basis
+        if left.norm() > INDEPENDENT:
+            chosen, basis = [*chosen, number], torch.cat([basis, (left / left.norm())[None]])
+        if len(chosen) == pool.directions.shape[1]:
+            break
+    return chosen
+
+
+def exchange(factors: Factors, pool: Directions, chosen: list[int]) -> tuple[list[int], Tensor]:
+    """Exchange one direction at a time as long as the mean agreement increases; return it for each record.
+
+    Only directions whose own record does not agree are exchanged: record k is orthogonal to all directions but q_k.
+    """
+    agreement = agreements(factors, pool.directions[chosen])[1]
+    for _ in range(SWAPS):
+        places = (agreement < ENOUGH).nonzero()[:, 0]
+        if not len(places):
+            break
+        trials = torch.tensor(chosen).repeat(len(pool.draws), len(places), 1)
+        trials[:, torch.arange(len(places)), places] = torch.arange(len(pool.draws))[:, None]
+        trials = trials.flatten(0, 1)
+        found = agreements(factors, pool.directions[trials])[1]
+        best = int(found.mean(1).argmax())
+        if float(found[best].mean()) <= float(agreement.mean()):
+            break
+        chosen, agreement = trials[best].tolist(), found[best]
+    return chosen, agreement
+
+
+def records_from_batch(leak: Leak, path: str, records: int, plausible: Tensor, rng: torch.Generator) -> BatchRecords:
+    """Compute the records of a batch from the gradient of its mean loss, of which the first Linear layer is enough.
+
+    `plausible` contains inputs that resemble the records, such as other records or `fake_inputs`; the better they
+    resemble them, the larger the batches that succeed. `records` is the number of records, which a server knows.
+    The gradient of a sum over clients is that of one large batch.
+    If no full set of directions is found, the result is empty.
+    """
+    check_relu(leak.model, path)
+    factors = factorise(leak, path, records)
+    rank = len(factors.right)
+    inactive = append_one(plausible).to(factors.weights) @ factors.weights.T <= 0
+    pool, best, directions = None, torch.zeros(0), factors.left[:0]
+    for _ in range(ATTEMPTS):
+        rows = draw_rows(inactive, rank - 1, DRAWS, rng)
+        found = find_directions(factors, rows, rng)
+        pool = join_pools([pool, found]) if pool else found
+        for order in (pool.zeros.sum(1), pool.draws):
+            start = choose_independent(pool, order.argsort(descending=True, stable=True))
+            if len(start) < rank:
+                continue
+            chosen, agreement = exchange(factors, pool, start)
+            if not len(best) or agreement.mean() > best.mean():
+                best, directions = agreement, pool.directions[chosen]
+        if len(best) and best.min() >= ENOUGH:
+            break
+    if not len(best):
+        return BatchRecords(factors.right[:0, :-1], best)
+    inverse, agreement = agreements(factors, directions)
+    rows = inverse @ factors.right
+    return BatchRecords(rows[:, :-1] / rows[:, -1:], agreement)

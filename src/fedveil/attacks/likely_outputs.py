@@ -1,0 +1,115 @@
+"""Attacks on the veil with one broadcast and no labels, which assume what the true model's outputs are like.
+
+With squared error, the true outputs are y = y^ - alpha c r_a, where y^ are the outputs without the public offset, alpha
+and r_a are known, and c is one unknown number per group. A classifier's targets are 0 except for one output, so most of
+its outputs are close to 0 for any input. The c that minimises sum |y| is a weighted median of y^ / (alpha r_a); it
+tolerates the few outputs that are not close to 0. Neither labels nor a second broadcast are needed, so this also works
+if the noise is kept across rounds.
+
+With decoys, c is one of a few public candidates. The true one is that with which the model is most certain of its
+answers on records that it was trained on.
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from fedveil.attacks.observation import DoesNotApply, Observation
+from fedveil.attacks.veil import base_model, candidate_models, group_rows, leverage
+from fedveil.federation.evaluate import predict
+from fedveil.scheme.broadcast import Broadcast, PublicHead
+from fedveil.scheme.losses import SquaredError, one_hot
+from fedveil.scheme.outputs import values
+
+FAKES = 1000  # number of made-up inputs
+DECAY = 1.5  # chosen among 0.5, 1 and 1.5 on CIFAR-10; photographs have about 1.2
+
+
+def image_shape(shape: torch.Size) -> torch.Size | None:
+    """Return (channels, height, width) of records that are square images, even if flattened; None for others."""
+    if len(shape) == 3:
+        return shape
+    for channels in (1, 3):
+        side = math.isqrt(shape.numel() // channels)
+        if len(shape) == 1 and side > 1 and channels * side**2 == shape.numel():
+            return torch.Size((channels, side, side))
+    return None
+
+
+def fake_inputs(shape: torch.Size, count: int, low: float, high: float) -> Tensor:
+    """Make up records of this shape, always the same ones: smooth random images, or normal noise.
+
+    The amplitude of a frequency f of an image is proportional to f^-1.5, similar to natural images (Field 1987). Each
+    image is scaled so that its values extend from `low` to `high`.
+    """
+    rng, image = torch.Generator().manual_seed(0), image_shape(shape)
+    if image is None:
+        return torch.randn((count, *shape), generator=rng)
+    noise = torch.randn((count, *image), generator=rng)
+    down, across = (torch.fft.fftfreq(size) for size in image[1:])
+    frequency = torch.hypot(down[:, None], across).clamp_min(1 / max(image[1:]))
+    found: Tensor = torch.fft.ifft2(torch.fft.fft2(noise) / frequency**DECAY).real.flatten(1)
+    found = found - found.amin(1, keepdim=True)
+    found = low + (high - low) * found / found.amax(1, keepdim=True)
+    return found.reshape(count, *shape)
+
+
+def weighted_median(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the c that minimises sum_i w_i |v_i - c|; the smallest one if it is not unique."""
+    order = values.argsort()
+    sums = weights[order].cumsum(0)
+    return values[order][int((sums >= sums[-1] / 2).nonzero()[0, 0])]
+
+
+def fit_sparse_outputs(outputs: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
+    """Find the m numbers c that minimise the sum of |outputs - alpha (c rows)|; `rows` is `group_rows`."""
+    found = []
+    for row in rows:
+        unit = alpha * row[row != 0]
+        ratio = outputs[:, row != 0] / torch.where(unit == 0, 1.0, unit)
+        found.append(weighted_median(ratio.flatten(), unit.abs().flatten()))
+    return torch.stack(found)
+
+
+def veiled_head(observed: Observation) -> tuple[Broadcast, PublicHead]:
+    """Return the last broadcast and its head; refuse a head that is not veiled."""
+    broadcast = observed.rounds[-1].broadcast
+    if not isinstance(broadcast, Broadcast) or broadcast.head is None:
+        raise DoesNotApply("likely outputs", "the head is not veiled")
+    return broadcast, broadcast.head
+
+
+def fit_outputs(observed: Observation, inputs: Tensor) -> Observation:
+    """Remove the noise with which the outputs for `inputs` would not be mostly close to 0."""
+    broadcast, head = veiled_head(observed)
+    if head.decoys or not isinstance(observed.loss, SquaredError):
+        raise DoesNotApply("likely outputs", "only with squared error are most outputs close to 0")
+    base, rows = base_model(observed.architecture, broadcast), group_rows(head)
+    outputs = predict(base, inputs).double().flatten(1)
+    offset = fit_sparse_outputs(outputs, leverage(base, head, inputs), rows)
+    return dataclasses.replace(observed, model=base_model(observed.architecture, broadcast, offset @ rows))
+
+
+def fit_fake_inputs(observed: Observation) -> Observation:
+    """Remove the noise with made-up inputs: one broadcast, no data; of records, only the shape and range are known."""
+    low, high = float(observed.inputs.min()), float(observed.inputs.max())
+    return fit_outputs(observed, fake_inputs(observed.inputs.shape[1:], FAKES, low, high).to(observed.inputs))
+
+
+def fit_own_inputs(observed: Observation) -> Observation:
+    """Remove the noise with the attacker's own records, but without their labels, from one broadcast.
+
+    With decoys, the function picks the candidate with the least loss if the model's own answers are the labels.
+    """
+    broadcast, head = veiled_head(observed)
+    if not head.decoys:
+        return fit_outputs(observed, observed.inputs)
+    models, losses = candidate_models(observed, broadcast), []
+    for model in models:
+        outputs = predict(model, observed.inputs)
+        if outputs.dim() != 2 or outputs.shape[1] < 2:
+            raise DoesNotApply("likely outputs", "the model does not have one output per class")
+        losses.append(values(observed.loss, outputs, one_hot(outputs.argmax(1), outputs)).mean())
+    return dataclasses.replace(observed, model=models[losses.index(min(losses))])

@@ -1,0 +1,86 @@
+"""Reconstruct records from an update that contains several local steps (FedAvg) instead of one gradient.
+
+A client that trains locally sends W_0 - W_T after T steps of SGD. The attacker repeats these steps with candidate
+records, differentiates through them, and searches for records whose update is close to the one it has (Geiping et al.
+2020, arXiv 2003.14053; Dimitrov et al. 2022, arXiv 2206.12395). Every search of `attacks.gradients` works.
+
+The attacker knows the number of epochs, the learning rate and the batch size, but not which records the client put into
+which batch: it assumes the same consecutive batches in every epoch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.attacks.leaked_gradients import Gradients, Leak
+from fedveil.checks import check_count
+from fedveil.errors import BadArgument
+from fedveil.scheme import Loss
+from fedveil.scheme.losses import one_hot
+
+
+@dataclass(frozen=True)
+class KnownTraining:
+    """A client's local training with plain SGD.
+
+    Attributes:
+        epochs: number of times that the client uses each record.
+        lr: learning rate.
+        batch: number of records per step; the last step of an epoch may have fewer.
+    """
+
+    epochs: int
+    lr: float
+    batch: int
+
+    def __post_init__(self) -> None:
+        check_count("KnownTraining", "epochs", self.epochs)
+        check_count("KnownTraining", "batch", self.batch)
+        if not self.lr > 0:
+            raise BadArgument("KnownTraining", f"lr is {self.lr}", "use a positive learning rate")
+
+    def steps(self, records: int) -> int:
+        """Return the number of steps of a client with this number of records."""
+        return self.epochs * -(-records // self.batch)
+
+
+def local_update(
+    model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, training: KnownTraining, *, graph: bool = False
+) -> Gradients:
+    """Return the mean gradient of a client's local steps, (W_0 - W_T) / (lr T), without changing the model.
+
+    Targets are class indices, or rows of probabilities. If `graph` is true, the result can be differentiated again.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    start: Gradients = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen = {name: parameter for name, parameter in model.named_parameters() if name not in start}
+    now, firsts = dict(start), range(0, len(inputs), training.batch)
+    for first in [first for _ in range(training.epochs) for first in firsts]:
+        rows = slice(first, first + training.batch)
+        outputs = torch.func.functional_call(model, {**frozen, **now, **buffers}, (inputs[rows],))
+        value = loss.values(outputs, one_hot(targets[rows], outputs)).mean()
+        slopes = torch.autograd.grad(value, list(now.values()), create_graph=graph)
+        now = {name: old - training.lr * slope for (name, old), slope in zip(now.items(), slopes, strict=True)}
+    scale = 1 / (training.lr * training.steps(len(inputs)))
+    found = {name: (start[name] - end) * scale for name, end in now.items()}
+    return found if graph else {name: value.detach() for name, value in found.items()}
+
+
+def from_local_training(
+    model: nn.Module, difference: Mapping[str, Tensor], loss: Loss, training: KnownTraining, records: int
+) -> Leak:
+    """Return a client's local update as a leak that `gradients.reconstruct` and `batch_labels` accept.
+
+    `difference` is W_0 - W_T by parameter name, and `records` is the client's number of records. The leak's gradients
+    are the mean over all steps, from which labels are estimated as from one gradient. That is exact only for one step:
+    the longer the training, the more the estimate suffers from the change of the model.
+    """
+    scale = 1 / (training.lr * training.steps(records))
+    mean = {name: value * scale for name, value in difference.items()}
+
+    def simulate(inputs: Tensor, targets: Tensor, graph: bool) -> Gradients:
+        return local_update(model, loss, inputs, targets, training, graph=graph)
+
+    return Leak(model, mean, loss, simulate=simulate)

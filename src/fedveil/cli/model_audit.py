@@ -1,0 +1,90 @@
+"""`fedveil audit --model my_package:Net --weights FILE --members FILE --others FILE`: audit any PyTorch model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from fedveil.cli.parser import HELP_ALL, Json, parse
+from fedveil.cli.show import print_progress, print_result
+from fedveil.cli.studies import MODEL_AUDIT
+from fedveil.errors import BadArgument
+from fedveil.lookup import import_object
+from fedveil.runs.settings import Value, format_flags
+
+WHERE = "fedveil audit"
+RECORDS = "CSV file of numbers, .npz file with arrays inputs and targets, or folder with a folder of images per class"
+TRAIN = "function that trains a shadow: my_package:train, called with (inputs, targets), returns a model"
+
+
+@dataclass(frozen=True)
+class ModelAuditCommand:
+    """Audit a trained model, given records that it was trained on and others."""
+
+    model: Annotated[str, arg(help="model, or function that builds it: my_package.module:Net")] = ""
+    weights: Annotated[Path | None, arg(help="the model's values: .safetensors, or .pt with a state_dict")] = None
+    members: Annotated[Path | None, arg(help=f"records that the model was trained on: {RECORDS}")] = None
+    others: Annotated[Path | None, arg(help="records that it was not trained on, in the same form")] = None
+    target: Annotated[str, arg(help="target column of a CSV file; by default the last one")] = ""
+    task: Annotated[
+        Literal["classification", "regression"] | None, arg(help="by default, integer targets are classes")
+    ] = None
+    size: Annotated[int, arg(help="side of the images in pixels; pixels are in [0, 1]")] = 32
+    loss: Annotated[str, arg(help="loss that the model was trained with; by default cross_entropy for classes")] = ""
+    train: Annotated[str, arg(help=TRAIN)] = ""
+    shadows: Annotated[int, arg(help="number of shadows, if --train is given")] = 16
+    network: Annotated[bool, arg(help="also train an attack network")] = True
+    seed: Annotated[int, arg(help="seed for the division of the records and the shadows")] = 0
+    out: Annotated[Path, arg(help="folder for the page and the table of records")] = Path("runs/model-audit")
+    as_json: Json = False
+
+    def run(self) -> None:
+        """Audit the model, write the page and a CSV file of the exposures, and print the result."""
+        from fedveil.report import write
+        from fedveil.runs.build import load_factory
+        from fedveil.studies.model_audit import audit_model
+        from fedveil.studies.model_audit.files import load_weights, read_both
+
+        if not (self.model and self.weights and self.members and self.others):
+            given = {
+                "--model": self.model,
+                **dict(zip(MODEL_AUDIT, (self.weights, self.members, self.others), strict=True)),
+            }
+            missing = ", ".join(flag for flag, value in given.items() if not value)
+            raise BadArgument(WHERE, f"{missing} missing", "pass --model, --weights, --members and --others")
+        train = import_object(self.train, "a function that trains", "my_package:train") if self.train else None
+        if train is not None and not callable(train):
+            raise BadArgument(self.train, f"is {type(train).__name__}, not a function", "use --train my_package:train")
+        model = load_weights(load_factory(self.model), self.weights)
+        members, others = read_both(self.members, self.others, target=self.target, task=self.task, size=self.size)
+        with print_progress() as show:
+            found = audit_model(
+                model,
+                members,
+                others,
+                loss=self.loss or None,
+                train=train,
+                shadows=self.shadows,
+                network=self.network,
+                seed=self.seed,
+                progress=lambda share, what: show("audit", share, what),
+            )
+        command = f"{WHERE} {format_flags(self.changes())}"
+        shown, page, table = found.present(), self.out / "report.html", self.out / "records.csv"
+        write(shown.page(command), page)
+        found.write_records(table)
+        print_result(shown, f"\n{found.sentence}\n", f"report: {page}", f"records: {table}", as_json=self.as_json)
+
+    def changes(self) -> dict[str, Value]:
+        """Return the flags that differ from their defaults, for the command that repeats the audit."""
+        every = {name: value for name, value in vars(self).items() if name != "as_json"}
+        changed = {name: value for name, value in every.items() if value != getattr(ModelAuditCommand, name)}
+        return {name: value if isinstance(value, int) else str(value) for name, value in changed.items()}
+
+
+def run_model_audit(prog: str, words: Sequence[str], about: str) -> None:
+    """Parse the flags and audit the model."""
+    words = ["--help" if word == HELP_ALL else word for word in words]
+    parse(ModelAuditCommand(), prog, words, about).run()

@@ -1,0 +1,187 @@
+"""The description of a run: settings and shapes that an audit needs, without secrets, records or values."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError, with_config
+from torch import Tensor, nn
+
+from fedveil.defences.description import class_name, describe_defence
+from fedveil.errors import BadArgument
+from fedveil.federation.rounds import ClearRound
+from fedveil.files import write_atomically
+from fedveil.plain_json import read_json, to_json
+from fedveil.scheme.losses import CLASS_LOSSES, LOSSES
+from fedveil.scheme.torch_losses import is_module
+
+if TYPE_CHECKING:
+    from fedveil.federation.server import Server
+
+DESCRIPTION = "audit.json"
+SCHEMA = 1  # version of the file
+Plain = dict[str, JsonValue]
+
+
+@dataclass(frozen=True)
+class RunTerms:
+    """The part of a description that depends on the engine.
+
+    Attributes:
+        remote: whether the clients run on other machines, so that the server has none of their records.
+        clients: number of clients; 0 if none has answered yet.
+        sizes: number of records of each client; None if they are remote.
+        batch_size: number of records that a client processes at a time.
+        whole_shard: whether clients go through all their records in a round.
+    """
+
+    remote: bool
+    clients: int
+    sizes: list[int] | None
+    batch_size: int
+    whole_shard: bool
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True)
+class RunDescription:
+    """The description of a run.
+
+    Attributes:
+        version: version of Fedveil that wrote it.
+        server: class of the server, such as `fedveil.flower.server:Server`.
+        terms: what depends on the engine.
+        defence: names, class and arguments of the defence (`fedveil.defences.description`).
+        model: class of the model, and its number of parameters.
+        factory: the class, as `package.module:Name`, if it can be built without arguments; otherwise None.
+        loss: name of the loss.
+        loss_settings: settings of the loss; None if it is a user's function.
+        optimizer: class of the optimizer.
+        optimizer_settings: settings of the optimizer; None if its groups of parameters differ.
+        shape, dtype: shape and dtype of one record; None if a record consists of several tensors.
+        output: shape of the model's output for one record.
+        classes: number of classes; None if targets are quantities, or the loss is a user's function.
+        clip_norm, participation, rounds_per_epoch, seed, limits, secure_aggregation: as for `fedveil.Federation`.
+    """
+
+    version: str
+    server: str
+    terms: RunTerms
+    defence: Plain
+    model: str
+    parameters: int
+    factory: str | None
+    loss: str
+    loss_settings: Plain | None
+    optimizer: str
+    optimizer_settings: Plain | None
+    shape: list[int] | None
+    dtype: str | None
+    output: list[int]
+    classes: int | None
+    clip_norm: float | None
+    participation: float
+    rounds_per_epoch: int
+    seed: int
+    limits: Plain | None
+    secure_aggregation: bool
+
+
+def describe_run(server: "Server") -> RunDescription:
+    """Describe the run of a server."""
+    from fedveil.federation.targets import one_output
+
+    example, loss = server.example, server.loss
+    record = example if isinstance(example, Tensor) else None
+    training = server.model.training
+    output = one_output(server.model, example)
+    server.model.train(training)
+    is_known = loss.name in LOSSES or is_module(loss.name)
+    kind = class_name(type(server.model))
+    return RunDescription(
+        version=metadata.version("fedveil"),
+        server=class_name(type(server)),
+        terms=server.terms,
+        defence=describe_defence(server.defence),
+        model=kind,
+        parameters=sum(parameter.numel() for parameter in server.model.parameters()),
+        factory=kind if _has_factory(type(server.model)) else None,
+        loss=loss.name,
+        loss_settings=_plain_settings(loss.settings()) if is_known else None,
+        optimizer=class_name(type(server.optimizer)),
+        optimizer_settings=_optimizer_settings(server.optimizer),
+        shape=None if record is None else list(record.shape[1:]),
+        dtype=None if record is None else str(record.dtype).removeprefix("torch."),
+        output=list(output.shape[1:]),
+        classes=output.shape[1] if isinstance(loss, CLASS_LOSSES) and output.dim() > 1 else None,
+        clip_norm=server.clip_norm,
+        participation=server.policy.participation,
+        rounds_per_epoch=server.rounds_per_epoch,
+        seed=server.seed,
+        limits=None if server.limits is None else _plain_settings(asdict(server.limits)),
+        secure_aggregation=not isinstance(server.rounds, ClearRound),
+    )
+
+
+def _has_factory(kind: type[nn.Module]) -> bool:
+    """Return whether a class can be imported by its name and called without arguments."""
+    import inspect
+
+    if kind.__module__ == "__main__" or kind.__module__.startswith("torch.") or "<locals>" in kind.__qualname__:
+        return False
+    try:
+        parameters = inspect.signature(kind).parameters.values()
+    except ValueError:  # some classes have no signature
+        return False
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(each.default is not each.empty or each.kind in free for each in parameters)
+
+
+def _plain_settings(values: Mapping[str, object]) -> Plain | None:
+    """Return settings that are plain values, or None if one of them is not; tensors become lists."""
+    found: Plain = {}
+    for name, value in values.items():
+        plain = value.tolist() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
+        if isinstance(plain, float) and not math.isfinite(plain):
+            return None
+        if plain is not None and not isinstance(plain, bool | int | float | str | list):
+            return None
+        found[name] = plain
+    return found
+
+
+def _optimizer_settings(optimizer: torch.optim.Optimizer) -> Plain | None:
+    """Return the settings of an optimizer, with its initial learning rate; None if its groups differ."""
+    groups = [{name: group[name] for name in optimizer.defaults if name in group} for group in optimizer.param_groups]
+    rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
+    if any(group != groups[0] for group in groups) or any(rate != rates[0] for rate in rates):
+        return None
+    return _plain_settings(groups[0] | ({} if rates[0] is None else {"lr": float(rates[0])}))
+
+
+def write_description(server: "Server", folder: Path) -> None:
+    """Write the description of a run to its folder, unless the file is up to date."""
+    text = to_json({"schema": SCHEMA, **asdict(describe_run(server))}, indent=1) + "\n"
+    path = folder / DESCRIPTION
+    if not path.is_file() or path.read_text() != text:
+        write_atomically(path, text)
+
+
+def read_description(folder: Path) -> RunDescription:
+    """Read the description of a run; refuse another schema and invalid values."""
+    path = folder / DESCRIPTION
+    values = read_json(path)
+    fix = "audit it with the version of Fedveil that wrote it, or train again"
+    if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA:
+        written = f" by Fedveil {values['version']}" if isinstance(values, dict) and "version" in values else ""
+        raise BadArgument(str(path), f"was written{written} with another schema than {SCHEMA}", fix)
+    try:
+        return TypeAdapter(RunDescription).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))} is not valid: {first['msg']}"
+        raise BadArgument(str(path), what, fix) from error

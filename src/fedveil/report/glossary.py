@@ -1,0 +1,51 @@
+"""Explain terms where they appear: on hover at the first use, and in a list at the end of the section."""
+
+import re
+from collections.abc import Mapping
+
+from markupsafe import Markup, escape
+
+TAG = re.compile(r"(<[^>]*>)")
+SKIPPED = ("svg", "button", "code", "pre", "abbr")  # elements whose text is left as it is
+
+
+def explain_terms(body: Markup, glossary: Mapping[str, str]) -> Markup:
+    """Return a section's markup with the first use of each term marked, and a list of the explanations at its end.
+
+    >>> print(explain_terms(Markup("<p>An AUC of 0.5</p>"), {"AUC": "a chance"}).splitlines()[0])
+    <p>An <abbr title="a chance">AUC</abbr> of 0.5</p>
+    """
+    left, found, pieces, depth = dict(glossary), list[str](), list[str](), 0
+    for piece in TAG.split(str(body)):
+        if piece.startswith("<"):
+            depth += _change_of_depth(piece)
+        elif depth == 0 and left and piece.strip():
+            piece = _mark_terms(piece, left, found)
+        pieces.append(piece)
+    if not found:
+        return body
+    rows = "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(glossary[term])}</dd></div>" for term in found)
+    return Markup(f'{"".join(pieces)}\n<dl class="words" aria-label="Words used in this section">{rows}</dl>')
+
+
+def _change_of_depth(tag: str) -> int:
+    """Return 1 for the start of an element that is skipped, -1 for its end, and 0 for other tags."""
+    name = re.match(r"</?([a-z0-9]+)", tag)
+    if name is None or name[1] not in SKIPPED or tag.endswith("/>"):
+        return 0
+    return -1 if tag.startswith("</") else 1
+
+
+def _mark_terms(text: str, left: dict[str, str], found: list[str]) -> str:
+    """Mark the first use of each term in a text, longest first; move these terms from `left` to `found`."""
+    pattern = "|".join(re.escape(str(escape(term))) for term in sorted(left, key=len, reverse=True))
+    terms = {str(escape(term)).lower(): term for term in left}
+
+    def mark(match: re.Match[str]) -> str:
+        term = terms[match[1].lower()]
+        if term not in left:
+            return match[0]
+        found.append(term)
+        return f'<abbr title="{escape(left.pop(term))}">{match[1]}</abbr>{match[2]}'
+
+    return re.sub(rf"(?i)(?<![\w-])({pattern})(s?)(?![\w-])", mark, text)

@@ -1,0 +1,235 @@
+"""`fedveil.audit`: audit a federation in memory, or the folder of any run, and return the result."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
+from pydantic_core import to_jsonable_python
+from torch import nn
+
+from fedveil.data import Data
+from fedveil.defences.interface import AnyDefence
+from fedveil.errors import BadArgument
+from fedveil.federation.local import Federation
+from fedveil.federation.optimise import Optimizer
+from fedveil.files import write_atomically
+from fedveil.plain_json import to_json
+from fedveil.progress import Progress, ignore_progress
+from fedveil.records.sources import UserRecords
+from fedveil.report import Answers, Facts
+from fedveil.runs.folder import read_config
+from fedveil.scheme.losses import Function, Loss
+from fedveil.studies.attack import AttackRequest, Results, complete_presentation
+from fedveil.studies.audit import results as page
+from fedveil.studies.audit.decision import warn_of_stand_ins
+from fedveil.studies.audit.folder import LOUD, GivenParts, open_described
+from fedveil.studies.audit.memory import WHERE, MemoryAudit, collect_data
+from fedveil.studies.audit.results import AuditResult
+from fedveil.studies.audit.run import AUDIT, AuditOptions
+from fedveil.studies.audit.training import Factory, TrainingRecipe
+from fedveil.studies.federations import describe_run
+from fedveil.studies.jobs import Failure, successes
+from fedveil.studies.presentation import Presentation
+from fedveil.studies.study import SCHEMA, gather
+from fedveil.studies.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+Folder = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, eq=False)
+class AuditReport:
+    """The result of an audit.
+
+    Attributes:
+        results: the results by defence; "undefended" is the reference without a defence. An audit that failed is a
+            `Failure` with the reason.
+        presentation: the content of the page.
+        notes: sentences about what was audited, such as that a run was simulated on stand-in records.
+        command: what was called.
+    """
+
+    results: Mapping[str, AuditResult | Failure]
+    presentation: Presentation
+    notes: tuple[str, ...]
+    command: str
+
+    def __repr__(self) -> str:
+        shown = self.presentation
+        labels = [
+            f"  {name}, {one.measure.subject}: {one}" for name, own in self.verdicts.items() for one in own.values()
+        ]
+        failed = [f"  {name}: failed: {one.failed}" for name, one in self.results.items() if isinstance(one, Failure)]
+        return "\n".join([shown.title, shown.plain or shown.verdict, *labels, *failed])
+
+    @property
+    def verdicts(self) -> dict[str, dict[str, Verdict]]:
+        """The verdicts by defence and subject: "the model", "membership" and "single records"."""
+        return page.list_verdicts(successes(self.results))
+
+    @property
+    def answers(self) -> Mapping[str, Sequence[str]]:
+        """The answers for people who decide, by question; empty if the audit failed."""
+        return page.find_answers(self.presentation)
+
+    def to_frame(self) -> "DataFrame":
+        """Return a pandas DataFrame with one row per defence, attacker and figure."""
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise BadArgument("to_frame", "pandas is not installed", "run pip install pandas") from error
+        rows = [
+            {"defence": name, "attacker": attacker, "figure": figure, **asdict(estimate)}
+            for name, found in successes(self.results).items()
+            for attacker in found.names
+            for figure, estimate in found.figures(attacker).items()
+            if estimate
+        ]
+        return DataFrame(rows, columns=["defence", "attacker", "figure", "value", "low", "high"])
+
+    def to_dict(self) -> dict[str, JsonValue]:
+        """Return the content of results.json (docs/audit.md)."""
+        found: dict[str, JsonValue] = to_jsonable_python(
+            {"schema": SCHEMA, "command": self.command, "notes": self.notes, "results": self.results}
+            | page.plain_summary(self.presentation, successes(self.results))
+        )
+        return found
+
+    def page(self, path: Folder) -> Path:
+        """Write the page, to report.html if `path` is a folder, and results.json beside it; return the page's path."""
+        from fedveil.report import write
+
+        path = Path(path)
+        file = path if path.suffix in (".html", ".htm") else path / "report.html"
+        write_atomically(file.parent / "results.json", to_json(self.to_dict(), indent=1) + "\n")
+        return write(self.presentation.page(self.command), file)
+
+
+def audit(
+    run: Federation | Folder,
+    test: UserRecords | None = None,
+    *,
+    clients: Sequence[UserRecords] | None = None,
+    data: Data | None = None,
+    model: nn.Module | Factory | None = None,
+    defence: str | AnyDefence | None = None,
+    loss: str | Loss | Function | None = None,
+    optimizer: Optimizer | None = None,
+    trust_code: bool = False,
+    trials: int = 20,
+    broadcasts: int = 10,
+    network: bool = True,
+    shadows: int = 2,
+    progress: Progress = ignore_progress,
+) -> AuditReport:
+    """Measure what attackers learn from a trained federation, which is not changed.
+
+    Args:
+        run: a trained `Federation`, or the folder of a run: from `fedveil train`, `Federation.fit(folder=)`, Flower or
+            FLARE. A run whose records are not given, or are not those that it was trained on, is simulated in one
+            process; the report says so.
+        test: records that were not used for training; required for a `Federation`.
+        clients: for a folder: the records of each client. Without records, stand-ins of the right shapes are used.
+        data: for a folder: a data set, which is divided evenly among as many clients as the run had.
+        model: for a folder: the network, or a function that builds it. For a `Federation`: a function that builds the
+            network with new initial values, if its modules have no `reset_parameters`.
+        defence: for a folder: the defence, if its description does not contain all arguments.
+        loss: for a folder: the loss, if it is a function.
+        optimizer: for a folder: the optimizer, if its description does not contain its settings.
+        trust_code: whether to import code that the folder names.
+        trials: number of records that the attacker tries to rebuild.
+        broadcasts: number of broadcasts to sample under a veil.
+        network: whether to infer membership with white-box networks too.
+        shadows: number of shadow federations to train for RMIA, which must be even; 0 for none.
+        progress: called with the completed fraction and the current step.
+
+    Returns:
+        The report: `report.verdicts`, `report.to_frame()`, and `report.page(path)`, which writes a page.
+    """
+    options = AuditOptions(trials, broadcasts, network, shadows)
+    given = GivenParts(clients, test, data, model, defence, loss, optimizer, trust_code)
+    if isinstance(run, Federation):
+        return audit_federation(run, given, options, progress)
+    folder = Path(run)
+    if (folder / "config.json").is_file():
+        return audit_configured(folder, given, options, progress)
+    return audit_described(folder, given, options, progress, f"fedveil audit {folder}")
+
+
+def audit_federation(run: Federation, given: GivenParts, options: AuditOptions, progress: Progress) -> AuditReport:
+    """Audit a federation in memory."""
+    for name in ("clients", "data", "defence", "loss", "optimizer"):
+        if getattr(given, name) is not None:
+            raise BadArgument(WHERE, f"{name}= is given, but the Federation has its own", f"leave out {name}=")
+    if given.test is None:
+        what = "no test records are given, with which the clients' records are compared"
+        raise BadArgument(WHERE, what, "pass records that were not used for training: fedveil.audit(federation, test)")
+    if isinstance(given.model, nn.Module):
+        raise BadArgument(WHERE, "model= is a model", "pass a function that builds a new one, or leave it out")
+    rates = tuple(record.lr for record in run.history.records)
+    rates = rates or (float(run.optimizer.param_groups[0]["lr"]),) * run.round
+    if not rates:
+        raise BadArgument(WHERE, "the federation has not been trained", "call fit first")
+    recipe = TrainingRecipe(run, rates, given.model)
+    subject = MemoryAudit(recipe, collect_data(run, given.test, "records"), options)
+    return run_audit(subject, (), "fedveil.audit(federation, test)", progress)
+
+
+def audit_described(
+    folder: Path, given: GivenParts, options: AuditOptions, progress: Progress, command: str
+) -> AuditReport:
+    """Audit the run of a server in Python, Flower or FLARE, or a simulation of it."""
+    opened = open_described(folder, given, progress)
+    data = collect_data(opened.recipe.federation, opened.test, "records")
+    return run_audit(MemoryAudit(opened.recipe, data, options), opened.notes, command, progress)
+
+
+def audit_configured(folder: Path, given: GivenParts, options: AuditOptions, progress: Progress) -> AuditReport:
+    """Audit the run of a configuration as `fedveil audit` does, in this process; results are stored in its folder."""
+    for name in ("clients", "test", "data", "model", "defence", "loss", "optimizer"):
+        if getattr(given, name) is not None:
+            what = f"{name}= is given, but config.json specifies it"
+            raise BadArgument(str(folder), what, f"leave out {name}=")
+    from fedveil.runs.build import choose_loss
+
+    config = choose_loss(read_config(folder, trust_code=given.trust_code))
+    notes = tuple(describe_run(config, folder))
+    request = AttackRequest(config, (config.defence.name,), options, folder, notes=notes)
+    found: Results[AuditResult] = gather(
+        AUDIT,
+        request,
+        folder / "audit",
+        workers=1,
+        show=lambda name, fraction, step: progress(fraction, f"{name}: {step}"),
+    )
+    return AuditReport(found, AUDIT.present(request, found), notes, f"fedveil audit {folder}")
+
+
+def run_audit(subject: MemoryAudit, notes: tuple[str, ...], command: str, progress: Progress) -> AuditReport:
+    """Run an audit in memory, and present it."""
+    found, more = subject.run(progress)
+    notes = (*notes, *more)
+    own = subject.recipe.federation
+    values = {
+        "defence": own.defence.name,
+        "model": type(own.model).__name__,
+        "parameters": f"{sum(parameter.numel() for parameter in own.model.parameters()):,}",
+        "loss": own.loss.name,
+        "optimizer": type(own.optimizer).__name__,
+        "clients": str(len(own.shards.sizes)),
+        "records": f"{sum(own.shards.sizes):,}",
+        "records held out": f"{len(subject.data.test.targets):,}",
+        "rounds": str(len(subject.recipe.rates)),
+        **{name: str(value) for name, value in asdict(subject.options).items() if name not in ("lira", "server")},
+    }
+    shown = complete_presentation(page.show(successes(found)), found, notes, Facts("Configuration", values))
+    if any(note.startswith(LOUD) for note in notes):
+        first = [warn_of_stand_ins(one) if isinstance(one, Answers) else one for one in shown.first]
+        shown = replace(shown, first=first, plain=" ".join(notes))
+    title = f"Audit of {type(own.model).__name__}, {own.defence.name}, {len(own.shards.sizes)} clients"
+    return AuditReport(found, replace(shown, title=title), notes, command)

@@ -1,0 +1,172 @@
+"""Audit a federation in memory: its records, its reference without the defence, its shadows, and the attacks."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from fedveil.attacks.membership import halves
+from fedveil.attacks.observation import DoesNotApply
+from fedveil.attacks.registry import Attackers, find_attackers
+from fedveil.data import Data, DataPart, one_tensor
+from fedveil.data.dataset import from_records
+from fedveil.defences.interface import AnyDefence
+from fedveil.defences.registry import find, find_record
+from fedveil.errors import BadArgument
+from fedveil.federation.local import Federation
+from fedveil.federation.targets import target_maker
+from fedveil.lookup import import_object
+from fedveil.progress import Progress
+from fedveil.records.shards import MemoryShards, generator
+from fedveil.records.sources import Rows, UserRecords, as_source
+from fedveil.scheme.losses import CLASS_LOSSES
+from fedveil.studies.audit.results import UNDEFENDED, AuditResult
+from fedveil.studies.audit.run import AuditOptions, attack_subject
+from fedveil.studies.audit.subject import AuditSubject
+from fedveil.studies.audit.training import RecipeTrial, TrainingRecipe
+from fedveil.studies.jobs import Failure
+from fedveil.studies.membership import attacks as membership
+
+WHERE = "audit"
+
+
+def part_of(progress: Progress, number: int, count: int, label: str) -> Progress:
+    """Return a callback that reports the progress of part `number` of `count` equal parts."""
+    return lambda fraction, step: progress((number + fraction) / count, f"{label}: {step}")
+
+
+def collect_data(federation: Federation, test: UserRecords, name: str) -> Data:
+    """Return the clients' records and the held-out records as one data set."""
+    shards = federation.shards
+    if not isinstance(shards, MemoryShards):
+        what = "the clients' records are read batch by batch, but attacks need them in memory"
+        raise BadArgument(WHERE, what, "pass the records as tensors or arrays")
+    inputs = one_tensor(WHERE, shards.inputs)
+    source = as_source("test data", test)
+    if not isinstance(source, Rows):
+        source = Rows("test data", *source.take(range(len(source))))
+    make = target_maker(federation.model, federation.loss, (inputs[:1], shards.targets[:1]))
+    parts = (inputs, shards.targets), (one_tensor("test data", source.inputs), make(source.targets))
+    is_class = isinstance(federation.loss, CLASS_LOSSES)
+    train, held_out = ((own[0].cpu(), _class_indices(own[1].cpu()) if is_class else own[1].cpu()) for own in parts)
+    return from_records(name, train, held_out)
+
+
+def _class_indices(targets: Tensor) -> Tensor:
+    """Return one-hot rows as class indices; other targets are returned unchanged."""
+    one_hot = targets.is_floating_point() and targets.dim() == 2 and bool((targets.max(1).values == 1).all())
+    return targets.argmax(1) if one_hot else targets
+
+
+def _is_registered(defence: AnyDefence) -> bool:
+    """Return whether a defence is of a registered class, and not of a class derived from it."""
+    record = find_record(defence)
+    found = import_object(record.target, "a defence", "my_package.defences:Mine") if record else None
+    return getattr(found, "__self__", found) is type(defence)
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryAudit:
+    """The audit of a trained federation, which it does not change.
+
+    Attributes:
+        recipe: how to train federations like it.
+        data: its records, and records that it was not trained on.
+        options: flags of the audit.
+    """
+
+    recipe: TrainingRecipe
+    data: Data
+    options: AuditOptions
+
+    @property
+    def name(self) -> str:
+        """The name of the defence, without differential privacy."""
+        base = self.recipe.federation.defence.requested
+        record = find_record(base)
+        if record and _is_registered(base):
+            return record.name
+        return type(base).__name__ if base.name == "plain" else base.name
+
+    @property
+    def attackers(self) -> Attackers:
+        """The attackers that know the defence; a class derived from plain training has only generic ones."""
+        base = self.recipe.federation.defence.requested
+        record = find_record(base)
+        return find_attackers(record) if record and (record.name != "plain" or _is_registered(base)) else Attackers()
+
+    def subject(self) -> AuditSubject:
+        """Return the federation under its defence."""
+        return self._subject(self.name, self.recipe.continued(), self.attackers, RecipeTrial(self.recipe))
+
+    def reference(self, progress: Progress) -> tuple[AuditSubject, str]:
+        """Return the federation without its defence, and a note if its model was trained under the defence.
+
+        A veil does not change the trained model, so its model is used. For other defences, the model is trained anew
+        if possible.
+        """
+        known, note, made = self.attackers, "", None
+        if known.shadows != "plain":
+            try:
+                made = self.recipe.train(self._parts(), self.recipe.federation.seed, progress, "plain")
+            except DoesNotApply as reason:
+                note = f"The reference without a defence is the model trained under {self.name}: {reason.what}."
+        made = made or self.recipe.continued("plain")
+        attackers = find_attackers(find("plain"))
+        return self._subject("plain", made, attackers, RecipeTrial(self.recipe, "plain")), note
+
+    def _subject(self, name: str, made: Federation, attackers: Attackers, trial: RecipeTrial) -> AuditSubject:
+        own = self.recipe.federation
+        return AuditSubject(name, made, self.data, self._rows(), attackers, own.seed, own.whole_shard, trial)
+
+    def _rows(self) -> tuple[Tensor, ...]:
+        shards = self.recipe.federation.shards
+        return tuple(torch.arange(a, a + n) for a, n in zip(shards.starts, shards.sizes, strict=True))
+
+    def _parts(self) -> list[DataPart]:
+        return [self.data.train.take(rows) for rows in self._rows()]
+
+    def train_shadows(self, folder: Path, name: str, progress: Progress) -> None:
+        """Train the shadows of a defence, and write their outputs for all records."""
+        count, data, seed = self.options.shadows, self.data, self.recipe.federation.seed
+        records = membership.divide_pool(data, self._rows(), seed, everyone=True)
+        pool, clients = records.pool, len(self._rows())
+        size = None if self.options.lira else len(data.train.targets)
+        chosen = halves(len(pool.targets), count, generator("shadows", seed, count), size)
+        defence = "plain" if membership.shadow_defence(name) == "plain" else None
+        for number in range(count):
+            report = part_of(progress, number, count, "shadow")
+            parts = [pool.take(rows) for rows in torch.from_numpy(chosen[number]).nonzero()[:, 0].tensor_split(clients)]
+            made = self.recipe.train(parts, seed + 1 + number, report, defence)
+            path = membership.shadow_file(folder, name, number)
+            membership.write_shadow(made, pool, chosen[number], path)
+
+    def run(self, progress: Progress) -> tuple[dict[str, AuditResult | Failure], tuple[str, ...]]:
+        """Return the results by name, as a study of audits does, and notes."""
+        dtype = self.recipe.federation.dtype
+        notes = [] if dtype == torch.float32 else [f"The model has {dtype}; a copy in float32 was audited."]
+        subjects: dict[str, AuditSubject] = {self.name: self.subject()}
+        if self.name != "plain":
+            subjects[UNDEFENDED], note = self.reference(part_of(progress, 0, 3, "reference"))
+            notes += [note] if note else []
+        found = dict[str, AuditResult | Failure]()
+        with TemporaryDirectory() as folder:
+            notes += self._shadow_notes(Path(folder), [one.name for one in subjects.values()], progress)
+            for number, (label, subject) in enumerate(subjects.items()):
+                report = part_of(progress, 1 + number, 3, label)
+                found[label] = attack_subject(subject, self.options, Path(folder), report)
+        return found, tuple(notes)
+
+    def _shadow_notes(self, folder: Path, names: Sequence[str], progress: Progress) -> Iterator[str]:
+        """Train all shadows; yield the reason if there are none."""
+        if not self.options.shadows or len(self._rows()) < 2 or self.data.train.targets.dim() != 1:
+            return
+        for kind in dict.fromkeys(membership.shadow_defence(name) for name in names):
+            try:
+                self.train_shadows(folder, kind, progress)
+            except DoesNotApply as reason:
+                yield f"No shadow federations were trained, so RMIA was not run: {reason.what}."
+                return

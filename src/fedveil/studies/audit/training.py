@@ -1,0 +1,179 @@
+"""Train new federations like an existing one: the same network, defence, loss, optimizer and learning rates."""
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from fedveil.attacks.observation import DoesNotApply
+from fedveil.data import DataPart
+from fedveil.defences.description import copy_defence
+from fedveil.defences.interface import AnyDefence
+from fedveil.federation.local import Federation
+from fedveil.progress import Progress
+from fedveil.studies.audit.subject import RATE
+from fedveil.studies.gradients.run import plain_sgd
+
+Factory = Callable[[], nn.Module]
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+T = TypeVar("T")
+
+
+def reinitialise(model: nn.Module) -> None:
+    """Give a model new initial values with each module's `reset_parameters`; frozen parameters keep their values.
+
+    Raises:
+        DoesNotApply: a module with trainable parameters has no such method.
+    """
+    frozen = [(value, value.detach().clone()) for value in model.parameters() if not value.requires_grad]
+    for name, module in model.named_modules():
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        own = list(module.parameters(recurse=False))
+        if callable(reset):
+            reset()
+        elif any(value.requires_grad for value in own):
+            what = f"{type(module).__name__} {name!r} has no reset_parameters" if name else "it has no reset_parameters"
+            raise DoesNotApply("model", f"the network cannot be trained anew, because {what}; pass model=")
+    with torch.no_grad():
+        for value, before in frozen:
+            value.copy_(before)
+
+
+def copy_pair(federation: Federation) -> Pair:
+    """Return copies of a federation's model and of its optimizer, which belong together, in float32."""
+    model, optimizer = copy.deepcopy((federation.model, federation.optimizer))
+    if federation.dtype != torch.float32:
+        model.float()
+        optimizer.load_state_dict(optimizer.state_dict())  # its state gets the dtype of the parameters
+    return model, optimizer
+
+
+def accepted(make: Callable[..., T], values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the values that a function accepts as arguments."""
+    parameters = inspect.signature(make).parameters
+    return {name: value for name, value in values.items() if name in parameters}
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingRecipe:
+    """How to train federations like an existing one.
+
+    Attributes:
+        federation: the existing federation, which is not changed.
+        rates: learning rate of each round.
+        factory: builds the network with new initial values; by default, modules are reset.
+    """
+
+    federation: Federation
+    rates: tuple[float, ...]
+    factory: Factory | None = None
+
+    def new_pair(self, seed: int) -> Pair:
+        """Return a network with new initial values, and its optimizer without state."""
+        model, optimizer = copy_pair(self.federation)
+        devices = [] if self.federation.device.type == "cpu" else [self.federation.device]
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            if self.factory is None:
+                reinitialise(model)
+            else:
+                model.load_state_dict(self.factory().state_dict())
+        optimizer.state = defaultdict(dict)
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("initial_lr", group["lr"])
+        return model, optimizer
+
+    def train(
+        self, parts: Sequence[DataPart], seed: int, progress: Progress, defence: str | AnyDefence | None = None
+    ) -> Federation:
+        """Train a federation for as many rounds as the existing one; `defence` replaces the defence."""
+        model, optimizer = self.new_pair(seed)
+        made = self.build(model, parts, defence or copy_defence(self.federation.defence), optimizer, seed)
+        rounds = len(self.rates)
+        made.fit(
+            rounds=rounds,
+            on_round=lambda record: progress(record.round / rounds, f"training, round {record.round}/{rounds}"),
+        )
+        return made
+
+    def build(
+        self,
+        model: nn.Module,
+        parts: Sequence[DataPart],
+        defence: str | AnyDefence,
+        optimizer: torch.optim.Optimizer | Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+        seed: int,
+        *,
+        replay: bool = True,
+    ) -> Federation:
+        """Build a federation with the settings of the existing one; `replay` repeats its learning rates."""
+        own, terms = self.federation, self.federation.terms
+        start = self.rates[0] if self.rates else 0.0
+        factors = [rate / start for rate in self.rates] if start else []
+        schedule = None
+        if replay and any(factor != 1.0 for factor in factors):
+            schedule = lambda made: LambdaLR(made, lambda number: factors[min(number, len(factors) - 1)])  # noqa: E731
+        return Federation(
+            model,
+            [(part.inputs, part.targets) for part in parts],
+            defence,
+            optimizer,
+            schedule=schedule,
+            schedule_every="round",
+            clip_norm=own.clip_norm,
+            batch_size=terms.batch_size,
+            loss=own.loss,
+            whole_shard=terms.whole_shard,
+            participation=own.policy.participation,
+            limits=own.limits,
+            seed=seed,
+        )
+
+    def continued(self, defence: str | AnyDefence | None = None) -> Federation:
+        """Return a copy of the existing federation that can be trained further without changing it."""
+        own = self.federation
+        model, optimizer = copy_pair(own)
+        parts = [DataPart(*own.shards.records(client)) for client in range(len(own.shards.sizes))]
+        made = self.build(model, parts, defence or copy_defence(own.defence), optimizer, own.seed, replay=False)
+        made.round = own.round
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class RecipeTrial:
+    """Builds small federations like an existing one; `name` replaces the defence."""
+
+    recipe: TrainingRecipe
+    defence: str | None = None
+
+    def new_model(self) -> nn.Module:
+        """Return a new network or, if it cannot be reset, the trained one."""
+        return self._model(0)
+
+    def _model(self, seed: int) -> nn.Module:
+        try:
+            return self.recipe.new_pair(seed)[0]
+        except DoesNotApply:
+            return copy_pair(self.recipe.federation)[0]
+
+    def __call__(self, parts: Sequence[DataPart], number: int, batch_size: int, whole_shard: bool) -> Federation:
+        """Return a federation with the defence and loss of the existing one."""
+        own, seed = self.recipe.federation, self.recipe.federation.seed + number
+        return Federation(
+            self._model(seed),
+            [(part.inputs, part.targets) for part in parts],
+            self.defence or copy_defence(own.defence),
+            plain_sgd(RATE),
+            batch_size=batch_size,
+            loss=own.loss,
+            whole_shard=whole_shard,
+            fuse=False,
+            seed=seed,
+        )

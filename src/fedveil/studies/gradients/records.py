@@ -1,0 +1,200 @@
+"""Count the records of a batch that a server computes exactly: by attacker, protection and size of the batch."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from fedveil.attacks.first_layer import first_linear, record_from_agreeing_rows
+from fedveil.attacks.leaked_gradients import Gradients, Leak, secure_sum
+from fedveil.attacks.observation import DoesNotApply
+from fedveil.attacks.scores import proportion
+from fedveil.data import Data, DataPart
+from fedveil.errors import UpdateRefused
+from fedveil.federation.local import Federation
+from fedveil.progress import Progress
+from fedveil.records.shards import generator
+from fedveil.runs.build import build_optimizer, load_data
+from fedveil.runs.settings import Config
+from fedveil.scheme import Loss
+from fedveil.studies.gradients import run as reconstruction
+from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
+from fedveil.studies.presentation import percent
+from fedveil.studies.verdicts import RECOGNISED
+
+OWN = 64  # number of held-out records that the server has
+CLIP, NOISE = 1.0, 1.0  # differential privacy: norm of a record's gradient, and noise multiplier
+CLEAR, SECURE, PRIVATE = "none", "secure aggregation", f"DP per record, noise {NOISE:g}"
+DIRECTIONS, IMPRINT, FLOOR = "sparse directions", "crafted first layer", "floor: other records"
+HEADER = ("defence", "protection", "batch", "attacker", "rounds", "records", "recovered, %")
+TITLE = "Records recovered from a batch"
+TINY = 1e-12  # smallest mean squared error that is distinguished from 0
+
+
+@dataclass(frozen=True)
+class RecordCount:
+    """The number of records of one batch that an attack recovers.
+
+    Attributes:
+        protection: how the server receives the batch's gradient: `CLEAR`, `SECURE` or `PRIVATE`.
+        batch: number of records.
+        attacker: name of the attack.
+        found: number of records that were recovered.
+        reason: why the attack does not apply; "" if it does.
+    """
+
+    protection: str
+    batch: int
+    attacker: str
+    found: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class CountedRound(Result):
+    """The results of all attacks on the batches of one round."""
+
+    counts: list[RecordCount]
+
+
+def read_updates(federation: Federation, clients: Sequence[int]) -> list[Gradients]:
+    """Return each client's recovered gradient, which the server has without secure aggregation."""
+    server_round = federation.defence_server.start_round(federation.model).base
+    updates = federation.clients.updates(server_round.broadcast, clients, federation.round)
+    found = []
+    for result in server_round.recover_each(updates):
+        if isinstance(result, UpdateRefused):
+            raise result
+        found.append(dict(result.gradients))
+    return found
+
+
+def count_recovered(found: Tensor, true: Tensor, mean: Tensor) -> int:
+    """Return the number of true records to which an attack comes `RECOGNISED` dB closer than the mean record does.
+
+    Each record found by the attack counts for at most one true record.
+    """
+    found, true, mean = (each.double().flatten(1) for each in (found, true, mean))
+    errors = torch.stack([(found - one).square().mean(1) for one in true]) if len(found) else found.new_ones(1, 0)
+    limit = (true - mean).square().mean(1, keepdim=True).clamp_min(TINY) / 10 ** (RECOGNISED / 10)
+    close = (errors.nan_to_num(torch.inf) <= limit).cpu().numpy()
+    rows, columns = linear_sum_assignment(close, maximize=True)
+    return int(close[rows, columns].sum())
+
+
+def private_mean(model: nn.Module, loss: Loss, part: DataPart, rng: torch.Generator) -> Gradients:
+    """Return the mean gradient with differential privacy per record, as a server receives it if clients add the noise.
+
+    Each record's gradient is clipped to `CLIP`. Normal noise with standard deviation `NOISE` times `CLIP` is added to
+    their sum.
+    """
+    from fedveil.privacy.gradients import RecordGradients, clipped_sums  # other studies do not need it
+
+    included = torch.ones(len(part.targets), dtype=torch.bool, device=part.targets.device)
+    found = {}
+    task = RecordGradients.from_model(model, loss)
+    for name, value in clipped_sums(task, part.tensor, part.targets, included, CLIP).items():
+        noise = torch.randn(value[0].shape, generator=rng, dtype=value.dtype).to(value)
+        found[name] = (value[0] + NOISE * CLIP * noise) / len(part.targets)
+    return found
+
+
+def server_gradient(model: nn.Module, config: Config, part: DataPart, protection: str, rng: torch.Generator) -> Leak:
+    """Return what a server has of a batch: a client's update, a sum over clients with one record each, or a DP sum."""
+    size, each = len(part.targets), 1 if protection == SECURE else len(part.targets)
+    parts = [part.take(torch.arange(first, first + each)) for first in range(0, size, each)]
+    optimizer = build_optimizer(config.training)
+    federation = reconstruction.build_small_federation(config, model, parts, optimizer, each)
+    if protection == PRIVATE:
+        found = private_mean(model, federation.loss, part, rng)
+    else:
+        updates = read_updates(federation, range(len(parts)))
+        found = secure_sum(updates, [1] * size).mean() if protection == SECURE else updates[0]
+    like = dict(model.named_parameters())
+    return Leak(model, {name: value.to(like[name]) for name, value in found.items()}, federation.loss)
+
+
+@dataclass(frozen=True)
+class AttackRecords:
+    """Job work that attacks batches of several sizes under each protection, each time with a new network."""
+
+    config: Config
+    run: Path | None
+    batches: tuple[int, ...]
+    number: int
+
+    def __call__(self, progress: Progress, done: JobResults) -> CountedRound:
+        """Attack every batch."""
+        config = self.config.changed(seed=self.config.training.seed + self.number)
+        data = load_data(config)
+        model = reconstruction.start_model(config, data, self.run)
+        cases = [(protection, size) for protection in (CLEAR, SECURE, PRIVATE) for size in self.batches]
+        counts = list[RecordCount]()
+        for number, (protection, size) in enumerate(cases):
+            progress(number / len(cases), f"{size} records, protection: {protection}")
+            counts += self.attack(config, data, model, protection, size)
+        return CountedRound(counts)
+
+    def attack(self, config: Config, data: Data, model: nn.Module, protection: str, size: int) -> list[RecordCount]:
+        """Run every attack on one batch; a crafted network receives a gradient of its own."""
+        from fedveil.attacks.batch_records import records_from_batch  # an audit plans its jobs without them
+        from fedveil.attacks.imprint import craft_imprint, read_imprint
+
+        seed = config.training.seed, self.number, size
+        order = torch.randperm(len(data.train.targets), generator=generator("records", *seed))
+        part, own = data.train.take(order[:size]), data.test.tensor[:OWN]
+        rng, mean = generator(protection, *seed), data.train.tensor.mean(0, keepdim=True)
+
+        def sparse() -> Tensor:
+            leak = server_gradient(model, config, part, protection, rng)
+            return records_from_batch(leak, first_linear(model), size, own, rng).inputs
+
+        def agreeing() -> Tensor:
+            leak = server_gradient(model, config, part, protection, rng)
+            return record_from_agreeing_rows(leak, first_linear(model))[None]
+
+        def crafted() -> Tensor:
+            changed = craft_imprint(model, own, rng)
+            return read_imprint(server_gradient(changed, config, part, protection, rng), first_linear(changed))
+
+        attacks: Mapping[str, Callable[[], Tensor]] = {
+            "rows that agree": agreeing,
+            DIRECTIONS: sparse,
+            IMPRINT: crafted,
+            FLOOR: lambda: data.train.tensor[order[size : 2 * size]],
+        }
+        counts = []
+        for name, attack in attacks.items():
+            try:
+                found, reason = count_recovered(attack().cpu(), part.tensor.cpu(), mean.cpu()), ""
+            except DoesNotApply as error:
+                found, reason = 0, error.what
+            counts.append(RecordCount(protection, size, name, found, reason))
+        return counts
+
+
+def record_jobs(
+    config: Config, run: Path | None, batches: Sequence[int], rounds: int, label: str
+) -> list[StudyJob[CountedRound]]:
+    """Return one job per round whose name begins with `label`; no jobs if there are no batches."""
+    works = [AttackRecords(config, run, tuple(batches), number) for number in range(rounds if batches else 0)]
+    return [StudyJob(f"{label}-records-{work.number}", work, CountedRound, attacked=run) for work in works]
+
+
+def record_rows(rounds: Sequence[CountedRound | Failure]) -> Iterator[list[str]]:
+    """Yield one table row per protection, size and attacker, without the column for the defence.
+
+    Under a failed round, only the reason is shown.
+    """
+    failed = next((result.failed for result in rounds if isinstance(result, Failure)), None)
+    if failed is not None:
+        yield ["", "", f"failed: {failed}", "", "", ""]
+        return
+    for cases in zip(*(result.counts for result in rounds if isinstance(result, CountedRound)), strict=True):
+        one, total, found = cases[0], sum(case.batch for case in cases), sum(case.found for case in cases)
+        reasons = [case.reason for case in cases if case.reason]
+        cell = percent(proportion(found, total)) if len(reasons) < len(cases) else reasons[0]
+        yield [one.protection, str(one.batch), one.attacker, str(len(cases)), f"{found}/{total}", cell]

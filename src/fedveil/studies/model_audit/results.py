@@ -1,0 +1,160 @@
+"""The result of a model's audit: a verdict, the attacks, the exposure of every member, and a page."""
+
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedveil.errors import BadArgument
+from fedveil.files import write_atomically
+from fedveil.report import NOTHING, Facts, Intervals, Section, Table, Text, count, write
+from fedveil.studies.membership.attacks import GUESS, AttackScores
+from fedveil.studies.model_audit.exposure import FALSE_DISCOVERIES, RecordExposure
+from fedveil.studies.presentation import Presentation, mark, percent, read_texts, text
+from fedveil.studies.verdicts import Label, Verdict
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+TEXTS = read_texts()["model_audit"]
+SHOWN = 50  # number of records in the page's table
+ATTACKS = (
+    *("attack", "AUC", "accuracy, %", "TPR at 1 % FPR, %", "TPR at 0.1 % FPR, %"),
+    *("AUC on known records", "remark"),
+)
+RECORDS = ("rank", "record", "others that look like it, %", "score", "stands out")
+
+
+@dataclass(frozen=True, repr=False)
+class ModelAudit:
+    """What a model reveals about the records that it was trained on.
+
+    Attributes:
+        verdict: the label, with the strongest attack; it accounts for the number of attacks.
+        attack: the attack that did best on the records that the attacker knows.
+        attacks: performance of each attack on the records that the attacker does not know, by name.
+        exposures: the exposure of each member, the most exposed first.
+        sizes: the number of members and of others.
+        loss: name of the loss.
+        on_members, on_others: metrics of the model.
+        left_out: reasons why attacks were not run, by name.
+    """
+
+    verdict: Verdict
+    attack: str
+    attacks: Mapping[str, AttackScores]
+    exposures: tuple[RecordExposure, ...]
+    sizes: Mapping[str, int]
+    loss: str
+    on_members: Mapping[str, float]
+    on_others: Mapping[str, float]
+    left_out: Mapping[str, str]
+
+    @property
+    def label(self) -> Label:
+        """LEAK if an attack tells members from others or if a member stands out; NOTHING FOUND; or TOO FEW TRIALS.
+
+        An attack may recognise a few members for certain although its AUC is close to guessing. If there is no leak,
+        each of the two findings is made with a probability of at most 5 %.
+        """
+        return Label.LEAK if self.standing_out else self.verdict.label
+
+    @property
+    def best(self) -> AttackScores:
+        """The performance of the attack that did best on known records."""
+        return self.attacks[self.attack]
+
+    @property
+    def standing_out(self) -> tuple[RecordExposure, ...]:
+        """The members that stand out, the most exposed first."""
+        return tuple(one for one in self.exposures if one.stands_out)
+
+    @property
+    def sentence(self) -> str:
+        """What the audit found, in words."""
+        found = {
+            Label.LEAK: "The model reveals which records it was trained on",
+            Label.NOTHING: "These attacks do not tell the model's training records from others",
+        }.get(self.verdict.label, "There are too few records to tell whether the model reveals its training records")
+        if self.standing_out and self.verdict.label is not Label.LEAK:
+            found = "The model reveals some of the records that it was trained on"
+        named = len(self.standing_out)
+        stand = "1 stands out" if named == 1 else f"{named:,} stand out"
+        return f"{found}. Of {count(self.sizes['members'], 'member')}, {stand}."
+
+    def __repr__(self) -> str:
+        return f"{self.sentence}\n{self.verdict}"
+
+    def to_frame(self) -> "DataFrame":
+        """Return a pandas DataFrame with the exposure of each member, the most exposed first."""
+        try:
+            from pandas import DataFrame
+        except ImportError as error:
+            raise BadArgument("to_frame", "pandas is not installed", "run pip install pandas") from error
+        return DataFrame(self.rows())
+
+    def rows(self) -> list[dict[str, int | float | str]]:
+        """Return the exposure of each member as plain values, the most exposed first."""
+        return [
+            {
+                "record": one.record,
+                "rank": one.rank,
+                "false_positives": one.false_positives.value,
+                "low": one.false_positives.low,
+                "high": one.false_positives.high,
+                "score": one.score,
+                "p": one.p,
+                "attack": one.attack,
+                "stands_out": one.stands_out,
+            }
+            for one in self.exposures
+        ]
+
+    def write_records(self, path: str | Path) -> Path:
+        """Write the exposure of each member to a CSV file, and return its path."""
+        rows, text = self.rows(), io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return write_atomically(Path(path), text.getvalue())
+
+    def page(self, path: str | Path) -> Path:
+        """Write an HTML page with the verdict, the attacks and the records that stand out, and return its path."""
+        return write(self.present().page("fedveil.audit_model(model, members, others)"), Path(path))
+
+    def present(self) -> Presentation:
+        """Return the content of the page."""
+        marks = [mark(name, one.auc) for name, one in self.attacks.items()]
+        note = TEXTS.notes["records"].format(shown=SHOWN, rate=100 * FALSE_DISCOVERIES)
+        facts = {name: f"{size:,}" for name, size in self.sizes.items()} | {"loss": self.loss}
+        for where, values in (("members", self.on_members), ("others", self.on_others)):
+            facts |= {f"{name} on {where}": f"{value:.4g}" for name, value in values.items()}
+        rows = [
+            [str(one.rank), str(one.record), percent(one.false_positives), f"{one.score:.2f}", _yes(one.stands_out)]
+            for one in self.exposures[:SHOWN]
+        ]
+        sections: list[Section] = [
+            Table("Most exposed records", RECORDS, rows, note),
+            Intervals("AUC of every attack", "AUC", marks, {"guessing": GUESS}),
+            Facts("Records and model", facts),
+        ]
+        reasons = [f"{name}: {why}" for name, why in self.left_out.items()]
+        sections += [Text("Attacks that were not run", reasons)] if reasons else []
+        sections.append(Text("How to read it", TEXTS.reading))
+        title, first = "Audit of a model", [Text("Verdict", [f"{self.verdict}."])]
+        return Presentation(title, self.sentence, ATTACKS, list(self.attack_rows()), TEXTS.note, sections, first)
+
+    def attack_rows(self) -> Iterator[list[str]]:
+        """Yield one table row per attack."""
+        for name, one in self.attacks.items():
+            remarks = [*([one.form] if one.form else []), *(["scores reversed"] if one.turned else [])]
+            remarks += ["same answer for all records"] * one.collapsed
+            figures = [text(one.auc, ".3f"), percent(one.accuracy), *map(percent, one.tpr.values())]
+            title = f"{name} *" if name == self.attack else name
+            yield [title, *figures, text(one.known, ".3f"), "; ".join(remarks) or NOTHING]
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
