@@ -1,6 +1,6 @@
 """Local training: accuracy against passes over the records and against bytes, for gradients and for FedAvg.
 
-    FEDVEIL_DATA=folder python -m benchmarks.local [--out folder] [--seeds 3]
+    FEDVEIL_DATA=folder python -m benchmarks.local [--data digits bank] [--out folder] [--seeds 3]
 
 Five clients with an MLP train on digits and on bank (two classes), with records divided at random or, by class, with a
 Dirichlet distribution of 0.5. Gradients: one batch per client and round, Adam on the server. FedAvg: 1 or 5 local
@@ -98,11 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.local", description="Gradients and FedAvg.")
     parser.add_argument("--out", type=Path, default=Path("runs/local"), help="folder of finished runs")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
+    parser.add_argument("--data", nargs="+", choices=TASKS, default=list(TASKS), help="data sets (default all)")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for task, own in TASKS.items():
-        found = []
+    for task in arguments.data:
+        own, found = TASKS[task], []
         for split in SPLITS:
             for method, (_, rates) in METHODS.items():
                 runs: dict[float, list[Mapping[str, Any]]] = {rate: [] for rate in rates}

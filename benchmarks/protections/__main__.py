@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", default=["digits", "bank"], choices=MLPS)
     parser.add_argument("--seeds", type=int, default=5, help="of accuracy and of a client's copy (default 5)")
     parser.add_argument("--out", type=Path, default=Path("results/protections"))
+    parser.add_argument("--cells", nargs="+", help="measure and print only cells whose names contain one of these")
     parser.add_argument("--chart", type=Path, default=Path("docs/images/protections.svg"))
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -71,10 +72,14 @@ def main() -> None:
     seeds = {name: min(given.seeds, TASKS[name].most_seeds) for name in given.data}
     every = [cell for name, own in seeds.items() for cell in cells(name, own, folder)]
     every += [cell for name, own in seeds.items() for cell in training_cells(name, range(FIRST, own))]
+    every = [cell for cell in every if not given.cells or any(word in cell[0] for word in given.cells)]
     found: dict[str, Figures] = {}
     for number, cell in enumerate(every, start=1):
         found[cell[0]] = keep(*cell, folder)
         print(f"{number}/{len(every)} {cell[0]}: {found[cell[0]]['seconds']} s", flush=True)
+    if given.cells:
+        print(json.dumps({label: own for label, own in found.items() if "-target-" not in label}, indent=1))
+        return
     results = summarise(found, seeds, machine())
     (given.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (given.out / "results.md").write_text(write_tables(results))

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedveil.attacks.gradients import Search, reconstruct
 from fedveil.attacks.leaked_gradients import batch_labels, mean_gradients
-from fedveil.attacks.local_steps import LocalTraining, from_local_training, local_update
+from fedveil.attacks.local_steps import KnownTraining, from_local_training, local_update
 from fedveil.attacks.similarity import match, psnr
 from fedveil.errors import BadArgument
 from fedveil.scheme import find_loss
@@ -42,7 +42,7 @@ def train_locally(model, loss, inputs, targets, training):
 @pytest.mark.parametrize("loss", ["cross_entropy", "squared_error"])
 @pytest.mark.parametrize(("epochs", "batch"), [(1, 5), (3, 2)])
 def test_a_simulated_update_is_the_client_s_own(loss, epochs, batch):
-    model, training, loss = built(network), LocalTraining(epochs, 0.3, batch), find_loss(loss)
+    model, training, loss = built(network), KnownTraining(epochs, 0.3, batch), find_loss(loss)
     sent = train_locally(model, loss, INPUTS[:5], LABELS[:5], training)
     found = local_update(model, loss, INPUTS[:5], LABELS[:5], training)
     steps = training.steps(5)
@@ -58,7 +58,7 @@ def test_a_simulated_update_is_the_client_s_own(loss, epochs, batch):
 
 
 def test_the_search_differentiates_through_all_steps():
-    model, training, loss = built(network), LocalTraining(2, 0.5, 2), find_loss("cross_entropy")
+    model, training, loss = built(network), KnownTraining(2, 0.5, 2), find_loss("cross_entropy")
     leak = from_local_training(model, train_locally(model, loss, INPUTS[:4], LABELS[:4], training), loss, training, 4)
     x = INPUTS[10:14].clone().requires_grad_()
 
@@ -70,7 +70,7 @@ def test_the_search_differentiates_through_all_steps():
 
 
 def test_records_are_rebuilt_from_several_local_steps_but_not_if_these_are_taken_for_one():
-    model, training, loss, true = built(network), LocalTraining(2, 1.0, 2), find_loss("cross_entropy"), [0, 1, 2, 3]
+    model, training, loss, true = built(network), KnownTraining(2, 1.0, 2), find_loss("cross_entropy"), [0, 1, 2, 3]
     sent = train_locally(model, loss, INPUTS[true], LABELS[true], training)
     leak = from_local_training(model, sent, loss, training, 4)
     figures = {}
@@ -85,7 +85,7 @@ def test_records_are_rebuilt_from_several_local_steps_but_not_if_these_are_taken
 
 
 def test_labels_are_estimated_from_a_short_local_training():
-    model, training, loss = built(network), LocalTraining(1, 0.05, 2), find_loss("cross_entropy")
+    model, training, loss = built(network), KnownTraining(1, 0.05, 2), find_loss("cross_entropy")
     sent = train_locally(model, loss, INPUTS[:6], LABELS[:6], training)
     leak = from_local_training(model, sent, loss, training, 6)
     assert batch_labels(leak, 6, INPUTS[100:160]) == sorted(LABELS[:6].tolist())
@@ -94,4 +94,4 @@ def test_labels_are_estimated_from_a_short_local_training():
 def test_training_settings_are_checked():
     for given in ((0, 0.1, 1), (1, 0.1, 0), (1, 0.0, 1), (1, float("nan"), 1)):
         with pytest.raises(BadArgument):
-            LocalTraining(*given)
+            KnownTraining(*given)

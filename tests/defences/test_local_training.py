@@ -16,7 +16,7 @@ from torch import nn
 from fedveil import Federation, Limits, Privacy
 from fedveil.attacks.poisoning import HostileEngine, HostileStrategy, scale
 from fedveil.defences import PPDL, Plain, Private, Veil
-from fedveil.defences.local_training import MAX_EPOCHS, LocalTraining
+from fedveil.defences.interface import MAX_LOCAL_EPOCHS, LocalTraining
 from fedveil.errors import BadArgument, Diverged
 from fedveil.federation.client import ClientSession
 from fedveil.federation.protocol import Ask, read, write
@@ -232,7 +232,12 @@ def test_a_server_cannot_occupy_a_client_forever_or_make_a_subclass_train():
     engine = Loopback({"site": lambda common, own: kept.append(common) or answer(common, own)})
     LoopbackServer(engine, net(), data[0][0][:2], fedavg(), average, loss="squared_error").step()
     ask = read(kept[0], Ask, 1000)
-    for change in ({"local_epochs": MAX_EPOCHS + 1}, {"local_lr": math.inf}, {"local_momentum": 1.0}, {"rounding": 1}):
+    for change in (
+        {"local_epochs": MAX_LOCAL_EPOCHS + 1},
+        {"local_lr": math.inf},
+        {"local_momentum": 1.0},
+        {"rounding": 1},
+    ):
         spoilt = Ask(**{**vars(ask), "settings": {**ask.settings, **change}})
         with pytest.raises(BadArgument, match=next(iter(change))):
             member(net, data[0], 0)(write(spoilt), b"")
@@ -327,7 +332,7 @@ def test_ppdl_selects_the_largest_entries_of_the_difference():
     ("settings", "text"),
     [
         ({"local_epochs": 0}, "local_epochs must be an integer of at least 1"),
-        ({"local_epochs": MAX_EPOCHS + 1}, "local_epochs must be at most"),
+        ({"local_epochs": MAX_LOCAL_EPOCHS + 1}, "local_epochs must be at most"),
         ({"local_epochs": 1, "local_lr": 0.0}, "local_lr must be a number from"),
         ({"local_epochs": 1, "local_batch": 0}, "local_batch must be an integer"),
         ({"local_epochs": 1, "local_momentum": 1.0}, "local_momentum must be a number from"),

@@ -52,7 +52,7 @@ class Round:
         self.round = self.defence.server(self.model, data[0][0][:2], find_loss(loss)).start_round(self.model)
         self.codec, inner = find_codec(self.defence), self.defence.base
         packed = self.codec.encode_broadcast(self.round.broadcast)
-        options = {name: getattr(inner, name) for name in inner.remote_settings}
+        options = {name: getattr(inner, name) for name in inner.remote_settings if getattr(inner, name) is not None}
         record = find_record(inner).name
         about = record, options, loss, find_loss(loss).settings()
         self.ask = Ask("session", 0, "token", *about, True, 8, 0, {}, {}, *packed)

@@ -11,7 +11,7 @@ from tests.small import SMALL
 from fedveil import Federation, load_model
 from fedveil.cli import main
 from fedveil.defences import Plain
-from fedveil.defences.local_training import LocalTraining
+from fedveil.defences.interface import LocalTraining
 from fedveil.runs.build import build_defence, build_federation, choose_settings, load_data, rounds_per_epoch
 from fedveil.runs.folder import is_finished, train
 

@@ -23,7 +23,7 @@ from fedveil.scheme.losses import one_hot
 
 
 @dataclass(frozen=True)
-class LocalTraining:
+class KnownTraining:
     """A client's local training with plain SGD.
 
     Attributes:
@@ -37,10 +37,10 @@ class LocalTraining:
     batch: int
 
     def __post_init__(self) -> None:
-        check_count("LocalTraining", "epochs", self.epochs)
-        check_count("LocalTraining", "batch", self.batch)
+        check_count("KnownTraining", "epochs", self.epochs)
+        check_count("KnownTraining", "batch", self.batch)
         if not self.lr > 0:
-            raise BadArgument("LocalTraining", f"lr is {self.lr}", "use a positive learning rate")
+            raise BadArgument("KnownTraining", f"lr is {self.lr}", "use a positive learning rate")
 
     def steps(self, records: int) -> int:
         """Return the number of steps of a client with this number of records."""
@@ -48,7 +48,7 @@ class LocalTraining:
 
 
 def local_update(
-    model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, training: LocalTraining, *, graph: bool = False
+    model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, training: KnownTraining, *, graph: bool = False
 ) -> Gradients:
     """Return the mean gradient of a client's local steps, (W_0 - W_T) / (lr T), without changing the model.
 
@@ -71,7 +71,7 @@ def local_update(
 
 
 def from_local_training(
-    model: nn.Module, difference: Mapping[str, Tensor], loss: Loss, training: LocalTraining, records: int
+    model: nn.Module, difference: Mapping[str, Tensor], loss: Loss, training: KnownTraining, records: int
 ) -> Leak:
     """Return a client's local update as a leak that `gradients.reconstruct` and `batch_labels` accept.
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from fedveil.defences.local_training import LocalTraining
+from fedveil.defences.interface import LocalTraining
 from fedveil.errors import FedveilError
 from fedveil.scheme.losses import Loss
 

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.defences import encoding
-from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Ranges, Samples
-from fedveil.defences.local_training import LocalTraining
+from fedveil.defences.interface import (
+    Codec,
+    Defence,
+    DefenceClient,
+    DefenceRound,
+    DefenceServer,
+    LocalTraining,
+    Ranges,
+    Samples,
+)
 from fedveil.errors import BadArgument
 from fedveil.graph.build import Frozen
 from fedveil.graph.inputs import Inputs

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedveil.checks import check_choice, check_fraction, check_range, is_number
 from fedveil.defences.clipping import split_vector
 from fedveil.defences.encoding import count_bytes, trainable_tensors
-from fedveil.defences.local_training import LocalTraining
+from fedveil.defences.interface import LocalTraining
 from fedveil.defences.plain import AnyPlainRound, Plain, PlainClient, PlainCodec, PlainRound, PlainServer, PlainUpdate
 from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument
@@ -91,8 +91,10 @@ class PPDL(Plain):
         sigma: standard deviation of the noise, which does not provide meaningful differential privacy.
         clip: maximum norm of a client's gradient, "median", or None to disable clipping.
         seed: makes the noise reproducible, for tests. By default, the operating system provides randomness.
-        local_epochs, local_lr, local_batch, local_momentum: as for `fedveil.defences.Plain`. With local epochs, the
-            difference of the models takes the place of the gradient.
+        local_epochs: as for `fedveil.defences.Plain`; the difference of the models takes the place of the gradient.
+        local_lr: as for `fedveil.defences.Plain`.
+        local_batch: as for `fedveil.defences.Plain`.
+        local_momentum: as for `fedveil.defences.Plain`.
     """
 
     name = "ppdl"

@@ -213,7 +213,6 @@ def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
     defence with secrets derived from a seed is refused.
     """
     check_choice(ASK, "defence", name, names())  # never import code that a server names
-    import_target(find(name))
     kind = _find_class(name, find(name).target)
     own = vars(kind)  # without inherited attributes: each class must explicitly allow servers to use it
     if not {"codec", "remote_settings"} & own.keys():
@@ -284,6 +283,7 @@ def _find_class(name: str, target: str) -> "type[AnyDefence]":
     """Return the class of a defence; cached, because clients need it in every round."""
     from fedveil.defences.interface import Defence
 
+    import_target(find(name))
     kind = _import_target(target)
     if not isinstance(kind, type) or not issubclass(kind, Defence):
         what = f"{target} is neither a subclass of Defence nor a class method of one"

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, Samples, U
-from fedveil.defences.local_training import LocalTraining
+from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, LocalTraining, Samples, U
 from fedveil.defences.registry import build_for_client, find_codec, find_record, protect_records, refuse_repeatable
 from fedveil.defences.state import State
 from fedveil.errors import Aborted, BadArgument

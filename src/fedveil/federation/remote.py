@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.checks import check_count
-from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound
-from fedveil.defences.local_training import LocalTraining
+from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound, LocalTraining
 from fedveil.defences.registry import add_privacy, find_codec, find_record
 from fedveil.errors import BadArgument
 from fedveil.federation import protocol

@@ -127,7 +127,7 @@ class DefenceSettings(NamedSettings):
     local_epochs: Positive | None = _key(
         None, "train on clients for this number of epochs per round (FedAvg); by default, they send one gradient"
     )
-    local_lr: AboveZero | None = _key(None, "learning rate of local training; by default 0.1")
+    local_lr: AboveZero | None = _key(None, "learning rate of local training; by default 0.1", rare=True)
     local_batch: Positive | None = _key(None, "number of records per local step; by default batch_size", rare=True)
     local_momentum: BelowOne | None = _key(None, "momentum of local training; by default 0", rare=True)
     ppdl: Literal["sel", "noise", "both"] = _key("sel", "send selected entries (sel), add noise (noise), or both")
@@ -153,10 +153,8 @@ class TrainingSettings(Settings):
 
     loss: LossName | None = _key(None, "loss; by default cross_entropy for classes, otherwise squared_error")
     label_smoothing: BelowOne = _key(0.0, "for cross_entropy: amount of label smoothing", rare=True)
-    optimizer: Literal["adam", "adamw", "sgd"] = _key(
-        "adam", "the server's optimizer; with local_epochs, by default sgd"
-    )
-    lr: AboveZero = _key(1e-3, "the server's learning rate; with local_epochs and sgd, by default 1")
+    optimizer: Literal["adam", "adamw", "sgd"] = _key("adam", "the server's optimizer; by default sgd for FedAvg")
+    lr: AboveZero = _key(1e-3, "the server's learning rate; by default 1 for FedAvg")
     momentum: BelowOne = _key(0.9, "for sgd: momentum; with local_epochs, by default 0", rare=True)
     weight_decay: NonNegative = _key(0.0, "weight decay", rare=True)
     schedule: Literal["constant", "cosine", "plateau"] = _key(
