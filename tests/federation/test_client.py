@@ -283,7 +283,7 @@ def test_what_only_the_models_own_code_can_judge_is_a_refusal_too(kind):
     """BatchNorm in training mode fails for a batch of one record; a hidden layer in place of the head does not fit."""
     message, client = ask_of(kind)
     client.records = tuple(own[:1] for own in client.records)
-    with pytest.raises(BadArgument, match="ask: this client cannot answer: ValueError") as caught:
+    with pytest.raises(BadArgument, match=r"ask: this client cannot answer: (ValueError|NotTraceable)") as caught:
         client.reply(message)
     assert "input size" not in str(caught.value)
     assert "input size" in str(caught.value.__cause__)

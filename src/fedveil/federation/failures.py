@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from fedveil.errors import BadArgument, FedveilError
+from fedveil.errors import AnalysisError, BadArgument, FedveilError
 
 
 @contextlib.contextmanager
@@ -16,9 +16,9 @@ def hide_failures() -> Iterator[None]:
     """
     try:
         yield
-    except FedveilError:
-        raise
     except Exception as error:
+        if isinstance(error, FedveilError) and not isinstance(error, AnalysisError):
+            raise  # an analysis of a batch may quote the sizes of records
         traceback.print_exc(file=sys.stderr)
         what = f"this client cannot answer: {type(error).__name__}"
         raise BadArgument("ask", what, "look for the cause in the client's log") from error
