@@ -235,7 +235,7 @@ def label_row(cell: Cell, done: JobResults, plain: Cell) -> list[str]:
     measure = replace(verdicts.RECORD, needs_adaptive=False)
     figures = [server_estimate(done[one.server]) for one in (cell, plain)]
     guess = figures[1][1]
-    own, undefended = ([measure.assess("server", one, guess)] if one else [] for one, _ in figures)
+    own, undefended = (measure.compare([("server", one)], guess) if one else [] for one, _ in figures)
     labels = [*found, verdicts.judge(measure, guess, own, undefended)]
     claim = PRIVATE_CLAIM if cell.name.startswith(PRIVATE) else find(cell.config.defence.name).claim
     return [cell.name, *(str(one.label) if one else "not measured" for one in labels), claim]
