@@ -1,11 +1,12 @@
-"""Argument checks. Each check returns the value or raises BadArgument, with the same wording for the same mistake."""
+"""Checks of arguments and threads. The same mistake raises an error with the same wording everywhere."""
 
 import difflib
 import math
+import threading
 from collections.abc import Iterable
 from typing import TypeGuard
 
-from fedveil.errors import BadArgument
+from fedveil.errors import BadArgument, FedveilError
 
 
 def check_choice(where: str, name: str, value: str, allowed: Iterable[str]) -> str:
@@ -68,3 +69,21 @@ def check_fraction(where: str, name: str, value: object, fix: str | None = None)
     if not is_number(value) or not 0 < value <= 1:
         raise BadArgument(where, f"{name} must be above 0 and at most 1, got {value!r}", fix)
     return float(value)
+
+
+class SingleThreadLock:
+    """A reentrant lock that raises if another thread holds it. Copies are not locked."""
+
+    def __init__(self, where: str) -> None:
+        self._where, self._lock = where, threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            fix = "wait until it has finished, or create a separate federation and model for each thread"
+            raise FedveilError(self._where, "another thread is using it", fix)
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type["SingleThreadLock"], tuple[str]]:
+        return SingleThreadLock, (self._where,)

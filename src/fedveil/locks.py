@@ -1,4 +1,4 @@
-"""Lock folders, so that each has only one writer, and objects, so that only one thread uses them.
+"""Lock folders, so that each has only one writer.
 
 The operating system releases the lock on a folder if its process is killed.
 """
@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from fedveil.errors import BadArgument, FedveilError
+from fedveil.errors import BadArgument
 from fedveil.files import convert_os_errors, make_folder, remove_partial_files
 from fedveil.plain_json import read_json
 
@@ -87,21 +86,3 @@ def _clean_up(folder: Path, created: Sequence[Path]) -> None:
             (folder / LOCK).unlink()
             for path in created:
                 path.rmdir()
-
-
-class SingleThreadLock:
-    """A reentrant lock that raises if another thread holds it. Copies are not locked."""
-
-    def __init__(self, where: str) -> None:
-        self._where, self._lock = where, threading.RLock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            fix = "wait until it has finished, or create a separate federation and model for each thread"
-            raise FedveilError(self._where, "another thread is using it", fix)
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type["SingleThreadLock"], tuple[str]]:
-        return SingleThreadLock, (self._where,)

@@ -21,8 +21,8 @@ from fedveil.errors import BadArgument
 from fedveil.graph.inputs import record_calls
 from fedveil.graph.outputs import find_predictions
 from fedveil.scheme import Broadcast, Loss, Update, client_view
+from fedveil.scheme.broadcast import move_head
 from fedveil.scheme.losses import one_hot
-from fedveil.scheme.view import move_head
 
 Gradients = dict[str, Tensor]
 Simulation = Callable[[Tensor, Tensor, bool], Gradients]  # from inputs, targets and whether to build a graph

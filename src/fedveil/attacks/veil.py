@@ -26,10 +26,9 @@ from fedveil.attacks.observation import DoesNotApply, Observation, copy_with_val
 from fedveil.federation.evaluate import predict
 from fedveil.graph import analyse
 from fedveil.graph.plan import Plan, flatten
-from fedveil.scheme.broadcast import Broadcast, PublicHead
+from fedveil.scheme.broadcast import Broadcast, PublicHead, move_head
 from fedveil.scheme.losses import Loss, SquaredError
 from fedveil.scheme.outputs import values
-from fedveil.scheme.view import move_head
 
 LBFGS_STEPS = 200
 TURNS = 20  # alternations between weights and noise

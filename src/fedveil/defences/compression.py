@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from fedveil.checks import check_fraction
 from fedveil.defences.clipping import split_vector
 from fedveil.defences.encoding import count_bytes, trainable_tensors
+from fedveil.defences.interface import State, StateValue, read_state
 from fedveil.defences.plain import AnyPlainRound, Plain, PlainClient, PlainCodec, PlainServer, PlainUpdate
 from fedveil.defences.ppdl import PPDLCodec, select_largest
-from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Loss

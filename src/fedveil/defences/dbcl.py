@@ -23,9 +23,18 @@ from torch.nn import functional as F
 
 from fedveil.checks import check_count
 from fedveil.defences import encoding
-from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Samples
+from fedveil.defences.interface import (
+    Codec,
+    Defence,
+    DefenceClient,
+    DefenceRound,
+    DefenceServer,
+    Samples,
+    State,
+    StateValue,
+    read_state,
+)
 from fedveil.defences.plain import PlainClient, PlainUpdate, average
-from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import BadArgument, ModelMismatch, StaleUpdate
 from fedveil.graph.inputs import Inputs, call, record_calls
 from fedveil.scheme import Aggregate, Loss

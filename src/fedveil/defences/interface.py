@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 from torch import Tensor, nn
 
 from fedveil.checks import check_count, check_range
-from fedveil.defences.state import State, StateValue
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.build import Frozen
 from fedveil.graph.inputs import Inputs
@@ -24,6 +23,10 @@ if TYPE_CHECKING:  # most runs do not need it
 
 B = TypeVar("B")  # a broadcast
 U = TypeVar("U")  # an update
+V = TypeVar("V")  # a value of a state
+StateValue = int | float | str | Tensor | list[float] | dict[int | str, int] | dict[str, "StateValue"]
+State = dict[str, StateValue]
+"""The state of a defence between rounds, as stored in a checkpoint."""
 MAX_LOCAL_EPOCHS = 1000  # a server may not occupy a client for longer
 SMALLEST_LR, LARGEST_LR = 1e-30, 1e4  # the largest rate fits in float16
 DEFAULT_LR = 0.1  # of local training
@@ -353,3 +356,11 @@ AnyServer = DefenceServer[Any, Any]  # type: ignore[explicit-any]
 AnyClient = DefenceClient[Any, Any]  # type: ignore[explicit-any]
 AnyCodec = Codec[Any, Any]  # type: ignore[explicit-any]
 AnyRanges = Ranges[Any]  # type: ignore[explicit-any]
+
+
+def read_state(where: str, state: Mapping[str, StateValue], name: str, kind: type[V]) -> V:
+    """Return a value from a state; refuse a state without it, which must come from another defence."""
+    value = state.get(name)
+    if not isinstance(value, kind):
+        raise BadArgument(where, "the state belongs to another defence", "resume with the defence that wrote it")
+    return value

@@ -9,8 +9,19 @@ from torch import Tensor, nn
 from fedveil.checks import check_range
 from fedveil.defences.clipping import clip_vector, split_vector
 from fedveil.defences.encoding import copy_buffers
-from fedveil.defences.interface import AnyClient, AnyDefence, AnyRound, B, Defence, DefenceRound, DefenceServer, U
-from fedveil.defences.state import State, StateValue, read_state
+from fedveil.defences.interface import (
+    AnyClient,
+    AnyDefence,
+    AnyRound,
+    B,
+    Defence,
+    DefenceRound,
+    DefenceServer,
+    State,
+    StateValue,
+    U,
+    read_state,
+)
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs
 from fedveil.privacy.accounting import Accountant, Members, check_delta, import_library

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from fedveil.checks import check_count, check_range
 from fedveil.defences.encoding import copy_buffers
-from fedveil.defences.interface import Samples
+from fedveil.defences.interface import Samples, State, StateValue, read_state
 from fedveil.defences.plain import P, Plain, PlainClient, PlainServer, PlainUpdate, compute_gradients
-from fedveil.defences.state import State, StateValue, read_state
 from fedveil.errors import AnalysisError, BadArgument
 from fedveil.graph.export import export
 from fedveil.graph.head import find_head

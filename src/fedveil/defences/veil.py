@@ -9,20 +9,29 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from fedveil.defences.interface import Codec, Defence, DefenceClient, DefenceRound, DefenceServer, Ranges, Samples
-from fedveil.defences.state import State, StateValue, read_state
+from fedveil.defences.interface import (
+    Codec,
+    Defence,
+    DefenceClient,
+    DefenceRound,
+    DefenceServer,
+    Ranges,
+    Samples,
+    State,
+    StateValue,
+    read_state,
+)
 from fedveil.graph import Plan, analyse
 from fedveil.graph.build import Frozen
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, Perturbation, Update, VeilSession
-from fedveil.scheme.broadcast import check_broadcast
+from fedveil.scheme.broadcast import check_broadcast, client_view
 from fedveil.scheme.client import client_step
 from fedveil.scheme.comparison import check_exact
 from fedveil.scheme.decoys import DEFAULT_DECOYS
 from fedveil.scheme.losses import Function
 from fedveil.scheme.perturbation import bound_passes, bound_rounding, predict_passes
 from fedveil.scheme.recover import bound_magnitudes
-from fedveil.scheme.view import client_view
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 
 if TYPE_CHECKING:

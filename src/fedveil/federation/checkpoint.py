@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from fedveil.defences.state import State
+from fedveil.defences.interface import State
 from fedveil.errors import BadArgument
 from fedveil.files import OWNER, convert_os_errors, make_folder, temporary_name, write_atomically
 

@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, LocalTraining, Samples, U
+from fedveil.defences.interface import AnyCodec, AnyDefence, B, DefenceClient, LocalTraining, Samples, State, U
 from fedveil.defences.registry import build_for_client, find_codec, find_record, protect_records, refuse_repeatable
-from fedveil.defences.state import State
 from fedveil.errors import Aborted, BadArgument
 from fedveil.federation import protocol
-from fedveil.federation.failures import hide_failures, print_failure
-from fedveil.federation.frozen import check_frozen, restore_local
 from fedveil.federation.prepare import OwnRecords, make_shards, read_own_records
 from fedveil.federation.protocol import Answer, Ask, LastAsk, MaskedAnswer, SecureTerms, Step, read, write
-from fedveil.graph.build import Frozen
+from fedveil.graph.build import Frozen, check_frozen
 from fedveil.graph.outputs import Output, choose_output, read_choice
 from fedveil.records.shards import Shards
 from fedveil.scheme.broadcast import MAX_PASSES, resolve_loss
@@ -168,8 +165,13 @@ class ClientSession:
             digest, _ = self._authenticate(message, extra)
         ask = read(message, Ask, protocol.max_tensors(self._model))
         protocol.refuse_old(ask, self.state.last)
-        self._model = choose_output(self._given, read_choice("answer", ask.output, self._output))
-        ask = restore_local(ask, self._model, self._frozen)
+        self._model = self._given
+        if ask.output or self._output is not None:
+            self._model = choose_output(self._given, read_choice("answer", ask.output, self._output))
+        if ask.local:
+            from fedveil.federation.frozen import restore_local
+
+            ask = restore_local(ask, self._model, self._frozen)
         last = LastAsk(ask.session, ask.round, ask.token)
         if self.party is not None or ask.secure or self._limits is not None:
             answer, private = self._answer_masked(ask, message, digest), self.state.private
@@ -252,7 +254,7 @@ class ClientSession:
         if ask.privacy:
             defence = protect_records(defence, ask.privacy)
         codec, loss = find_codec(defence), resolve_loss("answer", ask.loss, ask.loss_settings, self._loss)
-        with hide_failures():
+        with protocol.hide_failures():
             broadcast = codec.decode_broadcast(self._model, ask.values, ask.tensors, loss)
         parameters = [tensor for name, tensor in ask.tensors.items() if name.startswith("parameter/")]
         if not parameters:
@@ -279,7 +281,7 @@ class ClientSession:
         client = task.defence.start_client(model, shards.example, task.loss)
         if private:
             client.restore(0, private)
-        with hide_failures():
+        with protocol.hide_failures():
             update = compute_update(client, task.broadcast, shards, task.dtype, 0, ask.round, ask.whole_shard)
         return task.codec.encode_update(update), shards.sizes[0], client.state(0)
 
@@ -351,7 +353,7 @@ def contribute(work: "Callable[[], Words]", fallback: "Callable[[], Words]") -> 
     except KeyboardInterrupt:
         raise
     except BaseException:  # including SystemExit
-        print_failure("this client contributes nothing to the sum because of the following error:")
+        protocol.print_failure("this client contributes nothing to the sum because of the following error:")
         return fallback()
 
 
@@ -364,7 +366,7 @@ def _check_records(count: Callable[[], int], policy: "Policy") -> None:
     except KeyboardInterrupt:
         raise
     except BaseException:
-        print_failure("this client does not take part in secure aggregation:")
+        protocol.print_failure("this client does not take part in secure aggregation:")
         raise Aborted("policy", "records", UNUSABLE) from None
 
 

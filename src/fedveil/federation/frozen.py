@@ -21,12 +21,6 @@ from fedveil.wire import Packed, add_prefix
 FIX = 'load the base that the server uses, freeze it with requires_grad_(False), and pass frozen="local" to this client'
 
 
-def check_frozen(where: str, frozen: str) -> None:
-    """Refuse an unknown value of the option."""
-    if frozen not in ("sent", "local"):
-        raise BadArgument(where, f'frozen must be "sent" or "local", got {frozen!r:.40}')
-
-
 def digest_parameters(parameters: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 digest of the names, dtypes, shapes and bytes of these parameters."""
     found = hashlib.sha256()
@@ -52,8 +46,6 @@ def restore_local(ask: Ask, model: nn.Module, frozen: Frozen) -> Ask:
         model: the client's model.
         frozen: whether the client was told to use its own frozen parameters.
     """
-    if not ask.local:
-        return ask
     if frozen != "local":
         what = "the server does not send the frozen parameters, and this client was not told to use its own"
         raise BadArgument("ask", what, FIX)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import check_boolean
-from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound, B, DefenceClient, Samples, U
+from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound, B, DefenceClient, Samples, State, U
 from fedveil.defences.registry import add_privacy, find_codec
-from fedveil.defences.state import State
 from fedveil.errors import BadArgument, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import StateTag

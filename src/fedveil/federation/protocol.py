@@ -4,7 +4,10 @@ Every message is a frozen dataclass; `write` encodes it, and `read` decodes and 
 clients and yields their valid replies, and a fault for each client that sends none.
 """
 
+import contextlib
 import logging
+import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -14,7 +17,7 @@ from torch import nn
 
 from fedveil.checks import check_count, check_positive
 from fedveil.defences.interface import AnyRound, U
-from fedveil.errors import BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate
+from fedveil.errors import AnalysisError, BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate
 from fedveil.wire import MAX_HEADER, Tensors, Values, as_bytes, as_tensor, check_fields, from_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -237,6 +240,32 @@ def describe_refusal(member: Member, error: Exception) -> Fault:
         other = FaultKind.NOT_FINITE if isinstance(error, NonFiniteUpdate) else FaultKind.REFUSED
         return Fault(member, FaultKind.STALE if isinstance(error, StaleUpdate) else other, error.what)
     return Fault(member, FaultKind.MALFORMED, f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def hide_failures() -> Iterator[None]:
+    """Replace an unexpected error in a model or defence with one that reveals nothing about the records.
+
+    The original error, whose text may contain values from records, is printed to stderr and kept as the cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, FedveilError) and not isinstance(error, AnalysisError):
+            raise  # an analysis of a batch may quote the sizes of records
+        traceback.print_exc(file=sys.stderr)
+        what = f"this client cannot answer: {type(error).__name__}"
+        raise BadArgument("ask", what, "look for the cause in the client's log") from error
+
+
+def print_failure(what: str) -> None:
+    """Print the current exception to stderr. Loggers are not used, because engines may send logs to the server.
+
+    Errors while printing are ignored; otherwise, the server would learn that something was printed.
+    """
+    with contextlib.suppress(Exception):
+        print(f"fedveil: {what}", file=sys.stderr)
+        traceback.print_exc(file=sys.stderr)
 
 
 @dataclass

@@ -16,7 +16,6 @@ from fedveil.defences.registry import add_privacy, find_codec, find_record
 from fedveil.errors import BadArgument
 from fedveil.federation import protocol
 from fedveil.federation.evaluate import move_inputs
-from fedveil.federation.frozen import digest_parameters, omit_local
 from fedveil.federation.limits import Limits
 from fedveil.federation.optimise import Optimizer, Schedule
 from fedveil.federation.protocol import AnyReply, Ask, Channels, Fault, Member, Reply, SecureTerms, Step
@@ -188,10 +187,12 @@ class RemoteEngine:
             yield found
 
     def _make_ask(self, number: int, defence_round: AnyRound, terms: SecureTerms | None = None) -> Ask:
-        packed = self.codec.encode_broadcast(defence_round.broadcast)
+        packed, digest = self.codec.encode_broadcast(defence_round.broadcast), ""
         local = local_parameters(self._server.model) if self._omits else {}
-        digest = digest_parameters(local) if local else ""
-        packed = omit_local(packed, local)
+        if local:
+            from fedveil.federation.frozen import digest_parameters, omit_local
+
+            packed, digest = omit_local(packed, local), digest_parameters(local)
         secure = terms.values() if terms else {}
         return Ask(
             self.session, number, Entropy().token(), *self._task, self._privacy, secure, *packed, digest, self._output

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fedveil.checks import check_choice, check_count, check_positive
+from fedveil.checks import SingleThreadLock, check_choice, check_count, check_positive
 from fedveil.defences.interface import AnyClient, AnyDefence, AnyRound, AnyServer, Defence
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, NonFiniteUpdate, TooFewAnswers
@@ -31,7 +31,7 @@ from fedveil.federation.stopping import check_monitor, has_stalled
 from fedveil.federation.targets import attribute_targets
 from fedveil.graph.compiled import find_original
 from fedveil.graph.inputs import Inputs
-from fedveil.locks import SingleThreadLock, lock_folder
+from fedveil.locks import lock_folder
 from fedveil.records.shards import generator
 from fedveil.records.sources import Source, UserRecords
 from fedveil.scheme.losses import Function, Loss, find_loss

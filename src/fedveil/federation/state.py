@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import StateDict
 from torch.utils import _pytree as pytree
 
-from fedveil.defences.interface import AnyDefence, AnyServer
-from fedveil.defences.state import State
+from fedveil.defences.interface import AnyDefence, AnyServer, State
 from fedveil.errors import BadArgument, Diverged
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import StateTag

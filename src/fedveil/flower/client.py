@@ -12,9 +12,8 @@ from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_private, save_private
 from fedveil.federation.client import ClientSession, ClientState
-from fedveil.federation.failures import hide_failures
 from fedveil.federation.prepare import OwnRecords
-from fedveil.federation.protocol import LastAsk
+from fedveil.federation.protocol import LastAsk, hide_failures
 from fedveil.flower.wrapping import unwrap, wrap
 from fedveil.graph.build import Frozen
 from fedveil.graph.outputs import Output

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedveil.errors import AnalysisError
+from fedveil.errors import AnalysisError, BadArgument
 from fedveil.graph.head import Head
 from fedveil.graph.ledger import Ledger, Region
 from fedveil.graph.outputs import Output
@@ -53,6 +53,12 @@ def build_plan(
     axes, known = _build_axes(ledger, scales), _find_known_names(state.parameters, layout, public)
     solved = scales.symmetries, orders, builder.finish()
     return Plan(name, axes, head, layout, state.modes, *solved, pieces, pool, tuple(pins), known, form, output)
+
+
+def check_frozen(where: str, frozen: str) -> None:
+    """Refuse an unknown value of the option."""
+    if frozen not in ("sent", "local"):
+        raise BadArgument(where, f'frozen must be "sent" or "local", got {frozen!r:.40}')
 
 
 def local_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -26,7 +26,6 @@ from fedveil.graph import coverage
 from fedveil.graph.head import Head
 from fedveil.graph.hooks import GLOBAL_HOOK, MODULE_HOOK, TENSOR_HOOK, refuse_hooks
 from fedveil.graph.outputs import Output
-from fedveil.graph.signature import identify
 from fedveil.graph.solve import Integers, Orders
 from fedveil.graph.units import Symmetry
 
@@ -360,6 +359,8 @@ class Plan:
     @cached_property
     def signature(self) -> str:
         """A short identifier of what the plan does to the parameters."""
+        from fedveil.graph.signature import identify
+
         return identify(self)
 
     def __str__(self) -> str:

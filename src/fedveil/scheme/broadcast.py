@@ -3,6 +3,7 @@
 `pack` converts a message to plain values and tensors, which `fedveil.wire` serialises; `unpack` is its inverse.
 """
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NoReturn, cast
@@ -13,12 +14,15 @@ from torch import Tensor, nn
 from fedveil.checks import check_choice, is_number
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.build import Frozen
+from fedveil.graph.compiled import find_original
+from fedveil.graph.export import find_computed
 from fedveil.graph.guards import check_sizes
 from fedveil.graph.head import INNER_TAILS, TAILS, Head, Tail
 from fedveil.graph.hooks import refuse_hooks
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.outputs import Output, describe_output, read_choice
 from fedveil.graph.plan import ModelState
+from fedveil.graph.units import factor_along
 from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_loss
 from fedveil.scheme.token_losses import TOKEN_LOSSES
 from fedveil.scheme.torch_losses import TorchLoss, build_module, is_module
@@ -224,7 +228,7 @@ class Broadcast:
         values: Values = {"round": self.round, "model": self.model, "form": self.form, "plan": self.plan}
         values |= {"trainable": list(self.trainable), "training": list(self.training)}
         values |= {"loss": self.loss.name, "loss_settings": self.loss.settings(), "head": None}
-        values |= {"output": describe_output(self.output), "local": self.local}
+        values |= {"output": "" if self.output is None else describe_output(self.output), "local": self.local}
         if self.head:
             values["head"] = {name: getattr(self.head, name) for name in _HEAD}
             tensors |= add_prefix("head", {name: getattr(self.head, name) for name in _HEAD_TENSORS})
@@ -249,7 +253,8 @@ class Broadcast:
         check_trainable(found["trainable"], parameters)
         chosen = output
         if "output" in values:
-            chosen = read_choice(where, check_fields(where, values, {"output": str})["output"], output)
+            sent = check_fields(where, values, {"output": str})["output"]
+            chosen = read_choice(where, sent, output) if sent or output is not None else None
         has_head, head = values.get("head") is not None, None
         if public.keys() != set(_HEAD_TENSORS if has_head else ()):
             wanted = ", ".join(_HEAD_TENSORS) if has_head else "none"
@@ -350,3 +355,28 @@ def _refuse_modes(model: nn.Module, own: Sequence[str], sent: Sequence[str]) -> 
     path, mode = differing[0][:80], "train" if differing[0] in sent else "eval"
     fix = f"call model.get_submodule({path!r}).{mode}()" if path else f"call model.{mode}()"
     raise ModelMismatch(path or type(model).__name__, f"the broadcast requires {mode} mode here", fix)
+
+
+def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False) -> nn.Module:
+    """Return the model as a client receives it: a copy of `model` with the broadcast's values.
+
+    The head is base + offset, as in the paper. If `centred` is true, it is the base without the public offset. Any
+    client can compute this model, and it predicts far better (docs/maths.md, "What a veil hides").
+    """
+    own = find_original(model)
+    view = copy.deepcopy(own, dict[int, object](find_computed(own)))
+    view.load_state_dict(dict(broadcast.parameters) | dict(broadcast.buffers), strict=False)
+    head = broadcast.head
+    if head and not centred:
+        noise = head.offset[head.partition] * head.direction.double()
+        move_head(view, head, noise.to(head.direction.dtype))
+    return view
+
+
+def move_head(model: nn.Module, head: PublicHead, noise: Tensor) -> None:
+    """Add one number per output to the weights of a model's head, in place, and to its bias if the bias has noise."""
+    weight = model.get_parameter(head.weight)
+    with torch.no_grad():
+        weight.add_(factor_along(noise, head.dim, weight.dim()))
+        if head.bias and head.noisy_bias:
+            model.get_parameter(head.bias).add_(noise)
