@@ -55,7 +55,12 @@ class ModelState:
         hooks: list[tuple[str, str]] = []
         if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
             hooks.append(("", GLOBAL_HOOK))
-        for path, module in model.named_modules():
+        pending, seen = [("", model)], set[nn.Module]()  # nested generators would take twice as long
+        while pending:
+            path, module = pending.pop()
+            if module in seen:
+                continue
+            seen.add(module)
             modes.append((path, module.training))
             if module._backward_hooks or module._backward_pre_hooks:
                 hooks.append((path, MODULE_HOOK))
@@ -71,6 +76,9 @@ class ModelState:
                         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                             hooks.append((prefix + name, TENSOR_HOOK))
                     known.append((own, name))
+            pending += [
+                (prefix + name, child) for name, child in reversed(module._modules.items()) if child is not None
+            ]
         return cls(parameters, buffers, named, tuple(modes), tuple(hooks))
 
 

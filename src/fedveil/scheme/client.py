@@ -373,7 +373,8 @@ def walk_back(
         yield path, back, activations[number]
         if number:
             weight = values[f"{path}.weight"]
-            back = (back.view(passes * samples, len(weight)) @ weight).view(passes, samples, weight.shape[1])
+            rows, columns = weight.shape  # len is slower
+            back = (back.view(passes * samples, rows) @ weight).view(passes, samples, columns)
 
 
 def backward(
@@ -384,11 +385,11 @@ def backward(
     trainable: Collection[str],
 ) -> Tensors:
     """Return the gradients of the trainable parameters, with one row for each cotangent of the last output."""
-    found: Tensors = {}
+    found, passes = dict[str, Tensor](), cotangents.shape[0]
     for path, back, inputs in walk_back(links, values, activations, cotangents):
         weight, bias = f"{path}.weight", f"{path}.bias"
         if weight in trainable:
-            found[weight] = torch.bmm(back.transpose(1, 2), inputs.expand(len(back), -1, -1))
+            found[weight] = torch.bmm(back.transpose(1, 2), inputs.expand(passes, -1, -1))
         if bias in trainable:
             found[bias] = back.sum(1)
     return {name: found[name] for name in trainable}
