@@ -108,15 +108,14 @@ def test_correct_code_is_not_refuted_with_other_seeds(budget, seed):
     check_correct(budget)
 
 
-@pytest.mark.parametrize("error", ERRORS)
-def test_a_planted_error_is_found(error, monkeypatch):
-    check_error(error, 3.0, monkeypatch)
+def test_a_planted_error_is_found(monkeypatch):
+    check_error("a quarter of the noise", 3.0, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [1.0, 8.0])
+@pytest.mark.parametrize("budget", [1.0, 3.0, 8.0])
 @pytest.mark.parametrize("error", ERRORS)
-def test_planted_errors_are_found_at_other_budgets(error, budget, monkeypatch):
+def test_planted_errors_are_found_at_each_budget(error, budget, monkeypatch):
     check_error(error, budget, monkeypatch)
 
 

@@ -18,6 +18,7 @@ from tests.nvflare.processes import Flare
 from tests.oracle import worst
 
 
+@pytest.mark.slow
 def test_veiled_rounds_in_the_simulator_are_plain_ones_of_one_process(tmp_path):
     out = tmp_path / "out"
     with Flare(tmp_path, sites=2, simulator=True) as flare:

@@ -44,6 +44,7 @@ from fedveil.studies.study import gather, publish
 MAX_MODULES = 130  # lower it with every import that becomes unnecessary
 
 
+@pytest.mark.slow
 def test_adaptive_attackers_have_the_model_its_members_and_records_and_published_ones_have_nothing(tmp_path):
     words = ["--data", "digits", "--train-size", "300", "--clients", "2", "--loss", "squared_error", "--groups", "10"]
     words += ["--epochs", "60", "--workers", "1", "--trials", "2", "--no-server", "--defence", "plain,veil,dbcl"]
