@@ -29,14 +29,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
-from fedveil.privacy.row_layers import ForwardVaries, RowLayer, find_row_layers, run_with_taps
+from fedveil.privacy.row_layers import ForwardVaries, Product, RowLayer, find_row_layers, norms, run_with_taps
 from fedveil.scheme.broadcast import Broadcast, PublicHead
 from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward, walk_back
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, Loss
 from fedveil.scheme.outputs import are_class_indices, compute_outputs, expand_classes, head_axis, output_gradient
 from fedveil.wire import Tensors
 
-EPS, TINY = torch.finfo(torch.float64).eps, torch.finfo(torch.float64).tiny
+EPS = torch.finfo(torch.float64).eps
 MEMORY = 2**28  # default limit for per-record gradients, in bytes
 RECORDS, CHEAP = 32, 2**25  # chunks of more than RECORDS records use at most CHEAP bytes, for fast allocation
 Single = Callable[[Inputs, Tensor], Tensors]
@@ -183,58 +183,6 @@ def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> 
     norms = squares.sqrt() * slack
     factors = torch.where(norms > clip, clip / norms, torch.ones_like(norms)) / slack
     return torch.where(included & squares.isfinite(), factors, torch.zeros_like(factors))
-
-
-def norms(rows: Tensor) -> Tensor:
-    """Return the norms of the rows in float64. Scaling the rows first avoids underflow and overflow of squares."""
-    if not rows.shape[-1]:
-        return rows.new_zeros(rows.shape[:-1], dtype=torch.float64)
-    largest = rows.abs().amax(-1, keepdim=True).double().clamp_min(TINY)
-    found: Tensor = torch.linalg.vector_norm(rows.double() / largest, dim=-1)
-    return largest.squeeze(-1) * found
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    """The per-record gradients of a Linear layer, as products of output cotangents and inputs.
-
-    Attributes:
-        weight, bias: names of the parameters that receive a gradient.
-        own: cotangents, with dims (candidates, records, outputs).
-        entered: inputs, with dims (records, inputs).
-    """
-
-    weight: str | None
-    bias: str | None
-    own: Tensor
-    entered: Tensor
-
-    @classmethod
-    def from_layer(
-        cls, task: RecordGradients, weight: str, bias: str | None, own: Tensor, entered: Tensor
-    ) -> "Product":
-        """Return the products of a layer, without alpha's part and without parameters that are not trained."""
-        if task.head is not None and weight == task.head.weight:
-            own = own[..., : len(task.head.direction)]
-        names = [name if name in task.trainable else None for name in (weight, bias)]
-        return cls(names[0], names[1], own, entered)
-
-    def squares(self) -> Tensor:
-        """Return the squared norms, with dims (candidates, records)."""
-        own, entered = norms(self.own), norms(self.entered)  # not squared yet, because the squares may underflow
-        return torch.square(own * entered * bool(self.weight)) + torch.square(own * bool(self.bias))
-
-    def sums(self, factors: Tensor, whole: bool) -> Tensors:
-        """Return sums weighted by factors with dims (candidates, records); a factor of 0 excludes a record."""
-        scaled, entered, found = self.own * factors.unsqueeze(2), self.entered.double(), Tensors()
-        if not whole:
-            scaled = scaled.masked_fill_((factors == 0).unsqueeze(2), 0.0)
-            entered = entered.nan_to_num(0.0, 0.0, 0.0)  # inputs of excluded records may not be finite
-        if self.weight:
-            found[self.weight] = torch.bmm(scaled.transpose(1, 2), entered.expand(len(scaled), -1, -1))
-        if self.bias:
-            found[self.bias] = scaled.sum(1)
-        return found
 
 
 Found = tuple[Tensors, list[Product]]  # gradients with dims (records, candidates, ...); products for other parameters
