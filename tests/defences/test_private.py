@@ -20,7 +20,7 @@ from fedveil import Entropy, cli, errors
 from fedveil.defences import DBCL, PPDL, Plain, Private, Samples, Veil
 from fedveil.defences.clipping import clip_vector
 from fedveil.defences.plain import PlainRound, PlainUpdate, average
-from fedveil.defences.private import ClientPrivateRound, find_moving_buffers
+from fedveil.defences.private import ClientPrivateRound, find_moving_tensors
 from fedveil.federation import Federation
 from fedveil.models import cnn, resnet
 from fedveil.privacy.accounting import epsilon
@@ -278,8 +278,8 @@ def test_models_whose_buffers_follow_the_data_are_refused():
 def test_the_search_for_moving_buffers_changes_neither_the_model_nor_the_random_state():
     model = built(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout()))
     before, state = {name: b.clone() for name, b in model.named_buffers()}, torch.get_rng_state()
-    moving = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
-    assert find_moving_buffers(model, batch((6,))[0]) == moving
+    moving = ["buffer 1.running_mean", "buffer 1.running_var", "buffer 1.num_batches_tracked"]
+    assert find_moving_tensors(model, batch((6,))[0]) == moving
     assert all(torch.equal(before[name], b) for name, b in model.named_buffers())
     assert torch.equal(state, torch.get_rng_state())
 

@@ -18,6 +18,7 @@ Gradients are computed in the model's dtype, then scaled and summed in float64. 
 `clip` in exact arithmetic, and `summation_error` bounds the rounding error of the sum.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -167,7 +168,7 @@ def clipped_sums(
     links = find_links(task.model, inputs, task.values) if task.head is None or not task.head.is_inner else None
     chunks: Iterable[tuple[slice, Found]] = _chunks(task, inputs, targets, included, memory)
     if links and isinstance(inputs, Tensor):
-        chunks = _stack_chunks(task, links, inputs, targets, memory)
+        chunks = _stack_chunks(task, links, inputs, targets, included, memory)
     total: Tensors = {}
     for rows, found in chunks:
         for name, own in _clip(task, *found, included[rows], clip).items():
@@ -189,7 +190,7 @@ Found = tuple[Tensors, list[Product]]  # gradients with dims (records, candidate
 
 
 def _stack_chunks(
-    task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, memory: int
+    task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor, memory: int
 ) -> Iterator[tuple[slice, Found]]:
     """Yield chunks of records whose activations and cotangents in float64 need at most `memory` bytes."""
     widths = [task.values[f"{path}.weight"].shape for path in links if path is not None]
@@ -197,15 +198,15 @@ def _stack_chunks(
     size = max(1, min(CHEAP, memory) // each_needs)
     for start in range(0, len(inputs), size):
         rows = slice(start, start + size)
-        yield rows, ({}, _stack_products(task, links, inputs[rows], targets[rows]))
+        yield rows, ({}, _stack_products(task, links, inputs[rows], targets[rows], included[rows]))
 
 
 def _stack_products(
-    task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor
+    task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor
 ) -> list[Product]:
     """Return the products of a stack of Linear and ReLU."""
     seen = forward(links, task.values, inputs)
-    steps = walk_back(links, task.values, seen, separate_slopes(task, seen[-1], targets))
+    steps = walk_back(links, task.values, seen, separate_slopes(task, seen[-1], targets, included))
     found = [Product.from_layer(task, f"{path}.weight", f"{path}.bias", *step) for path, *step in steps]
     return [product for product in found if product.weight or product.bias]
 
@@ -237,7 +238,8 @@ def _chunks(
     for start in range(0, records, size):
         rows = slice(start, min(start + size, records))
         some, wanted = _take(inputs, rows), targets[rows]
-        yield rows, (_run_vmap(task, way, some, wanted) if way else (_run_loop(task, some, wanted, included[rows]), []))
+        used = included[rows]
+        yield rows, (_run_vmap(task, way, some, wanted, used) if way else (_run_loop(task, some, wanted, used), []))
 
 
 class Way(NamedTuple):
@@ -250,33 +252,55 @@ class Way(NamedTuple):
 def choose_way(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Way | None:
     """Choose how to compute the gradients of records of this form; return None for one record at a time.
 
-    The choice is made with zeros instead of records, because it affects rounding for all records.
+    The choice is made with zeros instead of records, because it affects rounding for all records. A model that changes
+    its parameters is refused, because each record would then affect the next.
     """
-    if needs_loop(task):
-        return None
     zeros, target = each(lambda own: torch.zeros_like(own[:2]), inputs), torch.zeros_like(targets[:2])
-    layers: list[RowLayer] = []
+    before = {name: own._version for name, own in task.values.items()}
+    way = None if needs_loop(task) else _try_vmap(task, zeros, target)
+    if way is None:
+        with contextlib.suppress(Exception):  # zeros may not be valid inputs
+            task.single(_take(zeros, slice(1)), target[:1])
+    if changed := [name for name, own in task.values.items() if own._version != before[name]]:
+        raise BadArgument("privacy", f"forward changes {changed[0]}, so records affect one another", "remove this code")
+    return way
+
+
+def _try_vmap(task: RecordGradients, zeros: Inputs, target: Tensor) -> Way | None:
+    """Return how vmap computes gradients for records of zeros, or None if it does not support the model."""
+    included = torch.ones(len(target), dtype=torch.bool)
     try:
         layers, outputs = find_row_layers(task, zeros)
         inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
         dense = dense_targets(task.loss, task.head, outputs.expand(len(target), -1), target) if inside else target
         way = Way(layers, outputs if inside else None)
         try:
-            _run_vmap(task, way, zeros, dense)
+            _run_vmap(task, way, zeros, dense, included)
         except ForwardVaries:
             way = Way([], way.outputs)
-            _run_vmap(task, way, zeros, dense)
+            _run_vmap(task, way, zeros, dense, included)
     except (RuntimeError, ValueError, IndexError, TypeError):  # vmap does not support an operation of `forward`
         return None
     return way
 
 
-def separate_slopes(task: RecordGradients, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return `task.slopes`, record by record for losses that are not known to keep records apart."""
+def separate_slopes(task: RecordGradients, outputs: Tensor, targets: Tensor, included: Tensor) -> Tensor:
+    """Return `task.slopes`, record by record for losses that are not known to keep records apart.
+
+    Such a loss may fail for records that are not included, for example for zeros.
+    """
     if not isinstance(task.loss, AUTOGRAD_LOSSES):
         return task.slopes(outputs, targets)
-    rows = [slice(number, number + 1) for number in range(len(targets))]
-    return torch.cat([task.slopes(outputs[row], targets[row]) for row in rows], dim=1)
+    found = []
+    for number, used in enumerate(included.tolist()):
+        row = slice(number, number + 1)
+        try:
+            found.append(task.slopes(outputs[row], targets[row]))
+        except Exception:
+            if used:
+                raise
+            found.append(torch.zeros_like(outputs[row]).expand(task.candidates, *outputs[row].shape))
+    return torch.cat(found, dim=1)
 
 
 def _chunk_size(task: RecordGradients, layers: list[RowLayer], memory: int) -> int:
@@ -297,15 +321,18 @@ def needs_loop(task: RecordGradients) -> bool:
     return task.head is not None and task.head.tail != "alike"
 
 
-def _run_vmap(task: RecordGradients, way: Way, inputs: Inputs, targets: Tensor) -> Found:
+def _run_vmap(task: RecordGradients, way: Way, inputs: Inputs, targets: Tensor, included: Tensor) -> Found:
     """Compute the gradients of records with vmap, and products for layers with one row per record."""
     layers, inside = way.layers, way.outputs is not None
     left_out = {name for layer in layers for name in (layer.weight, layer.bias)}
     leaves = {name: task.values[name] for name in task.trainable if name not in left_out}
     taps = {layer.weight: layer.tap for layer in layers}
     if not inside:
-        outputs = torch.func.vmap(lambda record: run_with_taps(task, {}, {}, record)[0], randomness="different")(inputs)
-        targets = separate_slopes(task, outputs, targets).movedim(1, 0)
+        device = targets.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout drops the same units again
+            run_all = torch.func.vmap(lambda record: run_with_taps(task, {}, {}, record)[0], randomness="different")
+            outputs = run_all(inputs)
+        targets = separate_slopes(task, outputs, targets, included).movedim(1, 0)
 
     def gradients(record: Inputs, target: Tensor) -> tuple[Tensors, Tensors, Tensors]:
         run = torch.func.vjp(lambda own, taps: run_with_taps(task, own, taps, record), leaves, taps, has_aux=True)
