@@ -259,6 +259,16 @@ def test_a_gradient_that_is_not_finite_is_refused_with_the_position_of_its_clien
         clip_vector(torch.tensor([1.0, math.nan]), 1.0, "client 4")
 
 
+def test_a_secure_sum_is_not_rounded_before_the_noise_is_added(monkeypatch):
+    """In float32, the rounding error grows with the number of clients, and with the sum of hostile ones."""
+    seen = []
+    monkeypatch.setattr("fedveil.defences.private.quantise", lambda total, grid: seen.append(total) or total)
+    model = built(lambda: nn.Linear(6, 10)).float()
+    clients = [tuple(own.float() for own in batch((6,), seed=k)) for k in range(4)]
+    Federation(model, clients, private(Plain()), sgd, secure_aggregation=True, loss="squared_error").step()
+    assert not torch.equal(seen[0], seen[0].float().double())  # four times a number in float32 is one
+
+
 # What is refused
 
 

@@ -233,10 +233,13 @@ class ClientPrivateRound(PrivateRound[B, U]):
         wrong = sum(result.error * size for result, (_, size, _) in zip(results, clipped, strict=True))
         return Aggregate(gradients, {}, wrong / size if size else 0.0, figures | self._spent())
 
-    def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
-        """Add noise to a mean from secure aggregation, for which clients have clipped their gradients."""
-        total = clients * torch.cat([gradient.reshape(-1).double() for gradient in mean.gradients.values()])
-        gradients = self._add_noise(total, clients, mean.gradients)
+    def finish_sum(self, mean: Aggregate, total: Tensors, clients: int) -> Aggregate:
+        """Add noise to a sum from secure aggregation, for which clients have clipped their gradients.
+
+        The sum is not rounded to the model's dtype before: the rounding error could exceed what the noise allows for.
+        """
+        flat = torch.cat([total[name].to(own.device).reshape(-1) for name, own in mean.gradients.items()])
+        gradients = self._add_noise(flat, clients, mean.gradients)
         return Aggregate(gradients, {}, mean.error, {**mean.figures, **self._spent()}, mean.notes)
 
     def _spent(self) -> dict[str, float]:
