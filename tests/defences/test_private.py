@@ -20,7 +20,7 @@ from fedveil import Entropy, cli, errors
 from fedveil.defences import DBCL, PPDL, Plain, Private, Samples, Veil
 from fedveil.defences.clipping import clip_vector
 from fedveil.defences.plain import PlainRound, PlainUpdate, average
-from fedveil.defences.private import ClientPrivateRound, find_moving_buffers
+from fedveil.defences.private import ClientPrivateRound, find_moving_tensors
 from fedveil.federation import Federation
 from fedveil.models import cnn, resnet
 from fedveil.privacy.accounting import epsilon
@@ -259,6 +259,16 @@ def test_a_gradient_that_is_not_finite_is_refused_with_the_position_of_its_clien
         clip_vector(torch.tensor([1.0, math.nan]), 1.0, "client 4")
 
 
+def test_a_secure_sum_is_not_rounded_before_the_noise_is_added(monkeypatch):
+    """In float32, the rounding error grows with the number of clients, and with the sum of hostile ones."""
+    seen = []
+    monkeypatch.setattr("fedveil.defences.private.quantise", lambda total, grid: seen.append(total) or total)
+    model = built(lambda: nn.Linear(6, 10)).float()
+    clients = [tuple(own.float() for own in batch((6,), seed=k)) for k in range(4)]
+    Federation(model, clients, private(Plain()), sgd, secure_aggregation=True, loss="squared_error").step()
+    assert not torch.equal(seen[0], seen[0].float().double())  # four times a number in float32 is one
+
+
 # What is refused
 
 
@@ -278,8 +288,8 @@ def test_models_whose_buffers_follow_the_data_are_refused():
 def test_the_search_for_moving_buffers_changes_neither_the_model_nor_the_random_state():
     model = built(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout()))
     before, state = {name: b.clone() for name, b in model.named_buffers()}, torch.get_rng_state()
-    moving = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
-    assert find_moving_buffers(model, batch((6,))[0]) == moving
+    moving = ["buffer 1.running_mean", "buffer 1.running_var", "buffer 1.num_batches_tracked"]
+    assert find_moving_tensors(model, batch((6,))[0]) == moving
     assert all(torch.equal(before[name], b) for name, b in model.named_buffers())
     assert torch.equal(state, torch.get_rng_state())
 

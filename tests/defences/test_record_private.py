@@ -297,6 +297,30 @@ def test_buffers_that_depend_on_records_are_refused():
         private(model)
 
 
+def embed_tokens(model, x):
+    """Look up embeddings, which max_norm rescales in place."""
+    return model.head(model.embed(x.long() % 7).mean(1))
+
+
+def average_inputs(model, x):
+    """Keep a running mean in a frozen parameter."""
+    model.mean.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return model.head(x - model.mean)
+
+
+@pytest.mark.parametrize("unit", ["record", "client"])
+@pytest.mark.parametrize(
+    ("forward", "name"), [(embed_tokens, "embed.weight"), (average_inputs, "mean")], ids=["max_norm", "average"]
+)
+def test_parameters_that_forward_changes_are_refused(forward, name, unit):
+    """They would reveal which tokens occur in the records, or their mean, without noise."""
+    layers = {"embed": nn.Embedding(7, 4, max_norm=0.1), "head": nn.Linear(4 if name != "mean" else 6, 3)}
+    model = Network(forward, **layers)
+    model.mean = nn.Parameter(torch.zeros(6), requires_grad=False)
+    with pytest.raises(BadArgument, match=f"parameter {name} depends on the clients' data"):
+        private(model, privacy=Privacy(noise=1.0, unit=unit, rounds=1))
+
+
 def test_instance_norm_keeps_records_apart_and_is_accepted():
     model = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2), nn.Flatten(), nn.Linear(6, 3))
     assert private(model).step().gradients

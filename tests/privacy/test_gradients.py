@@ -352,6 +352,53 @@ def test_padding_for_which_the_model_fails_is_ignored_and_records_are_not():
         sums(model, "cross_entropy", given, targets)
 
 
+def reject_zeros(outputs, targets):
+    """A loss that is undefined for targets of 0."""
+    return -torch.distributions.LogNormal(outputs, 1.0).log_prob(targets).sum(1)
+
+
+@pytest.mark.parametrize("kind", ["stack", "convolution"])
+def test_padding_for_which_the_loss_fails_is_ignored_and_records_are_not(kind):
+    model, inputs, _ = make(kind)
+    targets, included = torch.rand(9, 5).double() + 0.1, torch.arange(9) != 2
+    wanted = sums(model, reject_zeros, inputs, targets, included)
+    targets[2] = 0
+    found = sums(model, reject_zeros, inputs, targets, included)
+    assert distance(found, wanted) < 1e-12
+    with pytest.raises(ValueError, match="support"):
+        sums(model, reject_zeros, inputs, targets)
+
+
+def look_up(model, tokens):
+    """Rescale embeddings in place, and use all of them for the outputs."""
+    return model.embed(tokens).mean(1) @ model.embed.weight.T
+
+
+def look_up_one_by_one(model, tokens):
+    """The same, where vmap does not run it."""
+    return look_up(model, tokens) * (1.0 if bool((tokens >= 0).all()) else 0.0)
+
+
+@pytest.mark.parametrize("forward", [look_up, look_up_one_by_one])
+def test_a_model_that_changes_its_parameters_is_refused(forward):
+    """Otherwise, the tokens of one record would change the outputs for the next."""
+    model, tokens = Network(forward, embed=nn.Embedding(11, 4, max_norm=1.0)).double(), torch.arange(18).view(9, 2) % 11
+    with pytest.raises(BadArgument, match=r"forward changes embed\.weight"):
+        sums(model, "cross_entropy", tokens, make("stack")[2])
+
+
+def test_the_slopes_of_a_users_loss_belong_to_the_units_that_dropout_left():
+    """The gradient of the last weight is the slope times the hidden units; both are recovered from the sum."""
+    layers = {"first": nn.Linear(6, 50), "head": nn.Linear(50, 1)}
+    model = Network(lambda own, x: own.head(nn.functional.dropout(own.first(x), 0.5)), **layers).double()
+    inputs, targets = torch.ones(1, 6).double(), torch.zeros(1, 1).double()
+    loss = lambda outputs, wanted: (outputs - wanted).square().sum(1) / 2  # noqa: E731
+    found = sums(model, loss, inputs, targets, EVERY[:1], 1e9)
+    slope = found["head.bias"]
+    hidden = found["head.weight"] / slope
+    assert slope.item() == pytest.approx(model.head(hidden).item())
+
+
 @pytest.mark.parametrize("width", [1, 4096])
 def test_norms_neither_underflow_nor_overflow(width):
     """A wide layer whose cotangents have squares of 0 and whose inputs have infinite squares."""

@@ -73,10 +73,10 @@ class FilteredClient(PlainClient):
 
 def refuse_buffers(name: str, model: nn.Module, example: Inputs) -> None:
     """Refuse a model with buffers that depend on the data, because they are sent unfiltered."""
-    from fedveil.defences.private import find_moving_buffers  # other filters do not need it
+    from fedveil.defences.private import find_moving_tensors  # other filters do not need it
 
-    if moving := find_moving_buffers(model, example):
-        what = f"buffer {moving[0]} depends on the clients' data, and is sent without noise"
+    if moving := find_moving_tensors(model, example):
+        what = f"{moving[0]} depends on the clients' data, and is sent without noise"
         raise BadArgument(name, what, "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet)")
 
 

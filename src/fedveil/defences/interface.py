@@ -143,8 +143,14 @@ class DefenceRound(ABC, Generic[B, U]):
     def count_lost(self) -> None:
         """Account for a sum that clients have revealed but the server could not recover."""
 
-    def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
-        """Complete the result of secure aggregation, given as a mean over `clients` clients."""
+    def finish_sum(self, mean: Aggregate, total: Tensors, clients: int) -> Aggregate:
+        """Complete the result of secure aggregation.
+
+        Args:
+            mean: the mean over `clients` clients, in the model's dtype.
+            total: with a maximum norm for clients (`dp_clip`), the sum of their gradients in float64.
+            clients: the number of clients in the sum.
+        """
         return mean
 
     def release(self, *, reuse: bool = False) -> None:

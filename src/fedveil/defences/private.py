@@ -23,7 +23,7 @@ from fedveil.defences.interface import (
     read_state,
 )
 from fedveil.errors import BadArgument, UpdateRefused
-from fedveil.graph.inputs import Inputs
+from fedveil.graph.inputs import Inputs, each
 from fedveil.privacy.accounting import Accountant, Members, check_delta, import_library
 from fedveil.privacy.mechanism import add_noise, make_grid, quantise
 from fedveil.scheme import Aggregate, Entropy, Loss
@@ -62,9 +62,11 @@ class PrivateDefence(Defence[B, U]):
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "PrivateServer[B, U]":
         """Prepare the inner server; refuse a model whose buffers depend on the clients' data."""
-        if moving := find_moving_buffers(model, example):
-            what = f"buffer {moving[0]} depends on the clients' data, but is neither clipped nor protected by noise"
+        if moving := find_moving_tensors(model, example):
+            what = f"{moving[0]} depends on the clients' data, but is neither clipped nor protected by noise"
             fix = "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet), or model.eval()"
+            if moving[0].startswith("parameter"):
+                fix = "remove the code in forward that changes it, such as max_norm of an Embedding"
             raise BadArgument("privacy", what, fix)
         return PrivateServer(self, self.inner.server(model, example, loss))
 
@@ -242,10 +244,13 @@ class ClientPrivateRound(PrivateRound[B, U]):
         wrong = sum(result.error * size for result, (_, size, _) in zip(results, clipped, strict=True))
         return Aggregate(gradients, {}, wrong / size if size else 0.0, figures | self._spent())
 
-    def finish_sum(self, mean: Aggregate, clients: int) -> Aggregate:
-        """Add noise to a mean from secure aggregation, for which clients have clipped their gradients."""
-        total = clients * torch.cat([gradient.reshape(-1).double() for gradient in mean.gradients.values()])
-        gradients = self._add_noise(total, clients, mean.gradients)
+    def finish_sum(self, mean: Aggregate, total: Tensors, clients: int) -> Aggregate:
+        """Add noise to a sum from secure aggregation, for which clients have clipped their gradients.
+
+        The sum is not rounded to the model's dtype before: the rounding error could exceed what the noise allows for.
+        """
+        flat = torch.cat([total[name].to(own.device).reshape(-1) for name, own in mean.gradients.items()])
+        gradients = self._add_noise(flat, clients, mean.gradients)
         return Aggregate(gradients, {}, mean.error, {**mean.figures, **self._spent()}, mean.notes)
 
     def _spent(self) -> dict[str, float]:
@@ -265,11 +270,13 @@ class ClientPrivateRound(PrivateRound[B, U]):
         return split_vector(total / clients, like)
 
 
-def find_moving_buffers(model: nn.Module, example: Inputs) -> list[str]:
-    """Return the names of the buffers that a forward pass would change, without changing them."""
-    before, own = dict(model.named_buffers()), copy_buffers(model)
-    if not own:
-        return []
+def find_moving_tensors(model: nn.Module, example: Inputs) -> list[str]:
+    """Return the buffers and parameters that a forward pass would change or write to, without changing them."""
+    parameters = {name: own.detach().clone() for name, own in model.named_parameters()}
+    buffers, dtype = copy_buffers(model), next(model.parameters()).dtype
+    inputs = each(lambda own: own.to(dtype) if own.is_floating_point() else own, example)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        compute_outputs(model, example, own)
-    return [name for name, buffer in own.items() if not torch.equal(buffer, before[name])]
+        compute_outputs(model, inputs, parameters | buffers)
+    moving = [f"buffer {name}" for name, own in model.named_buffers() if not torch.equal(own, buffers[name])]
+    changed = [n for n, p in model.named_parameters() if parameters[n]._version or not torch.equal(p, parameters[n])]
+    return moving + [f"parameter {name}" for name in changed]

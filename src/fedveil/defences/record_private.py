@@ -90,8 +90,10 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
         """Refuse a model or a loss in which records influence one another."""
         refuse_coupling(loss)
         refuse_batch_norm(model)
-        if (dtype := next(model.parameters()).dtype) not in (torch.float32, torch.float64):
-            what = f"the model has dtype {dtype}, in which gradients overflow or underflow before they are clipped"
+        dtypes = {own.dtype for own in model.parameters() if own.is_floating_point() or own.is_complex()}
+        if dtypes - {torch.float32, torch.float64}:
+            found = " and ".join(sorted(map(str, dtypes)))
+            what = f"the model has dtype {found}, in which gradients overflow or underflow before they are clipped"
             raise BadArgument("privacy", what, "use model.float()")
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PrivateServer[object, SumUpdate]:

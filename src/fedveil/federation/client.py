@@ -177,7 +177,8 @@ class ClientSession:
             answer, private = self._answer_masked(ask, message, digest), self.state.private
         else:
             task, began = self._decode(ask), time.perf_counter()
-            (values, tensors), records, private = self._update(task, self._model, self.state.private)
+            compute = self._sum_sample if ask.privacy else self._update
+            (values, tensors), records, private = compute(task, self._model, self.state.private)
             seconds = 0.0 if ask.privacy else time.perf_counter() - began  # it would reveal something about the sample
             answer = write(Answer(ask.round, ask.token, ask.defence, records, seconds, values, tensors))
         self.state = ClientState(last, private)
@@ -284,6 +285,14 @@ class ClientSession:
         with protocol.hide_failures():
             update = compute_update(client, task.broadcast, shards, task.dtype, 0, ask.round, ask.whole_shard)
         return task.codec.encode_update(update), shards.sizes[0], client.state(0)
+
+    def _sum_sample(self, task: ClientTask, model: nn.Module, private: State) -> tuple[Packed, int, State]:
+        """Compute a sum for privacy of records, leaving out those for which the computation fails."""
+        from fedveil.federation.record_sums import sum_sample
+
+        source = read_own_records(self._data, check=False)
+        with hide_failures():
+            return sum_sample(task, model, source, lambda: self._prepare(task, model, 1)), len(source), private
 
     def _prepare(self, task: ClientTask, model: nn.Module, min_records: int) -> Shards:
         """Return the records in the form that the ask requires, and cache them until an ask requires another form."""

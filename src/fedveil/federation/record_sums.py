@@ -23,13 +23,13 @@ from fedveil.federation.sums import Words, encode_words, no_words, row_bits
 from fedveil.privacy.ledger import PrivacyLedger, open_ledger
 from fedveil.privacy.samplers import discrete_gaussian
 from fedveil.privacy.settings import Privacy
-from fedveil.records.inputs import Batch, describe_forms, join_batches, map_tensors, tensors_by_path
+from fedveil.records.inputs import Batch, describe_exactly, join_batches, map_tensors, tensors_by_path
 from fedveil.records.shards import Shards
 from fedveil.records.sources import Source, Stream, as_source
 from fedveil.scheme.noise import Entropy
 from fedveil.secagg import Opening, Policy
 from fedveil.secagg.fixed import encode_rows
-from fedveil.wire import Values
+from fedveil.wire import Packed, Values
 
 if TYPE_CHECKING:
     from fedveil.federation.client import ClientTask
@@ -119,16 +119,7 @@ class RecordRound:
             records: the declared number of records.
             opening: the opening of the attempt.
         """
-        own = task.defence.client(model, (), task.loss)
-        sample = own.sample(len(source))
-        assert sample is not None
-        total: object = None
-        for batch, used in read_slots(task, model, source, prepare, *sample):
-            if (update := add_up(own, task, batch, used)) is not None:
-                total = own.accumulate(task.broadcast, total, update)[1]
-        if total is None:
-            raise BadArgument("records", "none of them can be used")
-        _, tensors = task.codec.encode_update(own.prepare_sum(total, len(opening.roster)))
+        _, tensors = sum_sample(task, model, source, prepare, len(opening.roster))
         return encode_words(tensors, records, opening, integers=True)
 
     def no_words(self, opening: Opening) -> Words:
@@ -150,6 +141,28 @@ def check_modes(model: nn.Module, broadcast: nn.Module) -> None:
             raise BadArgument("ask", f"{what}, but not on this client", "use the same mode on both")
 
 
+def sum_sample(
+    task: "ClientTask", model: nn.Module, source: Source, prepare: Callable[[], Shards], members: int | None = None
+) -> Packed:
+    """Return the encoded sum over a sample; records for which the computation fails contribute nothing.
+
+    Args:
+        task: the server's request.
+        model: the architecture.
+        source: the client's records.
+        prepare: a function that returns all records in the form that the loss expects.
+        members: with secure aggregation, the number of clients in the sum.
+    """
+    own = task.defence.client(model, (), task.loss)
+    sample = own.sample(len(source))
+    assert sample is not None
+    _, total = own.accumulate(task.broadcast, None, own.step(task.broadcast, Samples(torch.empty(0), torch.empty(0))))
+    for batch, used in read_slots(task, model, source, prepare, *sample):
+        if (update := add_up(own, task, batch, used)) is not None:
+            _, total = own.accumulate(task.broadcast, total, update)
+    return task.codec.encode_update(own.prepare_sum(total, members))
+
+
 def read_slots(
     task: "ClientTask",
     model: nn.Module,
@@ -161,8 +174,8 @@ def read_slots(
     """Yield the records of a sample in batches, each with a mask of the records to include.
 
     A record keeps its position in the sample, whatever the other records are: in place of records that cannot be used
-    or have another form, and of padding, a batch contains zeros. Records that a `collate_fn` prepares are read one by
-    one, because it could make the form of a record depend on others.
+    or have another form, and of padding, a batch contains zeros. Records of a Dataset are read one by one, because
+    collating them could make the form or dtype of a record depend on others.
     """
     if isinstance(source, Stream) and not source.collates_alike:
         for row, used in zip(rows.tolist(), included.tolist(), strict=True):
@@ -170,7 +183,7 @@ def read_slots(
                 yield batch, torch.tensor([used]) & are_finite(batch)
         return
     try:
-        batch = prepare().take(rows)
+        batch = prepare().take_separately(rows)
         finite = are_finite(batch)
     except Exception:
         yield from _read_each(task, model, source, rows, included)
@@ -188,7 +201,7 @@ def _read_each(
     for slot, (row, used) in enumerate(zip(rows.tolist(), included.tolist(), strict=True)):
         batch = read_record(task, model, source, row)
         if batch is not None and used and bool(are_finite(batch)):
-            slots.setdefault(repr(describe_forms(batch)), []).append((slot, batch))
+            slots.setdefault(describe_exactly(batch), []).append((slot, batch))
     for found in slots.values():
         used = torch.zeros(len(rows), dtype=torch.bool)
         used[[slot for slot, _ in found]] = True

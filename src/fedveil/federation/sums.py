@@ -103,11 +103,15 @@ class Packing:
             raise Aborted("sum", "the sum", f"its clients have {records} records in total", "look for a hostile client")
         if not weigh:
             return records, self._split(total[HEAD : HEAD + sum(opening.rows)].view(np.int64))
-        found = self._split(decode_rows(total[HEAD:], opening.rows, row_bits(opening)) / records)
+        found = self.sums(total, opening)
         for part in self.parts:
-            own = found[part.name]
+            own = found[part.name] / records
             found[part.name] = own.to(part.dtype) if part.dtype.is_floating_point else own.round().to(part.dtype)
         return records, found
+
+    def sums(self, total: Words, opening: Opening) -> Tensors:
+        """Return the sums of all tensors in float64."""
+        return self._split(decode_rows(total[HEAD:], opening.rows, row_bits(opening)))
 
     def _split(self, values: NDArray[np.float64] | NDArray[np.int64]) -> Tensors:
         """Return the values of each tensor."""
@@ -295,7 +299,8 @@ class Sums:
         error = result.error + (rounding / size if size else 0.0)
         figures = {**result.figures, "records": records, "fixed_point_error": rounding / size if size else 0.0}
         result = dataclasses.replace(result, error=error, figures=figures)
-        return defence_round.finish_sum(result, int(total[0]))
+        exact = {} if self.clip is None else strip_prefix("gradient", self.packing.sums(total, opening))
+        return defence_round.finish_sum(result, exact, int(total[0]))
 
 
 def _find_ranges(defence_round: AnyRound) -> AnyRanges:

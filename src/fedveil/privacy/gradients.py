@@ -18,6 +18,7 @@ Gradients are computed in the model's dtype, then scaled and summed in float64. 
 `clip` in exact arithmetic, and `summation_error` bounds the rounding error of the sum.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -29,14 +30,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
-from fedveil.privacy.row_layers import ForwardVaries, RowLayer, find_row_layers, run_with_taps
+from fedveil.privacy.row_layers import ForwardVaries, Product, RowLayer, find_row_layers, norms, run_with_taps
 from fedveil.scheme.broadcast import Broadcast, PublicHead
 from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward, walk_back
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, Loss
 from fedveil.scheme.outputs import are_class_indices, compute_outputs, expand_classes, head_axis, output_gradient
 from fedveil.wire import Tensors
 
-EPS, TINY = torch.finfo(torch.float64).eps, torch.finfo(torch.float64).tiny
+EPS = torch.finfo(torch.float64).eps
 MEMORY = 2**28  # default limit for per-record gradients, in bytes
 RECORDS, CHEAP = 32, 2**25  # chunks of more than RECORDS records use at most CHEAP bytes, for fast allocation
 Single = Callable[[Inputs, Tensor], Tensors]
@@ -167,7 +168,7 @@ def clipped_sums(
     links = find_links(task.model, inputs, task.values) if task.head is None or not task.head.is_inner else None
     chunks: Iterable[tuple[slice, Found]] = _chunks(task, inputs, targets, included, memory)
     if links and isinstance(inputs, Tensor):
-        chunks = _stack_chunks(task, links, inputs, targets, memory)
+        chunks = _stack_chunks(task, links, inputs, targets, included, memory)
     total: Tensors = {}
     for rows, found in chunks:
         for name, own in _clip(task, *found, included[rows], clip).items():
@@ -185,63 +186,11 @@ def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> 
     return torch.where(included & squares.isfinite(), factors, torch.zeros_like(factors))
 
 
-def norms(rows: Tensor) -> Tensor:
-    """Return the norms of the rows in float64. Scaling the rows first avoids underflow and overflow of squares."""
-    if not rows.shape[-1]:
-        return rows.new_zeros(rows.shape[:-1], dtype=torch.float64)
-    largest = rows.abs().amax(-1, keepdim=True).double().clamp_min(TINY)
-    found: Tensor = torch.linalg.vector_norm(rows.double() / largest, dim=-1)
-    return largest.squeeze(-1) * found
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    """The per-record gradients of a Linear layer, as products of output cotangents and inputs.
-
-    Attributes:
-        weight, bias: names of the parameters that receive a gradient.
-        own: cotangents, with dims (candidates, records, outputs).
-        entered: inputs, with dims (records, inputs).
-    """
-
-    weight: str | None
-    bias: str | None
-    own: Tensor
-    entered: Tensor
-
-    @classmethod
-    def from_layer(
-        cls, task: RecordGradients, weight: str, bias: str | None, own: Tensor, entered: Tensor
-    ) -> "Product":
-        """Return the products of a layer, without alpha's part and without parameters that are not trained."""
-        if task.head is not None and weight == task.head.weight:
-            own = own[..., : len(task.head.direction)]
-        names = [name if name in task.trainable else None for name in (weight, bias)]
-        return cls(names[0], names[1], own, entered)
-
-    def squares(self) -> Tensor:
-        """Return the squared norms, with dims (candidates, records)."""
-        own, entered = norms(self.own), norms(self.entered)  # not squared yet, because the squares may underflow
-        return torch.square(own * entered * bool(self.weight)) + torch.square(own * bool(self.bias))
-
-    def sums(self, factors: Tensor, whole: bool) -> Tensors:
-        """Return sums weighted by factors with dims (candidates, records); a factor of 0 excludes a record."""
-        scaled, entered, found = self.own * factors.unsqueeze(2), self.entered.double(), Tensors()
-        if not whole:
-            scaled = scaled.masked_fill_((factors == 0).unsqueeze(2), 0.0)
-            entered = entered.nan_to_num(0.0, 0.0, 0.0)  # inputs of excluded records may not be finite
-        if self.weight:
-            found[self.weight] = torch.bmm(scaled.transpose(1, 2), entered.expand(len(scaled), -1, -1))
-        if self.bias:
-            found[self.bias] = scaled.sum(1)
-        return found
-
-
 Found = tuple[Tensors, list[Product]]  # gradients with dims (records, candidates, ...); products for other parameters
 
 
 def _stack_chunks(
-    task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, memory: int
+    task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor, memory: int
 ) -> Iterator[tuple[slice, Found]]:
     """Yield chunks of records whose activations and cotangents in float64 need at most `memory` bytes."""
     widths = [task.values[f"{path}.weight"].shape for path in links if path is not None]
@@ -249,15 +198,15 @@ def _stack_chunks(
     size = max(1, min(CHEAP, memory) // each_needs)
     for start in range(0, len(inputs), size):
         rows = slice(start, start + size)
-        yield rows, ({}, _stack_products(task, links, inputs[rows], targets[rows]))
+        yield rows, ({}, _stack_products(task, links, inputs[rows], targets[rows], included[rows]))
 
 
 def _stack_products(
-    task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor
+    task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor
 ) -> list[Product]:
     """Return the products of a stack of Linear and ReLU."""
     seen = forward(links, task.values, inputs)
-    steps = walk_back(links, task.values, seen, separate_slopes(task, seen[-1], targets))
+    steps = walk_back(links, task.values, seen, separate_slopes(task, seen[-1], targets, included))
     found = [Product.from_layer(task, f"{path}.weight", f"{path}.bias", *step) for path, *step in steps]
     return [product for product in found if product.weight or product.bias]
 
@@ -289,7 +238,8 @@ def _chunks(
     for start in range(0, records, size):
         rows = slice(start, min(start + size, records))
         some, wanted = _take(inputs, rows), targets[rows]
-        yield rows, (_run_vmap(task, way, some, wanted) if way else (_run_loop(task, some, wanted, included[rows]), []))
+        used = included[rows]
+        yield rows, (_run_vmap(task, way, some, wanted, used) if way else (_run_loop(task, some, wanted, used), []))
 
 
 class Way(NamedTuple):
@@ -302,33 +252,55 @@ class Way(NamedTuple):
 def choose_way(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Way | None:
     """Choose how to compute the gradients of records of this form; return None for one record at a time.
 
-    The choice is made with zeros instead of records, because it affects rounding for all records.
+    The choice is made with zeros instead of records, because it affects rounding for all records. A model that changes
+    its parameters is refused, because each record would then affect the next.
     """
-    if needs_loop(task):
-        return None
     zeros, target = each(lambda own: torch.zeros_like(own[:2]), inputs), torch.zeros_like(targets[:2])
-    layers: list[RowLayer] = []
+    before = {name: own._version for name, own in task.values.items()}
+    way = None if needs_loop(task) else _try_vmap(task, zeros, target)
+    if way is None:
+        with contextlib.suppress(Exception):  # zeros may not be valid inputs
+            task.single(_take(zeros, slice(1)), target[:1])
+    if changed := [name for name, own in task.values.items() if own._version != before[name]]:
+        raise BadArgument("privacy", f"forward changes {changed[0]}, so records affect one another", "remove this code")
+    return way
+
+
+def _try_vmap(task: RecordGradients, zeros: Inputs, target: Tensor) -> Way | None:
+    """Return how vmap computes gradients for records of zeros, or None if it does not support the model."""
+    included = torch.ones(len(target), dtype=torch.bool)
     try:
         layers, outputs = find_row_layers(task, zeros)
         inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
         dense = dense_targets(task.loss, task.head, outputs.expand(len(target), -1), target) if inside else target
         way = Way(layers, outputs if inside else None)
         try:
-            _run_vmap(task, way, zeros, dense)
+            _run_vmap(task, way, zeros, dense, included)
         except ForwardVaries:
             way = Way([], way.outputs)
-            _run_vmap(task, way, zeros, dense)
+            _run_vmap(task, way, zeros, dense, included)
     except (RuntimeError, ValueError, IndexError, TypeError):  # vmap does not support an operation of `forward`
         return None
     return way
 
 
-def separate_slopes(task: RecordGradients, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return `task.slopes`, record by record for losses that are not known to keep records apart."""
+def separate_slopes(task: RecordGradients, outputs: Tensor, targets: Tensor, included: Tensor) -> Tensor:
+    """Return `task.slopes`, record by record for losses that are not known to keep records apart.
+
+    Such a loss may fail for records that are not included, for example for zeros.
+    """
     if not isinstance(task.loss, AUTOGRAD_LOSSES):
         return task.slopes(outputs, targets)
-    rows = [slice(number, number + 1) for number in range(len(targets))]
-    return torch.cat([task.slopes(outputs[row], targets[row]) for row in rows], dim=1)
+    found = []
+    for number, used in enumerate(included.tolist()):
+        row = slice(number, number + 1)
+        try:
+            found.append(task.slopes(outputs[row], targets[row]))
+        except Exception:
+            if used:
+                raise
+            found.append(torch.zeros_like(outputs[row]).expand(task.candidates, *outputs[row].shape))
+    return torch.cat(found, dim=1)
 
 
 def _chunk_size(task: RecordGradients, layers: list[RowLayer], memory: int) -> int:
@@ -349,15 +321,18 @@ def needs_loop(task: RecordGradients) -> bool:
     return task.head is not None and task.head.tail != "alike"
 
 
-def _run_vmap(task: RecordGradients, way: Way, inputs: Inputs, targets: Tensor) -> Found:
+def _run_vmap(task: RecordGradients, way: Way, inputs: Inputs, targets: Tensor, included: Tensor) -> Found:
     """Compute the gradients of records with vmap, and products for layers with one row per record."""
     layers, inside = way.layers, way.outputs is not None
     left_out = {name for layer in layers for name in (layer.weight, layer.bias)}
     leaves = {name: task.values[name] for name in task.trainable if name not in left_out}
     taps = {layer.weight: layer.tap for layer in layers}
     if not inside:
-        outputs = torch.func.vmap(lambda record: run_with_taps(task, {}, {}, record)[0], randomness="different")(inputs)
-        targets = separate_slopes(task, outputs, targets).movedim(1, 0)
+        device = targets.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout drops the same units again
+            run_all = torch.func.vmap(lambda record: run_with_taps(task, {}, {}, record)[0], randomness="different")
+            outputs = run_all(inputs)
+        targets = separate_slopes(task, outputs, targets, included).movedim(1, 0)
 
     def gradients(record: Inputs, target: Tensor) -> tuple[Tensors, Tensors, Tensors]:
         run = torch.func.vjp(lambda own, taps: run_with_taps(task, own, taps, record), leaves, taps, has_aux=True)

@@ -6,6 +6,7 @@ cotangent, a tensor of zeros, called the *tap*, is added to the output: the grad
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,6 +20,61 @@ from fedveil.wire import Tensors
 
 if TYPE_CHECKING:
     from fedveil.privacy.gradients import RecordGradients
+
+
+TINY = torch.finfo(torch.float64).tiny
+
+
+def norms(rows: Tensor) -> Tensor:
+    """Return the norms of the rows in float64. Scaling the rows first avoids underflow and overflow of squares."""
+    if not rows.shape[-1]:
+        return rows.new_zeros(rows.shape[:-1], dtype=torch.float64)
+    largest = rows.abs().amax(-1, keepdim=True).double().clamp_min(TINY)
+    found: Tensor = torch.linalg.vector_norm(rows.double() / largest, dim=-1)
+    return largest.squeeze(-1) * found
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """The per-record gradients of a Linear layer, as products of output cotangents and inputs.
+
+    Attributes:
+        weight, bias: names of the parameters that receive a gradient.
+        own: cotangents, with dims (candidates, records, outputs).
+        entered: inputs, with dims (records, inputs).
+    """
+
+    weight: str | None
+    bias: str | None
+    own: Tensor
+    entered: Tensor
+
+    @classmethod
+    def from_layer(
+        cls, task: "RecordGradients", weight: str, bias: str | None, own: Tensor, entered: Tensor
+    ) -> "Product":
+        """Return the products of a layer, without alpha's part and without parameters that are not trained."""
+        if task.head is not None and weight == task.head.weight:
+            own = own[..., : len(task.head.direction)]
+        names = [name if name in task.trainable else None for name in (weight, bias)]
+        return cls(names[0], names[1], own, entered)
+
+    def squares(self) -> Tensor:
+        """Return the squared norms, with dims (candidates, records)."""
+        own, entered = norms(self.own), norms(self.entered)  # not squared yet, because the squares may underflow
+        return torch.square(own * entered * bool(self.weight)) + torch.square(own * bool(self.bias))
+
+    def sums(self, factors: Tensor, whole: bool) -> Tensors:
+        """Return sums weighted by factors with dims (candidates, records); a factor of 0 excludes a record."""
+        scaled, entered, found = self.own * factors.unsqueeze(2), self.entered.double(), Tensors()
+        if not whole:
+            scaled = scaled.masked_fill_((factors == 0).unsqueeze(2), 0.0)
+            entered = entered.nan_to_num(0.0, 0.0, 0.0)  # inputs of excluded records may not be finite
+        if self.weight:
+            found[self.weight] = torch.bmm(scaled.transpose(1, 2), entered.expand(len(scaled), -1, -1))
+        if self.bias:
+            found[self.bias] = scaled.sum(1)
+        return found
 
 
 class ReplaceLinear(TorchFunctionMode):

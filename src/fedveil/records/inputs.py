@@ -61,6 +61,12 @@ def describe_forms(batch: Batch, *, sizes: bool = True) -> dict[str, str]:
     return {path: form(leaf) for path, leaf in leaves.items()}
 
 
+def describe_exactly(batch: Batch) -> str:
+    """Describe the structure, shapes and dtypes of one record of a batch, and its constants."""
+    tensors = [*tensors_by_path(batch[0]).values(), batch[1]]
+    return repr((describe_forms(batch), [tensor.dtype for tensor in tensors]))
+
+
 def check_same_form(owner: str, forms: Mapping[str, str], other: str, expected: Mapping[str, str]) -> None:
     """Refuse records that differ in structure, shape or kind of number from the records of another owner.
 

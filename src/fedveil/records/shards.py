@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import BadArgument
-from fedveil.records.inputs import Batch, Inputs, describe_forms, join_batches, map_tensors
+from fedveil.records.inputs import Batch, Inputs, describe_exactly, join_batches, map_tensors
 from fedveil.records.sources import Rows, Source, check_finite
 
 Prepare = Callable[[str, Batch, Sequence[int]], Batch]
@@ -129,15 +129,12 @@ class StreamShards(Shards):
         return all(isinstance(source, Rows) or source.collates_alike for source in self.clients)
 
     def take_separately(self, rows: Tensor) -> Batch:
-        """Read records one by one if a `collate_fn` prepares them; refuse records of different forms."""
-        if self.fusable:
-            return self.take(rows)
+        """Read records one by one; refuse records of different forms or dtypes, to which a batch would adapt others."""
         batches = [self.take(rows[k : k + 1]) for k in range(len(rows))]
-        first, owner = describe_forms(batches[0]), self.clients[0].owner
-        for batch in batches:
-            if describe_forms(batch) != first:
-                what = "with privacy for records, a collate_fn must not adapt records to one another, and theirs differ"
-                raise BadArgument(owner, what, "pad all records to the same length")
+        if len({describe_exactly(batch) for batch in batches}) > 1:
+            what = "privacy for records requires records of the same shape and dtype, and theirs differ"
+            fix = "pad all records to the same length, and convert numbers to the same dtype"
+            raise BadArgument(self.clients[0].owner, what, fix)
         return join_batches(batches)
 
     def take(self, rows: Tensor) -> Batch:
