@@ -291,7 +291,7 @@ class ClientSession:
         from fedveil.federation.record_sums import sum_sample
 
         source = read_own_records(self._data, check=False)
-        with hide_failures():
+        with protocol.hide_failures():
             return sum_sample(task, model, source, lambda: self._prepare(task, model, 1)), len(source), private
 
     def _prepare(self, task: ClientTask, model: nn.Module, min_records: int) -> Shards:
