@@ -6,8 +6,10 @@ import os
 import re
 
 import pytest
+from filelock import FileLock
 
 from fedveil.errors import Aborted, BadArgument
+from fedveil.privacy import ledger
 from fedveil.privacy.accounting import affordable_rounds, composed_epsilon, epsilon, filtered_epsilon, renyi_epsilon
 from fedveil.privacy.ledger import MAX_KINDS, PrivacyLedger
 from fedveil.secagg.policy import Policy, PrivacyLimits
@@ -86,6 +88,16 @@ def test_a_missing_ledger_is_not_an_empty_one(tmp_path):
     (tmp_path / "e.ledger").symlink_to(tmp_path / "elsewhere" / "d.ledger")
     with pytest.raises(BadArgument, match="symbolic link"):
         PrivacyLedger(tmp_path / "e.ledger", 3.0, 1e-5).charge(2.0, 0.3)
+
+
+def test_a_locked_ledger_is_an_error_and_not_an_endless_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "WAIT", 0.01)
+    own = PrivacyLedger(tmp_path / "d.ledger", 3.0, 1e-5)
+    own.charge(2.0, 0.3)
+    with FileLock(tmp_path / "d.ledger.lock"), pytest.raises(BadArgument, match="another process has locked"):
+        own.charge(2.0, 0.3)
+    own.charge(2.0, 0.3)
+    assert own.spent() == {(2.0, 0.3): 2}
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"schema": 2, "rounds": []}', '{"schema": 1, "rounds": [[1.0, 0.5, 0]]}'])

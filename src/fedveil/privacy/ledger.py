@@ -11,16 +11,18 @@ that covers such choices, but is larger.
 
 import contextlib
 import json
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from fedveil.errors import Aborted, BadArgument
 from fedveil.files import OWNER, convert_os_errors, make_folder, write_atomically
 from fedveil.privacy.accounting import composed_epsilon, filtered_epsilon, milestone
 
 SCHEMA = 1
+WAIT = 60.0  # maximum number of seconds to wait for another process, which may be computing epsilon
 MAX_KINDS = 64  # maximum number of different settings; each makes epsilon slower to compute
 Spent = dict[tuple[float, float], int]  # the number of rounds, by noise multiplier and sampling rate
 
@@ -78,7 +80,7 @@ class PrivacyLedger:
         make_folder(self.path.parent)
         if not self._lock.exists() and not self.spent():
             self._create()
-        with convert_os_errors(self.path), FileLock(self._lock, mode=OWNER):
+        with convert_os_errors(self.path), self._hold_lock():
             spent = self.spent()
             self._check_kind(kind, spent)
             spent[kind] = spent.get(kind, 0) + 1
@@ -86,6 +88,20 @@ class PrivacyLedger:
                 what = f"one more round would exceed this data set's budget of epsilon {self.budget:g}"
                 raise Aborted("budget", "ledger", what, "train on other records, or raise the budget in the policy")
             write_atomically(self.path, _to_json(spent), OWNER)
+
+    @contextlib.contextmanager
+    def _hold_lock(self) -> Iterator[None]:
+        """Lock the ledger against other processes; refuse to wait for more than `WAIT` seconds."""
+        lock = FileLock(self._lock, timeout=WAIT, mode=OWNER)
+        try:
+            lock.acquire()
+        except Timeout:
+            what = f"another process has locked this ledger for {WAIT:g} seconds"
+            raise BadArgument(str(self.path), what, "end that process, or wait until it has finished") from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _create(self) -> None:
         """Create an empty ledger, unless another process has just done so."""
