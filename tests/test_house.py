@@ -23,7 +23,7 @@ BELOW = {
     "scheme": {"graph"},
     "privacy": {"graph", "scheme"},
     "defences": {"graph", "scheme", "privacy"},
-    "federation": {*CORE, "secagg", "records"},
+    "federation": {*CORE, "secagg", "records", "report"},
     "attacks": {*CORE, "secagg", "records"},
     "runs": {*CORE, *LEAVES},
     "flower": {*CORE, "secagg", "records"},

@@ -244,6 +244,7 @@ class Page:
         result: the main result in a few words, for the title of the browser tab.
         glossary: explanations of terms. The first use of a term in a section shows its explanation on hover, and the
             section ends with the explanations of its terms.
+        refresh: seconds after which the page reloads itself; 0 for never.
     """
 
     title: str
@@ -253,3 +254,4 @@ class Page:
     lead: str = ""
     result: str = ""
     glossary: Mapping[str, str] = field(default_factory=dict)
+    refresh: int = 0
