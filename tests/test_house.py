@@ -26,6 +26,7 @@ BELOW = {
     "federation": {*CORE, "secagg", "records", "report"},
     "attacks": {*CORE, "secagg", "records"},
     "runs": {*CORE, *LEAVES},
+    "callbacks": {*CORE},
     "flower": {*CORE, "secagg", "records"},
     "nvflare": {*CORE, "secagg", "records"},
     "studies": {*CORE, "attacks", "runs", *LEAVES},

@@ -65,9 +65,8 @@ def on_flower():
     from fedveil.flower import Server
 
     own = parts()
-    return Server(
-        LocalGrid(app_of(own, new_net), CLIENTS), new_net(), own[0][0][:2], "veil", adam, loss="cross_entropy"
-    )
+    grid = LocalGrid(app_of(own, new_net), CLIENTS)
+    return Server(grid, new_net(), own[0][0][:2], "veil", adam, loss="cross_entropy")
 
 
 def on_flare():
@@ -147,7 +146,7 @@ def test_every_use_of_a_folder_accepts_those_of_every_engine(engine, use, tmp_pa
     use(engine, tmp_path)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["python", "command line"])
 def test_a_configuration_can_be_repeated_only_if_the_command_line_wrote_it(engine, tmp_path, capsys):
     train(engine, tmp_path, 1)
     words = ["train", str(tmp_path / "config.json"), "--trust-code", "--out", str(tmp_path / "again")]

@@ -24,8 +24,13 @@ class Tracker(ABC):
     """A callback of `fit` that is also called before the first round and after the last."""
 
     @abstractmethod
-    def start(self, settings: "Mapping[str, Setting]") -> None:
-        """Begin a run with these settings."""
+    def start(self, settings: "Mapping[str, Setting]", evaluates: bool) -> None:
+        """Begin a run.
+
+        Args:
+            settings: the settings of the run, as in config.json.
+            evaluates: whether the model is evaluated on test data.
+        """
 
     @abstractmethod
     def __call__(self, record: RoundRecord) -> None:
@@ -91,7 +96,7 @@ def follow(server: "Server", plan: FitPlan, details: "RunDetails | None") -> Ite
     try:
         for tracker in trackers:
             started.append(tracker)
-            tracker.start({**list_settings(server), **details.settings})
+            tracker.start({**list_settings(server), **details.settings}, plan.test is not None)
         with contextlib.nullcontext() if plan.folder is None else RunFolder(server, plan, plan.folder, details) as run:
             if run is not None:
                 plan.callbacks.insert(0, run.append)

@@ -23,6 +23,7 @@ from fedveil.scheme.outputs import head_axis
 if TYPE_CHECKING:
     from fedveil.federation.server import Server
 
+ERRORS = "Relative error of the gradient"  # title of a section
 SERVER, NO_DATA = "the server's model", " (no data needed)"
 MAX_CLASSES = 20
 MAX_CLIENTS = 30  # rows in the table of clients
@@ -127,7 +128,7 @@ def error_section(errors: Mapping[str, Sequence[tuple[int, float]]], note: str) 
     if size > 1:
         note = f"Each point is the median of {size} rounds; the band contains 80 % of them. {note}"
     shown = bands if size > 1 else {}
-    return Curves("Relative error of the gradient", "round", "error", lines, True, note, bands=shown)
+    return Curves(ERRORS, "round", "error", lines, True, note, bands=shown)
 
 
 def cost_section(histories: Mapping[str, History]) -> Section:
@@ -141,7 +142,8 @@ def cost_section(histories: Mapping[str, History]) -> Section:
 
 def settings_section(settings: Mapping[str, Setting]) -> Section:
     """Return the settings of a run."""
-    return Facts("Configuration", {key: str(value) for key, value in settings.items()})
+    texts = {key: ", ".join(own) if isinstance(own, tuple | list) else str(own) for key, own in settings.items()}
+    return Facts("Configuration", {key: text for key, text in texts.items() if text})
 
 
 def client_sections(status: RunStatus) -> list[Section]:
@@ -159,10 +161,13 @@ def live_page(server: "Server", title: str, status: RunStatus, settings: Mapping
     metric = primary_metric(history.metrics)
     found = {SERVER: history.metrics[metric]} if history.metrics else {}
     best = f" Test {metric} {quality(metric, found[SERVER])} after round {history.last.round}." if found else ""
+    known = ("state", *(f"test {name}" for name in status.metrics))
+    facts = {name: text for name, text in describe_status(status).items() if name not in known}
+    curves = curve_sections({server.defence.name: history}) if history.records else []
     sections = [
-        Facts("Status", describe_status(status)),
+        Facts("Status", facts),
         *client_sections(status),
-        *(curve_sections({server.defence.name: history}) if history.records else []),
+        *(section for section in curves if section.title != ERRORS),
         *([Text("Differential privacy", (TEXTS["privacy"],))] if server.defence_server.accountant else []),
         settings_section(settings),
     ]
@@ -174,6 +179,7 @@ def live_page(server: "Server", title: str, status: RunStatus, settings: Mapping
         "" if status.ended else f"This page reloads itself every {REFRESH} s until the run has ended.",
         status.state,
         refresh=0 if status.ended else REFRESH,
+        progress=None if status.ended else status.round / max(1, status.rounds),
     )
 
 

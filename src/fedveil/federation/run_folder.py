@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("fedveil")
 CONFIG, METRICS, SUMMARY, REPORT = "config.json", "metrics.jsonl", "summary.json", "report.html"
-INTERVAL = 2.0  # seconds between updates of the page and the status while training
+INTERVAL = 5.0  # seconds between updates of the page and the status while training
 
 
 def read_settings(folder: Path) -> dict[str, Setting]:

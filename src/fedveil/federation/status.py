@@ -18,7 +18,7 @@ from fedveil.plain_json import SCHEMA, check_schema, read_json, to_json
 STATUS = "status.json"
 RECENT = 20  # number of rounds from which the expected end is computed
 SLOW, NOTICED = 2.0, 0.5  # a slow answer took this many times the median, and at least this many seconds
-CLIENT_COLUMNS = ("client", "answered", "last answer", "last fault")
+CLIENT_COLUMNS = ("client", "answered", "last round")
 State = Literal["waiting", "training", "finished", "failed"]
 FAULT = re.compile(r"client (.+?): (.*)", re.DOTALL)
 
@@ -89,9 +89,10 @@ class RunStatus:
     @property
     def headline(self) -> str:
         """The state and the round in a few words."""
+        if self.state == "waiting":
+            return f"Waiting for the first of {self.rounds} rounds"
         share = f" ({self.round / self.rounds:.0%})" if 0 < self.round < self.rounds else ""
-        words = {"waiting": "Waiting for the first round", "training": "Training", "finished": "Finished"}
-        return f"{words.get(self.state, 'Failed')}: round {self.round} of {self.rounds}{share}"
+        return f"{self.state.capitalize()}: round {self.round} of {self.rounds}{share}"
 
     def write(self, folder: Path) -> None:
         """Write the status to a run's folder."""
@@ -172,16 +173,22 @@ def list_clients(status: RunStatus) -> list[list[str]]:
     times = [one.seconds for one in status.clients.values() if one.seconds is not None]
     slow = max(NOTICED, SLOW * _median(times)) if times else 0.0
     order = sorted(
-        status.clients.items(), key=lambda item: (item[1].answered - item[1].asked, -(item[1].seconds or 0.0), item[0])
+        status.clients.items(),
+        key=lambda item: (item[1].fault_round != status.round, -(item[1].seconds or 0.0), item[0]),
     )
-    rows = []
-    for name, one in order:
-        last = f"round {one.last}" if one.last else "none"
-        if one.last and one.seconds is not None:
-            last += f", {one.seconds:.3g} s" + (" (slow)" if len(times) > 1 and one.seconds > slow else "")
-        fault = f"round {one.fault_round}: {one.fault}" if one.fault else ""
-        rows.append([name, f"{one.answered} of {one.asked}", last, fault])
-    return rows
+    return [[name, f"{one.answered} of {one.asked}", _describe_client(one, status.round, slow)] for name, one in order]
+
+
+def _describe_client(one: ClientStatus, number: int, slow: float) -> str:
+    """Describe what a client did in the last round; a text that begins with "failed" is highlighted."""
+    before = f"last answer in round {one.last}" if one.last else "no answer yet"
+    if one.fault_round == number and one.last != number:
+        return f"failed: {one.fault}; {before}"
+    if one.last != number:
+        return before
+    seconds = "" if one.seconds is None else f" in {one.seconds:.3g} s"
+    text = f"{'slow: ' if one.seconds is not None and one.seconds > slow else ''}answered{seconds}"
+    return text + (f"; fault in round {one.fault_round}: {one.fault}" if one.fault else "")
 
 
 def format_time(seconds: float) -> str:

@@ -245,6 +245,7 @@ class Page:
         glossary: explanations of terms. The first use of a term in a section shows its explanation on hover, and the
             section ends with the explanations of its terms.
         refresh: seconds after which the page reloads itself; 0 for never.
+        progress: completed fraction, shown as a bar; None for no bar.
     """
 
     title: str
@@ -255,3 +256,4 @@ class Page:
     result: str = ""
     glossary: Mapping[str, str] = field(default_factory=dict)
     refresh: int = 0
+    progress: float | None = None
