@@ -157,7 +157,7 @@ class AttackCommand(FederationCommand):
 
 
 def _is_repeatable(run: Path) -> bool:
-    from fedveil.federation.run_folder import is_repeatable
+    from fedveil.federation.results import is_repeatable
 
     return is_repeatable(run)
 

@@ -13,12 +13,13 @@ from fedveil.federation.evaluate import METRICS
 from fedveil.federation.history import RoundRecord
 from fedveil.federation.stopping import has_stalled
 from fedveil.files import convert_os_errors, write_atomically
-from fedveil.plain_json import SCHEMA, check_schema, read_json, to_json
+from fedveil.plain_json import PYTHON, SCHEMA, check_schema, read_json, to_json
 
 if TYPE_CHECKING:
     from fedveil.federation.server import Server
 
 LOG = logging.getLogger("fedveil")
+CONFIG = "config.json"
 SummaryValue = int | float | str | None
 Setting: TypeAlias = bool | int | float | str | tuple[str, ...] | None
 
@@ -102,6 +103,15 @@ class RunSummary:
             **({"repeat": self.repeat} if self.repeat else {}),
             **({"stopped": self.stopped} if self.stopped else {}),
         }
+
+
+def is_repeatable(folder: Path) -> bool:
+    """Return whether a folder has the configuration of `fedveil train`, from which a run can be repeated."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return False
+    found = read_json(path)
+    return not (isinstance(found, dict) and PYTHON in found)
 
 
 def read_rounds(folder: Path) -> int | None:

@@ -14,7 +14,7 @@ from fedveil.errors import FedveilError
 from fedveil.federation.description import describe_run
 from fedveil.federation.fitting import FitPlan
 from fedveil.federation.history import RoundRecord
-from fedveil.federation.results import MetricsFile, RunDetails, Setting, summarise
+from fedveil.federation.results import CONFIG, MetricsFile, RunDetails, Setting, is_repeatable, summarise
 from fedveil.federation.rounds import ClearRound
 from fedveil.federation.status import ClientStatus, RunStatus, State, measure_pace, update_clients
 from fedveil.files import write_atomically
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedveil.report import Page
 
 LOG = logging.getLogger("fedveil")
-CONFIG, METRICS, SUMMARY, REPORT = "config.json", "metrics.jsonl", "summary.json", "report.html"
+METRICS, SUMMARY, REPORT = "metrics.jsonl", "summary.json", "report.html"
 INTERVAL = 5.0  # seconds between updates of the page and the status while training
 
 
@@ -35,15 +35,6 @@ def read_settings(folder: Path) -> dict[str, Setting]:
     found = read_json(path) if path.is_file() else {}
     sections = found.values() if isinstance(found, dict) else ()
     return {name: value for section in sections if isinstance(section, dict) for name, value in section.items()}
-
-
-def is_repeatable(folder: Path) -> bool:
-    """Return whether a folder has the configuration of `fedveil train`, from which a run can be repeated."""
-    path = folder / CONFIG
-    if not path.is_file():
-        return False
-    found = read_json(path)
-    return not (isinstance(found, dict) and PYTHON in found)
 
 
 def list_settings(server: "Server") -> dict[str, Setting]:

@@ -13,11 +13,9 @@ from fedveil.data import Data
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import BEST, MODEL
-from fedveil.federation.description import DESCRIPTION, read_description
 from fedveil.federation.fitting import Callback
 from fedveil.federation.local import Federation
-from fedveil.federation.results import RunDetails, RunSummary, read_rounds, summarise
-from fedveil.federation.run_folder import is_repeatable
+from fedveil.federation.results import RunDetails, RunSummary, is_repeatable, read_rounds, summarise
 from fedveil.federation.state import RECORDS, Folder
 from fedveil.files import write_atomically
 from fedveil.locks import lock_folder
@@ -179,6 +177,8 @@ def _architecture(folder: Path, trust_code: bool) -> nn.Module:
 
 def _described_network(folder: Path, trust_code: bool) -> nn.Module:
     """Build the network of a run that was made by a program, if its class can be built without arguments."""
+    from fedveil.federation.description import DESCRIPTION, read_description
+
     if not (folder / DESCRIPTION).is_file():
         what = f"there is neither config.json nor {DESCRIPTION}, which specify the network"
         raise BadArgument(str(folder), what, PASS_NETWORK)

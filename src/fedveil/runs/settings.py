@@ -121,7 +121,7 @@ class DefenceSettings(NamedSettings):
     )
     decoys: Positive | None = _key(None, "number of false offsets to send; by default 2, or 0 for squared error")
     keep_noise: bool = _key(
-        False, "draw factors, permutation and direction once per run, not per round (docs/defences/veil.md)", rare=True
+        False, "draw factors, permutation and direction once per run, not per round (fedveil help veil)", rare=True
     )
     local_epochs: Positive | None = _key(
         None, "train on clients for this number of epochs per round (FedAvg); by default, they send one gradient"

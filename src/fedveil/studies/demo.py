@@ -31,7 +31,7 @@ CONFIG = configure({"data": "digits", "loss": "cross_entropy", "additive": 100.0
 NOTE = (
     "Relative error of recovered gradients, compared with plain autograd on the true model: {}. Any client can remove "
     "the offset, and a client that keeps two broadcasts can remove the veil without data: the veil guarantees nothing "
-    "(docs/threat-model.md)."
+    "(fedveil help threat-model)."
 )
 KINDS: Mapping[str, Mapping[str, Value]] = {
     "plain": {"defence": "plain"},

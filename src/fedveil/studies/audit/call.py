@@ -15,7 +15,7 @@ from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.local import Federation
 from fedveil.federation.optimise import Optimizer
-from fedveil.federation.run_folder import is_repeatable
+from fedveil.federation.results import is_repeatable
 from fedveil.files import write_atomically
 from fedveil.plain_json import to_json
 from fedveil.progress import Progress, ignore_progress
