@@ -12,11 +12,22 @@ from fedveil.cli.parser import Json
 from fedveil.errors import BadArgument
 
 RUN = "folder of a run, or a folder that contains runs, such as the workspace of a FLARE server"
+KIT = "startup kit of a FLARE user; RUN is then the id of a job on FLARE's server"
 MAX_CLIENTS = 50  # rows printed
 
 
-def status(run: Annotated[Path, Positional, arg(metavar="RUN", help=RUN)], as_json: Json = False) -> None:
+def status(
+    run: Annotated[Path, Positional, arg(metavar="RUN", help=RUN)],
+    kit: Annotated[Path | None, arg(help=KIT, help_behavior_hint="")] = None,
+    user: Annotated[str, arg(help="for --kit: name of the user")] = "admin@lab.org",
+    as_json: Json = False,
+) -> None:
     """Print progress, clients, privacy budget and expected end of each run."""
+    if kit is not None:
+        from fedveil.nvflare import read_progress
+
+        print(read_progress(kit, user, str(run)))
+        return
     from fedveil.federation.status import CLIENT_COLUMNS, describe_status, find_runs, list_clients, read_status
 
     runs = find_runs(run)

@@ -101,6 +101,7 @@ class Server(StoredServer):
         self._undoable = False  # whether interrupted rounds are undone
         self._compared = False  # whether perturbed and plain gradients were compared
         self._before = self._saved = self._described = None
+        self.planned = 0
 
     def __repr__(self) -> str:
         name, size = type(self.model).__name__, sum(parameter.numel() for parameter in self._parameters.values())

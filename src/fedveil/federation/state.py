@@ -133,6 +133,7 @@ class StoredServer(ABC):
     round: int
     best: tuple[float, dict[str, Tensor]] | None
     history: History
+    planned: int  # number of the last round that `fit` will run; 0 before the first call
     stopped: str | None  # why training ended early
     changed: list[str]  # settings that differ from those of the resumed run
     _alone: AbstractContextManager[None]  # raises in a second thread
