@@ -52,7 +52,10 @@ def test_the_page_reloads_itself_until_the_run_has_ended(tmp_path):
     assert [state.state for state in states] == ["waiting", *["training"] * 4, "finished"]
     assert [state.round for state in states] == [0, 1, 2, 3, 4, 4]
     assert "Waiting for the first of 4 rounds" in pages[0]
+    assert "connected at the start: site-1, site-2, site-3" in pages[0]
     assert "Training: round 2 of 4 (50%)" in pages[2]
+    assert '<progress value="0.5"' in pages[2]
+    assert "<progress" not in pages[-1]
     for page in pages:
         assert not re.search(r"(?:src|href)=[\"']?(?:https?:)?//", page)
 

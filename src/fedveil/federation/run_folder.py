@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("fedveil")
 METRICS, SUMMARY, REPORT = "metrics.jsonl", "summary.json", "report.html"
+MAX_NAMES = 20  # clients named in the first status
 INTERVAL = 5.0  # seconds between updates of the page and the status while training
 
 
@@ -96,7 +97,11 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         self._write_settings()
-        self._show("training" if self._server.round else "waiting")
+        engine = self._server.engine
+        names = [] if engine.traffic is None else [str(member) for member in engine.members()]
+        more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+        there = f"connected at the start: {', '.join(names[:MAX_NAMES])}{more}" if names else ""
+        self._show("training" if self._server.round else "waiting", there)
         return self
 
     def append(self, record: RoundRecord) -> None:

@@ -204,7 +204,7 @@ def format_duration(seconds: float) -> str:
     """Format a duration with one or two units.
 
     >>> format_duration(42.4), format_duration(130), format_duration(7300), format_duration(200_000)
-    ('42 s', '2 min', '2 h 1 min', '2 d 7 h')
+    ('42 s', '2 min', '2 h 2 min', '2 d 7 h')
     """
     minutes = round(seconds / 60)
     if seconds < 60:
