@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import fedveil
 from fedveil.data import load, split
 from fedveil.nvflare import Client, Job, Server, simulate
-from fedveil.runs.folder import record_run
 
 SITES, ROUNDS = 2, 40
 
@@ -60,8 +59,7 @@ class Trainer:
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         inputs = data.test.inputs[:2]
         server = Server(collab.clients, model, inputs, "veil", optimizer, loss="cross_entropy", wait_for=SITES)
-        about, how = {"clients": SITES, "model": "mlp"}, {"rounds": ROUNDS, "resume": True}
-        record_run(server, Path(self.folder), data, about, "this script", **how)
+        server.fit(rounds=ROUNDS, test=(data.test.inputs, data.test.targets), folder=self.folder, resume=True)
         server.close()
 
 

@@ -13,7 +13,6 @@ from tests.small import SMALL
 from fedveil.federation.history import RoundRecord
 from fedveil.plain_json import to_json
 from fedveil.runs.build import build_federation, load_data
-from fedveil.runs.folder import record_run
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -52,7 +51,7 @@ def test_a_runs_files_are_json(tmp_path):
     data = load_data(config)
     federation = build_federation(config, data)
     federation.history.records.append(RoundRecord(1, 1.0, math.inf, 0.1, 0.0, metrics={"loss": math.nan}))
-    record_run(federation, tmp_path, data, config.flat(), "again", rounds=1)
+    federation.fit(rounds=1, test=(data.test.inputs, data.test.targets), folder=tmp_path)
     lines = [strictly(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[0] == {"round": 1, "epoch": 1.0, "loss": None, "error": None, "lr": 0.1, "seconds": 0.0}
     assert strictly((tmp_path / "summary.json").read_text())["largest_error"] is None

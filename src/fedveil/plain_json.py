@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from fedveil.errors import BadArgument
 from fedveil.files import convert_os_errors
 
+SCHEMA = 1  # version of the files in a run's folder
+PYTHON = "python"  # section of config.json in the folder of a run that was not made by `fedveil train`
 MAX_DEPTH = 100  # levels of nesting: more than any of Fedveil's files needs, and far below Python's recursion limit
 Value = TypeVar("Value")
 
@@ -60,6 +62,17 @@ def read_json(path: Path) -> Any:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file; raise BadArgument with its name if it cannot be read."""
     return _parse(str(path), "TOML", lambda: tomllib.loads(path.read_text()))
+
+
+def check_schema(values: object, where: str) -> dict[str, object]:
+    """Return the content of a file in a run's folder, without its schema version; refuse unknown versions."""
+    if not isinstance(values, dict):
+        raise BadArgument(where, f"contains a {type(values).__name__}, not sections", "use the config.json of a run")
+    found = dict(values)
+    if (schema := found.pop("schema", None)) != SCHEMA:
+        what = f"has schema {schema!r}, but this version of Fedveil reads schema {SCHEMA}"
+        raise BadArgument(where, what, "use the version of Fedveil that wrote it, or train again")
+    return found
 
 
 def _parse(where: str, form: str, parse: Callable[[], Value]) -> Value:

@@ -11,9 +11,7 @@ from safetensors.torch import save_file
 from tests.deployed.task import make_model, parts
 
 from fedveil import Privacy
-from fedveil.data import from_records
 from fedveil.defences import Plain, Veil
-from fedveil.runs.folder import record_run
 from fedveil.secagg import Identity, Roster
 
 DEFAULTS = {
@@ -112,9 +110,8 @@ def record(server, config, out):
             (out / f"killed-{record['round']}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    data, about = from_records("digits", parts()[0], parts()[3]), {"clients": config["wait-for"], "model": "mlp"}
     how = {"rounds": config["rounds"], "evaluate_every": config["evaluate-every"], "on_round": end}
-    record_run(server, out, data, about, "the test", resume=True, **how)
+    server.fit(test=parts()[3], folder=out, resume=True, **how)
     (out / "done.json").write_text(json.dumps({"to": server.round}))
 
 

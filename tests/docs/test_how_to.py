@@ -65,7 +65,8 @@ def test_callbacks_reach_the_board(tmp_path, capsys):
     values = found.Scalars("accuracy")
     printed = [line.rpartition(" ")[2] for line in capsys.readouterr().out.splitlines()]
     assert [f"{value.value:.3f}" for value in values] == printed[-2:]
-    assert len(found.Scalars("error")) == values[-1].step
+    assert [value.step for value in found.Scalars("error")] == [value.step for value in values]
+    assert (tmp_path / "runs" / "tracked" / "report.html").exists()
 
 
 @pytest.mark.parametrize(

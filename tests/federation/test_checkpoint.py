@@ -25,14 +25,13 @@ from tests.federation.kept import (
     round_in,
     stop_at,
 )
-from tests.small import SMALL, federation, pairs
+from tests.small import SMALL, federation
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fedveil.data import from_records
 from fedveil.defences import PPDL, Plain, Private
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
-from fedveil.runs.folder import is_finished, record_run, train
+from fedveil.runs.folder import is_finished, train
 
 
 def values(run):
@@ -202,12 +201,8 @@ def test_a_damaged_state_of_a_study_is_computed_again(tmp_path, caplog):
     assert "computing the state again" in caplog.text
 
 
-DATA = from_records("numbers", pairs(4, seed=3)[0], TEST)
-
-
 def record(folder, run=None, rounds=ROUNDS, every=EVERY, **how):
-    about = {"clients": 2, "model": "mlp"}
-    return record_run(run or make(), folder, DATA, about, "again", rounds=rounds, evaluate_every=every, **how)
+    return (run or make()).fit(test=TEST, folder=folder, rounds=rounds, evaluate_every=every, **how)
 
 
 def test_a_run_that_is_refused_touches_nothing_in_the_folder(tmp_path):
@@ -266,12 +261,14 @@ def was_killed(child):
 def test_a_run_that_is_killed_at_every_tenth_is_whole_in_the_end(tmp_path):
     folder, whole, rounds, every = tmp_path / "killed", tmp_path / "whole", 100, 11
     how = {"rounds": rounds, "every": every, "resume": True}  # no tenth is an evaluation but the last
-    summary = record(whole, federation(), **how).to_dict()
+    record(whole, federation(), **how)
+    summary = json.loads((whole / "summary.json").read_text())
     for number in range(10, rounds + 1, 10):
         end = lambda own, number=number: own["round"] == number and kill()  # noqa: E731
         assert was_killed(in_child(lambda end=end: record(folder, federation(), on_round=end, **how)))
         assert number - every <= round_in(folder) <= number
-    found = record(folder, federation(), **how).to_dict()
+    record(folder, federation(), **how)
+    found = json.loads((folder / "summary.json").read_text())
     assert all(found[name] == summary[name] for name in ("rounds", "mse", "best"))
     for one, other in zip(lines(folder), lines(whole), strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}

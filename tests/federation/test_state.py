@@ -153,17 +153,21 @@ def test_an_optimizer_that_is_not_finite_is_never_saved(tmp_path):
     assert not list(tmp_path.rglob("*.pt"))
 
 
+LIVE = ("status.json", "report.html")  # they say that the run failed
+
+
 @pytest.mark.parametrize("spoil", ["parameter", "buffer"])
 def test_a_model_that_was_made_infinite_elsewhere_is_not_saved_and_the_old_checkpoint_stays(tmp_path, spoil):
     run = Federation(nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), pairs(12), "plain")
     run.fit(rounds=2, folder=tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    files = lambda: {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name not in LIVE}  # noqa: E731
+    before = files()
     with torch.no_grad():
         (run.model[0].weight if spoil == "parameter" else run.model[1].running_var)[0] = torch.inf
     for attempt in (lambda: run.save(tmp_path), lambda: run.fit(rounds=2, folder=tmp_path)):
         with pytest.raises(Diverged, match="contains NaN or infinity, so the model is not saved"):
             attempt()
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert files() == before
 
 
 def test_a_last_save_that_fails_is_a_warning_beside_the_error_that_ended_the_run(tmp_path, monkeypatch, caplog):
@@ -294,7 +298,7 @@ def test_load_model_takes_the_checkpoint_if_it_is_newer(tmp_path, best):
     found = fedveil.load_model(tmp_path, model=net(), best=best).state_dict()
     wanted = run.best[1] if best else run.model.state_dict()
     assert all(torch.equal(value, found[name]) for name, value in wanted.items())
-    with pytest.raises(BadArgument, match=r"(?s)no config\.json.*load_model\(folder, model="):
+    with pytest.raises(BadArgument, match=r"(?s)is a Sequential, which cannot be built.*load_model\(folder, model="):
         fedveil.load_model(tmp_path)
 
 

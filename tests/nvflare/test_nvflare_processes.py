@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -86,17 +87,29 @@ def test_the_pages_commands_train_over_mtls(tmp_path):
     project.write_text(project.read_text().replace("8002", str(free_port())))
     path = f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PATH": f"{BIN}:{os.environ['PATH']}"}
+
+    def run(step):
+        done = subprocess.run(
+            ["bash", "-ec", step], cwd=tmp_path, env={**os.environ, **quiet}, check=False,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
     try:
-        for step in steps:
-            done = subprocess.run(
-                ["bash", "-ec", step], cwd=tmp_path, env={**os.environ, **quiet}, check=False,
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        *before, submitting, last = steps
+        for step in before:
+            run(step)
+        printed = run(submitting)
+        job = re.search(r"job (\S+) was submitted", printed)[1]
+        status = run(f"fedveil status {job} --kit runs/kits/bank/prod_00/admin@lab.org --user admin@lab.org")
+        run(last)
         wait_until(lambda: not naming(f"{tmp_path}/runs/kits"), 60, "the end that the last step asks for")
     finally:
         for pid in naming(f"{tmp_path}/runs"):
             os.kill(pid, signal.SIGKILL)
+    assert status == "FINISHED:COMPLETED\n"
+    assert re.search(r"job \S+: RUNNING, round \d+/200, accuracy .*2 of 2 answered", printed)
     for name, rounds in (("sim", 50), ("first", 200)):
         found = [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
         assert [record["answers"] for record in found] == [2] * rounds

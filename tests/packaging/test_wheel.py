@@ -35,7 +35,7 @@ def run(words, where, code=0):
 def left_out(folder, names):
     """Of a checkout: what was built, and folders that are no part of a distribution."""
     made = {name for name in names if name == "__pycache__" or name.endswith(".egg-info")}
-    other = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("src", "tests")}
+    other = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name not in ("src", "tests", "docs")}
     return made | (other if Path(folder) == ROOT else set())
 
 
@@ -67,14 +67,19 @@ def test_the_distributions_have_the_files_of_the_package_and_no_others(distribut
     ours = {path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     names = set(zipfile.ZipFile(distributions[1]).namelist())
     about = {name for name in names if ".dist-info/" in name}
-    assert names - about == {f"fedveil/{path.relative_to(package)}" for path in ours}
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    assert names - about == {f"fedveil/{path.relative_to(package)}" for path in ours} | {
+        f"fedveil/pages/{page}" for page in pages
+    }
     assert {name.partition("/")[2] for name in about} == {
         *("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
     }
     with tarfile.open(distributions[0]) as source:
         names = {name.partition("/")[2] for name in source.getnames()}
     assert {"LICENSE", "README.md", "CHANGELOG.md", "SECURITY.md", "pyproject.toml", "setup.py"} <= names
-    assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks", "."))]
+    assert {name for name in names if name.startswith("docs/") and name.endswith(".md")} == {f"docs/{p}" for p in pages}
+    assert not [name for name in names if name.startswith(("tests", "benchmarks", "."))]
 
 
 def test_metadata_has_the_licence_the_links_and_a_description_with_absolute_ones(distributions):
@@ -91,6 +96,7 @@ def test_metadata_has_the_licence_the_links_and_a_description_with_absolute_ones
 
 def test_the_demo_and_a_run_work_outside_of_the_checkout_without_any_extra(user, tmp_path):
     assert user(["fedveil", "--version"]).stdout == f"{fedveil.__version__}\n"
+    assert user(["fedveil", "help", "privacy"]).stdout == (ROOT / "docs/how-to/privacy.md").read_text() + "\n"
     where = user(["python", "-c", "import fedveil; print(fedveil.__file__)"]).stdout
     assert "/site-packages/fedveil/" in where
     installed = {line.partition("==")[0].lower() for line in user(["pip", "freeze"]).stdout.splitlines()}

@@ -13,8 +13,8 @@ from fedveil import Limits
 from fedveil.data import load
 from fedveil.defences import Veil
 from fedveil.federation.progress import print_progress
+from fedveil.federation.results import RunDetails
 from fedveil.flower import Server
-from fedveil.runs.folder import record_run
 
 app = ServerApp()
 
@@ -49,12 +49,13 @@ def main(grid: Grid, context: Context) -> None:
         attempts=int(config["attempts"]),
         seed=int(config["seed"]),
     )
-    values = {**config, "clients": config["wait-for"], "model": "mlp"}
     words = [f"{name}={json.dumps(value)}" for name, value in config.items()]
     repeat = shlex.join(["flwr", "run", ".", "--run-config", " ".join(words)])
-    print(
-        record_run(
-            server, out, data, values, repeat, rounds=rounds, resume=True, on_round=print_progress(rounds)
-        ).to_dict(),
-        flush=True,
+    server.fit(
+        rounds=rounds,
+        test=(data.test.inputs, data.test.targets),
+        folder=out,
+        resume=True,
+        on_round=print_progress(rounds),
+        details=RunDetails(f"{config['data']}, mlp", config, repeat, target_scale=data.target_scale),
     )

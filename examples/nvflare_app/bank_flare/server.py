@@ -9,8 +9,8 @@ from nvflare.collab import collab
 from bank_flare.task import Settings, make_model
 from fedveil.data import load
 from fedveil.federation.progress import print_progress
+from fedveil.federation.results import RunDetails
 from fedveil.nvflare import Server
-from fedveil.runs.folder import record_run
 
 
 class BankServer:
@@ -46,8 +46,12 @@ class BankServer:
             secure_aggregation=settings.secure_aggregation,
             seed=settings.seed,
         )
-        values = {**self.settings, "clients": settings.sites, "model": "mlp"}
-        repeat = "python examples/nvflare_app/job.py"
-        how = {"rounds": settings.rounds, "resume": True, "on_round": print_progress(settings.rounds)}
-        print(record_run(server, out, data, values, repeat, **how).to_dict(), flush=True)
+        server.fit(
+            rounds=settings.rounds,
+            test=(data.test.inputs, data.test.targets),
+            folder=out,
+            resume=True,
+            on_round=print_progress(settings.rounds),
+            details=RunDetails(f"{settings.data}, mlp", self.settings, target_scale=data.target_scale),
+        )
         server.close()

@@ -15,7 +15,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     name, *words = (sys.argv[1:] if arguments is None else arguments) or [""]
-    if name in ("", "-h", "--help", "help", "--version", "version"):
+    if name in ("", "-h", "--help", "--version", "version"):
         print(version("fedveil") if name.endswith("version") else usage(), file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     try:

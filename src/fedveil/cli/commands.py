@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "inspect": ("inspection:inspect", "show which layers of a model can be perturbed", "my_nets:net --input 3,32,32"),
     "train": ("training:TrainCommand", "train a federation from flags or a TOML file", "--epochs 5 --out runs/a"),
+    "status": ("status:status", "print who answered, the budget spent and the expected end of a run", "runs/a"),
     "compare": ("studies:CompareCommand", "compare defences on one federation", "--defences plain,veil --seeds 3"),
     "attack": ("studies:AttackCommand", "measure what a curious participant learns", "membership --defence plain,veil"),
     "audit": ("studies:AuditCommand", "measure what attackers learn under each defence", "runs/a"),
@@ -22,6 +23,7 @@ COMMANDS = {
     "keys": ("deployment:keys", "manage signing keys and policies for secure aggregation", "new alice --out keys"),
     "flare-kit": ("deployment:flare_kit", "prepare an NVIDIA FLARE startup kit", "runs/kits/bank/prod_00/site-1"),
     "schema": ("training:schema", "print the JSON schema of run.toml, for editors", "> run.schema.json"),
+    "help": ("topics:print_help", "print a page of the documentation, or list the pages", "privacy"),
     "completion": ("parser:completion", "print a shell completion script", "bash > ~/.fedveil-completion"),
 }
 """For each command: its module and function or class, a summary, and example arguments."""
@@ -37,6 +39,7 @@ commands:
 Example: fedveil train --data digits --defence veil --epochs 5
 
 `fedveil COMMAND --help` lists a command's flags with their defaults; `--help-all` lists all flags.
+`fedveil help` lists the pages of the documentation, and `fedveil help TOPIC` prints one.
 `fedveil completion bash` (or zsh, fish) prints a completion script for your shell."""
 
 AUDIT = "fedveil.studies.audit.run:AUDIT"

@@ -156,6 +156,12 @@ class AttackCommand(FederationCommand):
         run_study(self.study, request, folder, f"{self.where} {format_flags(values)}", self.workers, self.as_json)
 
 
+def _is_repeatable(run: Path) -> bool:
+    from fedveil.federation.results import is_repeatable
+
+    return is_repeatable(run)
+
+
 @dataclass(frozen=True)
 class AuditCommand(AttackCommand):
     """`fedveil audit`: audit a configuration, a run's folder or the standard suite."""
@@ -204,7 +210,7 @@ class AuditCommand(AttackCommand):
             self.measure_hardening()
         elif self.is_suite:
             self.audit_suite(self.out or Path("runs/audit"))
-        elif (run := self.run_folder or self.file) and run.is_dir() and not (run / "config.json").is_file():
+        elif (run := self.run_folder or self.file) and run.is_dir() and not _is_repeatable(run):
             self.audit_described(run)
         else:
             super().run()

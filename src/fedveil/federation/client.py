@@ -219,7 +219,7 @@ class ClientSession:
             raise BadArgument("ask", what, "set secure_aggregation=True on the server")
         if party is None or digest is None:
             what = "the server asks for secure aggregation, but this client has no identity for it"
-            raise BadArgument("ask", what, "run fedveil keys new NAME, and get a roster (docs/secure-aggregation.md)")
+            raise BadArgument("ask", what, "run fedveil keys new NAME, and get a roster")
         private = self._protect_records(ask, party)
         ticket, clip = admit(ask, message, digest, party, self._model, private)
         task, opening = self._decode(ask), ticket.opening
@@ -311,7 +311,7 @@ def take_step(step: Step, extra: bytes, party: "Party | None", count_records: Ca
 
     if party is None:
         what = "this client does not take part in secure aggregation"
-        raise BadArgument("step", what, "read docs/secure-aggregation.md")
+        raise BadArgument("step", what, "run fedveil help secure-aggregation")
     body = step.body
     if step.step == "hello":
         _check_records(count_records, party.policy)  # before any model arrives

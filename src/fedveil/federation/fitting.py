@@ -1,16 +1,49 @@
 """The plan of `Server.fit`: how long to train, and when to evaluate and write checkpoints."""
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.federation.history import RoundRecord
 from fedveil.records.sources import Source
 
+if TYPE_CHECKING:
+    from fedveil.federation.results import RunDetails, Setting
+    from fedveil.federation.server import Server
+
 Callback = Callable[[RoundRecord], object]
+
+
+class Tracker(ABC):
+    """A callback of `fit` that is also called before the first round and after the last."""
+
+    @abstractmethod
+    def start(self, settings: "Mapping[str, Setting]", evaluates: bool) -> None:
+        """Begin a run.
+
+        Args:
+            settings: the settings of the run, as in config.json.
+            evaluates: whether the model is evaluated on test data.
+        """
+
+    @abstractmethod
+    def __call__(self, record: RoundRecord) -> None:
+        """Note the record of a round."""
+
+    @abstractmethod
+    def finish(self, folder: Path | None, failed: bool) -> None:
+        """End the run.
+
+        Args:
+            folder: the run's folder, with its report page and models; None if `fit` was called without a folder.
+            failed: whether `fit` raises an exception.
+        """
 
 
 @dataclass
@@ -21,7 +54,7 @@ class FitPlan:
     every: int  # rounds between evaluations or, without test data, between checkpoints
     test: Source | None
     patience: int | None
-    callbacks: Sequence[Callback]
+    callbacks: list[Callback]
     folder: Path | None
     checkpoint_every: int  # rounds; 0 for no additional checkpoints
     durable: bool  # whether every round must be saved to disk
@@ -46,3 +79,30 @@ def list_callbacks(on_round: Callback | Sequence[Callback] | None) -> list[Callb
             fix = "pass a function that takes a round's record, or a list of functions"
             raise BadArgument("fit", f"on_round is {call!r}", fix)
     return [call for call in calls if callable(call)]
+
+
+@contextlib.contextmanager
+def follow(server: "Server", plan: FitPlan, details: "RunDetails | None") -> Iterator[None]:
+    """Write the files of a run to its folder, if it has one, and tell trackers when it begins and ends."""
+    server.planned = plan.last
+    trackers = [call for call in plan.callbacks if isinstance(call, Tracker)]
+    if plan.folder is None and not trackers:
+        yield
+        return
+    from fedveil.federation.results import RunDetails
+    from fedveil.federation.run_folder import RunFolder, list_settings
+
+    details, started = details or RunDetails(), list[Tracker]()
+    failed = True
+    try:
+        for tracker in trackers:
+            started.append(tracker)
+            tracker.start({**list_settings(server), **details.settings}, plan.test is not None)
+        with contextlib.nullcontext() if plan.folder is None else RunFolder(server, plan, plan.folder, details) as run:
+            if run is not None:
+                plan.callbacks.insert(0, run.append)
+            yield
+        failed = False
+    finally:
+        for tracker in started:
+            tracker.finish(plan.folder, failed)

@@ -2,8 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from fedveil.federation.history import RoundRecord
+
+if TYPE_CHECKING:
+    from fedveil.federation.server import Server
 
 INTERVAL = 1.0  # minimum number of seconds between lines
 
@@ -25,6 +30,17 @@ def describe_round(record: RoundRecord, rounds: int) -> str:
     if faults := notes.get("faults"):
         parts.append(f"{len(faults)} faults, the last: {list(faults)[-1]}")
     return ", ".join(parts)
+
+
+def describe_progress(server: "Server") -> str:
+    """Describe the last round of a server; with differential privacy, only its number and the budget spent."""
+    history, planned = server.history, server.planned
+    if not history.records:
+        return "waiting for the first round"
+    last = history.records[-1]
+    if server.defence_server.accountant is None:
+        return describe_round(replace(last, metrics=history.metrics), planned)
+    return f"round {last.round}/{planned}, epsilon {last.figures.get('epsilon', 0.0):.3g}"
 
 
 def print_progress(rounds: int) -> Callable[[RoundRecord], None]:

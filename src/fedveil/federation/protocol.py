@@ -299,6 +299,8 @@ class Traffic:
     down: int = 0  # bytes sent to clients
     up: int = 0  # bytes received from clients
     seconds_work: float = 0.0  # the longest computing time that a client reported
+    members: set[Member] = field(default_factory=set)  # the clients that were asked
+    seconds: dict[Member, float] = field(default_factory=dict)  # duration of each client's last valid answer
 
     def count_down(self, sizes: Sequence[int]) -> None:
         """Count one exchange; `sizes` are the sizes of the messages to clients."""

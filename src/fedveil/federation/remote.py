@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -174,14 +175,17 @@ class RemoteEngine:
             marks = {extra: sign_message(self._identity, common, extra) for extra in dict.fromkeys(extras.values())}
             extras = {member: marks[extra] for member, extra in extras.items()}
         self.traffic.count_down([len(common) + len(extra) for extra in extras.values()])
-        seconds = self._server.policy.timeout if timeout is None else timeout
+        self.traffic.members.update(extras)
+        seconds, began = self._server.policy.timeout if timeout is None else timeout, time.monotonic()
         for member, reply in self.transport.ask(common, extras, label=label, timeout=seconds):
+            self.traffic.seconds.pop(member, None)
             if isinstance(reply, Fault):
                 yield reply
                 continue
             self.traffic.up += len(reply)
             try:
                 found: R | Fault = decode(member, reply)
+                self.traffic.seconds[member] = time.monotonic() - began
             except Exception as error:  # nothing that a client sends may end the run
                 found = protocol.describe_refusal(member, error)
             yield found

@@ -19,7 +19,7 @@ from fedveil.defences.interface import AnyClient, AnyDefence, AnyRound, AnyServe
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, NonFiniteUpdate, TooFewAnswers
 from fedveil.federation.evaluate import better, deciding_metric, metrics, predict_source
-from fedveil.federation.fitting import Callback, FitPlan, list_callbacks
+from fedveil.federation.fitting import Callback, FitPlan, follow, list_callbacks
 from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.limits import Limits, limits_for
 from fedveil.federation.optimise import Optimizer, Schedule, make_optimizer, make_schedule, plateau_value
@@ -41,6 +41,7 @@ from fedveil.scheme.result import Aggregate, Note
 
 if TYPE_CHECKING:
     from fedveil.federation.description import RunTerms
+    from fedveil.federation.results import RunDetails
     from fedveil.secagg import Roster
 
 SCALE = "scale inputs and targets, or change the loss or the model: the learning rate has had no effect yet"
@@ -100,6 +101,7 @@ class Server(StoredServer):
         self._undoable = False  # whether interrupted rounds are undone
         self._compared = False  # whether perturbed and plain gradients were compared
         self._before = self._saved = self._described = None
+        self.planned = 0
 
     def __repr__(self) -> str:
         name, size = type(self.model).__name__, sum(parameter.numel() for parameter in self._parameters.values())
@@ -280,6 +282,7 @@ class Server(StoredServer):
         checkpoint_every: int | None = None,
         patience: int | None = None,
         on_round: Callback | Sequence[Callback] | None = None,
+        details: "RunDetails | None" = None,
     ) -> History:
         """Train for up to `epochs` epochs, or `rounds` rounds, counted from the start of the run.
 
@@ -289,15 +292,16 @@ class Server(StoredServer):
             test: held-out records in any form that is accepted for clients; the model is evaluated after each epoch.
             rounds: number of rounds, instead of epochs.
             evaluate_every: number of rounds between evaluations; by default, one epoch.
-            folder: where to save checkpoints and, at the end, the last and the best model (`fedveil.load_model`). A
-                checkpoint is written after each evaluation (without test data, at the same interval), at least once a
-                minute, and at the end. After an exception or an interrupt, it contains the last complete round; an
-                incomplete round is undone, including in memory.
+            folder: where to write the run: settings, records, status, report page, checkpoints and, at the end, the
+                last and the best model (`fedveil.load_model`). A checkpoint is written after each evaluation (without
+                test data, at the same interval), at least once a minute, and at the end. After an exception or an
+                interrupt, it contains the last complete round; an incomplete round is undone, including in memory.
             resume: whether to continue the run in the folder, if there is one. If not, a folder with a run is refused.
             checkpoint_every: number of rounds between additional checkpoints. A durable defence saves after every
                 round, for privacy accounting.
             patience: stop after this number of evaluations without improvement.
             on_round: a function that is called with each round's record, or a list of functions.
+            details: what the report page says that the server does not know.
 
         Returns:
             The history: one record per round, with metrics if the model was evaluated.
@@ -320,19 +324,10 @@ class Server(StoredServer):
         plan = FitPlan(last, every, held_out, patience, callbacks, home, checkpoint_every or 0, self.defence.durable)
         with self._alone, lock_folder(home) if home else contextlib.nullcontext():
             self._undo()
-            if home is None:
+            if home is not None:
+                self._open(home, resume)
+            with follow(self, plan, details), self._saving(home) if home else contextlib.nullcontext():
                 self._train(plan)
-                return self.history
-            self._open(home, resume)
-            self._undoable = True
-            try:
-                self._train(plan)
-                self._write_models(home)
-            except BaseException as error:
-                self._save_on_failure(home, error)
-                raise
-            finally:
-                self._undoable = False
         return self.history
 
     def _train(self, plan: FitPlan) -> None:

@@ -1,12 +1,13 @@
 """The state of a server: snapshots in memory to undo interrupted rounds, and checkpoints on disk."""
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import signal
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -131,11 +132,13 @@ class StoredServer(ABC):
     round: int
     best: tuple[float, dict[str, Tensor]] | None
     history: History
+    planned: int  # number of the last round that `fit` will run; 0 before the first call
     stopped: str | None  # why training ended early
     changed: list[str]  # settings that differ from those of the resumed run
     _alone: AbstractContextManager[None]  # raises in a second thread
     _run: bytes  # identifies this run's checkpoints
     _behind: bool  # whether the previous checkpoint is used because the last one on disk was bad
+    _undoable: bool  # whether interrupted rounds are undone
     _before: Snapshot | None  # taken before a round or an evaluation that is not complete yet
     _saved: tuple[object, ...] | None  # identifies the last saved state
     _described: Path | None  # the folder to which the description of the run was written
@@ -312,6 +315,19 @@ class StoredServer(ABC):
         if diverged or before.begun or not complete:
             before.restore(self)
         self._before = None
+
+    @contextlib.contextmanager
+    def _saving(self, folder: Path) -> Iterator[None]:
+        """Write the models after training, or the last complete round after a failure; rounds can be undone."""
+        self._undoable = True
+        try:
+            yield
+            self._write_models(folder)
+        except BaseException as error:
+            self._save_on_failure(folder, error)
+            raise
+        finally:
+            self._undoable = False
 
     def _save_on_failure(self, folder: Path, error: BaseException) -> None:
         """Save the last complete state; a failure is only logged, so that the error that ended the run is raised."""

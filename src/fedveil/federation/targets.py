@@ -96,7 +96,7 @@ def target_maker(model: nn.Module, loss: Loss, example: Batch) -> Callable[[Tens
 
 def one_output(model: nn.Module, inputs: Inputs) -> Tensor:
     """Return the model's output for the first of these records; refuse a model that does not accept them."""
-    fix = "use a model whose forward accepts these records (docs/inputs.md), or other records"
+    fix = "use a model whose forward accepts these records (fedveil help inputs), or other records"
     if any(tensor.dtype == torch.uint8 for tensor in tensors_by_path(inputs).values()):
         fix += "; for bytes, call .float()"
     return try_model(model, inputs, "the clients' records", fix)[:1].cpu()

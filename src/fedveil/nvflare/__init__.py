@@ -9,11 +9,12 @@ from fedveil.lookup import lazy_getattr
 
 if TYPE_CHECKING:
     from fedveil.nvflare.client import Client
-    from fedveil.nvflare.jobs import Job, simulate, submit
+    from fedveil.nvflare.jobs import Job, read_progress, simulate, submit
     from fedveil.nvflare.kits import configure
     from fedveil.nvflare.server import Server
 else:
     _HOMES = {"Client": "client", "Server": "server", "configure": "kits"}
-    __getattr__ = lazy_getattr(__name__, _HOMES | dict.fromkeys(("Job", "simulate", "submit"), "jobs"), needs="nvflare")
+    _HOMES |= dict.fromkeys(("Job", "read_progress", "simulate", "submit"), "jobs")
+    __getattr__ = lazy_getattr(__name__, _HOMES, needs="nvflare")
 
-__all__ = ["Client", "Job", "Server", "configure", "simulate", "submit"]
+__all__ = ["Client", "Job", "Server", "configure", "read_progress", "simulate", "submit"]

@@ -9,13 +9,14 @@ from typing import Any
 
 from nvflare.apis.job_def import RunStatus
 from nvflare.collab import CollabRecipe
-from nvflare.fuel.flare_api.api_spec import InternalError, NoConnection, NoReply, SessionClosed
+from nvflare.fuel.flare_api.api_spec import InternalError, NoConnection, NoReply, SessionClosed, TargetType
 from nvflare.fuel.flare_api.flare_api import new_secure_session
 from nvflare.recipe import SimEnv
 
 from fedveil.checks import check_count
 from fedveil.errors import FedveilError
 from fedveil.nvflare.kits import configure
+from fedveil.nvflare.server import GROUP, PROGRESS
 
 POLL = 1.0  # seconds
 LOGIN = 30.0  # seconds
@@ -99,6 +100,19 @@ def submit(
     raise JobFailed(job.job_name, f"none of {attempts} submissions completed; the last one ended with {status}", fix)
 
 
+def read_progress(kit: Path, username: str, job_id: str) -> str:
+    """Return the status of a job and, while it trains, its progress.
+
+    Args:
+        kit: startup kit of a user.
+        username: that user's name.
+        job_id: the id that `submit` returned or printed.
+    """
+    with contextlib.closing(_Admin(kit, username, LOGIN, print)) as admin:
+        status = admin.do("get_job_status", job_id)
+        return ": ".join(filter(None, [str(status), admin.progress(job_id)]))
+
+
 class _Admin:
     """A session with FLARE's server that is reopened if it is lost."""
 
@@ -118,11 +132,20 @@ class _Admin:
                 if job_id not in [job.job_id for job in self.do("get_system_info").job_info]:
                     return "LOST, because the server was restarted"
                 sessions = self._sessions
+            if status == RunStatus.RUNNING and (line := self.progress(job_id)):
+                status += f", {line}"
             if status != reported:
                 self._report(f"job {job_id}: {status}")
             reported = status
             time.sleep(POLL)
         return status
+
+    def progress(self, job_id: str) -> str:
+        """Return the progress of a running job's server; empty if it is not known or the user may not see it."""
+        with contextlib.suppress(Exception):  # FLARE raises many, and the next call of `do` notices a lost server
+            found = self._session.show_stats(job_id, TargetType.SERVER)
+            return str(found[TargetType.SERVER][GROUP][PROGRESS])
+        return ""
 
     def do(self, method: str, *arguments: str) -> Any:
         """Call a method of the session; give up if the server cannot be reached for `patience` seconds."""

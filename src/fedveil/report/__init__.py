@@ -244,6 +244,8 @@ class Page:
         result: the main result in a few words, for the title of the browser tab.
         glossary: explanations of terms. The first use of a term in a section shows its explanation on hover, and the
             section ends with the explanations of its terms.
+        refresh: seconds after which the page reloads itself; 0 for never.
+        progress: completed fraction, shown as a bar; None for no bar.
     """
 
     title: str
@@ -253,3 +255,5 @@ class Page:
     lead: str = ""
     result: str = ""
     glossary: Mapping[str, str] = field(default_factory=dict)
+    refresh: int = 0
+    progress: float | None = None

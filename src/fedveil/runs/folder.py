@@ -15,26 +15,24 @@ from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import BEST, MODEL
 from fedveil.federation.fitting import Callback
 from fedveil.federation.local import Federation
-from fedveil.federation.server import Server
+from fedveil.federation.results import RunDetails, RunSummary, is_repeatable, read_rounds, summarise
 from fedveil.federation.state import RECORDS, Folder
 from fedveil.files import write_atomically
 from fedveil.locks import lock_folder
-from fedveil.plain_json import read_json, to_json
+from fedveil.plain_json import SCHEMA, check_schema, read_json
 from fedveil.runs.build import build_federation, choose_loss, choose_settings, load_data, load_factory, named_model
 from fedveil.runs.choices import applicable_values, chosen_keys, format_command
-from fedveil.runs.results import MetricsFile, RunSummary, read_rounds, summarise
 from fedveil.runs.settings import (
-    SCHEMA,
     SECTION_OF,
     Config,
     Value,
-    check_schema,
     configure,
     read_file,
     refuse_code,
 )
 
 SHAPES = "model.json"
+PASS_NETWORK = "pass the network: load_model(folder, model=...)"
 RUN = (checkpoint.LAST, checkpoint.PREVIOUS, MODEL, "summary.json")  # a folder with any of these files contains a run
 
 
@@ -113,10 +111,10 @@ def load_model(
     Args:
         folder: folder of the run.
         best: return the model from the best evaluation instead of the last one.
-        model: load the values into this model instead of building one from the run's configuration. Required for
-            folders without a configuration, as written by `Federation.fit` and by runs on Flower or FLARE.
-        trust_code: build a model that the configuration gives as `package.module:name`. This imports the module, which
-            runs its code.
+        model: load the values into this model instead of building one. Required for a run of a program whose network
+            cannot be built from its class alone.
+        trust_code: build a model that the folder gives as `package.module:name`. This imports the module, which runs
+            its code.
 
     Raises:
         BadArgument: the file is missing or damaged, or belongs to another model.
@@ -162,9 +160,8 @@ def _values_in_checkpoint(folder: Path, best: bool) -> Mapping[str, Tensor]:
 
 def _architecture(folder: Path, trust_code: bool) -> nn.Module:
     """Build the network of a run, with new initial values."""
-    if not (folder / "config.json").is_file():
-        what = "there is no config.json, which specifies the network"
-        raise BadArgument(str(folder), what, "pass the network: load_model(folder, model=...)")
+    if not is_repeatable(folder):
+        return _described_network(folder, trust_code)
     config = read_config(folder, trust_code=trust_code)
     if ":" in config.model.name:
         return load_factory(config.model.name)
@@ -174,8 +171,25 @@ def _architecture(folder: Path, trust_code: bool) -> nn.Module:
         shape, outputs = torch.Size(shapes["record"]), int(shapes["outputs"])
     except (ValueError, KeyError, TypeError) as error:
         what = f"{SHAPES}, which contains the shape of records, cannot be read: {error}"
-        raise BadArgument(str(folder), what, "pass the network: load_model(folder, model=...)") from error
+        raise BadArgument(str(folder), what, PASS_NETWORK) from error
     return named_model(config.model, shape, outputs)
+
+
+def _described_network(folder: Path, trust_code: bool) -> nn.Module:
+    """Build the network of a run that was made by a program, if its class can be built without arguments."""
+    from fedveil.federation.description import DESCRIPTION, read_description
+
+    if not (folder / DESCRIPTION).is_file():
+        what = f"there is neither config.json nor {DESCRIPTION}, which specify the network"
+        raise BadArgument(str(folder), what, PASS_NETWORK)
+    description = read_description(folder)
+    if (spec := description.factory) is None:
+        what = f"the network is a {description.model.partition(':')[2]}, which cannot be built from its name"
+        raise BadArgument(str(folder), what, PASS_NETWORK)
+    if not spec.startswith("fedveil.") and not trust_code:
+        what = f"its network is {spec}, and importing it runs that module's code"
+        raise BadArgument(str(folder), what, f"{PASS_NETWORK}, or trust_code=True")
+    return load_factory(spec)
 
 
 def resume_federation(config: Config, folder: Path, data: Data) -> Federation:
@@ -201,17 +215,23 @@ def train(
                 what = "the data have changed since this run was trained on them"
                 raise BadArgument(str(home), what, "restore the data, or start a run with another --out")
         _write_config(home, config, data)
-        return record_run(
-            federation,
-            home,
-            data,
+        details = RunDetails(
+            f"{data.name}, {config.model.name}",
             config.flat(),
             f"fedveil train {format_command(config)}",
-            epochs=config.training.epochs,
+            data.classes,
+            data.target_scale,
+        )
+        federation.fit(
+            config.training.epochs,
+            test=(data.test.inputs, data.test.targets),
+            folder=home,
             checkpoint_every=config.training.checkpoint_every,
             patience=config.training.patience,
             on_round=on_round,
+            details=details,
         )
+    return summarise(federation, home, details, config.training.patience)
 
 
 def _write_config(folder: Path, config: Config, data: Data) -> None:
@@ -223,57 +243,3 @@ def _write_config(folder: Path, config: Config, data: Data) -> None:
     if isinstance(data.train.inputs, Tensor):
         shapes = {"record": list(data.train.inputs.shape[1:]), "outputs": data.outputs, "classes": data.classes}
         write_atomically(folder / SHAPES, json.dumps({"schema": SCHEMA, **shapes}) + "\n")
-
-
-def record_run(
-    server: Server,
-    folder: Folder,
-    data: Data,
-    config: Mapping[str, Value],
-    repeat: str,
-    *,
-    epochs: int = 1,
-    rounds: int | None = None,
-    resume: bool = False,
-    evaluate_every: int | None = None,
-    checkpoint_every: int | None = None,
-    patience: int | None = None,
-    on_round: Callback | None = None,
-) -> RunSummary:
-    """Train with a server on any engine, write the run's folder and return the summary.
-
-    Args:
-        server: a new or resumed server.
-        folder: folder of the run.
-        data: data to evaluate on; the page also uses them.
-        config: values to show on the page; must contain "clients" and "model".
-        repeat: the command that repeats the run.
-        epochs: see `Server.fit`.
-        rounds: number of rounds, instead of epochs.
-        resume: continue the run in the folder, if there is one; metrics.jsonl is truncated to the checkpoint's rounds.
-        evaluate_every: number of rounds between evaluations.
-        checkpoint_every: number of rounds between checkpoints.
-        patience: number of evaluations without improvement after which to stop.
-        on_round: called with each round's record.
-    """
-    from fedveil.report import write  # imported here because only the end of a run needs it
-    from fedveil.runs.page import run_page
-
-    folder, test = Path(folder), (data.test.inputs, data.test.targets)
-    with lock_folder(folder):
-        with MetricsFile(folder / "metrics.jsonl", server) as metrics:
-            server.fit(
-                epochs,
-                rounds=rounds,
-                test=test,
-                folder=folder,
-                resume=resume,
-                evaluate_every=evaluate_every,
-                checkpoint_every=checkpoint_every,
-                patience=patience,
-                on_round=[metrics.append, *([on_round] if on_round else [])],
-            )
-        summary = summarise(server, folder, repeat, data, patience)
-        write_atomically(folder / "summary.json", to_json(summary.to_dict(), indent=2) + "\n")
-        write(run_page(server, data, config, summary), folder / "report.html")
-    return summary

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from fedveil.data.catalogue import Between, Positive, Task
 from fedveil.defences.registry import OURS
 from fedveil.errors import BadArgument
-from fedveil.plain_json import read_json, read_toml
+from fedveil.plain_json import PYTHON, check_schema, read_json, read_toml
 
 T = TypeVar("T")
 Value: TypeAlias = bool | int | float | str | tuple[str, ...] | None
@@ -28,7 +28,6 @@ Aggregator = Literal[
 IMAGES = "cifar10 cifar100 images lesion"
 SIZED = f"digits {IMAGES}"
 SCALED = "bank csv diabetes images"
-SCHEMA = 1  # version of the files in a run's folder
 
 
 def _key(default: T, description: str, only: str = "", *, rare: bool = False) -> T:
@@ -122,7 +121,7 @@ class DefenceSettings(NamedSettings):
     )
     decoys: Positive | None = _key(None, "number of false offsets to send; by default 2, or 0 for squared error")
     keep_noise: bool = _key(
-        False, "draw factors, permutation and direction once per run, not per round (docs/defences/veil.md)", rare=True
+        False, "draw factors, permutation and direction once per run, not per round (fedveil help veil)", rare=True
     )
     local_epochs: Positive | None = _key(
         None, "train on clients for this number of epochs per round (FedAvg); by default, they send one gradient"
@@ -342,22 +341,15 @@ def refuse_code(values: Mapping[str, object], where: str, named_keys: Collection
             raise BadArgument(where, what, fix)
 
 
-def check_schema(values: object, where: str) -> dict[str, object]:
-    """Return the content of a file in a run's folder, without its schema version; refuse unknown versions."""
-    if not isinstance(values, dict):
-        raise BadArgument(where, f"contains a {type(values).__name__}, not sections", "use the config.json of a run")
-    found = dict(values)
-    if (schema := found.pop("schema", None)) != SCHEMA:
-        what = f"has schema {schema!r}, but this version of Fedveil reads schema {SCHEMA}"
-        raise BadArgument(where, what, "use the version of Fedveil that wrote it, or train again")
-    return found
-
-
 def read_file(path: Path) -> dict[str, object]:
     """Read the sections of a TOML file or a run's config.json without validating them; leave out null values."""
     if path.suffix != ".json":
         return dict(read_toml(path))
     found = check_schema(read_json(path), str(path))
+    if PYTHON in found:
+        what = "this run was made by a program, which Fedveil cannot repeat"
+        fix = "run the program again; fedveil audit, fedveil status and load_model(folder) accept the folder"
+        raise BadArgument(str(path), what, fix)
     for key, value in found.items():
         if isinstance(value, dict):
             found[key] = {name: own for name, own in value.items() if own is not None}

@@ -110,7 +110,7 @@ class Party(SecretHolder):
         """
         if self.policy.server is None:
             what = "this client's policy does not specify a server, so it refuses secure aggregation"
-            fix = "run fedveil keys policy KEY_FILE --server HEX (docs/secure-aggregation.md)"
+            fix = "run fedveil keys policy KEY_FILE --server HEX (fedveil help secure-aggregation)"
             raise BadArgument("policy", what, fix)
         try:
             return admit_message(self.policy.server, self._channels.values(), digest, extra)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from fedveil.checks import check_count
 from fedveil.defences.registry import names
+from fedveil.federation.page import cost_section, curve_sections, quality
+from fedveil.federation.results import primary_metric
 from fedveil.report import Facts, Section, Text, count
 from fedveil.runs.build import build_federation, load_data
-from fedveil.runs.page import cost_section, curve_sections, quality
-from fedveil.runs.results import primary_metric
 from fedveil.runs.settings import Config, has_privacy
 from fedveil.studies.attack import check_defences
 from fedveil.studies.federations import TrainedRun, TrainRun

@@ -14,11 +14,12 @@ from fedveil.attacks.veil import remove_noise
 from fedveil.data import one_tensor
 from fedveil.federation import Federation, History
 from fedveil.federation.history import RoundRecord
+from fedveil.federation.page import NO_DATA, PROTECTION, client_models, confusions, curve_sections, scores
 from fedveil.progress import Progress
+from fedveil.records.sources import as_source
 from fedveil.report import Facts, Matrix, SideBySide, Text, count
 from fedveil.runs.build import build_federation, load_data
 from fedveil.runs.choices import applicable_values
-from fedveil.runs.page import NO_DATA, PROTECTION, client_models, confusions, curve_sections, scores
 from fedveil.runs.settings import Config, Value, configure
 from fedveil.studies.compare import baseline_settings
 from fedveil.studies.federations import observe, round_progress
@@ -30,7 +31,7 @@ CONFIG = configure({"data": "digits", "loss": "cross_entropy", "additive": 100.0
 NOTE = (
     "Relative error of recovered gradients, compared with plain autograd on the true model: {}. Any client can remove "
     "the offset, and a client that keeps two broadcasts can remove the veil without data: the veil guarantees nothing "
-    "(docs/threat-model.md)."
+    "(fedveil help threat-model)."
 )
 KINDS: Mapping[str, Mapping[str, Value]] = {
     "plain": {"defence": "plain"},
@@ -103,8 +104,9 @@ class TrainDigits:
             return found
         views = {name: copy.deepcopy(view) for name, view in client_models(run).items()}  # `observe` changes the model
         views[f"two broadcasts{NO_DATA}"] = remove_noise(observe(run, rounds=2)).model
-        accuracies = {name: metrics["accuracy"] for name, metrics in scores(views, data).items()}
-        matrices = confusions(views, data)
+        test = as_source("test data", (data.test.inputs, data.test.targets))
+        accuracies = {name: metrics["accuracy"] for name, metrics in scores(views, test).items()}
+        matrices = confusions(views, test, data.outputs)
         return dataclasses.replace(found, views=accuracies, matrices=matrices, errors=recovery_errors(run))
 
 

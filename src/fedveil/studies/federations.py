@@ -19,13 +19,13 @@ from fedveil.federation.checkpoint import BEST
 from fedveil.federation.evaluate import metrics, predict
 from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.local import Federation
+from fedveil.federation.results import primary_metric
 from fedveil.federation.state import RECORDS
 from fedveil.files import write_atomically
 from fedveil.plain_json import read_json, to_json
 from fedveil.progress import Progress
 from fedveil.runs.build import load_data
 from fedveil.runs.folder import RUN, contains_run, is_finished, resume_federation, train
-from fedveil.runs.results import primary_metric
 from fedveil.runs.settings import Config
 from fedveil.studies.basis import AGAIN, Basis, explain_change
 from fedveil.studies.jobs import JobResults, Result

@@ -15,6 +15,7 @@ from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.local import Federation
 from fedveil.federation.optimise import Optimizer
+from fedveil.federation.results import is_repeatable
 from fedveil.files import write_atomically
 from fedveil.plain_json import to_json
 from fedveil.progress import Progress, ignore_progress
@@ -156,7 +157,7 @@ def audit(
     if isinstance(run, Federation):
         return audit_federation(run, given, options, progress)
     folder = Path(run)
-    if (folder / "config.json").is_file():
+    if is_repeatable(folder):
         return audit_configured(folder, given, options, progress)
     return audit_described(folder, given, options, progress, f"fedveil audit {folder}")
 

@@ -2,24 +2,45 @@
 
 import logging
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
-from fedveil.data import Data
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import BEST, MODEL
 from fedveil.federation.evaluate import METRICS
 from fedveil.federation.history import RoundRecord
-from fedveil.federation.server import Server
 from fedveil.federation.stopping import has_stalled
 from fedveil.files import convert_os_errors, write_atomically
-from fedveil.plain_json import read_json, to_json
-from fedveil.runs.settings import SCHEMA, check_schema
+from fedveil.plain_json import PYTHON, SCHEMA, check_schema, read_json, to_json
+
+if TYPE_CHECKING:
+    from fedveil.federation.server import Server
 
 LOG = logging.getLogger("fedveil")
+CONFIG = "config.json"
 SummaryValue = int | float | str | None
+Setting: TypeAlias = bool | int | float | str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class RunDetails:
+    """What the page and the summary of a run say that its server does not know.
+
+    Attributes:
+        title: title of the page, without the defence; by default, the class of the model.
+        settings: further settings of the run, for the page, config.json and trackers.
+        repeat: the command that repeats the run.
+        classes: names of the classes, in the order of their indices.
+        target_scale: for a standardised regression target, its mean and standard deviation.
+    """
+
+    title: str = ""
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    repeat: str = ""
+    classes: Sequence[str] = ()
+    target_scale: tuple[float, float] | None = None
 
 
 def primary_metric(measured: Collection[str]) -> str:
@@ -49,7 +70,7 @@ class RunSummary:
         budget: privacy budget spent; None without differential privacy.
         largest_error: largest relative error of a recovered gradient.
         seconds: duration of all rounds.
-        repeat: the command that repeats the run.
+        repeat: the command that repeats the run, if it is known.
         stopped: why the run stopped early, or None.
     """
 
@@ -79,9 +100,18 @@ class RunSummary:
             **(vars(budget) if budget else {}),
             "largest_error": self.largest_error,
             "seconds": self.seconds,
-            "repeat": self.repeat,
+            **({"repeat": self.repeat} if self.repeat else {}),
             **({"stopped": self.stopped} if self.stopped else {}),
         }
+
+
+def is_repeatable(folder: Path) -> bool:
+    """Return whether a folder has the configuration of `fedveil train`, from which a run can be repeated."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return False
+    found = read_json(path)
+    return not (isinstance(found, dict) and PYTHON in found)
 
 
 def read_rounds(folder: Path) -> int | None:
@@ -94,12 +124,12 @@ def read_rounds(folder: Path) -> int | None:
     return rounds if isinstance(rounds, int) else None
 
 
-def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: int | None = None) -> RunSummary:
+def summarise(server: "Server", folder: Path, details: RunDetails, patience: int | None = None) -> RunSummary:
     """Return the summary of a finished run."""
     history, plan, accountant = server.history, server.defence_server.plan, server.defence_server.accountant
     metrics, stalled = dict(history.metrics), has_stalled(history, patience)
-    if data.target_scale is not None and "mse" in metrics:
-        metrics["rmse"] = math.sqrt(metrics["mse"]) * data.target_scale[1]
+    if details.target_scale is not None and "mse" in metrics:
+        metrics["rmse"] = math.sqrt(metrics["mse"]) * details.target_scale[1]
     budget = None
     if accountant is not None:
         epsilons = accountant.epsilon(), accountant.epsilon(replace=True)
@@ -114,7 +144,7 @@ def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: i
         budget,
         max((record.error for record in history.records), default=0.0),
         history.records[-1].seconds if history.records else 0.0,
-        repeat,
+        details.repeat,
         f"early, after {patience} evaluations without improvement" if stalled else server.stopped,
     )
 
@@ -129,7 +159,7 @@ class MetricsFile:
         server: the server with the records.
     """
 
-    def __init__(self, path: Path, server: Server) -> None:
+    def __init__(self, path: Path, server: "Server") -> None:
         self._path, self._server = path, server
         self._count: int | None = None  # number of lines written; None before the first
 

@@ -3,34 +3,40 @@
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from fedveil.data import Data
-from fedveil.federation.evaluate import METRICS, metrics, move_inputs, predict, predict_classes
+from fedveil.federation.evaluate import METRICS, metrics, predict_classes, predict_source
 from fedveil.federation.history import History
-from fedveil.federation.server import Server
+from fedveil.federation.results import RunDetails, RunSummary, Setting, primary_metric
+from fedveil.federation.status import CLIENT_COLUMNS, RunStatus, describe_status, list_clients
 from fedveil.graph import Plan
 from fedveil.graph.coverage import describe_known_values
-from fedveil.report import Curves, Facts, Matrix, Page, Section, SideBySide, Table, Text
-from fedveil.runs.results import RunSummary, primary_metric
-from fedveil.runs.settings import Value
+from fedveil.records.sources import Source
+from fedveil.report import Curves, Facts, Matrix, Page, Section, SideBySide, Table, Text, count
 from fedveil.scheme import Broadcast, Loss, client_view
 from fedveil.scheme.outputs import head_axis
 
+if TYPE_CHECKING:
+    from fedveil.federation.server import Server
+
+ERRORS = "Relative error of the gradient"  # title of a section
 SERVER, NO_DATA = "the server's model", " (no data needed)"
 MAX_CLASSES = 20
+MAX_CLIENTS = 30  # rows in the table of clients
+REFRESH = 5  # seconds until the page of a running federation reloads itself
 WINDOWS = 60  # approximate number of points on a curve of medians
 
 TEXTS = TypeAdapter(dict[str, str]).validate_python(
-    tomllib.loads(files("fedveil.runs").joinpath("texts.toml").read_text(encoding="utf-8"))
+    tomllib.loads(files("fedveil.federation").joinpath("texts.toml").read_text(encoding="utf-8"))
 )
 PROTECTION = (TEXTS["protection"],)
 
 
-def client_models(server: Server) -> dict[str, nn.Module]:
+def client_models(server: "Server") -> dict[str, nn.Module]:
     """Return the server's model and a client's copy of it: as received and, for a veil, with the offset removed."""
     defence, model = server.defence, server.model
     preview = server.defence_server.start_round(model)
@@ -42,34 +48,30 @@ def client_models(server: Server) -> dict[str, nn.Module]:
     return views
 
 
-def _find_device(views: Mapping[str, nn.Module]) -> torch.device:
-    return next(next(iter(views.values())).parameters()).device
-
-
-def scores(views: Mapping[str, nn.Module], data: Data, loss: Loss | None = None) -> dict[str, dict[str, float]]:
+def scores(views: Mapping[str, nn.Module], test: Source, loss: Loss | None = None) -> dict[str, dict[str, float]]:
     """Return the test metrics of each view."""
-    device = _find_device(views)
-    inputs, targets = move_inputs(data.test.inputs, device), data.test.targets.to(device)
-    return {name: metrics(predict(view, inputs), targets, loss, axis=head_axis(view)) for name, view in views.items()}
+    return {name: metrics(*predict_source(view, test), loss, axis=head_axis(view)) for name, view in views.items()}
 
 
-def confusions(views: Mapping[str, nn.Module], data: Data) -> dict[str, list[list[int]]]:
+def confusions(views: Mapping[str, nn.Module], test: Source, classes: int) -> dict[str, list[list[int]]]:
     """Return the confusion matrices of the first two views: a row per true class, a column per predicted class."""
-    classes, found = data.outputs, {}
+    found = {}
     for name, view in list(views.items())[:2]:
-        outputs = predict(view, move_inputs(data.test.inputs, _find_device(views))).cpu()
-        answers = predict_classes(outputs, data.test.targets, head_axis(view))
-        cells = torch.bincount((data.test.targets * classes + answers).flatten(), minlength=classes**2)
+        outputs, targets = predict_source(view, test)
+        answers = predict_classes(outputs, targets, head_axis(view))
+        cells = torch.bincount((targets * classes + answers).flatten(), minlength=classes**2)
         found[name] = cells.reshape(classes, classes).tolist()
     return found
 
 
-def view_sections(views: Mapping[str, nn.Module], data: Data, name: str, found: Mapping[str, float]) -> list[Section]:
+def view_sections(
+    views: Mapping[str, nn.Module], test: Source, classes: Sequence[str], name: str, found: Mapping[str, float]
+) -> list[Section]:
     """Return sections that compare a metric of the server's model with the same metric of a client's copies."""
     rows = [[view, f"{value:.4f}"] for view, value in found.items()]
     sections: list[Section] = [Table("The server's model and a client's copy", ["model", f"test {name}"], rows)]
-    if name == "accuracy" and 0 < len(data.classes) <= MAX_CLASSES:
-        parts = [Matrix(view, data.classes, counts) for view, counts in confusions(views, data).items()]
+    if name == "accuracy" and 0 < len(classes) <= MAX_CLASSES:
+        parts = [Matrix(view, classes, counts) for view, counts in confusions(views, test, len(classes)).items()]
         sections.append(SideBySide("Predictions on the test data", parts))
     return sections
 
@@ -126,7 +128,7 @@ def error_section(errors: Mapping[str, Sequence[tuple[int, float]]], note: str) 
     if size > 1:
         note = f"Each point is the median of {size} rounds; the band contains 80 % of them. {note}"
     shown = bands if size > 1 else {}
-    return Curves("Relative error of the gradient", "round", "error", lines, True, note, bands=shown)
+    return Curves(ERRORS, "round", "error", lines, True, note, bands=shown)
 
 
 def cost_section(histories: Mapping[str, History]) -> Section:
@@ -138,34 +140,91 @@ def cost_section(histories: Mapping[str, History]) -> Section:
     return Table("Cost", ["run", "rounds", "seconds", "ms per round"], rows, "Times include evaluation.")
 
 
-def run_page(server: Server, data: Data, config: Mapping[str, Value], summary: RunSummary) -> Page:
-    """Return the page of one run."""
+def settings_section(settings: Mapping[str, Setting]) -> Section:
+    """Return the settings of a run."""
+    texts = {key: ", ".join(own) if isinstance(own, tuple | list) else str(own) for key, own in settings.items()}
+    return Facts("Configuration", {key: text for key, text in texts.items() if text})
+
+
+def client_sections(status: RunStatus) -> list[Section]:
+    """Return a table of remote clients, with those that need attention first; empty if clients are not remote."""
+    rows = list_clients(status)
+    if not rows:
+        return []
+    note = f"{len(rows) - MAX_CLIENTS:,} more clients are in status.json." if len(rows) > MAX_CLIENTS else ""
+    return [Table("Clients", CLIENT_COLUMNS, rows[:MAX_CLIENTS], note)]
+
+
+def live_page(server: "Server", title: str, status: RunStatus, settings: Mapping[str, Setting]) -> Page:
+    """Return the page of a run that has not ended, which reloads itself; or of one that failed."""
+    history = server.history
+    metric = primary_metric(history.metrics)
+    found = {SERVER: history.metrics[metric]} if history.metrics else {}
+    best = f" Test {metric} {quality(metric, found[SERVER])} after round {history.last.round}." if found else ""
+    known = ("state", *(f"test {name}" for name in status.metrics))
+    facts = {name: text for name, text in describe_status(status).items() if name not in known}
+    curves = curve_sections({server.defence.name: history}) if history.records else []
+    sections = [
+        Facts("Status", facts),
+        *client_sections(status),
+        *(section for section in curves if section.title != ERRORS),
+        *([Text("Differential privacy", (TEXTS["privacy"],))] if server.defence_server.accountant else []),
+        settings_section(settings),
+    ]
+    return Page(
+        f"{title}, {server.defence.name}",
+        f"{status.headline}.{best}",
+        sections,
+        "",
+        "" if status.ended else f"This page reloads itself every {REFRESH} s until the run has ended.",
+        status.state,
+        refresh=0 if status.ended else REFRESH,
+        progress=None if status.ended else status.round / max(1, status.rounds),
+    )
+
+
+def run_page(
+    server: "Server",
+    test: Source | None,
+    details: RunDetails,
+    summary: RunSummary,
+    status: RunStatus,
+    settings: Mapping[str, Setting],
+) -> Page:
+    """Return the page of a run that has ended."""
     name, own = server.defence.name, server.defence_server
     histories = {name: server.history}
     # count draws before client_models draws again
     veil = veil_sections(own.plan, own.draws) if own.plan is not None else []
-    views = client_models(server)
-    every = scores(views, data, server.loss)
-    metric = primary_metric(next(iter(every.values())))
-    found = {view: values[metric] for view, values in every.items()}
+    found: dict[str, float] = {}
+    metric, views = "", list[Section]()
+    if test is not None and server.round:
+        models = client_models(server)
+        every = scores(models, test, server.loss)
+        metric = primary_metric(next(iter(every.values())))
+        found = {view: values[metric] for view, values in every.items()}
+        views = view_sections(models, test, details.classes, metric, found)
     sections = [
-        *curve_sections(histories),
-        *view_sections(views, data, metric, found),
+        *(curve_sections(histories) if server.round else []),
+        *views,
+        *client_sections(status),
         *veil,
         *([Text("Differential privacy", (TEXTS["privacy"],))] if summary.budget else []),
-        cost_section(histories),
-        Facts("Configuration", {key: str(value) for key, value in config.items()}),
+        *([cost_section(histories)] if server.round else []),
+        settings_section(settings),
     ]
     budget, epsilon = summary.budget, summary.budget.epsilon if summary.budget else None
-    stopped = f" Stopped {summary.stopped}." if summary.stopped else ""
-    lead = f"{summary.rounds} rounds with {config['clients']} clients.{stopped}"
+    clients = server.terms.clients
+    lead = f"{count(summary.rounds, 'round')}" + (f" with {count(clients, 'client')}." if clients else ".")
+    lead += f" Stopped {summary.stopped}." if summary.stopped else ""
     if budget and epsilon is not None:
         lead += f" Epsilon {epsilon:.3g} at delta {budget.delta:g}."
+    shown = f" at epsilon {epsilon:.3g}" if epsilon is not None else ""
     return Page(
-        f"{data.name}, {config['model']}, {name}",
-        verdict(metric, found, f" at epsilon {epsilon:.3g}" if epsilon is not None else ""),
+        f"{details.title or type(server.model).__name__}, {name}",
+        verdict(metric, found, shown) if found else f"{count(summary.rounds, 'round')}, without an evaluation{shown}.",
         sections,
         summary.repeat,
         lead,
-        f"test {metric} {quality(metric, found[SERVER])}",
+        f"test {metric} {quality(metric, found[SERVER])}" if found else "",
     )

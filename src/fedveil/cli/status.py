@@ -1,0 +1,50 @@
+"""`fedveil status`: print the status of runs from their folders, also while they train."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from fedveil.cli.parser import Json
+from fedveil.errors import BadArgument
+
+RUN = "folder of a run, or a folder that contains runs, such as the workspace of a FLARE server"
+KIT = "startup kit of a FLARE user; RUN is then the id of a job on FLARE's server"
+MAX_CLIENTS = 50  # rows printed
+
+
+def status(
+    run: Annotated[Path, Positional, arg(metavar="RUN", help=RUN)],
+    kit: Annotated[Path | None, arg(help=KIT, help_behavior_hint="")] = None,
+    user: Annotated[str, arg(help="for --kit: name of the user")] = "admin@lab.org",
+    as_json: Json = False,
+) -> None:
+    """Print progress, clients, privacy budget and expected end of each run."""
+    if kit is not None:
+        from fedveil.nvflare import read_progress
+
+        print(read_progress(kit, user, str(run)))
+        return
+    from fedveil.federation.status import CLIENT_COLUMNS, describe_status, find_runs, list_clients, read_status
+
+    runs = find_runs(run)
+    if not runs:
+        what = "there is no run in this folder: no status.json in it or below"
+        raise BadArgument(str(run), what, "use the folder that was passed to fit(folder=...) or --out")
+    for number, folder in enumerate(runs):
+        found = read_status(folder)
+        if as_json:
+            print(json.dumps({"folder": str(folder), "expected_end": found.expected_end, **asdict(found)}))
+            continue
+        print(*([""] if number else []), folder, sep="\n" if number else "")
+        for name, value in describe_status(found, time.time()).items():
+            print(f"  {name:<14}{value}")
+        rows = [list(CLIENT_COLUMNS), *list_clients(found)[:MAX_CLIENTS]] if found.clients else []
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print(("    " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))).rstrip())
+        if len(found.clients) > MAX_CLIENTS:
+            print(f"    and {len(found.clients) - MAX_CLIENTS:,} more (--json prints all)")

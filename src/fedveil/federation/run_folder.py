@@ -1,0 +1,179 @@
+"""What `fit(folder=...)` writes besides checkpoints: settings, records, status, summary and report page."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pydantic import JsonValue
+
+from fedveil.errors import FedveilError
+from fedveil.federation.description import describe_run
+from fedveil.federation.fitting import FitPlan
+from fedveil.federation.history import RoundRecord
+from fedveil.federation.results import CONFIG, MetricsFile, RunDetails, Setting, is_repeatable, summarise
+from fedveil.federation.rounds import ClearRound
+from fedveil.federation.status import ClientStatus, RunStatus, State, measure_pace, update_clients
+from fedveil.files import write_atomically
+from fedveil.plain_json import PYTHON, SCHEMA, read_json, to_json
+
+if TYPE_CHECKING:
+    from fedveil.federation.server import Server
+    from fedveil.report import Page
+
+LOG = logging.getLogger("fedveil")
+METRICS, SUMMARY, REPORT = "metrics.jsonl", "summary.json", "report.html"
+MAX_NAMES = 20  # clients named in the first status
+INTERVAL = 5.0  # seconds between updates of the page and the status while training
+
+
+def read_settings(folder: Path) -> dict[str, Setting]:
+    """Return the settings in a folder's config.json by name, whatever made the run; empty if there is none."""
+    path = folder / CONFIG
+    found = read_json(path) if path.is_file() else {}
+    sections = found.values() if isinstance(found, dict) else ()
+    return {name: value for section in sections if isinstance(section, dict) for name, value in section.items()}
+
+
+def list_settings(server: "Server") -> dict[str, Setting]:
+    """Return the settings of a server as plain values; those that are None or unknown are left out."""
+    found = describe_run(server)
+    terms, (_, _, kind) = found.terms, found.optimizer.rpartition(".")
+    values: dict[str, object] = {
+        "server": found.server,
+        "clients": terms.clients or None,
+        "model": found.model,
+        "parameters": found.parameters,
+        "defence": found.defence["name"],
+        **_flatten(found.defence.get("arguments"), ""),
+        "loss": found.loss,
+        "optimizer": kind.rpartition(":")[2],
+        **{name: value for name, value in (found.optimizer_settings or {}).items() if value},
+        "clip_norm": found.clip_norm,
+        "batch_size": terms.batch_size,
+        "whole_shard": terms.whole_shard,
+        "participation": found.participation,
+        "rounds_per_epoch": found.rounds_per_epoch,
+        "secure_aggregation": found.secure_aggregation,
+        "seed": found.seed,
+        **{f"limits.{name}": value for name, value in (found.limits or {}).items()},
+    }
+    plain = {name: tuple(map(str, own)) if isinstance(own, list) else own for name, own in values.items()}
+    return {name: own for name, own in plain.items() if isinstance(own, bool | int | float | str | tuple)}
+
+
+def _flatten(arguments: JsonValue, prefix: str) -> dict[str, JsonValue]:
+    """Return the arguments of a described defence, with those of an inner object named `outer.inner`."""
+    found: dict[str, JsonValue] = {}
+    for name, value in arguments.items() if isinstance(arguments, dict) else ():
+        if isinstance(value, dict):
+            found |= _flatten(value.get("arguments"), f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+class RunFolder:
+    """Writes the folder of a run while its server trains.
+
+    Args:
+        server: the server, after it has resumed the run in the folder, if there is one.
+        plan: the plan of `fit`.
+        folder: the run's folder.
+        details: what the page and the summary say that the server does not know.
+    """
+
+    def __init__(self, server: "Server", plan: FitPlan, folder: Path, details: RunDetails) -> None:
+        self._server, self._plan, self._folder, self._details = server, plan, folder, details
+        self._metrics = MetricsFile(folder / METRICS, server)
+        self._started, self._shown = time.time(), 0.0  # the second is the time of the last update
+        self._clients: Mapping[str, ClientStatus] = {}
+        private = server.defence_server.accountant is not None
+        self._private, self._timed = private, not private and isinstance(server.rounds, ClearRound)
+        self._settings: Mapping[str, Setting] = {}
+
+    def __enter__(self) -> Self:
+        self._write_settings()
+        engine = self._server.engine
+        names = [] if engine.traffic is None else [str(member) for member in engine.members()]
+        more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+        there = f"connected at the start: {', '.join(names[:MAX_NAMES])}{more}" if names else ""
+        self._show("training" if self._server.round else "waiting", there)
+        return self
+
+    def append(self, record: RoundRecord) -> None:
+        """Add the record of the round that has just ended; update the status and the page from time to time."""
+        self._metrics.append(record)
+        traffic, faults = self._server.engine.traffic, record.notes.get("faults", ())
+        if traffic is not None:
+            texts = [str(fault) for fault in faults]
+            asked = sorted(traffic.members, key=str)
+            self._clients = update_clients(self._clients, record.round, asked, traffic.seconds, texts, self._timed)
+        if time.monotonic() - self._shown >= INTERVAL:
+            self._show("training")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self._metrics.__exit__(kind)
+        if error is not None:
+            where = str(error) if isinstance(error, FedveilError) else type(error).__name__
+            self._show("failed", where)
+            return
+        server, folder = self._server, self._folder
+        self._write_settings()  # again, because more clients may have joined
+        summary = summarise(server, folder, self._details, self._plan.patience)
+        write_atomically(folder / SUMMARY, to_json(summary.to_dict(), indent=2) + "\n")
+        status = self._status("finished", summary.stopped or "")
+        from fedveil.federation.page import run_page
+
+        self._write(status, lambda: run_page(server, self._plan.test, self._details, summary, status, self._settings))
+
+    def _write_settings(self) -> None:
+        """Write config.json, unless it is the configuration of `fedveil train`."""
+        if is_repeatable(self._folder):
+            self._settings = self._details.settings or read_settings(self._folder)
+            return
+        self._settings = {**list_settings(self._server), **self._details.settings}
+        text = json.dumps({"schema": SCHEMA, PYTHON: self._settings}, indent=2, default=str) + "\n"
+        path = self._folder / CONFIG
+        if not path.is_file() or path.read_text() != text:
+            write_atomically(path, text)
+
+    def _status(self, state: State, message: str = "") -> RunStatus:
+        server = self._server
+        records, accountant = server.history.records, server.defence_server.accountant
+        epsilon = records[-1].figures.get("epsilon") if records else None
+        return RunStatus(
+            state,
+            server.round,
+            self._plan.last,
+            self._started,
+            time.time(),
+            measure_pace(records),
+            {} if self._private else dict(server.history.metrics),
+            epsilon if epsilon is not None and math.isfinite(epsilon) else None,
+            accountant.budget if accountant else None,
+            accountant.delta if accountant else None,
+            message,
+            self._clients,
+        )
+
+    def _show(self, state: State, message: str = "") -> None:
+        """Write the status and the live page."""
+        from fedveil.federation.page import live_page
+
+        status, title = self._status(state, message), self._details.title or type(self._server.model).__name__
+        self._write(status, lambda: live_page(self._server, title, status, self._settings))
+        self._shown = time.monotonic()
+
+    def _write(self, status: RunStatus, make_page: "Callable[[], Page]") -> None:
+        """Write the status and a page; a failure is only logged, because it must not end the run."""
+        from fedveil.report import write
+
+        try:
+            status.write(self._folder)
+            write(make_page(), self._folder / REPORT)
+        except Exception as failure:
+            LOG.warning("fedveil: the report page could not be written: %s", failure)

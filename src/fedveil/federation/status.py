@@ -1,0 +1,234 @@
+"""The status of a run in its folder: progress, clients, privacy budget and expected end."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from fedveil.errors import BadArgument
+from fedveil.federation.history import RoundRecord
+from fedveil.federation.protocol import Member
+from fedveil.files import write_atomically
+from fedveil.plain_json import SCHEMA, check_schema, read_json, to_json
+
+STATUS = "status.json"
+RECENT = 20  # number of rounds from which the expected end is computed
+SLOW, NOTICED = 2.0, 0.5  # a slow answer took this many times the median, and at least this many seconds
+CLIENT_COLUMNS = ("client", "answered", "last round")
+State = Literal["waiting", "training", "finished", "failed"]
+FAULT = re.compile(r"client (.+?): (.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ClientStatus:
+    """A remote client, since the server's process was started.
+
+    Attributes:
+        asked: number of rounds in which it was asked.
+        answered: number of rounds in which it answered.
+        last: the last round in which it answered; 0 if it has not.
+        seconds: duration of its last answer; None with differential privacy or secure aggregation, because it depends
+            on the client's records.
+        fault: its last fault, and why it does not count.
+        fault_round: the round of this fault.
+    """
+
+    asked: int = 0
+    answered: int = 0
+    last: int = 0
+    seconds: float | None = None
+    fault: str = ""
+    fault_round: int = 0
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The status of a run. With differential privacy, it depends neither on records nor on test data.
+
+    Attributes:
+        state: "waiting" for the first round, "training", "finished", or "failed".
+        round: number of complete rounds.
+        rounds: number of planned rounds.
+        started, updated: seconds since 1970.
+        pace: seconds per round, over the last rounds; None before the first.
+        metrics: the latest test metrics; empty with differential privacy.
+        epsilon, budget, delta: the privacy budget spent, its limit, and delta; None without differential privacy.
+        message: why the run failed or stopped early, or notes about the last round.
+        clients: remote clients by name; empty if clients are in the server's process.
+    """
+
+    state: State
+    round: int
+    rounds: int
+    started: float
+    updated: float
+    pace: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    epsilon: float | None = None
+    budget: float | None = None
+    delta: float | None = None
+    message: str = ""
+    clients: Mapping[str, ClientStatus] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has finished or failed."""
+        return self.state in ("finished", "failed")
+
+    @property
+    def expected_end(self) -> float | None:
+        """The expected end in seconds since 1970, if all planned rounds are run; None if it is not known."""
+        if self.ended or self.pace is None:
+            return None
+        return self.updated + self.pace * (self.rounds - self.round)
+
+    @property
+    def headline(self) -> str:
+        """The state and the round in a few words."""
+        if self.state == "waiting":
+            return f"Waiting for the first of {self.rounds} rounds"
+        share = f" ({self.round / self.rounds:.0%})" if 0 < self.round < self.rounds else ""
+        return f"{self.state.capitalize()}: round {self.round} of {self.rounds}{share}"
+
+    def write(self, folder: Path) -> None:
+        """Write the status to a run's folder."""
+        write_atomically(folder / STATUS, to_json({"schema": SCHEMA, **asdict(self)}) + "\n")
+
+
+def read_status(folder: Path) -> RunStatus:
+    """Read the status of the run in a folder."""
+    path = folder / STATUS
+    if not path.is_file():
+        what = f"there is no {STATUS}: no run has been started in this folder"
+        raise BadArgument(str(folder), what, "use the folder that was passed to fit(folder=...) or --out")
+    try:
+        return TypeAdapter(RunStatus).validate_python(check_schema(read_json(path), str(path)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))} is not valid: {first['msg']}"
+        raise BadArgument(str(path), what, "use the version of Fedveil that wrote it") from error
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return a folder if it holds a run, or else the runs below it, latest first, as in the workspace of FLARE."""
+    if (folder / STATUS).is_file():
+        return [folder]
+    found = sorted(folder.rglob(STATUS), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [path.parent for path in found]
+
+
+def measure_pace(records: Sequence[RoundRecord]) -> float | None:
+    """Return the seconds per round over the last rounds, or None before the first."""
+    if not records:
+        return None
+    before = records[-1 - RECENT].seconds if len(records) > RECENT else 0.0
+    return max(0.0, records[-1].seconds - before) / min(RECENT, len(records))
+
+
+def update_clients(
+    clients: Mapping[str, ClientStatus],
+    number: int,
+    asked: Sequence[Member],
+    seconds: Mapping[Member, float],
+    faults: Sequence[str],
+    show_seconds: bool,
+) -> dict[str, ClientStatus]:
+    """Return the status of remote clients after a round.
+
+    Args:
+        clients: the status before the round.
+        number: the round.
+        asked: the clients that were asked.
+        seconds: the duration of each client's answer.
+        faults: the faults in the round's record.
+        show_seconds: whether the duration may be stored.
+    """
+    found = dict(clients)
+    for member in asked:
+        one = found.get(str(member), ClientStatus())
+        one = replace(one, asked=one.asked + 1)
+        if member in seconds:
+            own = round(seconds[member], 3) if show_seconds else None
+            one = replace(one, answered=one.answered + 1, last=number, seconds=own)
+        found[str(member)] = one
+    for match in map(FAULT.fullmatch, faults):
+        if match and match[1] in found:
+            one = found[match[1]]
+            refused = one.last == number and match[2].startswith("refused")
+            answered, last = one.answered - refused, 0 if refused else one.last
+            found[match[1]] = replace(one, fault=match[2], fault_round=number, answered=answered, last=last)
+    return found
+
+
+def _median(numbers: Sequence[float]) -> float:
+    return sorted(numbers)[(len(numbers) - 1) // 2]
+
+
+def list_clients(status: RunStatus) -> list[list[str]]:
+    """Return a row per client for `CLIENT_COLUMNS`; clients with missing answers come first, then slow ones."""
+    times = [one.seconds for one in status.clients.values() if one.seconds is not None]
+    slow = max(NOTICED, SLOW * _median(times)) if times else 0.0
+    order = sorted(
+        status.clients.items(),
+        key=lambda item: (item[1].fault_round != status.round, -(item[1].seconds or 0.0), item[0]),
+    )
+    return [[name, f"{one.answered} of {one.asked}", _describe_client(one, status.round, slow)] for name, one in order]
+
+
+def _describe_client(one: ClientStatus, number: int, slow: float) -> str:
+    """Describe what a client did in the last round; a text that begins with "failed" is highlighted."""
+    before = f"last answer in round {one.last}" if one.last else "no answer yet"
+    if one.fault_round == number and one.last != number:
+        return f"failed: {one.fault}; {before}"
+    if one.last != number:
+        return before
+    seconds = "" if one.seconds is None else f" in {one.seconds:.3g} s"
+    text = f"{'slow: ' if one.seconds is not None and one.seconds > slow else ''}answered{seconds}"
+    return text + (f"; fault in round {one.fault_round}: {one.fault}" if one.fault else "")
+
+
+def format_time(seconds: float) -> str:
+    """Format a time in seconds since 1970.
+
+    >>> format_time(0.0)
+    '1970-01-01 00:00:00 UTC'
+    """
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration with one or two units.
+
+    >>> format_duration(42.4), format_duration(130), format_duration(7300), format_duration(200_000)
+    ('42 s', '2 min', '2 h 2 min', '2 d 7 h')
+    """
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, days = minutes // 60, minutes // 1440
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{days} d {hours % 24} h"
+
+
+def describe_status(status: RunStatus, now: float | None = None) -> dict[str, str]:
+    """Return named facts about a run; `now` adds how long ago the status was updated."""
+    age = "" if now is None else f" ({format_duration(max(0.0, now - status.updated))} ago)"
+    found = {"state": status.headline, "started": format_time(status.started)}
+    found["ended" if status.ended else "updated"] = f"{format_time(status.updated)}{age}"
+    if (end := status.expected_end) is not None and status.pace is not None:
+        rest = format_duration(end - status.updated if now is None else max(0.0, end - now))
+        found["expected end"] = f"{format_time(end)}, in {rest} ({status.pace:.3g} s per round)"
+    found |= {f"test {name}": f"{value:.4g}" for name, value in status.metrics.items()}
+    if status.delta is not None:
+        of = "" if status.budget is None else f" of {status.budget:g}"
+        spent = "0" if not status.round else "infinite" if status.epsilon is None else f"{status.epsilon:.3g}"
+        found["epsilon spent"] = f"{spent}{of}, at delta {status.delta:g}"
+    if status.clients:
+        there = sum(one.last == status.round for one in status.clients.values())
+        found["clients"] = f"{len(status.clients)}; {there} answered in the last round"
+    return found | ({"note": status.message} if status.message else {})
