@@ -22,7 +22,7 @@ from fedveil.locks import lock_folder
 from fedveil.plain_json import read_json, to_json
 from fedveil.runs.build import build_federation, choose_loss, choose_settings, load_data, load_factory, named_model
 from fedveil.runs.choices import applicable_values, chosen_keys, format_command
-from fedveil.runs.results import MetricsFile, RunSummary, read_rounds, summarise
+from fedveil.runs.results import MetricsFile, RunSummary, metrics_of, read_rounds, summarise
 from fedveil.runs.settings import (
     SCHEMA,
     SECTION_OF,
@@ -210,6 +210,10 @@ def train(
             epochs=config.training.epochs,
             checkpoint_every=config.training.checkpoint_every,
             patience=config.training.patience,
+            validation=config.data.validation is not None,
+            track_test=config.training.track_test,
+            monitor=config.training.monitor,
+            mode=config.training.mode,
             on_round=on_round,
         )
 
@@ -238,6 +242,10 @@ def record_run(
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
     patience: int | None = None,
+    validation: bool = False,
+    track_test: bool = False,
+    monitor: str | None = None,
+    mode: str | None = None,
     on_round: Callback | None = None,
 ) -> RunSummary:
     """Train with a server on any engine, write the run's folder and return the summary.
@@ -254,24 +262,35 @@ def record_run(
         evaluate_every: number of rounds between evaluations.
         checkpoint_every: number of rounds between checkpoints.
         patience: number of evaluations without improvement after which to stop.
+        validation: let the data's validation part choose the best model, not the test part.
+        track_test: see `Server.fit`.
+        monitor: see `Server.fit`.
+        mode: see `Server.fit`.
         on_round: called with each round's record.
     """
     from fedveil.report import write  # imported here because only the end of a run needs it
     from fedveil.runs.page import run_page
 
     folder, test = Path(folder), (data.test.inputs, data.test.targets)
+    chosen = data.validation if validation else None
     with lock_folder(folder):
         with MetricsFile(folder / "metrics.jsonl", server) as metrics:
             server.fit(
                 epochs,
                 rounds=rounds,
                 test=test,
+                validation=(chosen.inputs, chosen.targets) if chosen else None,
+                track_test=track_test,
+                metrics=metrics_of(data),
+                monitor=monitor,
+                mode=mode,
                 folder=folder,
                 resume=resume,
                 evaluate_every=evaluate_every,
                 checkpoint_every=checkpoint_every,
                 patience=patience,
                 on_round=[metrics.append, *([on_round] if on_round else [])],
+                verbose=False,
             )
         summary = summarise(server, folder, repeat, data, patience)
         write_atomically(folder / "summary.json", to_json(summary.to_dict(), indent=2) + "\n")

@@ -1,30 +1,59 @@
 """The results of a run on disk: metrics.jsonl has one line per round, and `fedveil train` prints summary.json."""
 
+import copy
 import logging
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from statistics import fmean
+from typing import TYPE_CHECKING, Self
+
+from torch import Tensor
 
 from fedveil.data import Data
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import BEST, MODEL
-from fedveil.federation.evaluate import METRICS
-from fedveil.federation.history import RoundRecord
+from fedveil.federation.evaluate import METRICS, find_classes, measure, predict_source, score_classes, select_positions
+from fedveil.federation.history import RoundRecord, headlines
 from fedveil.federation.server import Server
 from fedveil.federation.stopping import has_stalled
 from fedveil.files import convert_os_errors, write_atomically
 from fedveil.plain_json import read_json, to_json
+from fedveil.records.sources import Rows
 from fedveil.runs.settings import SCHEMA, check_schema
+from fedveil.scheme.outputs import head_axis
+
+if TYPE_CHECKING:
+    from fedveil.federation.user_metrics import MetricFunction
 
 LOG = logging.getLogger("fedveil")
-SummaryValue = int | float | str | None
+SummaryValue = int | float | str | Sequence[Mapping[str, int | float | str]] | None
+OPTIMISTIC = "test records, so its metrics are optimistic (docs/how-to/metrics.md)"
 
 
 def primary_metric(measured: Collection[str]) -> str:
     """Return the measured metric that best represents the quality of a model."""
     return next((name for name in METRICS if name in measured), METRICS[0])
+
+
+def metrics_of(data: Data) -> "dict[str, MetricFunction]":
+    """Return the mean absolute error in the original units if the target is standardised."""
+    if data.target_scale is None:
+        return {}
+    scale = data.target_scale[1]
+    return {"mae": lambda targets, predictions: (targets - predictions).double().abs().mean() * scale}
+
+
+@dataclass(frozen=True)
+class ClassFigures:
+    """The test results of one class."""
+
+    name: str
+    precision: float
+    recall: float
+    f1: float
+    records: int
 
 
 @dataclass(frozen=True)
@@ -43,8 +72,12 @@ class RunSummary:
     Attributes:
         folder: folder of the run.
         rounds: number of rounds.
-        metrics: test metrics of the last model and, for a standardised target, `rmse` in the original units.
-        best: primary metric of the best model; None if no model was evaluated.
+        metrics: metrics of the last model, `mae` and `rmse` in the units of the target, and for classes the mean
+            `precision` and `recall`.
+        best: monitored metric of the best model; None if no model was evaluated.
+        best_on: the records and the metric that chose the best model.
+        best_test: test metrics of the best model if validation records chose it.
+        by_class: test results of the last model by class; empty for a regression.
         coverage: fraction of the model's values with each kind of perturbation; empty for defences other than a veil.
         budget: privacy budget spent; None without differential privacy.
         largest_error: largest relative error of a recovered gradient.
@@ -57,6 +90,9 @@ class RunSummary:
     rounds: int
     metrics: Mapping[str, float]
     best: float | None
+    best_on: str
+    best_test: Mapping[str, float]
+    by_class: tuple[ClassFigures, ...]
     coverage: Mapping[str, float]
     budget: Budget | None
     largest_error: float
@@ -64,8 +100,8 @@ class RunSummary:
     repeat: str
     stopped: str | None = None
 
-    def to_dict(self) -> dict[str, SummaryValue]:
-        """Return plain values by name, to write to a file."""
+    def values(self) -> dict[str, int | float | str | None]:
+        """Return plain values by name, without those by class."""
         has_best, budget = self.best is not None, self.budget
         return {
             "schema": SCHEMA,
@@ -73,6 +109,8 @@ class RunSummary:
             "rounds": self.rounds,
             **self.metrics,
             "best": self.best,
+            **({"best_on": self.best_on} if has_best else {}),
+            **{f"best_test_{name}": value for name, value in self.best_test.items()},
             "model": str(self.folder / MODEL),
             **({"best_model": str(self.folder / BEST)} if has_best else {}),
             **self.coverage,
@@ -82,6 +120,11 @@ class RunSummary:
             "repeat": self.repeat,
             **({"stopped": self.stopped} if self.stopped else {}),
         }
+
+    def to_dict(self) -> dict[str, SummaryValue]:
+        """Return plain values by name, to write to a file."""
+        by_class = [asdict(figures) for figures in self.by_class]
+        return {**self.values(), **({"by_class": by_class} if by_class else {})}
 
 
 def read_rounds(folder: Path) -> int | None:
@@ -97,7 +140,19 @@ def read_rounds(folder: Path) -> int | None:
 def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: int | None = None) -> RunSummary:
     """Return the summary of a finished run."""
     history, plan, accountant = server.history, server.defence_server.plan, server.defence_server.accountant
-    metrics, stalled = dict(history.metrics), has_stalled(history, patience)
+    metrics, stalled = dict(history.metrics), has_stalled(history.records, server.monitor, patience)
+    outputs, targets = predict_source(server.model, Rows("test data", *data.test))
+    by_class = figures_by_class(server, data, outputs, targets)
+    if by_class:
+        metrics |= {name: fmean([getattr(one, name) for one in by_class]) for name in ("precision", "recall")}
+    best_on, best_test = "", {}
+    if server.best is not None and server.monitor is not None:
+        best_on = f"{server.monitor.key} on " + ("validation records" if server.monitor.prefix else OPTIMISTIC)
+        if server.monitor.prefix:
+            best = copy.deepcopy(server.model)
+            best.load_state_dict(server.best[1])
+            found = measure(*predict_source(best, Rows("test data", *data.test)), server.loss, axis=head_axis(best))
+            best_test = headlines(found)
     if data.target_scale is not None and "mse" in metrics:
         metrics["rmse"] = math.sqrt(metrics["mse"]) * data.target_scale[1]
     budget = None
@@ -110,6 +165,9 @@ def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: i
         server.round,
         metrics,
         server.best[0] if server.best else None,
+        best_on,
+        best_test,
+        by_class,
         {} if plan is None else {**plan.shares, "revealed": plan.known.share},
         budget,
         max((record.error for record in history.records), default=0.0),
@@ -117,6 +175,17 @@ def summarise(server: Server, folder: Path, repeat: str, data: Data, patience: i
         repeat,
         f"early, after {patience} evaluations without improvement" if stalled else server.stopped,
     )
+
+
+def figures_by_class(server: Server, data: Data, outputs: Tensor, targets: Tensor) -> tuple[ClassFigures, ...]:
+    """Return the results of each class; () if the targets are not classes."""
+    outputs, targets, loss = select_positions(outputs, targets, server.loss)
+    classes = find_classes(outputs, targets, loss, head_axis(server.model))
+    if classes is None or classes.count != len(data.classes):
+        return ()
+    found = score_classes(classes)
+    rows = zip(data.classes, found.precision.tolist(), found.recall.tolist(), found.f1.tolist(), strict=True)
+    return tuple(ClassFigures(*row, int(count)) for row, count in zip(rows, found.records.tolist(), strict=True))
 
 
 class MetricsFile:

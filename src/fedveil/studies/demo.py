@@ -95,7 +95,8 @@ class TrainDigits:
         """Train, and measure the models that a client can obtain."""
         data, epochs = load_data(self.config), self.config.training.epochs
         run = build_federation(self.config, data)
-        run.fit(epochs, test=(data.test.inputs, data.test.targets), on_round=round_progress(epochs, progress))
+        test, on_round = (data.test.inputs, data.test.targets), round_progress(epochs, progress)
+        run.fit(epochs, test=test, on_round=on_round, verbose=False)
         records = list(run.history.records)
         seconds = records[-1].seconds - records[0].seconds
         found = DemoRun(records, seconds, list(data.classes))
