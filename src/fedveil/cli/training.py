@@ -87,8 +87,10 @@ class TrainCommand(FederationCommand):
             print(to_json(summary.to_dict()))
             return
         values = summary.values() | {"report": str(folder / "report.html")}
-        for name, value in label_values(values).items():
-            print(f"{name:<14} {value:.6g}" if isinstance(value, float) else f"{name:<14} {value}")
+        lines = label_values(values)
+        width = max(14, *map(len, lines))
+        for name, value in lines.items():
+            print(f"{name:<{width}} {value:.6g}" if isinstance(value, float) else f"{name:<{width}} {value}")
         rows = [[one.name, one.precision, one.recall, one.f1, one.records] for one in summary.by_class]
         if 0 < len(rows) <= MAX_SHOWN:
             cells = [[f"{own:.3f}" if isinstance(own, float) else str(own) for own in row] for row in rows]
