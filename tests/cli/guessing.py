@@ -52,12 +52,12 @@ GUESS = GuessStudy()
 @dataclass(frozen=True)
 class OwnSettings:
     strength: float = field(default=0.5, metadata={"help": "how strong it is"})
-    mode: str = field(default="fast", metadata={"help": "how it works"})
+    pace: str = field(default="fast", metadata={"help": "how it works"})
 
 
 class Own(Plain):
     Settings = OwnSettings
 
-    def __init__(self, strength=0.5, mode="fast"):
+    def __init__(self, strength=0.5, pace="fast"):
         super().__init__()
-        self.strength, self.mode = strength, mode
+        self.strength, self.pace = strength, pace

@@ -218,7 +218,7 @@ def test_a_settings_class_of_another_package_has_flags(capsys, tmp_path):
     config = parse(*words, "--strength", "0.25").config
     assert config.defence.settings == ("strength=0.25",)
     defence = build_defence(config)
-    assert (defence.strength, defence.mode) == (0.25, "fast")
+    assert (defence.strength, defence.pace) == (0.25, "fast")
     (tmp_path / "run.toml").write_text('[defence]\nsettings = ["strength=0.75"]\n')
-    config = parse(str(tmp_path / "run.toml"), *words, "--mode", "slow").config
-    assert (build_defence(config).strength, build_defence(config).mode) == (0.75, "slow")
+    config = parse(str(tmp_path / "run.toml"), *words, "--pace", "slow").config
+    assert (build_defence(config).strength, build_defence(config).pace) == (0.75, "slow")

@@ -120,7 +120,10 @@ def test_flags_toml_and_a_pasted_command_mean_the_same(houses):
         ([*TABLE, "--target", "region", "--loss", "binary_cross_entropy"], ["has one class", "--loss cross_entropy"]),
         (["--data", f"{HERE}:part"], ["it is a dict, not records with their targets"]),
         (["--data", f"{HERE}:pairs"], ["mlp takes one floating-point tensor"]),
-        (["--data", f"{HERE}:apart"], ["returned tuple, not data", "return (train, test), each (inputs, targets)"]),
+        (
+            ["--data", f"{HERE}:apart"],
+            ["returned tuple, not data", "return (train, test) or (train, test, validation)"],
+        ),
         (["--data", f"{HERE}:floats"], ["could be classes or quantities", "int64", "--loss squ"]),
     ],
 )

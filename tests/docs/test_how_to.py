@@ -57,6 +57,13 @@ def test_training_with_every_setting(tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_metrics_of_every_kind(tmp_path, capsys):
+    names = run_page(DOCS / "how-to" / "metrics.md", tmp_path, (*ELSEWHERE, "history.plot", "fedveil train"))
+    printed = capsys.readouterr().out.splitlines()
+    assert names["federation"].best[0] > 0.5  # of F2
+    assert float(printed[-1]) > 0.8  # the balanced accuracy with class weights
+
+
 def test_callbacks_reach_the_board(tmp_path, capsys):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run_page(DOCS / "how-to" / "callbacks.md", tmp_path, ELSEWHERE)

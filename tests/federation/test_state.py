@@ -137,7 +137,7 @@ def test_a_round_whose_metric_is_not_a_number_is_undone(tmp_path):
 
     run, whole = odd(), odd()
     whole.fit(rounds=EVERY - 1)
-    with pytest.raises(Diverged, match="mse is NaN, although the test data are finite"):
+    with pytest.raises(Diverged, match="mse is NaN, although the held-out data are finite"):
         run.fit(**HOW, folder=tmp_path)
     assert run.round == len(run.history.records) == round_in(tmp_path) == EVERY - 1
     assert equal(run, whole)

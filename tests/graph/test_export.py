@@ -1,5 +1,7 @@
 """What export copies, and what its errors say about users' code."""
 
+import logging
+import threading
 import warnings
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fedveil
 from fedveil.errors import BadArgument, FedveilError, NotTraceable
+from fedveil.graph.export import silence_torch
 
 
 def pruned():
@@ -97,3 +100,26 @@ def test_a_checkpoint_around_the_head_is_refused_if_candidates_are_subtracted():
     )
     with pytest.raises(BadArgument, match=r"backward pass fails: torch.utils.checkpoint.*\n  Fix: checkpoint neither"):
         fedveil.Federation(model, [batch((4,), 3)]).step()
+
+
+def test_threads_that_analyse_at_the_same_time_leave_logging_as_it_was():
+    entered, joined, left = threading.Event(), threading.Event(), threading.Event()
+
+    def first():
+        with silence_torch():
+            entered.set()
+            joined.wait(0.3)  # the second cannot enter before this thread has left
+        left.set()
+
+    def second():
+        entered.wait(10)
+        with silence_torch():
+            joined.set()
+            left.wait(10)
+
+    threads = [threading.Thread(target=call) for call in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert logging.root.manager.disable == logging.NOTSET

@@ -5,7 +5,7 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -59,15 +59,32 @@ def log_progress(urgent: str | None = None) -> Show:
     return show
 
 
-def round_callback(show: Show, epochs: int) -> "Callable[[RoundRecord], None]":
+@contextlib.contextmanager
+def ignore_shown() -> Iterator[Show]:
+    """Yield a function that shows nothing."""
+    yield lambda name, share, what: None
+
+
+def round_callback(show: Show, epochs: int, monitor: str | None = None) -> "Callable[[RoundRecord], None]":
     """Return a function that shows the epoch and the latest metrics after each round."""
+    from fedveil.federation.history import headlines
+
     found: dict[str, str] = {}
 
     def show_record(record: "RoundRecord") -> None:
-        found.update({name: f", {name} {value:.4f}" for name, value in record.metrics.items()})
+        shown = headlines(record.metrics, *([monitor] if monitor else []))
+        found.update({name: f", {name} {value:.4f}" for name, value in shown.items()})
         show("epoch", record.epoch / epochs, f"{record.epoch:.1f}/{epochs}{''.join(found.values())}")
 
     return show_record
+
+
+def print_table(lines: Sequence[Sequence[str]], texts: int) -> None:
+    """Print lines of cells in columns: first some columns of text, then numbers."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = zip(line, widths, "<" * texts + ">" * len(line), strict=False)
+        print("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
 
 
 def print_result(shown: "Presentation", *last: str, as_json: bool = False) -> None:
@@ -77,11 +94,7 @@ def print_result(shown: "Presentation", *last: str, as_json: bool = False) -> No
     if as_json:
         print(json.dumps([dict(zip(shown.header, row, strict=True)) for row in shown.rows]))
         return
-    lines = [shown.header, *shown.rows] if shown.rows else []
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = zip(line, widths, "<<" + ">" * len(line), strict=False)  # two columns of text, then numbers
-        print("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
+    print_table([shown.header, *shown.rows] if shown.rows else [], 2)
     for section in (*shown.first, *shown.sections):
         if isinstance(section, Answers):
             for question, paragraphs in section.answers.items():

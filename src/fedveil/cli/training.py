@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 from tyro.conf import Positional, arg
 
 from fedveil.cli.parser import FederationCommand, Json, Switch, parse_command
-from fedveil.cli.show import print_progress, round_callback
+from fedveil.cli.show import ignore_shown, print_progress, print_table, round_callback
 from fedveil.defences.registry import refers_to_code
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
@@ -21,10 +21,12 @@ from fedveil.runs.choices import applicable_values, check_names
 from fedveil.runs.settings import Config, format_flags, has_privacy
 from fedveil.signals import INTERRUPTED, TERMINATED, Termination, catch_sigterm, kill_on_interrupt
 
+MAX_SHOWN = 20  # maximum number of classes in the printed summary
 SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # kinds of values in the coverage of a veil
 OUT = "folder for the run; by default runs/DATA-MODEL-DEFENCE-SEED, with a number added if that folder contains a run"
 GET, TO = "data set to download", "folder for the download; by default FEDVEIL_DATA or the cache"
-RESUME = "continue the run in --out (by default, the latest) with its original flags; only --epochs may be increased"
+QUIET = "do not show progress"
+RESUME = "continue the run in --out (by default, the latest); only --epochs may change"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class TrainCommand(FederationCommand):
 
     out: Annotated[Path | None, arg(help=OUT, help_behavior_hint="")] = None
     resume: Annotated[Switch, arg(help=RESUME)] = False
+    quiet: Annotated[Switch, arg(help=QUIET)] = False
     as_json: Json = False
 
     @classmethod
@@ -77,15 +80,21 @@ class TrainCommand(FederationCommand):
             flags = format_flags({key: value for key, value in config.flat().items() if key in dict(chosen)})
             why = "privacy based on the number of records" if has_privacy(config) else "local training"
             print(f"chosen for {why}: {flags}", file=sys.stderr)
-        with print_progress() as show:
-            on_round = round_callback(show, config.training.epochs)
+        with ignore_shown() if self.quiet else print_progress() as show:
+            on_round = round_callback(show, config.training.epochs, config.training.monitor)
             summary = train(config, folder, resume=self.resume, on_round=on_round, data=data)
         if self.as_json:
             print(to_json(summary.to_dict()))
             return
-        values = summary.to_dict() | {"report": str(folder / "report.html")}
-        for name, value in label_values(values).items():
-            print(f"{name:<14} {value:.6g}" if isinstance(value, float) else f"{name:<14} {value}")
+        values = summary.values() | {"report": str(folder / "report.html")}
+        lines = label_values(values)
+        width = max(14, *map(len, lines))
+        for name, value in lines.items():
+            print(f"{name:<{width}} {value:.6g}" if isinstance(value, float) else f"{name:<{width}} {value}")
+        rows = [[one.name, one.precision, one.recall, one.f1, one.records] for one in summary.by_class]
+        if 0 < len(rows) <= MAX_SHOWN:
+            cells = [[f"{own:.3f}" if isinstance(own, float) else str(own) for own in row] for row in rows]
+            print_table([["\nclass", "precision", "recall", "f1", "records"], *cells], 1)
 
 
 def format_resume_hint(folder: Path, config: Config) -> str:
@@ -105,10 +114,12 @@ def format_resume_hint(folder: Path, config: Config) -> str:
 def label_values(summary: Mapping[str, int | float | str | None]) -> dict[str, int | float | str | None]:
     """Return the values of a summary by readable labels, with a veil's coverage on one line."""
     parts = ", ".join(f"{name} {100 * float(summary[name] or 0):.1f} %" for name in SHARES if name in summary)
-    metric = next((name for name in ("accuracy", "loss", "mse") if name in summary), "")
-    labels = {"best": f"best {metric}", "best_model": "best model", "largest_error": "gradient error"}
+    metric = str(summary.get("best_on", "")).partition(" ")[0]
+    labels = {name: name.replace("_", " ") for name in summary if name.startswith(("best", "balanced", "validation"))}
+    labels |= {"best": f"best {metric}".replace("_", " "), "best_on": "best by", "largest_error": "gradient error"}
     if "rmse" in summary:
-        labels |= {"mse": "mse, scaled", "rmse": "rmse, unscaled", "best": "best, scaled"}
+        labels |= {"mse": "mse, scaled", "rmse": "rmse, unscaled", "mae": "mae, unscaled"}
+        labels |= {"best": "best, scaled"} if metric.endswith(("mse", "loss")) else {}
     found: dict[str, int | float | str | None] = {}
     for name, value in summary.items():
         if name == SHARES[0]:

@@ -150,8 +150,15 @@ def part_from_arrays(inputs: NDArray[np.generic], targets: NDArray[np.generic]) 
     )
 
 
-def from_records(name: str, train: UserRecords, test: UserRecords, *, classes: Sequence[str] = ()) -> Data:
-    """Read a user's training and test records into memory.
+def from_records(
+    name: str,
+    train: UserRecords,
+    test: UserRecords,
+    *,
+    validation: UserRecords | None = None,
+    classes: Sequence[str] = (),
+) -> Data:
+    """Read a user's training, test and validation records into memory.
 
     If they do not fit into memory, pass Datasets to `Federation` instead, which reads them batch by batch.
 
@@ -163,6 +170,7 @@ def from_records(name: str, train: UserRecords, test: UserRecords, *, classes: S
             arguments of a model's forward. The columns of a DataFrame of inputs are features and become float32, even
             if they are integers; for token ids, pass ``frame.to_numpy()``.
         test: test records, in any of these forms.
+        validation: validation records, in any of these forms; by default none.
         classes: class names; by default "0", "1", ... if targets are integers, or () for a regression.
 
     Returns:
@@ -179,13 +187,16 @@ def from_records(name: str, train: UserRecords, test: UserRecords, *, classes: S
         Data('mine', train=3, test=2, input (2,), 2 classes)
     """
     first, second = read_part(f"{name}.train", train), read_part(f"{name}.test", test)
-    check_same_form(f"{name}.test", describe_forms(second), f"{name}.train", describe_forms(first))
+    third = None if validation is None else read_part(f"{name}.validation", validation)
+    held_out = {"test": second} if third is None else {"test": second, "validation": third}
+    for purpose, part in held_out.items():
+        check_same_form(f"{name}.{purpose}", describe_forms(part), f"{name}.train", describe_forms(first))
     if first.targets.is_floating_point():
         if classes:
             raise BadArgument(f"{name}.train", "classes are given, but targets are not integers", "leave out classes=")
-        return Data(name, first, second, notes=_note_classes(first.targets))
-    count = 1 + max(0, *(int(part.targets.max()) for part in (first, second)))
-    return Data(name, first, second, classes=tuple(classes or map(str, range(count))))
+        return Data(name, first, second, third, notes=_note_classes(first.targets))
+    count = 1 + max(0, *(int(part.targets.max()) for part in (first, *held_out.values())))
+    return Data(name, first, second, third, tuple(classes or map(str, range(count))))
 
 
 def read_part(where: str, given: UserRecords) -> DataPart:

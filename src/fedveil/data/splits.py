@@ -136,6 +136,25 @@ def divide_classes(targets: Indices, share: float, seed: int) -> tuple[Indices, 
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
 
 
+def hold_out(data: Data, share: float) -> Data:
+    """Move a fraction of the training records of a data set to its validation part, with a fixed seed.
+
+    Each class keeps its share. Statistics that the loader computed from the training records include both parts.
+    """
+    if data.validation is not None:
+        raise BadArgument("validation", f"{data.name!r} has validation records of its own", "use --validation own")
+    targets = data.train.targets
+    train, held = (
+        divide_classes(targets.numpy(), share, SEED)
+        if data.classes and targets.dim() == 1
+        else divide(len(targets), (1 - share, share))
+    )
+    if not (len(train) and len(held)):
+        raise BadArgument("validation", f"{len(targets)} records are too few to divide", "use another fraction")
+    columns = {name: values[train] for name, values in data.columns.items()}
+    return dataclasses.replace(data, train=data.train.take(train), validation=data.train.take(held), columns=columns)
+
+
 def divide_groups(groups: Indices, share: float, seed: int = SEED) -> tuple[Indices, Indices]:
     """Divide records into parts of about `share` and 1 - `share`, in random order; no group is in both."""
     rng = np.random.default_rng(seed)

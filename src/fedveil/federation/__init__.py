@@ -3,5 +3,6 @@
 from fedveil.federation.history import History
 from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
+from fedveil.federation.user_metrics import Probabilities
 
-__all__ = ["Federation", "History", "Limits"]
+__all__ = ["Federation", "History", "Limits", "Probabilities"]

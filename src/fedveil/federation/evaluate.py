@@ -1,7 +1,8 @@
 """Evaluation metrics on held-out data."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from fedveil.scheme.losses import (
     IGNORED,
     BinaryCrossEntropy,
     Loss,
+    Poisson,
     SquaredError,
     match_targets,
 )
@@ -23,6 +25,7 @@ from fedveil.scheme.outputs import are_class_indices, class_axis, compute_output
 from fedveil.scheme.token_losses import TokenCrossEntropy
 
 METRICS = ("accuracy", "auc", "mse", "loss")
+LOGITS = "torch.nn.BCEWithLogitsLoss"
 PRIMARY = ("accuracy", "loss", "mse")  # the first of these that is available determines the best model
 
 
@@ -94,19 +97,12 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
     for which there is the MSE; for other targets that a custom loss accepts, it is the only metric. Built-in losses are
     computed in float64, custom losses in the dtype of the outputs, as in training.
     """
-    if isinstance(loss, TokenCrossEntropy):
-        outputs, targets = loss.select(outputs, targets)
-        loss = TokenCrossEntropy(loss.label_smoothing)  # positions are aligned already
-    if isinstance(loss, BinaryCrossEntropy):
-        expected = match_targets(outputs, targets)
-        found = {"accuracy": float(((outputs > 0) == (expected > 0.5)).double().mean())}
-        found |= roc_auc(outputs, expected > 0.5) if outputs[0].numel() == 1 else {}
-    elif are_class_indices(outputs, targets):
-        found = {"accuracy": float((predict_classes(outputs, targets, axis) == targets).double().mean())}
-        found |= roc_auc(outputs[:, 1] - outputs[:, 0], targets == 1) if outputs.shape[1:] == (2,) else {}
-    elif isinstance(loss, CLASS_LOSSES) and targets.shape == outputs.shape:
-        dim = class_axis(outputs, targets, axis)
-        found = {"accuracy": float((outputs.argmax(dim) == targets.argmax(dim)).double().mean())}
+    outputs, targets, loss = select_positions(outputs, targets, loss)
+    classes = find_classes(outputs, targets, loss, axis)
+    if classes is not None:
+        found = {"accuracy": float((classes.predicted == classes.expected).double().mean())}
+        if (ranking := rank_outputs(outputs, targets, loss)) is not None:
+            found |= roc_auc(ranking, classes.expected.reshape(ranking.shape) == 1)
     elif targets.numel() == outputs.numel():
         found = {"mse": float((outputs.reshape(targets.shape) - targets).double().pow(2).mean())}
     elif isinstance(loss, AUTOGRAD_LOSSES):
@@ -122,6 +118,104 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
     return found | {"loss": float(values(loss, outputs.double(), targets, axis).mean())}
 
 
+def measure(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis: int | None = None) -> dict[str, float]:
+    """Return `metrics`, and the balanced accuracy and mean F1 of classes, or the MAE and R2 of quantities.
+
+    Class figures are those of scikit-learn: the balanced accuracy is the mean recall of the classes that targets
+    contain, and F1 is the mean over all classes that targets or predictions contain. R2 is the fraction of the
+    targets' variance that the outputs explain; it is left out if all targets are equal.
+    """
+    found = metrics(outputs, targets, loss, axis=axis)
+    outputs, targets, loss = select_positions(outputs, targets, loss)
+    classes = find_classes(outputs, targets, loss, axis)
+    if classes is not None and classes.exclusive:
+        scores = score_classes(classes)
+        present, used = scores.records > 0, scores.records + scores.predictions > 0
+        return found | {
+            "balanced_accuracy": float(scores.recall[present].mean()),
+            "f1": float(scores.f1[used].mean()),
+        }
+    if "mse" not in found or isinstance(loss, Poisson):  # its outputs are logarithms
+        return found
+    wanted = targets.double()
+    errors = outputs.reshape(targets.shape).double() - wanted
+    found |= {"mae": float(errors.abs().mean())}
+    total = float((wanted - wanted.mean(0)).pow(2).sum())
+    return found | ({"r2": 1 - float(errors.pow(2).sum()) / total} if total > 0 else {})
+
+
+def metric_names(outputs: Tensor, targets: Tensor, loss: Loss, *, axis: int | None = None) -> set[str]:
+    """Return the names of the metrics of an evaluation, including those that few records do not determine."""
+    found = set(measure(outputs, targets, loss, axis=axis))
+    found |= {"auc"} if rank_outputs(outputs, targets, loss) is not None else set()
+    return found | ({"r2"} if "mae" in found else set())
+
+
+def select_positions(outputs: Tensor, targets: Tensor, loss: Loss | None) -> tuple[Tensor, Tensor, Loss | None]:
+    """Return the outputs and targets of the positions with a label, for a loss that ignores the others."""
+    if not isinstance(loss, TokenCrossEntropy):
+        return outputs, targets, loss
+    return *loss.select(outputs, targets), TokenCrossEntropy(loss.label_smoothing)  # positions are aligned already
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The predicted and the true class of each position, as indices."""
+
+    predicted: Tensor
+    expected: Tensor
+    count: int  # number of classes
+    exclusive: bool = True  # False for several binary targets per record
+
+
+def is_binary_loss(loss: Loss | None) -> bool:
+    """Return whether a loss compares each output, as a logit, with 0 or 1."""
+    return isinstance(loss, BinaryCrossEntropy) or (loss is not None and loss.name == LOGITS)
+
+
+def find_classes(outputs: Tensor, targets: Tensor, loss: Loss | None, axis: int | None) -> Classes | None:
+    """Return the predicted and true classes, for a binary target 0 and 1; None if the targets are not classes."""
+    if is_binary_loss(loss):
+        expected = match_targets(outputs, targets)
+        return Classes((outputs > 0).long(), (expected > 0.5).long(), 2, outputs[0].numel() == 1)
+    dim = class_axis(outputs, targets, axis)
+    if are_class_indices(outputs, targets):
+        return Classes(predict_classes(outputs, targets, axis), targets, outputs.shape[dim])
+    if isinstance(loss, CLASS_LOSSES) and targets.shape == outputs.shape:
+        return Classes(outputs.argmax(dim), targets.argmax(dim), outputs.shape[dim])
+    return None
+
+
+def rank_outputs(outputs: Tensor, targets: Tensor, loss: Loss | None) -> Tensor | None:
+    """Return one number per record that is larger the more likely class 1 is; None unless there are two classes."""
+    if is_binary_loss(loss):
+        return outputs.flatten() if outputs[0].numel() == 1 else None
+    two = outputs.shape[1:] == (2,) and are_class_indices(outputs, targets)
+    return outputs[:, 1] - outputs[:, 0] if two else None
+
+
+@dataclass(frozen=True)
+class ClassScores:
+    """Figures by class; those of a class that is never predicted or does not occur are 0, as in scikit-learn."""
+
+    precision: Tensor
+    recall: Tensor
+    f1: Tensor
+    records: Tensor  # number of positions of this class
+    predictions: Tensor  # number of positions predicted to be of this class
+
+
+def score_classes(classes: Classes) -> ClassScores:
+    """Return the precision, recall and F1 of each class; positions without a class, such as -100, do not count."""
+    known = (classes.expected >= 0) & (classes.expected < classes.count)
+    predicted, expected = classes.predicted[known], classes.expected[known]
+    every = (expected[predicted == expected], expected, predicted)
+    hits, records, predictions = (torch.bincount(own, minlength=classes.count).double() for own in every)
+    precision, recall = hits / predictions.clamp(min=1), hits / records.clamp(min=1)
+    f1 = 2 * hits / (records + predictions).clamp(min=1)
+    return ClassScores(precision, recall, f1, records, predictions)
+
+
 def roc_auc(scores: Tensor, positive: Tensor) -> dict[str, float]:
     """Return the area under the ROC curve as "auc", or an empty dict if either class is missing."""
     positives, negatives = scores[positive].double(), scores[~positive].double().sort().values
@@ -129,13 +223,3 @@ def roc_auc(scores: Tensor, positive: Tensor) -> dict[str, float]:
         return {}
     lower, upper = torch.searchsorted(negatives, positives), torch.searchsorted(negatives, positives, right=True)
     return {"auc": float((lower + upper).double().mean()) / (2 * len(negatives))}
-
-
-def deciding_metric(values: Mapping[str, float]) -> str:
-    """Return the name of the metric that determines the best model."""
-    return next(name for name in PRIMARY if name in values)
-
-
-def better(name: str, new: float, old: float | None) -> bool:
-    """Return whether a metric has improved: lower is better for errors, higher for all other metrics."""
-    return old is None or (new < old if name in ("mse", "loss") else new > old)

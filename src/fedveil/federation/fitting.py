@@ -1,23 +1,114 @@
-"""The plan of `Server.fit`: how long to train, and when to evaluate and write checkpoints."""
+"""The plan of `Server.fit`: how long to train, when to evaluate on which records, and when to write checkpoints."""
 
 import contextlib
+import logging
+import sys
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedveil.checks import check_boolean, check_count
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
-from fedveil.federation.history import RoundRecord
+from fedveil.federation.evaluate import measure, predict_source
+from fedveil.federation.history import VALIDATION, RoundRecord
+from fedveil.federation.stopping import Monitor, check_monitored, choose_monitor, has_stalled
+from fedveil.federation.targets import attribute_targets
 from fedveil.records.sources import Source
+from fedveil.scheme.outputs import head_axis
 
 if TYPE_CHECKING:
+    from fedveil.federation.prepare import HeldOut
     from fedveil.federation.results import RunDetails, Setting
     from fedveil.federation.server import Server
+    from fedveil.federation.user_metrics import Metric
 
+LOG = logging.getLogger("fedveil")
 Callback = Callable[[RoundRecord], object]
+UNDEFINED = ("auc", "r2")  # metrics that do not exist if all targets are equal
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The records on which a run is evaluated, and what is measured.
+
+    Attributes:
+        validation: the validation data; the monitored metric is measured on these or, without them, on the test data.
+        test: the test data.
+        track_test: whether the test data are evaluated every time even if there are validation data.
+        monitor: the monitored metric.
+        metrics: the user's metrics, by name.
+    """
+
+    validation: Source | None
+    test: Source | None
+    track_test: bool
+    monitor: Monitor
+    metrics: "Mapping[str, Metric]"
+
+    def measure(self, server: "Server") -> dict[str, float]:
+        """Return the metrics on the records that decide which model is best."""
+        source = self.validation or self.test
+        return {} if source is None else self._measure(server, source)
+
+    def measure_test(self, server: "Server", last: bool) -> dict[str, float]:
+        """Return the metrics on the test data if validation data were evaluated and this evaluation is due."""
+        due = self.validation is not None and (last or self.track_test)
+        return self._measure(server, self.test) if due and self.test is not None else {}
+
+    def check(self, server: "Server") -> None:
+        """Measure once before the first round, so that a metric that fails is refused before training."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an untrained model may never predict a class
+            found = self.measure(server)
+        if self.monitor.name not in found:
+            what = f"{self.monitor.name} is not defined for these records: all targets are equal"
+            raise BadArgument("fit", what, "use more records, or monitor another metric")
+
+    def _measure(self, server: "Server", source: Source) -> dict[str, float]:
+        (outputs, targets), axis = predict_source(server.model, source), head_axis(server.model)
+        with attribute_targets(source.owner):
+            found = measure(outputs, targets, server.loss, axis=axis)
+        if self.metrics:
+            from fedveil.federation.user_metrics import compute_metrics
+
+            found |= compute_metrics(self.metrics, outputs, targets, server.loss, axis)
+        return found
+
+
+@dataclass(frozen=True)
+class MetricChoices:
+    """The user's choices of what to measure and to monitor; see `Server.fit`."""
+
+    metrics: "Mapping[str, Metric]"
+    monitor: str | None
+    mode: str | None
+    patience: int | None
+    track_test: bool
+
+    def plan(self, server: "Server", validation: "HeldOut | None", test: "HeldOut | None") -> Evaluation | None:
+        """Return what to evaluate, or None without held-out data; refuse metrics that are unknown or fail."""
+        check_boolean("fit", "track_test", self.track_test)
+        decisive, prefix = validation or test, VALIDATION if validation else ""
+        given = {"patience": self.patience, "monitor": self.monitor, "metrics": self.metrics}
+        check_monitored(decisive is not None, server.schedule, **given)
+        if decisive is None:
+            return None
+        if self.metrics:
+            from fedveil.federation.user_metrics import check_metrics
+
+            check_metrics(self.metrics)
+        known = {*decisive.names, *self.metrics}
+        monitor = choose_monitor(self.monitor, self.mode, known, server.schedule, prefix)
+        sources = [own and own.source for own in (validation, test)]
+        found = Evaluation(sources[0], sources[1], self.track_test, monitor, self.metrics)
+        if self.metrics or monitor.name in UNDEFINED:
+            found.check(server)
+        return found
 
 
 class Tracker(ABC):
@@ -51,8 +142,8 @@ class FitPlan:
     """The checked arguments of `fit`."""
 
     last: int  # number of the last round
-    every: int  # rounds between evaluations or, without test data, between checkpoints
-    test: Source | None
+    every: int  # rounds between evaluations or, without held-out data, between checkpoints
+    evaluation: Evaluation | None
     patience: int | None
     callbacks: list[Callback]
     folder: Path | None
@@ -69,6 +160,42 @@ class FitPlan:
         requested = self.checkpoint_every > 0 and number % self.checkpoint_every == 0
         late = time.monotonic() - self.saved >= checkpoint.INTERVAL_SECONDS
         return self.durable or requested or late or self.ends_interval(number)
+
+    def has_stalled(self, records: Sequence[RoundRecord]) -> bool:
+        """Return whether to stop because the monitored metric has not improved."""
+        return self.evaluation is not None and has_stalled(records, self.evaluation.monitor, self.patience)
+
+    def show_progress(self, verbose: bool | None) -> contextlib.AbstractContextManager[None]:
+        """Show a progress bar while training, by default in a terminal or a notebook."""
+        if verbose is None:
+            verbose = bool(sys.stderr and sys.stderr.isatty()) or _is_notebook()
+        check_boolean("fit", "verbose", verbose)
+        if not verbose:
+            return contextlib.nullcontext()
+        from fedveil.federation.progress import show_bar
+
+        return show_bar(self.callbacks, self.last, self.evaluation.monitor if self.evaluation else None)
+
+
+def _is_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook, whose stderr is not a terminal."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def choose_last_round(server: "Server", epochs: int | None, rounds: int | None) -> int:
+    """Return the number of the last round; warn if that round is already complete."""
+    for name, count in (("epochs", epochs), ("rounds", rounds)):
+        check_count("fit", name, 0 if count is None else count, 0)
+    if epochs is None and rounds is None:
+        rounds = server.defence.planned_rounds
+    per_epoch, done = server.rounds_per_epoch, server.round
+    last = rounds if rounds is not None else (1 if epochs is None else epochs) * per_epoch
+    if 0 < last <= done:
+        unit, more = ("epochs", done // per_epoch) if rounds is None else ("rounds", done)
+        what = f"{unit} are counted from the start of the run, and round {done} is already complete"
+        LOG.warning("fedveil: fit trains nothing: %s; use fit(%s=%d) to continue training", what, unit, more + 1)
+    return last
 
 
 def list_callbacks(on_round: Callback | Sequence[Callback] | None) -> list[Callback]:
@@ -97,7 +224,7 @@ def follow(server: "Server", plan: FitPlan, details: "RunDetails | None") -> Ite
     try:
         for tracker in trackers:
             started.append(tracker)
-            tracker.start({**list_settings(server), **details.settings}, plan.test is not None)
+            tracker.start({**list_settings(server), **details.settings}, plan.evaluation is not None)
         with contextlib.nullcontext() if plan.folder is None else RunFolder(server, plan, plan.folder, details) as run:
             if run is not None:
                 plan.callbacks.insert(0, run.append)

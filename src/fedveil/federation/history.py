@@ -8,10 +8,19 @@ from fedveil.errors import BadArgument
 from fedveil.scheme.result import Note
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from pandas import DataFrame
 
-NO_EVALUATION = "the model was not evaluated: pass test= to fit"
+NO_EVALUATION = "the model was not evaluated: pass test= or validation= to fit"
+VALIDATION = "validation_"  # what precedes a metric on the validation data
+HEADLINES = ("accuracy", "auc", "mse", "loss")
 Value = int | float | Note
+
+
+def headlines(metrics: Mapping[str, float], *more: str) -> dict[str, float]:
+    """Return the main metrics, for a short line of text, and those named in `more`."""
+    shown = (*HEADLINES, *more)
+    return {name: value for name, value in metrics.items() if name.removeprefix(VALIDATION) in shown}
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +34,7 @@ class RoundRecord(Mapping[str, Value]):
         lr: learning rate of the step.
         seconds: seconds since the start of the run.
         evaluated: whether the evaluation is complete; None if no evaluation was due.
-        metrics: metrics on the test data.
+        metrics: metrics on the test data and, preceded by "validation_", on the validation data.
         figures: other numbers, such as the number of replies, bytes sent and epsilon.
         notes: faults, clients whose weight was capped, or the reason why no step was taken.
     """
@@ -50,6 +59,8 @@ class RoundRecord(Mapping[str, Value]):
         found = self.to_dict()
         if name not in found and not self.evaluated:
             raise KeyError(f"{name}: {NO_EVALUATION}")
+        if name not in found and VALIDATION + name in found:
+            raise KeyError(f"{name}: the test data are evaluated at the end; use {VALIDATION}{name}")
         return found[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -68,7 +79,7 @@ class History:
     def __repr__(self) -> str:
         if not self.records:
             return "History(no rounds)"
-        metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+        metrics = "".join(f", {name} {value:.4g}" for name, value in headlines(self.metrics).items())
         return f"History({len(self.records)} rounds{metrics})"
 
     def curve(self, name: str) -> list[tuple[int, float]]:
@@ -105,3 +116,26 @@ class History:
         except ImportError as error:
             raise BadArgument("to_frame", "pandas is not installed", "run pip install pandas") from error
         return DataFrame([record.to_dict() for record in self.records])
+
+    def plot(self, *names: str, ax: "Axes | None" = None) -> "Axes":
+        """Plot metrics or figures over the rounds with matplotlib, and return the axes.
+
+        Args:
+            *names: what to plot; by default the accuracy or, without classes, the error.
+            ax: the axes to draw on; by default new ones.
+        """
+        if not self.records:
+            raise BadArgument("plot", "there are no rounds yet", "call fit first")
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise BadArgument("plot", "matplotlib is not installed", "run pip install matplotlib") from error
+        main = next((name for name in HEADLINES if {name, VALIDATION + name} & self.names), HEADLINES[0])
+        both = [name for name in (VALIDATION + main, main) if name in self.names]
+        curves = {name: self.curve(name) for name in names or both or [main]}
+        axes = pyplot.subplots()[1] if ax is None else ax
+        for name, points in curves.items():
+            axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) == 1 else None)
+        axes.set_xlabel("round")
+        axes.legend()
+        return axes

@@ -22,7 +22,7 @@ from fedveil.federation.checkpoint import StateTag
 from fedveil.federation.client import compute_update, take_step
 from fedveil.federation.limits import Limits
 from fedveil.federation.optimise import Optimizer, Schedule
-from fedveil.federation.prepare import keep_random_state, make_shards, read_held_out, refuse_single
+from fedveil.federation.prepare import HeldOut, keep_random_state, make_shards, read_held_out, refuse_single
 from fedveil.federation.protocol import AnyReply, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
@@ -33,7 +33,7 @@ from fedveil.graph.compiled import unwrap
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.outputs import Output, choose_output
 from fedveil.records.shards import Shards
-from fedveil.records.sources import Source, UserRecords, as_source, check_sources, choose_batch_size, list_clients
+from fedveil.records.sources import UserRecords, as_source, check_sources, choose_batch_size, list_clients
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss, couples_samples
 
@@ -290,9 +290,9 @@ class Federation(Server):
         with keep_random_state():
             return self.shards.take(self.shards.rows(0, self.round))
 
-    def _read_test(self, test: UserRecords) -> Source:
-        """Check test data against the model, the loss and the clients' records; return them as a source."""
-        return read_held_out(test, self.model, self.loss, self.dtype, lambda: self.shards.example)
+    def _read_held_out(self, owner: str, records: UserRecords) -> HeldOut:
+        """Check held-out records against the model, the loss and the clients' records."""
+        return read_held_out(owner, records, self.model, self.loss, self.dtype, lambda: self.shards.example)
 
     def state(self) -> CheckpointState:
         """Return the content of a checkpoint, including which clients have a private state."""

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from fedveil.errors import BadArgument
 
@@ -52,14 +52,3 @@ def make_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> L
     if found.optimizer is not optimizer:
         raise BadArgument(WHERE, "the schedule is for another optimizer", f"pass that optimizer as well, or {COSINE}")
     return found
-
-
-def plateau_value(schedule: ReduceLROnPlateau, metrics: Mapping[str, float]) -> float:
-    """Return the value that a plateau schedule monitors: an error in mode "min", the accuracy in mode "max"."""
-    if schedule.mode == "max":
-        if "accuracy" not in metrics:
-            what = 'mode="max" monitors accuracy, but there is no accuracy for this task'
-            raise BadArgument("ReduceLROnPlateau", what, 'use mode="min"')
-        return float(metrics["accuracy"])
-    falling = next((name for name in ("loss", "mse") if name in metrics), None)
-    return float(metrics[falling]) if falling else 1 - float(metrics["accuracy"])

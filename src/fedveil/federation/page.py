@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from fedveil.federation.evaluate import METRICS, metrics, predict_classes, predict_source
-from fedveil.federation.history import History
+from fedveil.federation.history import VALIDATION, History
 from fedveil.federation.results import RunDetails, RunSummary, Setting, primary_metric
 from fedveil.federation.status import CLIENT_COLUMNS, RunStatus, describe_status, list_clients
 from fedveil.graph import Plan
@@ -89,6 +89,17 @@ def verdict(name: str, found: Mapping[str, float], budget: str = "") -> str:
     return f"Test {name} {server}{budget}; {copy}."
 
 
+def class_sections(summary: RunSummary) -> list[Section]:
+    """Return a table of the results by class, and what chose the best model."""
+    header = ["class", "precision", "recall", "F1", "records"]
+    rows = [
+        [one.name, f"{one.precision:.3f}", f"{one.recall:.3f}", f"{one.f1:.3f}", str(one.records)]
+        for one in summary.by_class
+    ]
+    chosen = [Text("The best model", (f"Chosen by {summary.best_on}.",))] if summary.best_on else []
+    return [*([Table("Test results by class", header, rows)] if 0 < len(rows) <= MAX_CLASSES else []), *chosen]
+
+
 def veil_sections(plan: Plan, draws: int = 0) -> list[Section]:
     """Return sections on how a veil perturbs the model; `draws` is the number of draws of persistent noise."""
     rows = [[kind, f"{100 * plan.shares[kind]:.1f} %", TEXTS[kind]] for kind in ("scaled", "signed", "moved", "bare")]
@@ -101,10 +112,14 @@ def veil_sections(plan: Plan, draws: int = 0) -> list[Section]:
 def curve_sections(histories: Mapping[str, History], note: str = TEXTS["error"]) -> list[Section]:
     """Return curves of metrics, epsilon and errors over the rounds."""
     sections: list[Section] = []
+    names = {name for history in histories.values() for name in history.names}
     for name in METRICS:
-        series = {run: history.curve(name) for run, history in histories.items() if name in history.names}
-        if series:
-            sections.append(Curves(f"Test {name}", "round", name, series))
+        held_out = {"Validation": VALIDATION + name, "Test": name}
+        for kind, key in held_out.items():
+            series = {run: history.curve(key) for run, history in histories.items() if key in history.names}
+            at_end = key == name and VALIDATION + name in names and all(len(own) == 1 for own in series.values())
+            if series and not at_end:
+                sections.append(Curves(f"{kind} {name}", "round", name, series))
     spent = {run: history.curve("epsilon") for run, history in histories.items() if "epsilon" in history.names}
     if spent:
         sections.append(Curves("Epsilon spent", "round", "epsilon", spent, note=TEXTS["spent"]))
@@ -207,6 +222,7 @@ def run_page(
     sections = [
         *(curve_sections(histories) if server.round else []),
         *views,
+        *class_sections(summary),
         *client_sections(status),
         *veil,
         *([Text("Differential privacy", (TEXTS["privacy"],))] if summary.budget else []),

@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import Dataset
 
 from fedveil.checks import check_count, check_integer
 from fedveil.errors import BadArgument, FedveilError
-from fedveil.federation.evaluate import metrics, move_inputs, predict_source
+from fedveil.federation.evaluate import metric_names, move_inputs, predict_source
 from fedveil.federation.targets import attribute_targets, describe, refuse_failure, target_maker, try_model
 from fedveil.records.inputs import Batch, Inputs, join_batches
 from fedveil.records.shards import MemoryShards, Shards, StreamShards
@@ -22,7 +23,7 @@ from fedveil.scheme.losses import AUTOGRAD_LOSSES, Loss, couples_samples
 from fedveil.scheme.outputs import compute_outputs, head_axis
 
 WHERE = "Federation"
-TEST = "test data"
+TEST, VALIDATION_DATA = "test data", "validation data"
 OwnRecords = UserRecords | Callable[[], UserRecords]
 """A client's records, or a function that loads them."""
 
@@ -82,39 +83,48 @@ def keep_random_state() -> Iterator[None]:
         np.random.set_state(arrays)
 
 
+class HeldOut(NamedTuple):
+    """Records that are not used for training, and the names of the metrics on them."""
+
+    source: Source
+    names: set[str]
+
+
 def read_held_out(
-    test: UserRecords,
+    owner: str,
+    records: UserRecords,
     model: nn.Module,
     loss: Loss,
     dtype: torch.dtype,
     client_inputs: Callable[[], Inputs] | None = None,
-) -> Source:
-    """Return test data as a source; refuse inputs that the model does not accept and targets that the loss does not.
+) -> HeldOut:
+    """Return held-out records; refuse inputs that the model does not accept and targets that the loss does not.
 
     A custom loss is evaluated on all records if they are in memory. Only two records of a stream are read, or all if
     the loss couples samples.
 
     Args:
-        test: the records, in any form that is accepted for clients' records.
+        owner: "test data" or "validation data".
+        records: the records, in any form that is accepted for clients' records.
         model: the server's model.
         loss: the clients' objective.
         dtype: dtype of floating-point numbers.
         client_inputs: a function that returns clients' inputs, if they are known.
     """
-    source = check_sources([as_source(TEST, test)])[0]
+    source = check_sources([as_source(owner, records)])[0]
     if isinstance(source, Rows):
-        check_range(TEST, (source.inputs, source.targets), range(len(source)), dtype)
+        check_range(owner, (source.inputs, source.targets), range(len(source)), dtype)
     inputs, targets = source.take(range(min(2, len(source))))
-    fix = "use test data of the same form as the clients' records"
-    outputs = try_model(model, inputs, TEST, fix, None if client_inputs is None else client_inputs())
-    with attribute_targets(TEST):
+    fix = f"use {owner} of the same form as the clients' records"
+    outputs = try_model(model, inputs, owner, fix, None if client_inputs is None else client_inputs())
+    with attribute_targets(owner):
         target_maker(model, loss, (inputs, targets))(source.targets if isinstance(source, Rows) else targets)
         if couples_samples(loss) or (isinstance(loss, AUTOGRAD_LOSSES) and isinstance(source, Rows)):
             outputs, targets = predict_source(model, source)
         what = f"{loss.name} does not accept them ({describe(targets)}) for outputs ({describe(outputs)})"
         with refuse_failure("targets", what, "use targets of the same form as the clients', or correct the loss"):
-            metrics(outputs, targets.to(outputs.device), loss, axis=head_axis(model))  # as in an evaluation
-    return source
+            names = metric_names(outputs, targets.to(outputs.device), loss, axis=head_axis(model))
+    return HeldOut(source, names)
 
 
 def refuse_single(model: nn.Module, shards: Shards) -> None:

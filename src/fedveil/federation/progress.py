@@ -1,11 +1,13 @@
-"""One-line progress reports, the same for every engine."""
+"""Progress bars and one-line progress reports, the same for every engine."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fedveil.federation.history import RoundRecord
+from fedveil.federation.history import RoundRecord, headlines
+from fedveil.federation.stopping import Monitor
 
 if TYPE_CHECKING:
     from fedveil.federation.server import Server
@@ -16,7 +18,8 @@ INTERVAL = 1.0  # minimum number of seconds between lines
 def describe_round(record: RoundRecord, rounds: int) -> str:
     """Describe a round in one line: metrics, replies, times, bytes and faults."""
     figures, notes = record.figures, record.notes
-    parts = [f"round {record.round}/{rounds}", *(f"{name} {value:.4f}" for name, value in record.metrics.items())]
+    metrics = headlines(record.metrics).items()
+    parts = [f"round {record.round}/{rounds}", *(f"{name} {value:.4f}" for name, value in metrics)]
     if "answers" in figures:
         parts.append(f"{figures['answers']} of {figures['asked']} answered")
         work = f" (clients' work {figures['seconds_work']:.3f} s)" if "seconds_work" in figures else ""
@@ -55,3 +58,30 @@ def print_progress(rounds: int) -> Callable[[RoundRecord], None]:
             print(describe_round(record, rounds), flush=True)
 
     return show
+
+
+@contextmanager
+def show_bar(callbacks: list[Callable[[RoundRecord], object]], rounds: int, monitor: Monitor | None) -> Iterator[None]:
+    """Show a progress bar with the latest and the best value of the monitored metric.
+
+    Args:
+        callbacks: the callbacks of the run, to which the bar adds one.
+        rounds: number of the last round.
+        monitor: the monitored metric, if the model is evaluated.
+    """
+    from tqdm.auto import tqdm
+
+    with tqdm(total=rounds, unit="round", dynamic_ncols=True) as bar:
+        best: float | None = None
+
+        def show(record: RoundRecord) -> None:
+            nonlocal best
+            if monitor is not None and monitor.key in record.metrics:
+                value = record.metrics[monitor.key]
+                best = value if monitor.improves(value, best) else best
+                found = {monitor.key: f"{value:.4g}"} | ({} if best is None else {"best": f"{best:.4g}"})
+                bar.set_postfix(found, refresh=False)
+            bar.update(record.round - bar.n)
+
+        callbacks.append(show)
+        yield

@@ -1,26 +1,31 @@
 """The results of a run on disk: metrics.jsonl has one line per round, and `fedveil train` prints summary.json."""
 
+import copy
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import BEST, MODEL
-from fedveil.federation.evaluate import METRICS
-from fedveil.federation.history import RoundRecord
+from fedveil.federation.evaluate import METRICS, find_classes, measure, predict_source, score_classes, select_positions
+from fedveil.federation.history import RoundRecord, headlines
 from fedveil.federation.stopping import has_stalled
 from fedveil.files import convert_os_errors, write_atomically
 from fedveil.plain_json import PYTHON, SCHEMA, check_schema, read_json, to_json
+from fedveil.records.sources import Source
+from fedveil.scheme.outputs import head_axis
 
 if TYPE_CHECKING:
     from fedveil.federation.server import Server
 
 LOG = logging.getLogger("fedveil")
 CONFIG = "config.json"
-SummaryValue = int | float | str | None
+SummaryValue = int | float | str | Sequence[Mapping[str, int | float | str]] | None
+OPTIMISTIC = "test records, so its metrics are optimistic (fedveil help metrics)"
 Setting: TypeAlias = bool | int | float | str | tuple[str, ...] | None
 
 
@@ -49,6 +54,17 @@ def primary_metric(measured: Collection[str]) -> str:
 
 
 @dataclass(frozen=True)
+class ClassFigures:
+    """The test results of one class."""
+
+    name: str
+    precision: float
+    recall: float
+    f1: float
+    records: int
+
+
+@dataclass(frozen=True)
 class Budget:
     """The privacy budget that a run has spent; None represents an infinite epsilon."""
 
@@ -64,8 +80,12 @@ class RunSummary:
     Attributes:
         folder: folder of the run.
         rounds: number of rounds.
-        metrics: test metrics of the last model and, for a standardised target, `rmse` in the original units.
-        best: primary metric of the best model; None if no model was evaluated.
+        metrics: metrics of the last model, `mae` and `rmse` in the units of the target, and for classes the mean
+            `precision` and `recall`.
+        best: monitored metric of the best model; None if no model was evaluated.
+        best_on: the records and the metric that chose the best model.
+        best_test: test metrics of the best model if validation records chose it.
+        by_class: test results of the last model by class; empty for a regression.
         coverage: fraction of the model's values with each kind of perturbation; empty for defences other than a veil.
         budget: privacy budget spent; None without differential privacy.
         largest_error: largest relative error of a recovered gradient.
@@ -78,6 +98,9 @@ class RunSummary:
     rounds: int
     metrics: Mapping[str, float]
     best: float | None
+    best_on: str
+    best_test: Mapping[str, float]
+    by_class: tuple[ClassFigures, ...]
     coverage: Mapping[str, float]
     budget: Budget | None
     largest_error: float
@@ -85,8 +108,8 @@ class RunSummary:
     repeat: str
     stopped: str | None = None
 
-    def to_dict(self) -> dict[str, SummaryValue]:
-        """Return plain values by name, to write to a file."""
+    def values(self) -> dict[str, int | float | str | None]:
+        """Return plain values by name, without those by class."""
         has_best, budget = self.best is not None, self.budget
         return {
             "schema": SCHEMA,
@@ -94,6 +117,8 @@ class RunSummary:
             "rounds": self.rounds,
             **self.metrics,
             "best": self.best,
+            **({"best_on": self.best_on} if has_best else {}),
+            **{f"best_test_{name}": value for name, value in self.best_test.items()},
             "model": str(self.folder / MODEL),
             **({"best_model": str(self.folder / BEST)} if has_best else {}),
             **self.coverage,
@@ -103,6 +128,11 @@ class RunSummary:
             **({"repeat": self.repeat} if self.repeat else {}),
             **({"stopped": self.stopped} if self.stopped else {}),
         }
+
+    def to_dict(self) -> dict[str, SummaryValue]:
+        """Return plain values by name, to write to a file."""
+        by_class = [asdict(figures) for figures in self.by_class]
+        return {**self.values(), **({"by_class": by_class} if by_class else {})}
 
 
 def is_repeatable(folder: Path) -> bool:
@@ -124,10 +154,22 @@ def read_rounds(folder: Path) -> int | None:
     return rounds if isinstance(rounds, int) else None
 
 
-def summarise(server: "Server", folder: Path, details: RunDetails, patience: int | None = None) -> RunSummary:
+def summarise(
+    server: "Server", folder: Path, details: RunDetails, test: Source | None, patience: int | None
+) -> RunSummary:
     """Return the summary of a finished run."""
     history, plan, accountant = server.history, server.defence_server.plan, server.defence_server.accountant
-    metrics, stalled = dict(history.metrics), has_stalled(history, patience)
+    metrics, stalled = dict(history.metrics), has_stalled(history.records, server.monitor, patience)
+    by_class = () if test is None else figures_by_class(server, details, test)
+    if by_class:
+        metrics |= {name: fmean([getattr(one, name) for one in by_class]) for name in ("precision", "recall")}
+    best_on, best_test = "", {}
+    if server.best is not None and server.monitor is not None:
+        best_on = f"{server.monitor.key} on " + ("validation records" if server.monitor.prefix else OPTIMISTIC)
+        if server.monitor.prefix and test is not None:
+            best = copy.deepcopy(server.model)
+            best.load_state_dict(server.best[1])
+            best_test = headlines(measure(*predict_source(best, test), server.loss, axis=head_axis(best)))
     if details.target_scale is not None and "mse" in metrics:
         metrics["rmse"] = math.sqrt(metrics["mse"]) * details.target_scale[1]
     budget = None
@@ -140,6 +182,9 @@ def summarise(server: "Server", folder: Path, details: RunDetails, patience: int
         server.round,
         metrics,
         server.best[0] if server.best else None,
+        best_on,
+        best_test,
+        by_class,
         {} if plan is None else {**plan.shares, "revealed": plan.known.share},
         budget,
         max((record.error for record in history.records), default=0.0),
@@ -147,6 +192,20 @@ def summarise(server: "Server", folder: Path, details: RunDetails, patience: int
         details.repeat,
         f"early, after {patience} evaluations without improvement" if stalled else server.stopped,
     )
+
+
+def figures_by_class(server: "Server", details: RunDetails, test: Source) -> tuple[ClassFigures, ...]:
+    """Return the test results of each class; () if the targets are not classes."""
+    outputs, targets, loss = select_positions(*predict_source(server.model, test), server.loss)
+    classes = find_classes(outputs, targets, loss, head_axis(server.model))
+    if classes is None:
+        return ()
+    names = details.classes or [str(number) for number in range(classes.count)]
+    if classes.count != len(names):
+        return ()
+    found = score_classes(classes)
+    rows = zip(names, found.precision.tolist(), found.recall.tolist(), found.f1.tolist(), strict=True)
+    return tuple(ClassFigures(*row, int(count)) for row, count in zip(rows, found.records.tolist(), strict=True))
 
 
 class MetricsFile:

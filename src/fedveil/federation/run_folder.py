@@ -123,12 +123,14 @@ class RunFolder:
             return
         server, folder = self._server, self._folder
         self._write_settings()  # again, because more clients may have joined
-        summary = summarise(server, folder, self._details, self._plan.patience)
+        test = self._plan.evaluation.test if self._plan.evaluation else None
+        summary = summarise(server, folder, self._details, test, self._plan.patience)
+        server.summary = summary
         write_atomically(folder / SUMMARY, to_json(summary.to_dict(), indent=2) + "\n")
         status = self._status("finished", summary.stopped or "")
         from fedveil.federation.page import run_page
 
-        self._write(status, lambda: run_page(server, self._plan.test, self._details, summary, status, self._settings))
+        self._write(status, lambda: run_page(server, test, self._details, summary, status, self._settings))
 
     def _write_settings(self) -> None:
         """Write config.json, unless it is the configuration of `fedveil train`."""

@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,30 +18,30 @@ from fedveil.checks import SingleThreadLock, check_choice, check_count, check_po
 from fedveil.defences.interface import AnyClient, AnyDefence, AnyRound, AnyServer, Defence
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, NonFiniteUpdate, TooFewAnswers
-from fedveil.federation.evaluate import better, deciding_metric, metrics, predict_source
-from fedveil.federation.fitting import Callback, FitPlan, follow, list_callbacks
+from fedveil.federation import fitting
+from fedveil.federation.evaluate import PRIMARY
+from fedveil.federation.fitting import Callback, Evaluation, FitPlan, MetricChoices
 from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.limits import Limits, limits_for
-from fedveil.federation.optimise import Optimizer, Schedule, make_optimizer, make_schedule, plateau_value
-from fedveil.federation.prepare import read_held_out
+from fedveil.federation.optimise import Optimizer, Schedule, make_optimizer, make_schedule
+from fedveil.federation.prepare import TEST, VALIDATION_DATA, HeldOut, read_held_out
 from fedveil.federation.protocol import Engine, FaultKind, FaultLog, Member
 from fedveil.federation.rounds import Observer, RoundKind, RoundPolicy
-from fedveil.federation.state import LOG, LOWER, SPENT, Folder, Snapshot, StoredServer, find_non_finite_state
-from fedveil.federation.stopping import check_monitor, has_stalled
-from fedveil.federation.targets import attribute_targets
+from fedveil.federation.state import LOWER, SPENT, Folder, Snapshot, StoredServer, find_non_finite_state
+from fedveil.federation.stopping import plateau_value
 from fedveil.graph.compiled import find_original
 from fedveil.graph.inputs import Inputs
 from fedveil.locks import lock_folder
 from fedveil.records.shards import generator
-from fedveil.records.sources import Source, UserRecords
+from fedveil.records.sources import UserRecords
 from fedveil.scheme.losses import Function, Loss, find_loss
-from fedveil.scheme.outputs import head_axis
 from fedveil.scheme.recover import find_non_finite, select_floats
 from fedveil.scheme.result import Aggregate, Note
 
 if TYPE_CHECKING:
     from fedveil.federation.description import RunTerms
     from fedveil.federation.results import RunDetails
+    from fedveil.federation.user_metrics import Metric
     from fedveil.secagg import Roster
 
 SCALE = "scale inputs and targets, or change the loss or the model: the learning rate has had no effect yet"
@@ -100,7 +100,7 @@ class Server(StoredServer):
         self._run, self._behind = secrets.token_bytes(16), False
         self._undoable = False  # whether interrupted rounds are undone
         self._compared = False  # whether perturbed and plain gradients were compared
-        self._before = self._saved = self._described = None
+        self._before = self._saved = self._described = self.monitor = self.best_by = self.summary = None
         self.planned = 0
 
     def __repr__(self) -> str:
@@ -275,13 +275,19 @@ class Server(StoredServer):
         epochs: int | None = None,
         *,
         test: UserRecords | None = None,
+        validation: UserRecords | None = None,
         rounds: int | None = None,
         evaluate_every: int | None = None,
+        track_test: bool = False,
+        metrics: "Mapping[str, Metric] | None" = None,
+        monitor: str | None = None,
+        mode: str | None = None,
         folder: Folder | None = None,
         resume: bool = False,
         checkpoint_every: int | None = None,
         patience: int | None = None,
         on_round: Callback | Sequence[Callback] | None = None,
+        verbose: bool | None = None,
         details: "RunDetails | None" = None,
     ) -> History:
         """Train for up to `epochs` epochs, or `rounds` rounds, counted from the start of the run.
@@ -289,9 +295,18 @@ class Server(StoredServer):
         Args:
             epochs: number of times that the largest client goes through its records, by default 1. With privacy for
                 records, the default is to train for the number of rounds that the noise was chosen for.
-            test: held-out records in any form that is accepted for clients; the model is evaluated after each epoch.
+            test: test records in any form that is accepted for clients. Without `validation`, they are evaluated after
+                each epoch and choose the best model, whose metrics are then optimistic (docs/how-to/metrics.md).
+            validation: records that are evaluated after each epoch and choose the best model; the test records are then
+                evaluated once, at the end. No privacy guarantee covers validation or test records.
             rounds: number of rounds, instead of epochs.
             evaluate_every: number of rounds between evaluations; by default, one epoch.
+            track_test: with `validation`, whether to evaluate the test records every time as well.
+            metrics: additional metrics by name: functions (targets, predictions), as in scikit-learn, objects with
+                update(outputs, targets), compute and reset, as in torchmetrics, or `Probabilities`.
+            monitor: the metric that decides on the best model, `patience` and `ReduceLROnPlateau`: one of `metrics`, or
+                one of Fedveil's; by default accuracy, otherwise the loss or the mean squared error.
+            mode: whether "min" or "max" of the metric is best; required for metrics that Fedveil does not know.
             folder: where to write the run: settings, records, status, report page, checkpoints and, at the end, the
                 last and the best model (`fedveil.load_model`). A checkpoint is written after each evaluation (without
                 test data, at the same interval), at least once a minute, and at the end. After an exception or an
@@ -301,32 +316,30 @@ class Server(StoredServer):
                 round, for privacy accounting.
             patience: stop after this number of evaluations without improvement.
             on_round: a function that is called with each round's record, or a list of functions.
+            verbose: whether to show a progress bar; by default in a terminal or a notebook.
             details: what the report page says that the server does not know.
 
         Returns:
             The history: one record per round, with metrics if the model was evaluated.
         """
-        home, callbacks = None if folder is None else Path(folder), list_callbacks(on_round)
-        for name, count in (("epochs", epochs), ("rounds", rounds)):
-            check_count("fit", name, 0 if count is None else count, 0)
-        if epochs is None and rounds is None:
-            rounds = self.defence.planned_rounds
+        home, callbacks = None if folder is None else Path(folder), fitting.list_callbacks(on_round)
+        last = fitting.choose_last_round(self, epochs, rounds)
         for name, interval, least in (("evaluate_every", evaluate_every, 1), ("checkpoint_every", checkpoint_every, 0)):
             if interval is not None:
                 check_count("fit", name, interval, least, f"set {name} to a number of rounds")
-        held_out = None if test is None else self._read_test(test)
-        check_monitor(self.schedule, held_out, patience)
+        given = {VALIDATION_DATA: validation, TEST: test}
+        held_out = {who: None if own is None else self._read_held_out(who, own) for who, own in given.items()}
+        evaluation = MetricChoices(metrics or {}, monitor, mode, patience, track_test).plan(self, *held_out.values())
         if resume and home is None:
             raise BadArgument("fit", "resume=True needs the folder of the run", "pass folder= as well")
-        last = rounds if rounds is not None else (1 if epochs is None else epochs) * self.rounds_per_epoch
-        self._warn_if_done(last, rounds is None)
         every = evaluate_every or self.rounds_per_epoch
-        plan = FitPlan(last, every, held_out, patience, callbacks, home, checkpoint_every or 0, self.defence.durable)
-        with self._alone, lock_folder(home) if home else contextlib.nullcontext():
+        plan = FitPlan(last, every, evaluation, patience, callbacks, home, checkpoint_every or 0, self.defence.durable)
+        self.monitor = evaluation.monitor if evaluation else None
+        with self._alone, lock_folder(home) if home else contextlib.nullcontext(), plan.show_progress(verbose):
             self._undo()
             if home is not None:
                 self._open(home, resume)
-            with follow(self, plan, details), self._saving(home) if home else contextlib.nullcontext():
+            with fitting.follow(self, plan, details), self._saving(home) if home else contextlib.nullcontext():
                 self._train(plan)
         return self.history
 
@@ -334,16 +347,17 @@ class Server(StoredServer):
         """Complete an evaluation that was interrupted, then train up to the plan's last round."""
         records = self.history.records
         started = time.perf_counter() - (records[-1].seconds if records else 0.0)  # a resumed run's clock continues
-        if plan.test is not None and records and records[-1].evaluated is False:
+        if plan.evaluation is not None and records and records[-1].evaluated is False:
             self._complete(plan, started)
-        while self.round < plan.last and not has_stalled(self.history, plan.patience) and self._has_budget():
+        while self.round < plan.last and not plan.has_stalled(records) and self._has_budget():
             rate = float(self.optimizer.param_groups[0]["lr"])
             result = self._exchange()
             if self._undoable:
                 self._before = Snapshot(self)
             self._advance(result)
             epoch, seconds = self.round / self.rounds_per_epoch, time.perf_counter() - started
-            evaluated = False if plan.test is not None and plan.ends_interval(self.round) else None  # False means due
+            due = plan.ends_interval(self.round) or not self.defence_server.has_budget
+            evaluated = False if plan.evaluation is not None and due else None  # False means due
             record = RoundRecord(self.round, epoch, result.error, rate, seconds, evaluated)
             records.append(dataclasses.replace(record, figures=result.figures, notes=result.notes))
             self._complete(plan, started)
@@ -351,38 +365,32 @@ class Server(StoredServer):
     def _complete(self, plan: FitPlan, started: float) -> None:
         """Evaluate the model and write a checkpoint if they are due, then call the callbacks."""
         records = self.history.records
-        if plan.test is not None and records[-1].evaluated is False:
-            records[-1] = self._evaluate(plan.test, records[-1], started)
+        if plan.evaluation is not None and records[-1].evaluated is False:
+            records[-1] = self._evaluate(plan, plan.evaluation, records[-1], started)
         self._before = None
-        if plan.folder is not None and (plan.saves(self.round) or has_stalled(self.history, plan.patience)):
+        if plan.folder is not None and (plan.saves(self.round) or plan.has_stalled(records)):
             self.save(plan.folder)  # before the callbacks, so that the round counts whatever they do
             plan.saved = time.monotonic()
         for call in plan.callbacks:
             call(records[-1])
 
-    def _read_test(self, test: UserRecords) -> Source:
-        """Check test data against the model and the loss; return them as a source."""
-        return read_held_out(test, self.model, self.loss, self.dtype)
+    def _read_held_out(self, owner: str, records: UserRecords) -> HeldOut:
+        """Check held-out records against the model and the loss."""
+        return read_held_out(owner, records, self.model, self.loss, self.dtype)
 
-    def _warn_if_done(self, last: int, in_epochs: bool) -> None:
-        """Warn if a call to `fit` trains nothing because it counts from the start of the run."""
-        if 0 < last <= self.round:
-            unit, more = ("epochs", self.round // self.rounds_per_epoch) if in_epochs else ("rounds", self.round)
-            what = f"{unit} are counted from the start of the run, and round {self.round} is already complete"
-            LOG.warning("fedveil: fit trains nothing: %s; use fit(%s=%d) to continue training", what, unit, more + 1)
-
-    def _evaluate(self, test: Source, record: RoundRecord, started: float) -> RoundRecord:
-        """Return the record with the metrics on the test data; update the best model and a plateau schedule."""
-        outputs, targets = predict_source(self.model, test)
-        with attribute_targets(test.owner):
-            found = metrics(outputs, targets, self.loss, axis=head_axis(self.model))
-        value = found[name := deciding_metric(found)]
-        if math.isnan(value):
-            raise self._divergence(f"{name} is NaN, although the test data are finite", LOWER)
+    def _evaluate(self, plan: FitPlan, evaluation: Evaluation, record: RoundRecord, started: float) -> RoundRecord:
+        """Return the record with the metrics that are due; update the best model and a plateau schedule."""
+        found, monitor = evaluation.measure(self), evaluation.monitor
+        value = found[monitor.name]
+        if math.isnan(value) and monitor.name in PRIMARY:
+            raise self._divergence(f"{monitor.name} is NaN, although the held-out data are finite", LOWER)
         if self._undoable:
             self._before = Snapshot(self)  # the round is complete, but its evaluation is not
-        if better(name, value, self.best[0] if self.best else None):
-            self.best = value, {key: tensor.detach().clone() for key, tensor in self.model.state_dict().items()}
+        self._keep_if_best(monitor, value)
         if isinstance(self.schedule, ReduceLROnPlateau):
-            self.schedule.step(plateau_value(self.schedule, found))
-        return dataclasses.replace(record, metrics=found, evaluated=True, seconds=time.perf_counter() - started)
+            self.schedule.step(plateau_value(self.schedule, found, monitor))
+        measured = {monitor.prefix + name: metric for name, metric in found.items()}
+        record = dataclasses.replace(record, metrics=measured, evaluated=True)
+        stops = plan.has_stalled([*self.history.records[:-1], record]) or not self.defence_server.has_budget
+        measured |= evaluation.measure_test(self, self.round >= plan.last or stops)
+        return dataclasses.replace(record, seconds=time.perf_counter() - started)

@@ -24,6 +24,7 @@ from fedveil.errors import BadArgument, Diverged
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import StateTag
 from fedveil.federation.history import History, RoundRecord
+from fedveil.federation.stopping import Monitor
 from fedveil.locks import lock_folder
 from fedveil.plain_json import parse_json
 from fedveil.records.shards import MemoryShards, Shards
@@ -32,6 +33,7 @@ from fedveil.scheme.recover import find_non_finite, select_floats
 from fedveil.signals import handle
 
 if TYPE_CHECKING:
+    from fedveil.federation.results import RunSummary
     from fedveil.federation.server import Server
 
 LOG = logging.getLogger("fedveil")
@@ -54,6 +56,7 @@ class CheckpointState(TypedDict):
     schedule: StateDict | None
     defence: State
     best: tuple[float, dict[str, Tensor]] | None
+    best_by: NotRequired[str | None]
     setting: dict[str, object]
     records: str  # JSON, because torch is slow to pickle long lists
     private: NotRequired[list[int]]  # clients in this process that have a private state
@@ -84,7 +87,8 @@ class Snapshot:
 
     def __init__(self, server: "StoredServer") -> None:
         self.begun = False  # whether restoring has begun
-        self.round, self._best, self.records = server.round, server.best, list(server.history.records)
+        self.round, self.records = server.round, list(server.history.records)
+        self._best, self._best_by = server.best, server.best_by
         changing = [value for value in server.model.parameters() if value.requires_grad]
         self._tensors = [(value, value.detach().clone()) for value in (*changing, *server.model.buffers())]
         self._optimizer = _copy_state(server.optimizer.state_dict())
@@ -99,7 +103,7 @@ class Snapshot:
         server.optimizer.load_state_dict(_copy_state(self._optimizer))
         if server.schedule and self._schedule is not None:
             server.schedule.load_state_dict(_copy_state(self._schedule))
-        server.round, server.best = self.round, self._best
+        server.round, server.best, server.best_by = self.round, self._best, self._best_by
         server.history.records[:] = self.records
 
 
@@ -131,8 +135,11 @@ class StoredServer(ABC):
     clip_norm: float | None
     round: int
     best: tuple[float, dict[str, Tensor]] | None
+    best_by: str | None  # the metric and mode that chose the best model; None if unknown
     history: History
     planned: int  # number of the last round that `fit` will run; 0 before the first call
+    monitor: Monitor | None  # the monitored metric of the last call to fit
+    summary: "RunSummary | None"  # of the last call to fit with a folder
     stopped: str | None  # why training ended early
     changed: list[str]  # settings that differ from those of the resumed run
     _alone: AbstractContextManager[None]  # raises in a second thread
@@ -150,6 +157,15 @@ class StoredServer(ABC):
             LOG.warning("fedveil: training stops %s", self.stopped)
         return self.defence_server.has_budget
 
+    def _keep_if_best(self, monitor: Monitor, value: float) -> None:
+        """Copy the model's values if they are the best so far, or the first chosen by this metric."""
+        if self.best_by not in (None, str(monitor)) and self.best is not None:
+            LOG.warning("fedveil: from now on, %s chooses the best model, not %s", monitor, self.best_by)
+            self.best = None
+        self.best_by = str(monitor)
+        if monitor.improves(value, self.best[0] if self.best else None):
+            self.best = value, {key: tensor.detach().clone() for key, tensor in self.model.state_dict().items()}
+
     def state(self) -> CheckpointState:
         """Return the content of a checkpoint."""
         return {
@@ -159,6 +175,7 @@ class StoredServer(ABC):
             "schedule": self.schedule.state_dict() if self.schedule else None,
             "defence": {"name": self.defence.name, **self.defence_server.state()},
             "best": self.best,
+            "best_by": self.best_by,
             "setting": dict(self.setting()),
             "records": json.dumps([asdict(record) for record in self.history.records]),
         }
@@ -269,7 +286,7 @@ class StoredServer(ABC):
             self.schedule.load_state_dict(state["schedule"])
         self.defence_server.restore(state["defence"])
         self._restore_clients(private)
-        self.round, self.best = state["round"], state["best"]
+        self.round, self.best, self.best_by = state["round"], state["best"], state.get("best_by")
         records = [RoundRecord(**record) for record in parse_json(str(folder), state["records"])]
         self.history.records[:] = records
 

@@ -4,6 +4,7 @@ import copy
 import linecache
 import logging
 import re
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
 from fedveil.graph.outputs import return_predictions
 
 SAMPLES = 2  # batch size of the example: torch.export treats 1 as a special case, and BatchNorm needs at least 2
+EXPORTING = threading.RLock()  # two threads would each restore what the other has set for the process
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,14 @@ def check_example(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> I
 @contextmanager
 def silence_torch() -> Iterator[None]:
     """Suppress log messages and warnings from torch.export (failures, recurrent layers, deprecations)."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(before)
+    with EXPORTING:
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                yield
+        finally:
+            logging.disable(before)
 
 
 def export(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> ModelGraph:

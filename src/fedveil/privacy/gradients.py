@@ -141,7 +141,8 @@ def refuse_coupling(loss: Loss) -> None:
     """Refuse a loss that does not have a separate gradient for each record."""
     if loss.couples:
         what = f"{loss.name} compares records of a batch with one another, so single records have no gradient"
-        raise BadArgument("privacy", what, "use a loss with one value per record, such as cross_entropy")
+        fix = "use a loss with one value per record, such as cross_entropy, or fedveil.CrossEntropy(weight=...)"
+        raise BadArgument("privacy", what, fix)
 
 
 def summation_error(records: int, clip: float) -> float:

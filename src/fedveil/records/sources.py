@@ -8,7 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.dataloader import default_collate
 
 from fedveil.errors import BadArgument
@@ -30,6 +38,11 @@ UserRecords: TypeAlias = tuple[object, object] | Mapping[str, object] | Dataset[
 FORMS = "(inputs, targets) of tensors, NumPy arrays or pandas frames, a Dataset of (input, target), or a DataLoader"
 PLAIN = bool | int | float | str | None  # types of constants that inputs may contain
 ITEMS = '(input, target), (input, input, ..., target), or dicts with "labels"'
+SUBSET = "use a DataLoader over torch.utils.data.Subset(dataset, indices)"
+WEIGHTED = (
+    "give rare classes more weight in the loss, as the sampler does on average: loss=fedveil.CrossEntropy(weight=w) "
+)
+WEIGHTED += "with one factor per class; or draw once: DataLoader(torch.utils.data.Subset(dataset, list(sampler)))"
 LABELS = ("labels", "label", "label_ids")  # the names of targets in a dict, as in Hugging Face datasets
 
 
@@ -238,7 +251,7 @@ def _check_loader(owner: str, loader: DataLoader[object], size: int) -> None:
     if loader.batch_size is None or not (shuffles or type(sampler) is SequentialSampler):
         kind = type(sampler if loader.batch_size else loader.batch_sampler or sampler).__name__
         what = f"the DataLoader chooses its records with a {kind}, which would be ignored"
-        raise BadArgument(owner, what, "use a DataLoader over torch.utils.data.Subset(dataset, indices)")
+        raise BadArgument(owner, what, WEIGHTED if isinstance(sampler, WeightedRandomSampler) else SUBSET)
 
 
 def choose_batch_size(clients: Sequence[object], batch_size: int | None, default: int) -> int:

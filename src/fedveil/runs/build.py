@@ -16,11 +16,13 @@ from fedveil import data as datasets
 from fedveil import models
 from fedveil.data import Data, DataPart, split
 from fedveil.data.catalogue import Scaling, Task
+from fedveil.data.splits import hold_out
 from fedveil.defences import registry
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
+from fedveil.federation.stopping import MODES
 from fedveil.federation.targets import is_binary
 from fedveil.files import require_memory
 from fedveil.lookup import import_object
@@ -63,6 +65,7 @@ def load_data(config: Config) -> Data:
         "alpha",
         "column",
         "scaling",
+        "validation",
     }  # the other keys are options of the data set
     options = settings.model_dump(exclude=sharing, exclude_defaults=True)
     if ":" in settings.name:
@@ -79,9 +82,21 @@ def load_data(config: Config) -> Data:
         found = datasets.load(settings.name, **options)
         if has_privacy(config) and settings.name in SCALED.split():
             found = replace(found, notes=(*found.notes, NOTES[scaling]))
-    if settings.labels is None:
+    if settings.labels is not None:
+        found = datasets.keep_labels(found, datasets.parse_labels(settings.labels, len(found.classes)))
+    return _set_validation(config, found)
+
+
+def _set_validation(config: Config, data: Data) -> Data:
+    """Return the data with the validation records that a configuration asks for."""
+    share = config.data.validation
+    if share == "own" and data.validation is None:
+        what = f"{data.name!r} has no validation records of its own"
+        raise BadArgument("--validation own", what, "pass a fraction of the training records: --validation 0.1")
+    found = hold_out(data, share) if isinstance(share, float) else data
+    if share is None or not has_privacy(config):
         return found
-    return datasets.keep_labels(found, datasets.parse_labels(settings.labels, len(found.classes)))
+    return replace(found, notes=(*found.notes, "epsilon does not cover the validation records"))
 
 
 def choose_scaling(config: Config) -> Scaling:
@@ -151,15 +166,16 @@ def load_factory(spec: str) -> nn.Module:
 def load_own_data(spec: str) -> Data:
     """Return the data that `package.module:factory` loads: a `fedveil.data.Data`, or training and test records.
 
-    Each of the two is (inputs, targets) as tensors, arrays or data frames, a Dataset, or a DataLoader; see
-    `fedveil.data.from_records`.
+    Validation records may follow. Each part is (inputs, targets) as tensors, arrays or data frames, a Dataset, or a
+    DataLoader; see `fedveil.data.from_records`.
     """
     found = _call_factory(spec, "data", "fedveil train --data my_package.data:load --model my_package.models:net", Data)
     if isinstance(found, Data):
         return found
-    if isinstance(found, tuple | list) and len(found) == 2:
-        return datasets.from_records(spec, found[0], found[1])
-    fix = "return (train, test), each (inputs, targets), a Dataset or a DataLoader; or return fedveil.data.Data"
+    if isinstance(found, tuple | list) and len(found) in (2, 3):
+        return datasets.from_records(spec, *found[:2], validation=found[2] if len(found) == 3 else None)
+    fix = "return (train, test) or (train, test, validation), each (inputs, targets), a Dataset or a DataLoader; "
+    fix += "or return fedveil.data.Data"
     raise BadArgument(spec, f"returned {type(found).__name__}, not data", fix)
 
 
@@ -268,7 +284,8 @@ def build_schedule(
     if settings.schedule == "constant":
         return None
     if settings.schedule == "plateau":
-        return ReduceLROnPlateau
+        rises = (settings.mode or MODES.get(settings.monitor or "", "min")) == "max"
+        return partial(ReduceLROnPlateau, mode="max" if rises else "min")
     steps = settings.epochs * (rounds_per_epoch if settings.schedule_every == "round" else 1)
     return partial(CosineAnnealingLR, T_max=steps)
 

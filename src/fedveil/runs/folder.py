@@ -15,8 +15,9 @@ from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import BEST, MODEL
 from fedveil.federation.fitting import Callback
 from fedveil.federation.local import Federation
-from fedveil.federation.results import RunDetails, RunSummary, is_repeatable, read_rounds, summarise
+from fedveil.federation.results import RunDetails, RunSummary, is_repeatable, read_rounds
 from fedveil.federation.state import RECORDS, Folder
+from fedveil.federation.user_metrics import Metric
 from fedveil.files import write_atomically
 from fedveil.locks import lock_folder
 from fedveil.plain_json import SCHEMA, check_schema, read_json
@@ -215,6 +216,7 @@ def train(
                 what = "the data have changed since this run was trained on them"
                 raise BadArgument(str(home), what, "restore the data, or start a run with another --out")
         _write_config(home, config, data)
+        chosen = data.validation if config.data.validation is not None else None
         details = RunDetails(
             f"{data.name}, {config.model.name}",
             config.flat(),
@@ -225,13 +227,28 @@ def train(
         federation.fit(
             config.training.epochs,
             test=(data.test.inputs, data.test.targets),
+            validation=(chosen.inputs, chosen.targets) if chosen else None,
+            metrics=metrics_of(data),
             folder=home,
             checkpoint_every=config.training.checkpoint_every,
             patience=config.training.patience,
+            track_test=config.training.track_test,
+            monitor=config.training.monitor,
+            mode=config.training.mode,
             on_round=on_round,
             details=details,
+            verbose=False,
         )
-    return summarise(federation, home, details, config.training.patience)
+    assert federation.summary is not None
+    return federation.summary
+
+
+def metrics_of(data: Data) -> dict[str, Metric]:
+    """Return the mean absolute error in the original units if the target is standardised."""
+    if data.target_scale is None:
+        return {}
+    scale = data.target_scale[1]
+    return {"mae": lambda targets, predictions: (targets - predictions).double().abs().mean() * scale}
 
 
 def _write_config(folder: Path, config: Config, data: Data) -> None:

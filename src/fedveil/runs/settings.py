@@ -22,6 +22,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 LossName = Literal[
     "absolute_error", "binary_cross_entropy", "cross_entropy", "hinge", "huber", "log_cosh", "poisson", "squared_error"
 ]
+MetricName = Literal["accuracy", "auc", "balanced_accuracy", "f1", "loss", "mae", "mse", "r2"]
 Aggregator = Literal[
     "mean", "median", "trimmed-mean", "geometric-median", "centred-clipping", "clipped-mean", "krum", "multi-krum"
 ]
@@ -63,9 +64,7 @@ class NamedSettings(Settings):
 class DataSettings(NamedSettings):
     """The records, and how they are divided among clients."""
 
-    data: str = _key(
-        "digits", "data set (see fedveil data list), or a package.module:factory that returns training and test records"
-    )
+    data: str = _key("digits", "data set (see fedveil data list), or package.module:factory")
     path: str | None = _key(None, "file or folder to read; by default in FEDVEIL_DATA", f"bank csv {IMAGES}")
     train_size: Positive | None = _key(None, "number of training records; by default all", SIZED)
     test_size: Positive | None = _key(None, "number of test records; by default all", SIZED)
@@ -82,6 +81,9 @@ class DataSettings(NamedSettings):
     test_share: Between | None = _key(
         None, "fraction of the records to test on, unless they are already divided; by default 0.2", "csv images"
     )
+    validation: Literal["own"] | Between | None = _key(
+        None, "fraction of the training records to validate on, or own (the data set's)"
+    )
     scaling: Literal["records", "public"] | None = _key(
         None, "standardise with the training records, or with constants; by default public with privacy", SCALED
     )
@@ -96,7 +98,7 @@ class DataSettings(NamedSettings):
 class ModelSettings(NamedSettings):
     """The network."""
 
-    model: str = _key("mlp", "mlp, cnn, lenet, resnet8 to resnet56, or package.module:factory")
+    model: str = _key("mlp", "mlp, cnn, lenet, resnet8-56, or package.module:factory")
     layers: Positive = _key(3, "number of hidden layers", "mlp")
     hidden: Positive = _key(50, "number of units per hidden layer", "mlp")
     bias: bool = _key(True, "add a bias to each layer", "mlp")
@@ -157,17 +159,20 @@ class TrainingSettings(Settings):
     momentum: BelowOne = _key(0.9, "for sgd: momentum; with local_epochs, by default 0", rare=True)
     weight_decay: NonNegative = _key(0.0, "weight decay", rare=True)
     schedule: Literal["constant", "cosine", "plateau"] = _key(
-        "constant", "learning-rate schedule; plateau divides the rate by 10 after 10 evaluations without improvement"
+        "constant", "learning-rate schedule (plateau: of the monitored metric)"
     )
     schedule_every: Literal["epoch", "round"] = _key("epoch", "how often a cosine schedule changes the rate", rare=True)
     clip_norm: AboveZero | None = _key(None, "clip the gradient to this norm; by default, do not clip")
     epochs: Positive = _key(20, "number of passes over the records of the largest client")
     patience: Positive | None = _key(None, "stop after this number of evaluations without improvement")
+    monitor: MetricName | None = _key(None, "metric that chooses the best model; by default accuracy, loss or mse")
+    mode: Literal["min", "max"] | None = _key(None, "whether the smallest or largest value is best", rare=True)
+    track_test: bool = _key(False, "with validation, also evaluate the test records after each epoch", rare=True)
     batch_size: Positive = _key(32, "number of records that each client uses per round")
     whole_shard: bool = _key(False, "use all of a client's records in every round")
     participation: Fraction = _key(1.0, "fraction of the clients that take part in each round")
     fuse: bool = _key(True, "compute all clients' gradients in one pass if samples are independent", rare=True)
-    seed: int = _key(0, "seed for the initial model, the order of records and the choice of clients")
+    seed: int = _key(0, "seed for the initial model, the order of records and clients")
     device: str = _key("cpu", "device to compute on: cpu, cuda, cuda:1 ...")
     checkpoint_every: Annotated[int, Field(ge=0)] = _key(
         0, "number of rounds between checkpoints; 0 for one per epoch", rare=True
@@ -317,6 +322,10 @@ def _check_together(config: Config, where: str) -> None:
         if changed:
             fix = "add --epsilon 3"
             raise BadArgument(where, f"{changed[0]} has no effect without epsilon or noise", fix)
+    if training.mode and not training.monitor:
+        raise BadArgument(where, "mode has no effect without monitor", "add --monitor accuracy")
+    if training.track_test and config.data.validation is None:
+        raise BadArgument(where, "track_test has no effect without validation", "add --validation 0.1")
     if training.label_smoothing and training.loss not in (None, "cross_entropy"):
         raise BadArgument(where, f"label_smoothing does not apply to {training.loss}", "leave it out")
 

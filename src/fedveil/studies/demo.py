@@ -96,7 +96,8 @@ class TrainDigits:
         """Train, and measure the models that a client can obtain."""
         data, epochs = load_data(self.config), self.config.training.epochs
         run = build_federation(self.config, data)
-        run.fit(epochs, test=(data.test.inputs, data.test.targets), on_round=round_progress(epochs, progress))
+        test, on_round = (data.test.inputs, data.test.targets), round_progress(epochs, progress)
+        run.fit(epochs, test=test, on_round=on_round, verbose=False)
         records = list(run.history.records)
         seconds = records[-1].seconds - records[0].seconds
         found = DemoRun(records, seconds, list(data.classes))
@@ -104,9 +105,9 @@ class TrainDigits:
             return found
         views = {name: copy.deepcopy(view) for name, view in client_models(run).items()}  # `observe` changes the model
         views[f"two broadcasts{NO_DATA}"] = remove_noise(observe(run, rounds=2)).model
-        test = as_source("test data", (data.test.inputs, data.test.targets))
-        accuracies = {name: metrics["accuracy"] for name, metrics in scores(views, test).items()}
-        matrices = confusions(views, test, data.outputs)
+        source = as_source("test data", test)
+        accuracies = {name: metrics["accuracy"] for name, metrics in scores(views, source).items()}
+        matrices = confusions(views, source, data.outputs)
         return dataclasses.replace(found, views=accuracies, matrices=matrices, errors=recovery_errors(run))
 
 

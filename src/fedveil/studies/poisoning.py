@@ -147,7 +147,7 @@ def train_rounds(federation: Federation, data: Data, rounds: int, hostile: int) 
     """Train for the given number of rounds; if the run ends early, return the reason in the outcome."""
     ended = ""
     try:
-        federation.fit(rounds=rounds, test=(data.test.inputs, data.test.targets), evaluate_every=rounds)
+        federation.fit(rounds=rounds, test=(data.test.inputs, data.test.targets), evaluate_every=rounds, verbose=False)
     except (Diverged, TooFewAnswers) as error:
         ended = f"{error.where}: {error.what}"
     faults = [fault for record in federation.history.records for fault in map(str, record.notes.get("faults", []))]

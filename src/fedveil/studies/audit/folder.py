@@ -108,7 +108,8 @@ def open_described(folder: Path, given: GivenParts, progress: Progress) -> Opene
     parts = [DataPart(*made.shards.records(client)) for client in range(len(clients))]
     trained = recipe.build(model, parts, made.defence, _optimizer(folder, description, given), description.seed)
     last = len(rates)
-    trained.fit(rounds=last, on_round=lambda record: progress(record.round / last, f"simulation, round {record.round}"))
+    show = lambda record: progress(record.round / last, f"simulation, round {record.round}")  # noqa: E731
+    trained.fit(rounds=last, on_round=show, verbose=False)
     return OpenedRun(replace(recipe, federation=trained), test, description, tuple(notes))
 
 

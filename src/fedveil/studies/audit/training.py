@@ -100,6 +100,7 @@ class TrainingRecipe:
         made.fit(
             rounds=rounds,
             on_round=lambda record: progress(record.round / rounds, f"training, round {record.round}/{rounds}"),
+            verbose=False,
         )
         return made
 

@@ -149,7 +149,7 @@ class TrainShadow:
         how = "iid" if config.data.split == "column" else config.data.split
         own = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
         federation = build_federation(own, Data(data.name, pool.take(inside), data.test, classes=data.classes))
-        federation.fit(own.training.epochs, on_round=round_progress(own.training.epochs, progress))
+        federation.fit(own.training.epochs, on_round=round_progress(own.training.epochs, progress), verbose=False)
         return Shadow(own.training.seed, write_shadow(federation, pool, inside, path))
 
 
