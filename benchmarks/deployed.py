@@ -38,7 +38,7 @@ from fedveil.studies.gradients import run as reconstruction
 from fedveil.studies.gradients.server import OWN, ServerOptions, attack_view, images_and_model, nearest
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, run_jobs
 from fedveil.studies.membership import attacks as membership
-from fedveil.studies.presentation import percent, text
+from fedveil.studies.study import percent, text
 
 SCALES: Mapping[str, Mapping[str, Value]] = {
     "digits": {"data": "digits", "train_size": 500, "epochs": 150, "loss": "squared_error", "clients": 2},

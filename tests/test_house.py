@@ -14,7 +14,7 @@ import fedveil
 from fedveil.models import mlp
 
 SOURCE = Path(fedveil.__file__).parent
-EVERYONE = {"checks", "errors", "files", "locks", "lookup", "plain_json", "progress", "signals", "wire"}
+EVERYONE = {"checks", "errors", "files", "lookup", "plain_json", "progress", "signals", "wire"}
 LEAVES = ("data", "models", "records", "report")
 CORE = {"graph", "scheme", "privacy", "defences", "federation"}
 BELOW = {

@@ -6,7 +6,7 @@ from typing import ClassVar
 from fedveil.defences import Plain
 from fedveil.studies.attack import AttackStudy, option
 from fedveil.studies.jobs import Result
-from fedveil.studies.presentation import Presentation
+from fedveil.studies.study import Presentation
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from torch import nn
 
 from fedveil import Entropy, cli, errors
 from fedveil.defences import DBCL, PPDL, Plain, Private, Samples, Veil
-from fedveil.defences.clipping import clip_vector
 from fedveil.defences.plain import PlainRound, PlainUpdate, average
 from fedveil.defences.private import ClientPrivateRound, find_moving_tensors
 from fedveil.federation import Federation
 from fedveil.models import cnn, resnet
 from fedveil.privacy.accounting import epsilon
+from fedveil.privacy.mechanism import clip_vector
 from fedveil.records.shards import generator
 from fedveil.runs.build import build_defence
 from fedveil.runs.settings import configure

@@ -14,14 +14,13 @@ from tests.small import SMALL, federation
 from fedveil.cli import main
 from fedveil.defences.plain import PlainRound
 from fedveil.errors import BadArgument
-from fedveil.files import write_atomically
-from fedveil.locks import lock_folder
+from fedveil.files import lock_folder, write_atomically
 from fedveil.runs.folder import train
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from fedveil.locks import lock_folder
+from fedveil.files import lock_folder
 with lock_folder(Path(sys.argv[2])):
     print("held", flush=True)
     time.sleep(60)

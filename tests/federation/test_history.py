@@ -2,6 +2,7 @@
 
 import sys
 
+import matplotlib
 import pytest
 
 from fedveil.errors import BadArgument
@@ -37,7 +38,6 @@ def test_a_history_is_short_in_a_notebook():
 
 
 def test_a_plot_has_the_curves_of_the_main_metric():
-    matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     records = [RoundRecord(n, n, 0.0, 0.1, 1.0, True, {"validation_mse": 1 / n, "mae": n}) for n in (1, 2, 3)]
     records[-1].metrics["mse"] = 2.0
@@ -51,7 +51,7 @@ def test_a_plot_has_the_curves_of_the_main_metric():
 
 def test_a_plot_without_matplotlib_is_refused_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(BadArgument, match=r"(?s)matplotlib is not installed.*pip install matplotlib"):
+    with pytest.raises(BadArgument, match=r"(?s)matplotlib is not installed.*pip install 'fedveil\[plots\]'"):
         History([SECOND]).plot()
 
 

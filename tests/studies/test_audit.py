@@ -41,7 +41,7 @@ from fedveil.studies.jobs import Failure
 from fedveil.studies.membership.attacks import AttackScores, RecordAttacks, ShadowAttacks, divide_records, shadow_file
 from fedveil.studies.study import gather, publish
 
-MAX_MODULES = 130  # lower it with every import that becomes unnecessary
+MAX_MODULES = 125  # lower it with every import that becomes unnecessary
 
 
 @pytest.mark.slow

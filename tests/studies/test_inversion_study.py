@@ -19,7 +19,7 @@ from fedveil.studies.inversion import results
 from fedveil.studies.inversion.evaluator import distances, make_judge, outputs_and_features, per_class, train_judge
 from fedveil.studies.inversion.results import Counts, Inversion, InversionFigures, SuccessRate, judge_attackers
 from fedveil.studies.inversion.run import data_config, first_images, public_images
-from fedveil.studies.presentation import encode_image
+from fedveil.studies.study import encode_image
 from fedveil.studies.verdicts import Label
 
 SMALL = dict(codes=4, broadcasts=2, steps=5, restarts=1, pixel_steps=5, gan_epochs=1, judge_epochs=2, judge_width=8)

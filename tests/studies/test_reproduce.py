@@ -147,6 +147,15 @@ def test_a_failed_cell_is_shown_as_failed(tmp_path):
     assert found["veil", "10"].startswith("failed: ")
 
 
+def test_results_of_another_scale_are_not_overwritten(tmp_path):
+    kept = (COMMITTED / "fig4.json").read_bytes()
+    (tmp_path / "fig4.json").write_bytes(kept)
+    with pytest.raises(BadArgument, match="--scale cpu"):
+        reproduce(["table1"], "quick", tmp_path)
+    assert (tmp_path / "fig4.json").read_bytes() == kept
+    assert not (tmp_path / "work").exists()
+
+
 def test_missing_data_and_unknown_names_and_scales_are_refused_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path / "none"))
     with pytest.raises(BadArgument, match="bank"):

@@ -27,7 +27,7 @@ from fedveil.defences.interface import AnyDefence
 from fedveil.defences.registry import add_privacy
 from fedveil.errors import BadArgument
 from fedveil.federation.local import BATCH_SIZE, Federation
-from fedveil.federation.optimise import Optimizer
+from fedveil.federation.prepare import Optimizer
 from fedveil.federation.targets import default_loss, one_output, target_maker
 from fedveil.privacy.measure import MeasuredEpsilon, measure
 from fedveil.records.inputs import Inputs, map_tensors

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 if TYPE_CHECKING:
     from fedveil.federation.history import RoundRecord
-    from fedveil.studies.presentation import Presentation
+    from fedveil.studies.study import Presentation
 
 Show = Callable[[str, float, str], None]
 

@@ -17,14 +17,13 @@ from fedveil.cli.parser import HELP, FederationCommand, Json, Switch, parse_comm
 from fedveil.cli.show import print_progress, print_result
 from fedveil.defences import registry
 from fedveil.errors import BadArgument
-from fedveil.locks import lock_folder
+from fedveil.files import lock_folder
 from fedveil.runs.settings import CODE, SECTION_OF, Config, Value, configure, format_flags
 
 if TYPE_CHECKING:
     from fedveil.studies.attack import AttackStudy
     from fedveil.studies.paper.plan import ExhibitPlan
-    from fedveil.studies.presentation import Presentation
-    from fedveil.studies.study import Study
+    from fedveil.studies.study import Presentation, Study
 
 S = TypeVar("S")
 DEFENCES = "all, or a comma-separated list of plain, veil, ppdl, dbcl, spn, installed defences and package.module:Class"

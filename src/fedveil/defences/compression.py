@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.checks import check_fraction
-from fedveil.defences.clipping import split_vector
-from fedveil.defences.encoding import count_bytes, trainable_tensors
+from fedveil.defences.encoding import count_bytes, split_vector, trainable_tensors
 from fedveil.defences.interface import State, StateValue, read_state
 from fedveil.defences.plain import AnyPlainRound, Plain, PlainClient, PlainCodec, PlainServer, PlainUpdate
 from fedveil.defences.ppdl import PPDLCodec, select_largest

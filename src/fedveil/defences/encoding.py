@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from fedveil.errors import ModelMismatch
@@ -75,3 +76,9 @@ def unpack_model(model: nn.Module, values: Values, tensors: Tensors) -> nn.Modul
 def copy_buffers(model: nn.Module) -> Tensors:
     """Return copies of a model's buffers, which a forward pass may change."""
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def split_vector(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Split a vector into tensors with the names, shapes and dtypes of `like`."""
+    pieces = torch.split(flat, [g.numel() for g in like.values()])
+    return {name: piece.view(g.shape).to(g.dtype) for (name, g), piece in zip(like.items(), pieces, strict=True)}

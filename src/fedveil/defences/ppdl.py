@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.checks import check_choice, check_fraction, check_range, is_number
-from fedveil.defences.clipping import split_vector
-from fedveil.defences.encoding import count_bytes, trainable_tensors
+from fedveil.defences.encoding import count_bytes, split_vector, trainable_tensors
 from fedveil.defences.interface import LocalTraining, State, StateValue, read_state
 from fedveil.defences.plain import AnyPlainRound, Plain, PlainClient, PlainCodec, PlainRound, PlainServer, PlainUpdate
 from fedveil.errors import BadArgument

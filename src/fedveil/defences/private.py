@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.checks import check_range
-from fedveil.defences.clipping import clip_vector, split_vector
-from fedveil.defences.encoding import copy_buffers
+from fedveil.defences.encoding import copy_buffers, split_vector
 from fedveil.defences.interface import (
     AnyClient,
     AnyDefence,
@@ -25,7 +24,7 @@ from fedveil.defences.interface import (
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.inputs import Inputs, each
 from fedveil.privacy.accounting import Accountant, Members, check_delta, import_library
-from fedveil.privacy.mechanism import add_noise, make_grid, quantise
+from fedveil.privacy.mechanism import add_noise, clip_vector, make_grid, quantise
 from fedveil.scheme import Aggregate, Entropy, Loss
 from fedveil.scheme.outputs import compute_outputs
 from fedveil.wire import Tensors

@@ -129,7 +129,7 @@ class History:
         try:
             from matplotlib import pyplot
         except ImportError as error:
-            raise BadArgument("plot", "matplotlib is not installed", "run pip install matplotlib") from error
+            raise BadArgument("plot", "matplotlib is not installed", "run pip install 'fedveil[plots]'") from error
         main = next((name for name in HEADLINES if {name, VALIDATION + name} & self.names), HEADLINES[0])
         both = [name for name in (VALIDATION + main, main) if name in self.names]
         curves = {name: self.curve(name) for name in names or both or [main]}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil.checks import check_choice, check_count, check_fraction, check_positive
-from fedveil.defences.clipping import split_vector
+from fedveil.defences.encoding import split_vector
 from fedveil.defences.interface import AnyDefence, AnyRound, B, DefenceRound, U
 from fedveil.errors import BadArgument, ExcessiveUpdate, NonFiniteUpdate, UpdateRefused
 from fedveil.federation.aggregators import RULES

@@ -21,15 +21,22 @@ from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import StateTag
 from fedveil.federation.client import compute_update, take_step
 from fedveil.federation.limits import Limits
-from fedveil.federation.optimise import Optimizer, Schedule
-from fedveil.federation.prepare import HeldOut, keep_random_state, make_shards, read_held_out, refuse_single
+from fedveil.federation.prepare import (
+    HeldOut,
+    Optimizer,
+    Schedule,
+    keep_random_state,
+    make_shards,
+    read_held_out,
+    refuse_single,
+)
 from fedveil.federation.protocol import AnyReply, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.federation.state import RECORDS, CheckpointState, Setting, checksum_records
 from fedveil.federation.targets import default_loss, one_output, warn_about_activation
 from fedveil.files import make_folder, remove_partial_files
-from fedveil.graph.compiled import unwrap
+from fedveil.graph.foreign_code import unwrap
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.outputs import Output, choose_output
 from fedveil.records.shards import Shards

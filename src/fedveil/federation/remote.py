@@ -18,14 +18,14 @@ from fedveil.errors import BadArgument
 from fedveil.federation import protocol
 from fedveil.federation.evaluate import move_inputs
 from fedveil.federation.limits import Limits
-from fedveil.federation.optimise import Optimizer, Schedule
+from fedveil.federation.prepare import Optimizer, Schedule
 from fedveil.federation.protocol import AnyReply, Ask, Channels, Fault, Member, Reply, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.federation.sums import FIRST_RECORDS
 from fedveil.graph.build import local_parameters
-from fedveil.graph.compiled import unwrap
 from fedveil.graph.coverage import describe_shares
+from fedveil.graph.foreign_code import unwrap
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.outputs import Output, choose_output, chosen_output, describe_output
 from fedveil.privacy.settings import Privacy

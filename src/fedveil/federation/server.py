@@ -23,15 +23,23 @@ from fedveil.federation.evaluate import PRIMARY
 from fedveil.federation.fitting import Callback, Evaluation, FitPlan, MetricChoices
 from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.limits import Limits, limits_for
-from fedveil.federation.optimise import Optimizer, Schedule, make_optimizer, make_schedule
-from fedveil.federation.prepare import TEST, VALIDATION_DATA, HeldOut, read_held_out
+from fedveil.federation.prepare import (
+    TEST,
+    VALIDATION_DATA,
+    HeldOut,
+    Optimizer,
+    Schedule,
+    make_optimizer,
+    make_schedule,
+    read_held_out,
+)
 from fedveil.federation.protocol import Engine, FaultKind, FaultLog, Member
 from fedveil.federation.rounds import Observer, RoundKind, RoundPolicy
 from fedveil.federation.state import LOWER, SPENT, Folder, Snapshot, StoredServer, find_non_finite_state
 from fedveil.federation.stopping import plateau_value
-from fedveil.graph.compiled import find_original
+from fedveil.files import lock_folder
+from fedveil.graph.foreign_code import find_original
 from fedveil.graph.inputs import Inputs
-from fedveil.locks import lock_folder
 from fedveil.records.shards import generator
 from fedveil.records.sources import UserRecords
 from fedveil.scheme.losses import Function, Loss, find_loss

@@ -25,7 +25,7 @@ from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import StateTag
 from fedveil.federation.history import History, RoundRecord
 from fedveil.federation.stopping import Monitor
-from fedveil.locks import lock_folder
+from fedveil.files import lock_folder
 from fedveil.plain_json import parse_json
 from fedveil.records.shards import MemoryShards, Shards
 from fedveil.scheme.losses import Loss

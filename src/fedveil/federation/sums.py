@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedveil import secagg
-from fedveil.defences.clipping import clip_vector, split_vector
+from fedveil.defences.encoding import split_vector
 from fedveil.defences.interface import AnyClient, AnyDefence, AnyRanges, AnyRound, Ranges, Samples
 from fedveil.defences.registry import find_codec
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.federation.limits import Limits
 from fedveil.federation.targets import one_output
 from fedveil.graph.inputs import Inputs, count, each
+from fedveil.privacy.mechanism import clip_vector
 from fedveil.scheme.result import Aggregate
 from fedveil.secagg import Aborted, Opening
 from fedveil.secagg.fixed import HIGHEST, LARGEST, LOWEST, decode_rows, encode_rows, wrapped_rows

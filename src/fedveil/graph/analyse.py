@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from fedveil.errors import AnalysisError, BadArgument, FedveilError, NothingToVeil, TooLittleCovered
 from fedveil.graph.build import Frozen, build_plan
-from fedveil.graph.compiled import run_eagerly, unwrap
 from fedveil.graph.export import SAMPLES, export, first_line
+from fedveil.graph.foreign_code import refuse_hooks, run_eagerly, unwrap
 from fedveil.graph.head import find_head
-from fedveil.graph.hooks import refuse_hooks
 from fedveil.graph.inputs import Inputs, describe_form
 from fedveil.graph.outputs import Output, choose_output
 from fedveil.graph.plan import ModelState, Plan

@@ -23,8 +23,8 @@ from torch.nn.modules import module as torch_module
 
 from fedveil.errors import ModelMismatch
 from fedveil.graph import coverage
+from fedveil.graph.foreign_code import GLOBAL_HOOK, MODULE_HOOK, TENSOR_HOOK, refuse_hooks
 from fedveil.graph.head import Head
-from fedveil.graph.hooks import GLOBAL_HOOK, MODULE_HOOK, TENSOR_HOOK, refuse_hooks
 from fedveil.graph.outputs import Output
 from fedveil.graph.solve import Integers, Orders
 from fedveil.graph.units import Symmetry

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil.errors import FedveilError, NotExact
 from fedveil.graph.export import SAMPLES, check_example, copy_model, explain, silence_torch
-from fedveil.graph.hooks import IN_STEP, new_nodes, refuse_custom_backward, refuse_packing
+from fedveil.graph.foreign_code import IN_STEP, new_nodes, refuse_custom_backward, refuse_packing
 from fedveil.graph.inputs import Inputs, Named, arguments, each
 from fedveil.graph.outputs import return_predictions
 

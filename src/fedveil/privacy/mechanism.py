@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.errors import BadArgument
+from fedveil.errors import BadArgument, NonFiniteUpdate
 from fedveil.privacy.gradients import summation_error
 from fedveil.privacy.samplers import SCALE, discrete_gaussian
 from fedveil.scheme.noise import Entropy
@@ -83,3 +83,22 @@ def count_shares(members: int, colluding: int, vanishing: int) -> int:
         what = f"of {members} clients, {colluding} may collude and {vanishing} may vanish, which leaves no noise"
         raise BadArgument("privacy", what, "use more clients, or smaller colluding= and vanishing=")
     return shares
+
+
+def clip_vector(flat: Tensor, clip: float, where: str = "gradient") -> tuple[Tensor, float, bool]:
+    """Clip a float64 vector to norm `clip`; return it, its norm, and whether it was clipped.
+
+    The bound holds in exact arithmetic: `slack` is an upper bound on the relative rounding error of the norm and of the
+    scaled vector. The vector is first divided by its largest magnitude, so that squares do not overflow.
+    """
+    largest = float(flat.abs().max()) if len(flat) else 0.0
+    if not math.isfinite(largest):
+        raise NonFiniteUpdate(where, "its gradient contains NaN or infinity")
+    if not largest:
+        return flat, 0.0, False
+    unit = flat / largest
+    norm = float(torch.linalg.vector_norm(unit))
+    slack = (len(flat) + 8) * torch.finfo(torch.float64).eps
+    if largest * norm * (1 + slack) <= clip:
+        return flat, largest * norm, False
+    return unit * (clip / norm * (1 - slack)), clip, True

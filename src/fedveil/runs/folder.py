@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -17,9 +18,7 @@ from fedveil.federation.fitting import Callback
 from fedveil.federation.local import Federation
 from fedveil.federation.results import RunDetails, RunSummary, is_repeatable, read_rounds
 from fedveil.federation.state import RECORDS, Folder
-from fedveil.federation.user_metrics import Metric
-from fedveil.files import write_atomically
-from fedveil.locks import lock_folder
+from fedveil.files import lock_folder, write_atomically
 from fedveil.plain_json import SCHEMA, check_schema, read_json
 from fedveil.runs.build import build_federation, choose_loss, choose_settings, load_data, load_factory, named_model
 from fedveil.runs.choices import applicable_values, chosen_keys, format_command
@@ -31,6 +30,9 @@ from fedveil.runs.settings import (
     read_file,
     refuse_code,
 )
+
+if TYPE_CHECKING:
+    from fedveil.federation.user_metrics import Metric
 
 SHAPES = "model.json"
 PASS_NETWORK = "pass the network: load_model(folder, model=...)"
@@ -243,7 +245,7 @@ def train(
     return federation.summary
 
 
-def metrics_of(data: Data) -> dict[str, Metric]:
+def metrics_of(data: Data) -> "dict[str, Metric]":
     """Return the mean absolute error in the original units if the target is standardised."""
     if data.target_scale is None:
         return {}

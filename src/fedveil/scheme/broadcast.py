@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from fedveil.checks import check_choice, is_number
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.build import Frozen
-from fedveil.graph.compiled import find_original
 from fedveil.graph.export import find_computed
+from fedveil.graph.foreign_code import find_original, refuse_hooks
 from fedveil.graph.guards import check_sizes
 from fedveil.graph.head import INNER_TAILS, TAILS, Head, Tail
-from fedveil.graph.hooks import refuse_hooks
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.outputs import Output, describe_output, read_choice
 from fedveil.graph.plan import ModelState

@@ -26,10 +26,9 @@ from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
 from fedveil.errors import BadArgument, ModelMismatch
-from fedveil.graph.compiled import WRAPPER, find_original, run_eagerly
 from fedveil.graph.export import attribute_failure
+from fedveil.graph.foreign_code import WRAPPER, find_original, refuse_packing, run_eagerly
 from fedveil.graph.head import INNER_TAILS
-from fedveil.graph.hooks import refuse_packing
 from fedveil.graph.inputs import Inputs, LayerOutputMode, call, count
 from fedveil.graph.outputs import choose_output
 from fedveil.graph.plan import ModelState

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.errors import NotExact
-from fedveil.graph.compiled import run_eagerly
 from fedveil.graph.draws import FixedDraws
+from fedveil.graph.foreign_code import run_eagerly
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme.broadcast import Broadcast, check_inputs
 from fedveil.scheme.client import client_step

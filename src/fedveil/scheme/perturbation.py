@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedveil.errors import BadArgument, UpdateRefused
-from fedveil.graph.compiled import WRAPPER, find_original
+from fedveil.graph.foreign_code import WRAPPER, find_original
 from fedveil.graph.plan import Plan, check_model
 from fedveil.scheme.broadcast import Broadcast, PublicHead, Update
 from fedveil.scheme.decoys import Fit, count_decoys, draw_candidates

@@ -18,8 +18,7 @@ from fedveil.runs.build import load_data
 from fedveil.runs.settings import Config, Value
 from fedveil.studies.federations import TrainedRun, TrainRun
 from fedveil.studies.jobs import Failure, JobWork, Result, StudyJob, successes
-from fedveil.studies.presentation import Presentation, capitalise, failed_row, read_toml
-from fedveil.studies.study import JobGraph, Study
+from fedveil.studies.study import JobGraph, Presentation, Study, capitalise, failed_row, read_toml
 
 O = TypeVar("O")  # noqa: E741
 P = TypeVar("P", bound=Result)

@@ -15,8 +15,7 @@ from fedveil.runs.settings import Config, has_privacy
 from fedveil.studies.attack import check_defences
 from fedveil.studies.federations import TrainedRun, TrainRun
 from fedveil.studies.jobs import Failure, StudyJob
-from fedveil.studies.presentation import Presentation, display_name, failed_row, read_texts
-from fedveil.studies.study import JobGraph, Study
+from fedveil.studies.study import JobGraph, Presentation, Study, display_name, failed_row, read_texts
 
 TEXTS = read_texts()["compare"]
 BASELINE = "baseline"

@@ -24,8 +24,7 @@ from fedveil.runs.settings import Config, Value, configure
 from fedveil.studies.compare import baseline_settings
 from fedveil.studies.federations import observe, round_progress
 from fedveil.studies.jobs import JobResults, Result, StudyJob
-from fedveil.studies.presentation import Presentation
-from fedveil.studies.study import JobGraph, Study
+from fedveil.studies.study import JobGraph, Presentation, Study
 
 CONFIG = configure({"data": "digits", "loss": "cross_entropy", "additive": 100.0})
 NOTE = (

@@ -20,8 +20,7 @@ from fedveil.runs.build import (
 )
 from fedveil.runs.settings import Config, has_privacy
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
-from fedveil.studies.presentation import Presentation, read_texts
-from fedveil.studies.study import JobGraph, Study
+from fedveil.studies.study import JobGraph, Presentation, Study, read_texts
 
 TEXTS = read_texts()["epsilon"]
 WHERE = "fedveil audit --epsilon"

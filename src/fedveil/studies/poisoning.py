@@ -19,8 +19,7 @@ from fedveil.runs.build import build_federation, build_limits, build_model, load
 from fedveil.runs.settings import Config, LimitSettings, Value
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, join_parts, option, read_federations
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
-from fedveil.studies.presentation import Presentation, mark, read_texts
-from fedveil.studies.study import JobGraph
+from fedveil.studies.study import JobGraph, Presentation, mark, read_texts
 
 TEXTS = read_texts()["poisoning"]
 WHERE = "fedveil attack poisoning"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.scores import Estimate
 from fedveil.report import Section, Text
-from fedveil.studies.presentation import capitalise, display_name, text
+from fedveil.studies.study import capitalise, display_name, text
 
 ALPHA = 0.05  # probability that a verdict on several attackers has a wrong finding, at most
 CLEAR = 0.1  # a leak is clear above this fraction of the distance between guessing and full knowledge

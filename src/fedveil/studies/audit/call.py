@@ -14,7 +14,7 @@ from fedveil.data import Data
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation.local import Federation
-from fedveil.federation.optimise import Optimizer
+from fedveil.federation.prepare import Optimizer
 from fedveil.federation.results import is_repeatable
 from fedveil.files import write_atomically
 from fedveil.plain_json import to_json
@@ -33,8 +33,7 @@ from fedveil.studies.audit.run import AUDIT, AuditOptions
 from fedveil.studies.audit.training import Factory, TrainingRecipe
 from fedveil.studies.federations import describe_run
 from fedveil.studies.jobs import Failure, successes
-from fedveil.studies.presentation import Presentation
-from fedveil.studies.study import SCHEMA, gather
+from fedveil.studies.study import SCHEMA, Presentation, gather
 from fedveil.studies.verdicts import Verdict
 
 if TYPE_CHECKING:

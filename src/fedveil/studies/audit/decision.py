@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from fedveil.report import Answers
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.results import AuditResult, Audits
-from fedveil.studies.presentation import capitalise, display_name, read_texts
+from fedveil.studies.study import capitalise, display_name, read_texts
 from fedveil.studies.verdicts import CLEAR, RECOGNISED, AttackerFigure, Finding, Verdict
 
 WORDS = read_texts()["decision"].notes

@@ -17,7 +17,7 @@ from fedveil.federation import checkpoint
 from fedveil.federation.description import DESCRIPTION, RunDescription, read_description
 from fedveil.federation.limits import Limits
 from fedveil.federation.local import Federation
-from fedveil.federation.optimise import Optimizer
+from fedveil.federation.prepare import Optimizer
 from fedveil.federation.state import RECORDS, checksum_records
 from fedveil.lookup import import_object
 from fedveil.plain_json import parse_json
@@ -29,7 +29,7 @@ from fedveil.runs.settings import SECTION_OF, Config
 from fedveil.scheme.broadcast import resolve_loss
 from fedveil.scheme.losses import Function, Loss
 from fedveil.studies.audit.training import Factory, TrainingRecipe, accepted
-from fedveil.studies.presentation import read_texts
+from fedveil.studies.study import read_texts
 
 STAND_INS = 200  # number of stand-in records of each client, and of each test set
 LOUD, PASSED = "STAND-IN RECORDS, NOT YOURS", "the records that were passed"

@@ -16,8 +16,7 @@ from fedveil.studies.audit.results import FLOOR, AuditResult
 from fedveil.studies.audit.run import Audit, AuditOptions
 from fedveil.studies.jobs import Failure, Result, StudyJob
 from fedveil.studies.membership.attacks import Shadow, TrainShadow
-from fedveil.studies.presentation import Presentation, failed_row, format_figures, mark, percent, read_texts
-from fedveil.studies.study import JobGraph, Study
+from fedveil.studies.study import JobGraph, Presentation, Study, failed_row, format_figures, mark, percent, read_texts
 from fedveil.studies.verdicts import MAX_COST, MAX_MEMBERSHIP
 
 TEXTS = read_texts()["harden"]

@@ -15,7 +15,7 @@ from fedveil.studies.gradients import server
 from fedveil.studies.gradients.server import ServerResults
 from fedveil.studies.jobs import Result
 from fedveil.studies.membership.attacks import AttackScores
-from fedveil.studies.presentation import Presentation, format_figures, percent, read_texts, text
+from fedveil.studies.study import Presentation, format_figures, percent, read_texts, text
 from fedveil.studies.verdicts import AttackerFigure, Measure, Verdict, summarise
 
 FLOOR = "floor"

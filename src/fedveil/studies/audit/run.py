@@ -29,8 +29,7 @@ from fedveil.studies.federations import load_or_train, measure_quality, observe
 from fedveil.studies.gradients.server import SERVER, ServerOptions, ServerResults, ServerRound
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, successes
 from fedveil.studies.membership import attacks as membership
-from fedveil.studies.presentation import Presentation
-from fedveil.studies.study import JobGraph
+from fedveil.studies.study import JobGraph, Presentation
 
 OWN_BATCH = 4
 SHARD = 64  # number of the victim's records if clients use whole shards

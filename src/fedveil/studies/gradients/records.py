@@ -22,7 +22,7 @@ from fedveil.runs.settings import Config
 from fedveil.scheme import Loss
 from fedveil.studies.gradients import run as reconstruction
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
-from fedveil.studies.presentation import percent
+from fedveil.studies.study import percent
 from fedveil.studies.verdicts import RECOGNISED
 
 OWN = 64  # number of held-out records that the server has

@@ -9,7 +9,7 @@ from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.scores import average
 from fedveil.report import Interval, Intervals, Picture, Pictures, Section
 from fedveil.studies.jobs import Failure, Result
-from fedveil.studies.presentation import Presentation, decode_picture, mark, read_texts, text
+from fedveil.studies.study import Presentation, decode_picture, mark, read_texts, text
 from fedveil.studies.verdicts import GRADIENTS, Verdict, headline, judge_defences, verdict_section
 
 TEXTS = read_texts()["gradients"]

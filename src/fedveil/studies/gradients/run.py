@@ -41,8 +41,7 @@ from fedveil.studies.federations import ATTACKER, observe, observe_round
 from fedveil.studies.gradients import results as page
 from fedveil.studies.gradients.results import Batch, Gradients, ImageFigures, View
 from fedveil.studies.jobs import JobResults, StudyJob
-from fedveil.studies.presentation import Presentation, encode_image
-from fedveil.studies.study import JobGraph
+from fedveil.studies.study import JobGraph, Presentation, encode_image
 
 VICTIM = 1
 MISMATCHED = "true W, veiled upload"

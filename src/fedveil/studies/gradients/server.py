@@ -31,8 +31,7 @@ from fedveil.studies.gradients import run as reconstruction
 from fedveil.studies.gradients.records import OWN, CountedRound, read_updates
 from fedveil.studies.gradients.run import parse_counts
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
-from fedveil.studies.presentation import Presentation, decode_picture, encode_image, read_texts, text
-from fedveil.studies.study import JobGraph
+from fedveil.studies.study import JobGraph, Presentation, decode_picture, encode_image, read_texts, text
 from fedveil.studies.verdicts import RECOGNISED, Label
 
 TEXTS = read_texts()["server"]

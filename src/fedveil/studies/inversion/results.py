@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fedveil.attacks.scores import Estimate
 from fedveil.report import NOTHING, Intervals, Pictures, Section, Table, Text
 from fedveil.studies.jobs import Result
-from fedveil.studies.presentation import Presentation, decode_picture, mark, percent, read_texts
+from fedveil.studies.study import Presentation, decode_picture, mark, percent, read_texts
 from fedveil.studies.verdicts import INVERSION, Verdict, headline, judge_defences, verdict_section
 
 TEXTS = read_texts()["inversion"]

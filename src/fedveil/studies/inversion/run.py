@@ -26,7 +26,7 @@ from fedveil.studies.inversion import results as page
 from fedveil.studies.inversion.evaluator import Evaluator, outputs_and_features, train_judge
 from fedveil.studies.inversion.results import Counts, Gallery, Inversion, InversionFigures, TrainedEvaluator, TrainedGan
 from fedveil.studies.jobs import JobResults, Result, StudyJob
-from fedveil.studies.presentation import Presentation, encode_image
+from fedveil.studies.study import Presentation, encode_image
 
 WHERE = "fedveil attack inversion"
 DATA = ("data", "path", "train_size", "test_size", "size", "labels", "seed", "device")

@@ -20,7 +20,7 @@ from fedveil.studies.federations import load_or_train, measure_quality, observe_
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, successes
 from fedveil.studies.membership import attacks as membership
 from fedveil.studies.membership.attacks import GUESS, AttackScores, Membership
-from fedveil.studies.presentation import Presentation, mark, percent, read_texts, text
+from fedveil.studies.study import Presentation, mark, percent, read_texts, text
 from fedveil.studies.verdicts import MEMBERSHIP as MEASURE
 from fedveil.studies.verdicts import Verdict, headline, judge_defences, verdict_section
 

@@ -12,7 +12,7 @@ from fedveil.files import write_atomically
 from fedveil.report import NOTHING, Facts, Intervals, Section, Table, Text, count, write
 from fedveil.studies.membership.attacks import GUESS, AttackScores
 from fedveil.studies.model_audit.exposure import FALSE_DISCOVERIES, RecordExposure
-from fedveil.studies.presentation import Presentation, mark, percent, read_texts, text
+from fedveil.studies.study import Presentation, mark, percent, read_texts, text
 from fedveil.studies.verdicts import Label, Verdict
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from fedveil.studies.jobs import Failure, JobResults, successes
 from fedveil.studies.membership.attacks import AttackScores, Membership
 from fedveil.studies.membership.run import MEMBERSHIP
 from fedveil.studies.paper.plan import LOSS, ExhibitPlan, make_exhibit
-from fedveil.studies.presentation import Presentation, mark, percent, text
-from fedveil.studies.study import JobGraph
+from fedveil.studies.study import JobGraph, Presentation, mark, percent, text
 
 PaperValues = dict[str, dict[str, dict[str, float]]]  # the paper's values by data set, measure and defence
 O = TypeVar("O")  # noqa: E741

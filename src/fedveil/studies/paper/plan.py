@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from fedveil.checks import check_choice
 from fedveil.runs.settings import Value
-from fedveil.studies.presentation import Presentation, read_toml
-from fedveil.studies.study import JobGraph
+from fedveil.studies.study import JobGraph, Presentation, read_toml
 
 SCALES = ("quick", "cpu", "paper")
 LOSS: Mapping[str, Value] = {"loss": "squared_error"}

@@ -12,8 +12,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from fedveil.checks import check_choice
 from fedveil.errors import BadArgument
-from fedveil.files import write_atomically
-from fedveil.locks import lock_folder
+from fedveil.files import lock_folder, write_atomically
 from fedveil.plain_json import read_json, to_json
 from fedveil.report import Facts, Page, Section, Table, Text, write
 from fedveil.runs.build import load_data
@@ -22,8 +21,7 @@ from fedveil.studies.jobs import Show, show_nothing
 from fedveil.studies.paper.attack_tables import FIG4, FIG5, TABLE3, TABLE4
 from fedveil.studies.paper.plan import ExhibitPlan, read_plan
 from fedveil.studies.paper.training import FIG3, TABLE1, TABLE2
-from fedveil.studies.presentation import Presentation, read_texts
-from fedveil.studies.study import run_graph
+from fedveil.studies.study import Presentation, read_texts, run_graph
 
 EXHIBITS = {
     **{"table1": TABLE1, "table2": TABLE2, "fig3": FIG3},
@@ -60,6 +58,16 @@ def read_exhibit(plan: ExhibitPlan, folder: Path) -> StoredExhibit | None:
     except ValueError:  # a BadArgument is a ValueError
         return None
     return found if isinstance(found, dict) and found.items() >= _settings(plan).items() else None
+
+
+def refuse_other_scale(plan: ExhibitPlan, folder: Path) -> None:
+    """Refuse a folder that holds this exhibit at another scale, which would be overwritten."""
+    path = folder / f"{plan.name}.json"
+    stored = read_json(path) if path.is_file() else None
+    scale = stored.get("scale") if isinstance(stored, dict) else None
+    if scale not in (None, plan.scale):
+        what = f"{path} was computed at the scale {scale!r}, and would be overwritten at the scale {plan.scale!r}"
+        raise BadArgument("fedveil reproduce", what, f"add --scale {scale}, or pass another folder with --out")
 
 
 def explain_stale(plan: ExhibitPlan, stored: StoredExhibit, folder: Path, digests: Digests) -> str | None:
@@ -129,6 +137,8 @@ def reproduce(
         found[name] = plans[name], stored, EXHIBITS[name].present(plans[name], stored["results"])
 
     with lock_folder(folder):
+        for plan in plans.values():
+            refuse_other_scale(plan, folder)
         for name, plan in plans.items():
             if stored := read_exhibit(plan, folder):
                 if why := explain_stale(plan, stored, folder / "work", digests):

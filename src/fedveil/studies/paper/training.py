@@ -20,8 +20,7 @@ from fedveil.studies.compare import BASELINE, baseline_settings
 from fedveil.studies.federations import TrainedRun, TrainRun
 from fedveil.studies.jobs import Failure, StudyJob
 from fedveil.studies.paper.plan import LOSS, ExhibitPlan, RunValue, make_exhibit
-from fedveil.studies.presentation import Presentation
-from fedveil.studies.study import JobGraph
+from fedveil.studies.study import JobGraph, Presentation
 
 Setting = dict[str, str | int]
 
