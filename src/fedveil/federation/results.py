@@ -31,7 +31,7 @@ Setting: TypeAlias = bool | int | float | str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class RunDetails:
-    """What the page and the summary of a run say that its server does not know.
+    """Details for the page and the summary of a run that its server does not know.
 
     Attributes:
         title: title of the page, without the defence; by default, the class of the model.

@@ -1,4 +1,4 @@
-"""What `fit(folder=...)` writes besides checkpoints: settings, records, status, summary and report page."""
+"""Write the files of `fit(folder=...)` other than checkpoints: settings, records, status, summary and report page."""
 
 import json
 import logging
@@ -83,7 +83,7 @@ class RunFolder:
         server: the server, after it has resumed the run in the folder, if there is one.
         plan: the plan of `fit`.
         folder: the run's folder.
-        details: what the page and the summary say that the server does not know.
+        details: details for the page and the summary that the server does not know.
     """
 
     def __init__(self, server: "Server", plan: FitPlan, folder: Path, details: RunDetails) -> None:

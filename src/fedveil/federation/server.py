@@ -124,7 +124,7 @@ class Server(StoredServer):
     @property
     @abstractmethod
     def terms(self) -> "RunTerms":
-        """What the description of the run says about the engine."""
+        """The engine's part of the description of the run."""
 
     def _start_secure(
         self,
@@ -325,7 +325,7 @@ class Server(StoredServer):
             patience: stop after this number of evaluations without improvement.
             on_round: a function that is called with each round's record, or a list of functions.
             verbose: whether to show a progress bar; by default in a terminal or a notebook.
-            details: what the report page says that the server does not know.
+            details: details for the report page that the server does not know.
 
         Returns:
             The history: one record per round, with metrics if the model was evaluated.

@@ -37,7 +37,7 @@ LOUD, PASSED = "STAND-IN RECORDS, NOT YOURS", "the records that were passed"
 
 @dataclass(frozen=True, eq=False)
 class GivenParts:
-    """What the user passes for a run's folder; None for what the folder is to provide.
+    """Objects that the user passes for an audit of a folder; None for those that the folder provides.
 
     Attributes:
         clients: the records of each client.

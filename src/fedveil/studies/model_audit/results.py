@@ -29,7 +29,7 @@ RECORDS = ("rank", "record", "others that look like it, %", "score", "stands out
 
 @dataclass(frozen=True, repr=False)
 class ModelAudit:
-    """What a model reveals about the records that it was trained on.
+    """The results of an audit: how much a model reveals about the records that it was trained on.
 
     Attributes:
         verdict: the label, with the strongest attack; it accounts for the number of attacks.
@@ -73,7 +73,7 @@ class ModelAudit:
 
     @property
     def sentence(self) -> str:
-        """What the audit found, in words."""
+        """The finding in words."""
         found = {
             Label.LEAK: "The model reveals which records it was trained on",
             Label.NOTHING: "These attacks do not tell the model's training records from others",
