@@ -190,6 +190,20 @@ def test_no_module_has_mutable_state_but_registries(path):
     assert held & set(changed_names(tree)) <= REGISTRIES.get(path.relative_to(SOURCE).as_posix(), set())
 
 
+def body_lines(function):
+    """The number of lines of a function's body, without its docstring."""
+    first = function.body[1:] if ast.get_docstring(function) else function.body
+    return first[-1].end_lineno - first[0].lineno + 1 if first else 0
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_files_have_at_most_400_lines_and_bodies_at_most_60(path):
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert [function.name for function in functions if body_lines(function) > 60] == []
+
+
 MAX_FILES = 16  # lower it when modules are merged; it must not grow
 
 

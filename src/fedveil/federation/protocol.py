@@ -17,7 +17,7 @@ from torch import nn
 
 from fedveil.checks import check_count, check_positive
 from fedveil.defences.interface import AnyRound, U
-from fedveil.errors import AnalysisError, BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate
+from fedveil.errors import AnalysisError, BadArgument, FedveilError, NonFiniteUpdate, StaleUpdate, TooFewAnswers
 from fedveil.wire import MAX_HEADER, Tensors, Values, as_bytes, as_tensor, check_fields, from_bytes, to_bytes
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ MAX_PER_TENSOR = 4  # maximum number of tensors in a message, per tensor of the 
 MAX_ASK_HEAD = 2**22  # maximum size of an ask's values in bytes: enough for a roster of 10,000 members
 CHALLENGE = 16  # size in bytes of the challenge in a greeting, which the reply must sign
 MAX_RECORDED = 20  # maximum number of faults in a round's record
+MAX_SHOWN = 5  # maximum number of faults in an error message
 MAX_TEXT = 200  # maximum length of text from a client, in characters
 SERVER = "server"  # used as the member in faults that concern a whole attempt
 Member = int | str  # identifies a client: its index in this process, its Flower node id or the name of its FLARE site
@@ -288,6 +289,12 @@ class FaultLog:
     def texts(self) -> list[str]:
         """Return the faults as text, for the round's record."""
         return [str(fault) for fault in self.faults[:MAX_RECORDED]]
+
+    def too_few_answers(self, what: str) -> TooFewAnswers:
+        """Return the error of a round without enough answers, with the last faults."""
+        shown = "; ".join(map(str, self.faults[-MAX_SHOWN:]))
+        fix = "check the clients' logs, then resume from the checkpoint"
+        return TooFewAnswers(f"round {self.round}", f"{what}: {shown}" if shown else what, fix)
 
 
 @dataclass

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 SCALE = "scale inputs and targets, or change the loss or the model: the learning rate has had no effect yet"
 NOT_RESTORED = "the model in memory has the values after the step"
 RESTORED = "the model in memory has the values before the step, which were finite"
-MAX_SHOWN = 5  # maximum number of faults in an error message
 POLL = 0.5  # seconds between checks for missing clients
 
 
@@ -221,7 +220,7 @@ class Server(StoredServer):
         while len(members := self.engine.members()) < needed:
             if time.monotonic() >= deadline:
                 what = f"only {len(members)} of {needed} clients are present after {policy.patience:g} s"
-                raise self._too_few(what, faults)
+                raise faults.too_few_answers(what)
             time.sleep(min(POLL, policy.patience))
         self._started = True
         if faults.faults:
@@ -242,12 +241,7 @@ class Server(StoredServer):
         rule = f" (required by {self.limits.aggregator})" if self.limits and self.rounds.min_clients > 1 else ""
         missing = f"fewer than {needed} valid replies{rule}" if needed > 1 else "no valid reply"
         what = f"{missing} after {self.policy.attempts} attempt{'s' if self.policy.attempts > 1 else ''}"
-        return self._too_few(what, faults)
-
-    def _too_few(self, what: str, faults: FaultLog) -> TooFewAnswers:
-        shown = "; ".join(map(str, faults.faults[-MAX_SHOWN:]))
-        fix = "check the clients' logs, then resume from the checkpoint"
-        return TooFewAnswers(f"round {self.round}", f"{what}: {shown}" if shown else what, fix)
+        return faults.too_few_answers(what)
 
     def _advance(self, result: Aggregate) -> None:
         """Step the optimizer and the schedule, and increment the round."""
