@@ -51,6 +51,14 @@ def pytest_fixture_setup(fixturedef, request):
         seeding.set_state(state)
 
 
+@pytest.fixture(autouse=True)
+def pages_are_written(caplog):
+    """Fail a test in which the page of a run could not be written: training only logs this and continues."""
+    yield
+    logged = [record.getMessage() for when in ("setup", "call") for record in caplog.get_records(when)]
+    assert not [text for text in logged if "the report page could not be written" in text]
+
+
 def pytest_terminal_summary(terminalreporter):
     """Print how long the tests of each folder took; two workers share the minutes on the clock."""
     seconds, tests = Counter(), Counter()

@@ -2,11 +2,13 @@
 
 import re
 
+import pytest
 import torch
 from tests.configs import config_of
 
+import fedveil
 from fedveil.cli import main
-from fedveil.federation import checkpoint
+from fedveil.federation import checkpoint, run_folder
 from fedveil.runs.folder import open_run, train
 
 
@@ -46,3 +48,22 @@ def test_kept_noise_is_drawn_again_when_a_run_is_resumed_and_its_page_says_so(tm
         assert torch.equal(*sent)
         directions.append(sent[0])
     assert not torch.equal(*directions)
+
+
+@pytest.mark.parametrize("monitor", [None, "f1"])
+def test_the_live_page_names_the_metric_that_decides(tmp_path, monkeypatch, monitor):
+    monkeypatch.setattr(run_folder, "INTERVAL", 0.0)
+    features = torch.randn(90, 4)
+    records = (features, (features[:, 0] > 0).long())
+    shown = []
+
+    def look(record):
+        shown.append((tmp_path / "report.html").read_text())
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    federation = fedveil.Federation(model, [records], "veil", batch_size=30)
+    federation.fit(epochs=3, validation=records, test=records, monitor=monitor, folder=tmp_path, on_round=look)
+    best = federation.history.curve(f"validation_{monitor or 'accuracy'}")
+    assert len(best) == 3
+    text = f"Validation {monitor} {best[0][1]:.3g}" if monitor else f"Validation accuracy {100 * best[0][1]:.1f} %"
+    assert f"{text} after round 3." in shown[3]

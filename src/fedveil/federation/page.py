@@ -172,10 +172,12 @@ def client_sections(status: RunStatus) -> list[Section]:
 
 def live_page(server: "Server", title: str, status: RunStatus, settings: Mapping[str, Setting]) -> Page:
     """Return the page of a run that has not ended, which reloads itself; or of one that failed."""
-    history = server.history
-    metric = primary_metric(history.metrics)
-    found = {SERVER: history.metrics[metric]} if history.metrics else {}
-    best = f" Test {metric} {quality(metric, found[SERVER])} after round {history.last.round}." if found else ""
+    history, monitor = server.history, server.monitor
+    latest = ""
+    if monitor is not None and monitor.key in history.metrics:
+        kind = "Validation" if monitor.prefix else "Test"
+        value = quality(monitor.name, history.metrics[monitor.key])
+        latest = f" {kind} {monitor.name} {value} after round {history.last.round}."
     known = ("state", *(f"test {name}" for name in status.metrics))
     facts = {name: text for name, text in describe_status(status).items() if name not in known}
     curves = curve_sections({server.defence.name: history}) if history.records else []
@@ -188,7 +190,7 @@ def live_page(server: "Server", title: str, status: RunStatus, settings: Mapping
     ]
     return Page(
         f"{title}, {server.defence.name}",
-        f"{status.headline}.{best}",
+        f"{status.headline}.{latest}",
         sections,
         "",
         "" if status.ended else f"This page reloads itself every {REFRESH} s until the run has ended.",
