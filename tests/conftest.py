@@ -52,9 +52,11 @@ def pytest_fixture_setup(fixturedef, request):
 
 
 @pytest.fixture(autouse=True)
-def pages_are_written(caplog):
+def pages_are_written(request, caplog):
     """Fail a test in which the page of a run could not be written: training only logs this and continues."""
     yield
+    if request.node.get_closest_marker("full_disk"):
+        return
     logged = [record.getMessage() for when in ("setup", "call") for record in caplog.get_records(when)]
     assert not [text for text in logged if "the report page could not be written" in text]
 

@@ -153,7 +153,7 @@ def test_no_secret_leaves_its_client(tmp_path, net, options):
     clients, server, upload = run.clients.client, run.defence_server, run.clients.client.upload
     start = server.start_round
 
-    def start_round(model, members):
+    def start_round(model, members=None):
         sent.append(copy.deepcopy(model))
         return start(model, members)
 

@@ -164,6 +164,7 @@ def test_the_one_before_is_of_the_same_run_and_good(tmp_path, monkeypatch):
     assert seen == [1]  # while the new one is being written, too
 
 
+@pytest.mark.full_disk
 @pytest.mark.parametrize("links", [True, False])
 def test_a_full_disk_costs_neither_checkpoint_with_links_or_copies(tmp_path, monkeypatch, links):
     def full(*given):

@@ -170,6 +170,7 @@ def test_a_model_that_was_made_infinite_elsewhere_is_not_saved_and_the_old_check
     assert files() == before
 
 
+@pytest.mark.full_disk
 def test_a_last_save_that_fails_is_a_warning_beside_the_error_that_ended_the_run(tmp_path, monkeypatch, caplog):
     def full(handle):
         raise OSError(28, "No space left on device")
