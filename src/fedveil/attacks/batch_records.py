@@ -99,12 +99,12 @@ def null_vectors(left: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
     """Return the unit vectors that are orthogonal to the chosen rows; 0 if they are not unique."""
     width = left.shape[1]
     free = torch.randn((len(rows), 1, width), generator=rng, dtype=left.dtype)
-    wanted = torch.zeros((len(rows), width, 1), dtype=left.dtype)
-    wanted[:, -1] = 1
-    found: Tensor = torch.linalg.solve_ex(torch.cat([left[rows], free], 1), wanted)[0][..., 0]
-    found = found.nan_to_num(0.0, 0.0, 0.0)
-    found /= found.norm(dim=1, keepdim=True).clamp_min(TINY)
-    return found
+    right_side = torch.zeros((len(rows), width, 1), dtype=left.dtype)
+    right_side[:, -1] = 1
+    result: Tensor = torch.linalg.solve_ex(torch.cat([left[rows], free], 1), right_side)[0][..., 0]
+    result = result.nan_to_num(0.0, 0.0, 0.0)
+    result /= result.norm(dim=1, keepdim=True).clamp_min(TINY)
+    return result
 
 
 def find_directions(factors: Factors, rows: Tensor, rng: torch.Generator) -> Directions:
@@ -116,8 +116,8 @@ def find_directions(factors: Factors, rows: Tensor, rng: torch.Generator) -> Dir
     zeros, draws = torch.unique(zeros[zeros.sum(1) >= least], dim=0, return_counts=True)
     values, vectors = torch.linalg.eigh(torch.einsum("pu,ui,uj->pij", zeros.to(left), left, left))
     unique = values[:, 1:2].sqrt().flatten() > INDEPENDENT if left.shape[1] > 1 else draws > 0
-    found = vectors[unique, :, 0]
-    return merge_pool(Directions(found, (found @ left.T).abs() < factors.tolerance, draws[unique]))
+    result = vectors[unique, :, 0]
+    return merge_pool(Directions(result, (result @ left.T).abs() < factors.tolerance, draws[unique]))
 
 
 def merge_pool(pool: Directions) -> Directions:
@@ -126,8 +126,8 @@ def merge_pool(pool: Directions) -> Directions:
     draws = torch.zeros(len(zeros), dtype=torch.int64).scatter_add_(0, group, pool.draws)
     first = torch.full((len(zeros),), len(group)).scatter_reduce(0, group, torch.arange(len(group)), "amin")
     best = [values.argsort(descending=True, stable=True)[:POOL] for values in (zeros.sum(1), draws)]
-    kept = torch.unique(torch.cat(best))
-    return Directions(pool.directions[first[kept]], zeros[kept], draws[kept])
+    chosen = torch.unique(torch.cat(best))
+    return Directions(pool.directions[first[chosen]], zeros[chosen], draws[chosen])
 
 
 def join_pools(pools: list[Directions]) -> Directions:
@@ -174,11 +174,11 @@ def exchange(factors: Factors, pool: Directions, chosen: list[int]) -> tuple[lis
         trials = torch.tensor(chosen).repeat(len(pool.draws), len(places), 1)
         trials[:, torch.arange(len(places)), places] = torch.arange(len(pool.draws))[:, None]
         trials = trials.flatten(0, 1)
-        found = agreements(factors, pool.directions[trials])[1]
-        best = int(found.mean(1).argmax())
-        if float(found[best].mean()) <= float(agreement.mean()):
+        result = agreements(factors, pool.directions[trials])[1]
+        best = int(result.mean(1).argmax())
+        if float(result[best].mean()) <= float(agreement.mean()):
             break
-        chosen, agreement = trials[best].tolist(), found[best]
+        chosen, agreement = trials[best].tolist(), result[best]
     return chosen, agreement
 
 
@@ -197,8 +197,8 @@ def records_from_batch(leak: Leak, path: str, records: int, plausible: Tensor, r
     pool, best, directions = None, torch.zeros(0), factors.left[:0]
     for _ in range(ATTEMPTS):
         rows = draw_rows(inactive, rank - 1, DRAWS, rng)
-        found = find_directions(factors, rows, rng)
-        pool = join_pools([pool, found]) if pool else found
+        result = find_directions(factors, rows, rng)
+        pool = join_pools([pool, result]) if pool else result
         for order in (pool.zeros.sum(1), pool.draws):
             start = choose_independent(pool, order.argsort(descending=True, stable=True))
             if len(start) < rank:

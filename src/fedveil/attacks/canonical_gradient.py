@@ -110,9 +110,9 @@ class SignViolation:
     def __call__(self, gradients: Gradients) -> Tensor:
         """Return the violation for a mean gradient of the other clients."""
         others = (1 - self.share) * flatten(gradients, self.entries)
-        own = self.share * self.own.to(others)
-        wrong = torch.relu(-self.signs.to(others) * (own + others)).square().sum()
-        return VIOLATION * wrong / (own.square().sum() + others.square().sum())
+        own_part = self.share * self.own.to(others)
+        wrong = torch.relu(-self.signs.to(others) * (own_part + others)).square().sum()
+        return VIOLATION * wrong / (own_part.square().sum() + others.square().sum())
 
 
 def from_canonical_difference(observed: Observation) -> Leak:
@@ -147,7 +147,7 @@ def canonical_pairs(observed: Observation) -> list[RoundPair]:
         models = candidate_models(observed, sent) or [calibrate(observed, sent)]
         forms.append([canonical_form(plan, flat_values(plan, model)).flat for model in models])
     known = known_elements(plan, first.head).to(forms[0][0])
-    return [RoundPair(plan, one, match_units(plan, other, one), known) for one, other in itertools.product(*forms)]
+    return [RoundPair(plan, form, match_units(plan, other, form), known) for form, other in itertools.product(*forms)]
 
 
 def known_elements(plan: Plan, head: PublicHead | None) -> Tensor:
@@ -231,13 +231,13 @@ def leak_from_signs(
         total += flatten(mean_gradients(model, observed.loss, *batch), entries).double().square()
     deviations = (total / len(observed.inputs)).sqrt()
     within = truncated_mean(known, share / (1 - share) * own_gradient, deviations)
-    found = {name: value for name, value in pair.to_tensors(within, entries).items() if value.dim() > 1}
-    return Leak(model, found, observed.loss, compare=SignViolation(known, own_gradient, share, entries))
+    result = {name: value for name, value in pair.to_tensors(within, entries).items() if value.dim() > 1}
+    return Leak(model, result, observed.loss, compare=SignViolation(known, own_gradient, share, entries))
 
 
 def truncated_mean(signs: Tensor, bound: Tensor, deviation: Tensor) -> Tensor:
     """Return the mean of h ~ N(0, deviation^2) given signs * (bound + h) > 0; it is 0 where the sign is 0."""
     edge = (-signs * bound / deviation.clamp_min(TINY)).clamp(-FAR, FAR)
     density = torch.exp(-edge.square() / 2) / (2 * torch.pi) ** 0.5
-    found: Tensor = signs * deviation * density / torch.special.ndtr(-edge)
-    return found
+    result: Tensor = signs * deviation * density / torch.special.ndtr(-edge)
+    return result

@@ -81,11 +81,11 @@ def rebuild_from_difference(observed: Observation) -> Tensor:
     """Rebuild a record with the published attack, which treats the difference between two broadcasts as a gradient."""
     leak = from_difference(observed)
     path = first_linear(observed.architecture)
-    found = record_from_gradient(leak, path)
+    result = record_from_gradient(leak, path)
     for name, layer in sketched_layers(leak.model):
         if name == f"{path}.weight":
-            return layer.sketch.to(found).up(found)
-    return found
+            return layer.sketch.to(result).up(result)
+    return result
 
 
 def pair_rows(now: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,8 +107,8 @@ def common_direction(rows: tuple[Tensor, Tensor], basis: Tensor) -> Tensor:
     away, moved = (part - (part @ basis.T) @ basis for part in rows)
     away = F.normalize(away, eps=TINY)
     left = moved - (moved * away).sum(1, keepdim=True) * away
-    found: Tensor = torch.linalg.svd(torch.cat([left.norm(dim=1, keepdim=True) * away, left]), full_matrices=False)[2]
-    return found[0]
+    result: Tensor = torch.linalg.svd(torch.cat([left.norm(dim=1, keepdim=True) * away, left]), full_matrices=False)[2]
+    return result[0]
 
 
 def likely_record(direction: Tensor, own_rows: Tensor, sample: Tensor) -> Tensor:
@@ -126,14 +126,14 @@ def likely_record(direction: Tensor, own_rows: Tensor, sample: Tensor) -> Tensor
     columns = torch.cat([direction.unsqueeze(1), mean.unsqueeze(1), own_rows.T], 1)
     white = torch.linalg.solve_triangular(factor, columns[:-1], upper=False)
     white = torch.cat([white, SURE * columns[-1:]])
-    wanted, others = white[:, :2], white[:, 2:]
-    left = wanted - others @ torch.linalg.lstsq(others, wanted).solution
+    target, others = white[:, :2], white[:, 2:]
+    left = target - others @ torch.linalg.lstsq(others, target).solution
     a, b = float(left[:, 0] @ left[:, 0]) + TINY, float(left[:, 0] @ left[:, 1])
     free = len(direction) - len(own_rows)
     root = math.sqrt(b * b + 4 * a * (free - 1))
     choices = [(b + sign * root) / (2 * a) for sign in (1, -1)]
     sigma = max(choices, key=lambda v: -0.5 * (a * v * v - 2 * b * v) + (free - 1) * math.log(abs(v) + TINY))
-    inside = torch.linalg.lstsq(others, (wanted[:, 1] - sigma * wanted[:, 0]).unsqueeze(1)).solution[:, 0]
+    inside = torch.linalg.lstsq(others, (target[:, 1] - sigma * target[:, 0]).unsqueeze(1)).solution[:, 0]
     record: Tensor = sigma * direction + own_rows.T @ inside
     return record[:-1]
 
@@ -149,13 +149,13 @@ def rebuild_veiled_record(observed: Observation) -> Tensor:
         raise DoesNotApply("dense record", "these broadcasts are not veiled")
     path = first_linear(observed.architecture)
     before, after = (layer_rows(sent.parameters, path) for sent in (now.broadcast, later.broadcast))
-    own = append_one(observed.own_batch(now)[0])
-    if len(own) >= before.shape[1]:
-        what = f"the attacker's {len(own)} records span all directions"
+    own_rows = append_one(observed.own_batch(now)[0])
+    if len(own_rows) >= before.shape[1]:
+        what = f"the attacker's {len(own_rows)} records span all directions"
         raise DoesNotApply("dense record", what, "use a smaller batch for the attacker")
-    span = torch.linalg.svd(own, full_matrices=False)[2][: int(torch.linalg.matrix_rank(own))]
+    span = torch.linalg.svd(own_rows, full_matrices=False)[2][: int(torch.linalg.matrix_rank(own_rows))]
     known = common_direction(pair_rows(before, after), span)
-    return likely_record(known, own, observed.inputs.flatten(1).double())
+    return likely_record(known, own_rows, observed.inputs.flatten(1).double())
 
 
 def fit_rank_one(rows: Tensor, mask: Tensor) -> Tensor:

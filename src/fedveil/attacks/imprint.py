@@ -48,14 +48,16 @@ def craft_imprint(model: nn.Module, plausible: Tensor, rng: torch.Generator) -> 
     assert isinstance(first, nn.Linear)
     measure = torch.randn(first.in_features, generator=rng, dtype=torch.float64)
     measure = (measure / measure.norm()).to(first.weight)
-    found = (plausible.flatten(1).to(first.weight) @ measure).double()
+    result = (plausible.flatten(1).to(first.weight) @ measure).double()
     units = first.out_features
     levels = torch.special.ndtri((torch.arange(units, dtype=torch.float64) + 0.5) / units)
-    cuts = found.mean() + found.std() * levels.to(found)
+    cuts = result.mean() + result.std() * levels.to(result)
     first.weight.copy_(measure.expand_as(first.weight))
     first.bias.copy_(-cuts)
     rows = torch.randn(second.out_features, generator=rng, dtype=torch.float64)
-    second.weight.copy_((WEIGHT * rows / units / found.std().cpu()).to(second.weight)[:, None].expand_as(second.weight))
+    second.weight.copy_(
+        (WEIGHT * rows / units / result.std().cpu()).to(second.weight)[:, None].expand_as(second.weight)
+    )
     return crafted
 
 

@@ -66,8 +66,8 @@ def local_update(
         slopes = torch.autograd.grad(value, list(now.values()), create_graph=graph)
         now = {name: old - training.lr * slope for (name, old), slope in zip(now.items(), slopes, strict=True)}
     scale = 1 / (training.lr * training.steps(len(inputs)))
-    found = {name: (start[name] - end) * scale for name, end in now.items()}
-    return found if graph else {name: value.detach() for name, value in found.items()}
+    result = {name: (start[name] - end) * scale for name, end in now.items()}
+    return result if graph else {name: value.detach() for name, value in result.items()}
 
 
 def from_local_training(

@@ -104,13 +104,13 @@ def _expit(value: float) -> float:
 
 def check_scores(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
     """Return both arrays of scores as flat float64 arrays; reject empty arrays and NaN."""
-    found = np.asarray(members, np.float64).ravel(), np.asarray(others, np.float64).ravel()
-    for name, scores in zip(("members", "others"), found, strict=True):
+    result = np.asarray(members, np.float64).ravel(), np.asarray(others, np.float64).ravel()
+    for name, scores in zip(("members", "others"), result, strict=True):
         if not len(scores):
             raise BadArgument("scores", f"there are no scores for {name}", "score at least one record of each kind")
         if np.isnan(scores).any():
             raise BadArgument("scores", f"a score for {name} is NaN")
-    return found
+    return result
 
 
 def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:

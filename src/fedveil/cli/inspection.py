@@ -75,6 +75,11 @@ def parse_input(text: str, dtype: str) -> "tuple[str, Tensor]":
         raise BadArgument("--input", f"unknown type {kind!r} in {text!r}", f"use one of {', '.join(TYPES)}")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", sizes) and (sizes or not (equals or colon)):
         raise BadArgument("--input", f"{sizes!r} is not a list of sizes", "use --input 3,32,32 (without the batch)")
-    shape, own = [int(size) for size in sizes.split(",") if size], getattr(torch, TYPES[kind if colon else dtype])
-    with require_memory("--input", f"two records of {sizes}", "use smaller sizes", 2 * math.prod(shape) * own.itemsize):
-        return name, torch.zeros((2, *shape), dtype=own)
+    shape, tensor_dtype = (
+        [int(size) for size in sizes.split(",") if size],
+        getattr(torch, TYPES[kind if colon else dtype]),
+    )
+    with require_memory(
+        "--input", f"two records of {sizes}", "use smaller sizes", 2 * math.prod(shape) * tensor_dtype.itemsize
+    ):
+        return name, torch.zeros((2, *shape), dtype=tensor_dtype)

@@ -60,7 +60,7 @@ class ModelAuditCommand:
         model = load_weights(load_factory(self.model), self.weights)
         members, others = read_both(self.members, self.others, target=self.target, task=self.task, size=self.size)
         with print_progress() as show:
-            found = audit_model(
+            result = audit_model(
                 model,
                 members,
                 others,
@@ -72,15 +72,15 @@ class ModelAuditCommand:
                 progress=lambda share, what: show("audit", share, what),
             )
         command = f"{WHERE} {format_flags(self.changes())}"
-        shown, page, table = found.present(), self.out / "report.html", self.out / "records.csv"
+        shown, page, table = result.present(), self.out / "report.html", self.out / "records.csv"
         write(shown.page(command), page)
-        found.write_records(table)
-        print_result(shown, f"\n{found.sentence}\n", f"report: {page}", f"records: {table}", as_json=self.as_json)
+        result.write_records(table)
+        print_result(shown, f"\n{result.sentence}\n", f"report: {page}", f"records: {table}", as_json=self.as_json)
 
     def changes(self) -> dict[str, Value]:
         """Return the flags that differ from their defaults, for the command that repeats the audit."""
-        every = {name: value for name, value in vars(self).items() if name != "as_json"}
-        changed = {name: value for name, value in every.items() if value != getattr(ModelAuditCommand, name)}
+        values = {name: value for name, value in vars(self).items() if name != "as_json"}
+        changed = {name: value for name, value in values.items() if value != getattr(ModelAuditCommand, name)}
         return {name: value if isinstance(value, int) else str(value) for name, value in changed.items()}
 
 

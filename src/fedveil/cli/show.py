@@ -69,12 +69,12 @@ def round_callback(show: Show, epochs: int, monitor: str | None = None) -> "Call
     """Return a function that shows the epoch and the latest metrics after each round."""
     from fedveil.federation.history import headlines
 
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
 
     def show_record(record: "RoundRecord") -> None:
         shown = headlines(record.metrics, *([monitor] if monitor else []))
-        found.update({name: f", {name} {value:.4f}" for name, value in shown.items()})
-        show("epoch", record.epoch / epochs, f"{record.epoch:.1f}/{epochs}{''.join(found.values())}")
+        result.update({name: f", {name} {value:.4f}" for name, value in shown.items()})
+        show("epoch", record.epoch / epochs, f"{record.epoch:.1f}/{epochs}{''.join(result.values())}")
 
     return show_record
 
@@ -99,7 +99,9 @@ def print_result(shown: "Presentation", *last: str, as_json: bool = False) -> No
         if isinstance(section, Answers):
             for question, paragraphs in section.answers.items():
                 print(
-                    f"\n{question}", *(textwrap.indent(textwrap.fill(one, 106), "  ") for one in paragraphs), sep="\n"
+                    f"\n{question}",
+                    *(textwrap.indent(textwrap.fill(paragraph, 106), "  ") for paragraph in paragraphs),
+                    sep="\n",
                 )
         if isinstance(section, Text):
             print(f"\n{section.title}")

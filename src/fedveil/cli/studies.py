@@ -107,8 +107,8 @@ class AttackCommand(FederationCommand):
     @property
     def defences(self) -> tuple[str, ...]:
         """Names of the defences."""
-        every = [record.name for record in registry.BUILT_IN]
-        return tuple(every if self.defence == "all" else self.defence.split(","))
+        names = [record.name for record in registry.BUILT_IN]
+        return tuple(names if self.defence == "all" else self.defence.split(","))
 
     def run(self) -> None:
         """Attack the federation of a run or of a configuration."""
@@ -126,9 +126,9 @@ class AttackCommand(FederationCommand):
             raise BadArgument(self.where, "the defence of a run cannot be changed", f"leave out --defence, or {run}")
         config = read_config(run, trust_code=self.trust_code, named_keys=named)
         for key, value in named.items():
-            if value != (own := config.flat()[key]):
+            if value != (configured := config.flat()[key]):
                 raise BadArgument(
-                    self.where, f"the existing run has {key} = {own!r}, not {value!r}", f"leave out --{key}"
+                    self.where, f"the existing run has {key} = {configured!r}, not {value!r}", f"leave out --{key}"
                 )
         return config
 
@@ -186,11 +186,11 @@ class AuditCommand(AttackCommand):
         if any(word.partition("=")[0] in MODEL_AUDIT for word in words):
             return replace(cls.for_attack(AUDIT, prog), model_words=tuple(words), about=about)
         about = f"{about}\n\n{ANY_MODEL}"
-        found = [
+        result = [
             "--measure-epsilon" if word == "--epsilon" and not after[:1].isdigit() else word
             for word, after in pairwise([*words, ""])
         ]
-        return parse_command(cls.for_attack(AUDIT, prog), prog, found, about)
+        return parse_command(cls.for_attack(AUDIT, prog), prog, result, about)
 
     @property
     def is_suite(self) -> bool:
@@ -252,9 +252,9 @@ class AuditCommand(AttackCommand):
 
         if self.run_folder or self.file:
             raise BadArgument(self.where, "--harden trains its own federations", "pass flags instead of a run")
-        values, own = {**self.config.flat(), "defence": self.defence}, plain_values(self.attack)
+        values, attack_values = {**self.config.flat(), "defence": self.defence}, plain_values(self.attack)
         given = {name: values[name] for name in self.used_flags if name in SECTION_OF}
-        options: dict[str, Any] = {name: own[name] for name in self.used_flags if name in own}
+        options: dict[str, Any] = {name: attack_values[name] for name in self.used_flags if name in attack_values}
         base, seeds = base_values(given), check_count(self.where, "--seeds", self.seeds)
         request = Hardening(base, seeds, replace(default_options(base), **options))
         folder = self.out or Path("runs/hardening")

@@ -233,5 +233,5 @@ def _note_classes(targets: Tensor) -> tuple[str, ...]:
     values = np.unique(targets.cpu().numpy())
     if len(values) > FEW or (values != np.rint(values)).any():
         return ()
-    found = f"targets are floating-point numbers with {len(values)} distinct integer values"
-    return (f"{found} and are treated as regression targets; pass them as int64 if they are classes",)
+    result = f"targets are floating-point numbers with {len(values)} distinct integer values"
+    return (f"{result} and are treated as regression targets; pass them as int64 if they are classes",)

@@ -197,7 +197,7 @@ def parse_labels(text: str, classes: int) -> tuple[int, ...]:
     middle = classes // 2
     if text in HALVES:
         return tuple(range(middle) if text == HALVES[0] else range(middle, classes))
-    found: set[int] = set()
+    result: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
@@ -206,8 +206,8 @@ def parse_labels(text: str, classes: int) -> tuple[int, ...]:
         if not low <= high < classes:
             what = f"{part.strip()!r} is not a class or a range of classes: classes range from 0 to {classes - 1}"
             raise BadArgument("labels", what, LABELS)
-        found |= set(range(low, high + 1))
-    return tuple(sorted(found))
+        result |= set(range(low, high + 1))
+    return tuple(sorted(result))
 
 
 def other_labels(labels: Sequence[int], classes: int) -> tuple[int, ...]:

@@ -96,12 +96,12 @@ class CsvTable:
         values = np.stack([self.numbers(column) for column in columns], 1)
         self._refuse_first(np.abs(values) > LARGEST, columns)
         if public is None:
-            found, mean, deviation = standardise(values, train)
+            result, mean, deviation = standardise(values, train)
         else:
             mean, deviation = np.array([public[column] for column in columns], dtype=np.float64).T
-            found = (values - mean) / deviation
-        self._refuse_first(np.abs(found) > np.finfo(np.float32).max, columns)
-        return found, mean, deviation
+            result = (values - mean) / deviation
+        self._refuse_first(np.abs(result) > np.finfo(np.float32).max, columns)
+        return result, mean, deviation
 
     def _refuse_first(self, bad: NDArray[np.bool_], columns: Sequence[str]) -> None:
         for row, index in np.argwhere(bad)[:1].tolist():
@@ -162,10 +162,12 @@ class CsvTable:
     def _refuse_missing(self, masks: Masks, columns: Mapping[str, Column]) -> NoReturn:
         """Raise an error that names the first missing cell, counts all of them and lists the options."""
         name = min(masks, key=lambda column: int(masks[column].argmax()))
-        row, every = int(masks[name].argmax()), np.stack(list(masks.values()))
+        row, stacked = int(masks[name].argmax()), np.stack(list(masks.values()))
         cell = self.columns[name][row]
         what = f"{cell!r} counts as missing" if cell.strip() else "the cell is empty"
-        what += f". {int(every.any(0).sum()):,} of {len(self):,} records have missing cells: {int(every.sum()):,} in "
+        what += (
+            f". {int(stacked.any(0).sum()):,} of {len(self):,} records have missing cells: {int(stacked.sum()):,} in "
+        )
         what += f"{len(masks)} column{'s' * (len(masks) > 1)} ({_counts(masks)})"
         fix = "use --missing drop to leave these records out, or --missing impute to fill in the cells"
         fix += ' (in Python missing="drop" or missing="impute")'

@@ -202,10 +202,10 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
         paths = {module: path for path, module in twin.named_modules()}
         with torch.no_grad(), record_calls(m for m in paths if isinstance(m, nn.Conv2d | nn.Linear)) as calls:
             call(twin, example)
-        convs = [paths[each.module] for each in calls if isinstance(each.module, nn.Conv2d)]
-        linears = [paths[each.module] for each in calls if isinstance(each.module, nn.Linear)]
-        kept = (convs[:1] if self.skip_first_conv else []) + (linears[-1:] if self.skip_last else [])
-        return DBCLServer(self.q, self.seed, _choose_weights(model, self.q, kept, self.skip))
+        convs = [paths[call.module] for call in calls if isinstance(call.module, nn.Conv2d)]
+        linears = [paths[call.module] for call in calls if isinstance(call.module, nn.Linear)]
+        plain = (convs[:1] if self.skip_first_conv else []) + (linears[-1:] if self.skip_last else [])
+        return DBCLServer(self.q, self.seed, _choose_weights(model, self.q, plain, self.skip))
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "DBCLClient":
         """Prepare clients for a run."""
@@ -284,8 +284,8 @@ class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
 
     def step(self, broadcast: SketchedBroadcast, samples: Samples, client: int = 0) -> SketchedUpdate:
         """Compute Gamma = delta^T X~ for sketched weights, and plain gradients for all others."""
-        found = self._plain.step(broadcast.network, samples, client)
-        return SketchedUpdate(found.gradients, found.buffers, broadcast.number)
+        result = self._plain.step(broadcast.network, samples, client)
+        return SketchedUpdate(result.gradients, result.buffers, broadcast.number)
 
     def accumulate(
         self, broadcast: SketchedBroadcast, total: SketchedUpdate | None, update: SketchedUpdate
@@ -354,9 +354,9 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
 
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> SketchedBroadcast:
         """Decode the sketched network, with a `SketchedLayer` in place of each sketched layer."""
-        found = check_fields("broadcast", values, {"number": int, "sketched": list[str]})
+        result = check_fields("broadcast", values, {"number": int, "sketched": list[str]})
         layers, sketches = dict(model.named_modules()), dict[str, Sketch]()
-        for name in found["sketched"]:
+        for name in result["sketched"]:
             path = name.rpartition(".")[0]
             layer = layers.pop(path, None)  # a layer cannot be sketched twice
             inputs, signs = (tensors.get(f"{kind}/{name}") for kind in ("inputs", "signs"))
@@ -369,7 +369,7 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
         for module in filled.modules():
             if isinstance(module, SketchedLayer):
                 module.sketch = module.sketch.to(module.weight.detach())
-        return SketchedBroadcast(found["number"], filled)
+        return SketchedBroadcast(result["number"], filled)
 
     def encode_update(self, update: SketchedUpdate) -> Packed:
         """Encode gradients, buffers and the number of the broadcast."""

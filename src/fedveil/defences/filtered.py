@@ -67,8 +67,8 @@ class FilteredClient(PlainClient):
         if not are_overflow_safe(list(update.gradients.values())):
             check_finite(f"client {client}", "gradient", update.gradients)
             raise NonFiniteUpdate(f"client {client}", "the norm of its gradient overflows")
-        found = self._apply(to_arrays(update.gradients))
-        return replace(update, gradients=from_arrays(found, update.gradients))
+        result = self._apply(to_arrays(update.gradients))
+        return replace(update, gradients=from_arrays(result, update.gradients))
 
 
 def refuse_buffers(name: str, model: nn.Module, example: Inputs) -> None:
@@ -82,12 +82,12 @@ def refuse_buffers(name: str, model: nn.Module, example: Inputs) -> None:
 
 def to_arrays(gradients: Mapping[str, Tensor]) -> Arrays:
     """Return copies as arrays with at least one dimension: filters of other packages exempt scalars."""
-    return {name: np.atleast_1d(own.detach().cpu().numpy()).copy() for name, own in gradients.items()}
+    return {name: np.atleast_1d(gradient.detach().cpu().numpy()).copy() for name, gradient in gradients.items()}
 
 
 def from_arrays(arrays: Mapping[str, Array], like: Mapping[str, Tensor]) -> Tensors:
     """Return tensors with the shapes, dtypes and devices of `like`."""
-    return {name: torch.from_numpy(arrays[name]).reshape(own.shape).to(own) for name, own in like.items()}
+    return {name: torch.from_numpy(arrays[name]).reshape(tensor.shape).to(tensor) for name, tensor in like.items()}
 
 
 @contextlib.contextmanager

@@ -80,17 +80,19 @@ class FlareSVT(Filtered):
         return self.epsilon + self.noise_var * math.ceil(elements * self.fraction)
 
 
-def flare_filter(own: DXOFilter) -> Filter:
+def flare_filter(component: DXOFilter) -> Filter:
     """Return a function that calls a filter as FLARE does, on the weight difference in a client's reply."""
 
     def apply(arrays: Arrays) -> Arrays:
         reply: Shareable = DXO(DataKind.WEIGHT_DIFF, data=arrays).to_shareable()
         reply.set_return_code(ReturnCode.OK)
         with fresh_numpy_noise():
-            found = from_shareable(own.process(reply, FLContext()))
-        if type(own).__name__ not in found.get_filter_history():
-            raise BadArgument(type(own).__name__, "FLARE did not apply the filter", "use the supported nvflare version")
-        filtered: Arrays = found.data
+            result = from_shareable(component.process(reply, FLContext()))
+        if type(component).__name__ not in result.get_filter_history():
+            raise BadArgument(
+                type(component).__name__, "FLARE did not apply the filter", "use the supported nvflare version"
+            )
+        filtered: Arrays = result.data
         return filtered
 
     return apply

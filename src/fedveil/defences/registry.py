@@ -141,13 +141,13 @@ def find(name: str) -> Record:
     spec = list_installed(GROUP).get(name, name)
     if ":" not in spec:
         check_choice("defence", "defence", name, names())
-    found = import_object(spec, "a defence", EXAMPLE)
-    if isinstance(found, Record):
-        record = dataclasses.replace(found, name=name)
-    elif callable(found):
-        record = Record(name, (inspect.getdoc(found) or name).partition("\n")[0], spec)
+    result = import_object(spec, "a defence", EXAMPLE)
+    if isinstance(result, Record):
+        record = dataclasses.replace(result, name=name)
+    elif callable(result):
+        record = Record(name, (inspect.getdoc(result) or name).partition("\n")[0], spec)
     else:
-        raise BadArgument(spec, f"it is {type(found).__name__}, not a record, class or function", f"use {EXAMPLE}")
+        raise BadArgument(spec, f"it is {type(result).__name__}, not a record, class or function", f"use {EXAMPLE}")
     _KNOWN[name] = record
     return record
 
@@ -190,11 +190,11 @@ def add_privacy(defence: "str | AnyDefence", privacy: "Privacy", default_rate: f
     from fedveil.defences.private import Private
     from fedveil.defences.record_private import RecordPrivate
 
-    own, found = build(defence) if isinstance(defence, str) else defence, privacy.resolve(default_rate)
-    assert found.noise is not None
+    inner, result = build(defence) if isinstance(defence, str) else defence, privacy.resolve(default_rate)
+    assert result.noise is not None
     if privacy.unit == "client":
-        return Private(own, found.clip, found.noise, delta=found.delta, budget=found.epsilon)
-    return RecordPrivate(own.for_records() if isinstance(defence, str) else own, found)
+        return Private(inner, result.clip, result.noise, delta=result.delta, budget=result.epsilon)
+    return RecordPrivate(inner.for_records() if isinstance(defence, str) else inner, result)
 
 
 def protect_records(defence: "AnyDefence", terms: "Values") -> "AnyDefence":
@@ -214,10 +214,10 @@ def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
     """
     check_choice(ASK, "defence", name, names())  # never import code that a server names
     kind = _find_class(name, find(name).target)
-    own = vars(kind)  # without inherited attributes: each class must explicitly allow servers to use it
-    if not {"codec", "remote_settings"} & own.keys():
+    attributes = vars(kind)  # without inherited attributes: each class must explicitly allow servers to use it
+    if not {"codec", "remote_settings"} & attributes.keys():
         raise BadArgument(ASK, f"servers may not ask for {name}", "define codec or remote_settings in its class")
-    allowed = own.get("remote_settings", ())
+    allowed = attributes.get("remote_settings", ())
     for key, value in settings.items():
         if key not in allowed:
             fix = f"send only {', '.join(allowed)}" if allowed else "send no settings"
@@ -274,8 +274,8 @@ def import_target(record: Record) -> object:
 
 def _import_target(target: str) -> object:
     """Import the target of a record; for a class method, return its class."""
-    found = import_object(target, "a defence", EXAMPLE)
-    return getattr(found, "__self__", found)
+    result = import_object(target, "a defence", EXAMPLE)
+    return getattr(result, "__self__", result)
 
 
 @lru_cache(maxsize=64)

@@ -71,8 +71,8 @@ def save_values(path: Path, state: Mapping[str, Tensor], number: int) -> None:
 def read_round(path: Path) -> int:
     """Return the round in which a model's values were written, or -1 if the file does not contain it."""
     with safe_open(path, "pt") as file:
-        found = (file.metadata() or {}).get(ROUND, "")
-    return int(found) if found.isdecimal() else -1
+        result = (file.metadata() or {}).get(ROUND, "")
+    return int(result) if result.isdecimal() else -1
 
 
 def read(path: Path, device: torch.device = CPU) -> tuple[StateTag, Content]:
@@ -93,8 +93,8 @@ def read(path: Path, device: torch.device = CPU) -> tuple[StateTag, Content]:
 
 def load(path: Path, device: torch.device = CPU, tag: StateTag | None = None) -> Content:
     """Return a state; if a tag is given, refuse a state from another run or round."""
-    found, state = read(path, device)
-    if tag is not None and found != tag:
+    result, state = read(path, device)
+    if tag is not None and result != tag:
         raise Damaged(str(path), "it belongs to another run or round", RESTORE)
     return state
 

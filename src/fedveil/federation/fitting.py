@@ -64,20 +64,20 @@ class Evaluation:
         """Measure once before the first round, so that a metric that fails is refused before training."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an untrained model may never predict a class
-            found = self.measure(server)
-        if self.monitor.name not in found:
+            result = self.measure(server)
+        if self.monitor.name not in result:
             what = f"{self.monitor.name} is not defined for these records: all targets are equal"
             raise BadArgument("fit", what, "use more records, or monitor another metric")
 
     def _measure(self, server: "Server", source: Source) -> dict[str, float]:
         (outputs, targets), axis = predict_source(server.model, source), head_axis(server.model)
         with attribute_targets(source.owner):
-            found = measure(outputs, targets, server.loss, axis=axis)
+            result = measure(outputs, targets, server.loss, axis=axis)
         if self.metrics:
             from fedveil.federation.user_metrics import compute_metrics
 
-            found |= compute_metrics(self.metrics, outputs, targets, server.loss, axis)
-        return found
+            result |= compute_metrics(self.metrics, outputs, targets, server.loss, axis)
+        return result
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class MetricChoices:
             check_metrics(self.metrics)
         known = {*decisive.names, *self.metrics}
         monitor = choose_monitor(self.monitor, self.mode, known, server.schedule, prefix)
-        sources = [own and own.source for own in (validation, test)]
-        found = Evaluation(sources[0], sources[1], self.track_test, monitor, self.metrics)
+        sources = [part and part.source for part in (validation, test)]
+        result = Evaluation(sources[0], sources[1], self.track_test, monitor, self.metrics)
         if self.metrics or monitor.name in UNDEFINED:
-            found.check(server)
-        return found
+            result.check(server)
+        return result
 
 
 class Tracker(ABC):

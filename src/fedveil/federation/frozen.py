@@ -23,12 +23,12 @@ FIX = 'load the base that the server uses, freeze it with requires_grad_(False),
 
 def digest_parameters(parameters: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 digest of the names, dtypes, shapes and bytes of these parameters."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for name, tensor in sorted(parameters.items()):
         plain = tensor.detach().cpu().contiguous()
-        found.update(repr((name, str(plain.dtype), tuple(plain.shape))).encode())
-        found.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        result.update(repr((name, str(plain.dtype), tuple(plain.shape))).encode())
+        result.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return result.hexdigest()
 
 
 def omit_local(packed: Packed, names: Mapping[str, Tensor]) -> Packed:
@@ -49,14 +49,14 @@ def restore_local(ask: Ask, model: nn.Module, frozen: Frozen) -> Ask:
     if frozen != "local":
         what = "the server does not send the frozen parameters, and this client was not told to use its own"
         raise BadArgument("ask", what, FIX)
-    own = local_parameters(model)
-    sent = add_prefix("parameter", own)
+    parameters = local_parameters(model)
+    sent = add_prefix("parameter", parameters)
     trained = ask.values.get("trainable")
-    apart = isinstance(trained, list) and own.keys().isdisjoint(map(str, trained))
-    if not own or not apart or sent.keys() & ask.tensors.keys():
+    apart = isinstance(trained, list) and parameters.keys().isdisjoint(map(str, trained))
+    if not parameters or not apart or sent.keys() & ask.tensors.keys():
         what = "the parameters that the server sends or trains are not those that are trainable in this client's model"
         raise ModelMismatch("ask", what, FIX)
-    if not hmac.compare_digest(digest_parameters(own), ask.local):
+    if not hmac.compare_digest(digest_parameters(parameters), ask.local):
         what = "the frozen parameters of this client's model differ from the server's in name, shape, dtype or value"
         raise ModelMismatch("ask", what, FIX)
     return replace(ask, tensors={**ask.tensors, **sent})

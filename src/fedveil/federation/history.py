@@ -51,17 +51,17 @@ class RoundRecord(Mapping[str, Value]):
 
     def to_dict(self) -> dict[str, Value]:
         """Return all values in a flat dict, as in a line of metrics.jsonl."""
-        found: dict[str, Value] = {"round": self.round, "epoch": self.epoch, "error": self.error, "lr": self.lr}
-        found |= {**self.figures, **self.notes, "seconds": self.seconds, **self.metrics}
-        return found if self.evaluated is None else {**found, "evaluated": self.evaluated}
+        result: dict[str, Value] = {"round": self.round, "epoch": self.epoch, "error": self.error, "lr": self.lr}
+        result |= {**self.figures, **self.notes, "seconds": self.seconds, **self.metrics}
+        return result if self.evaluated is None else {**result, "evaluated": self.evaluated}
 
     def __getitem__(self, name: str) -> Value:
-        found = self.to_dict()
-        if name not in found and not self.evaluated:
+        result = self.to_dict()
+        if name not in result and not self.evaluated:
             raise KeyError(f"{name}: {NO_EVALUATION}")
-        if name not in found and VALIDATION + name in found:
+        if name not in result and VALIDATION + name in result:
             raise KeyError(f"{name}: the test data are evaluated at the end; use {VALIDATION}{name}")
-        return found[name]
+        return result[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.to_dict())

@@ -102,8 +102,11 @@ class LocalEngine(Generic[B, U]):
 
     def updates(self, broadcast: B, clients: Sequence[int], number: int, members: int | None = None) -> list[U]:
         """Compute each client's update in a round; `members` is the number of clients in a secure sum."""
-        own, shards, dtype, whole = self.client, self.shards, self.dtype, self.whole_shard
-        return [compute_update(own, broadcast, shards, dtype, client, number, whole, members) for client in clients]
+        defence_client, shards, dtype, whole = self.client, self.shards, self.dtype, self.whole_shard
+        return [
+            compute_update(defence_client, broadcast, shards, dtype, client, number, whole, members)
+            for client in clients
+        ]
 
     def claim_records(self, client: int) -> int:
         """Return the number of records that a client claims."""
@@ -114,7 +117,7 @@ class LocalEngine(Generic[B, U]):
         rows = [self.shards.rows(client, number) for client in clients]
         inputs, targets = self.shards.take(torch.cat(rows))
         sizes = tuple([self.shards.sizes[client] for client in clients])
-        weights = _weights(sizes, tuple([len(own) for own in rows]), self.dtype, targets.device)
+        weights = _weights(sizes, tuple([len(row) for row in rows]), self.dtype, targets.device)
         return self.client.upload(self.client.step(broadcast, Samples(inputs, targets, weights)))
 
     def create_parties(self, codec: AnyCodec, integers: bool = False) -> "Roster":
@@ -123,9 +126,9 @@ class LocalEngine(Generic[B, U]):
 
         self._codec, self._integers = codec, integers
         identities = [Identity.new(f"client-{client}") for client in self.members()]
-        roster = Roster({own.name: own.public() for own in identities})
+        roster = Roster({identity.name: identity.public() for identity in identities})
         policy = Policy(min_records=1, max_sums_per_run=2**53, max_sums_per_day=2**53, key_hours=24 * 365)
-        self._parties = {client: Party(own, roster, policy=policy) for client, own in enumerate(identities)}
+        self._parties = {client: Party(identity, roster, policy=policy) for client, identity in enumerate(identities)}
         return roster
 
     def ask_masked(
@@ -151,10 +154,10 @@ class LocalEngine(Generic[B, U]):
         return digest, uploads()
 
     def take_step(
-        self, step: Step, own: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
+        self, step: Step, messages: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
         """Yield the replies of the clients' parties to a step of secure aggregation."""
-        for member, extra in own.items():
+        for member, extra in messages.items():
             yield member, take_step(step, extra, self._parties[member], lambda: 1)
 
     def close(self) -> None:
@@ -347,14 +350,14 @@ class Federation(Server):
 
     def _private_states(self, folder: Path, tag: StateTag, state: CheckpointState) -> dict[int, State]:
         """Load the private states of the checkpoint's round for all clients that had one."""
-        found = {}
+        result = {}
         for client in state.get("private", []):
             path = _private_file(folder, client, state["round"])
             if not path.exists():
                 what = f"client {client}'s private state is missing"
                 raise checkpoint.Damaged(str(path), what, checkpoint.RESTORE)
-            found[client] = checkpoint.load(path, self.device, tag)
-        return found
+            result[client] = checkpoint.load(path, self.device, tag)
+        return result
 
 
 def _couples_samples(model: nn.Module, loss: Loss) -> bool:

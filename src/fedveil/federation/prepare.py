@@ -56,7 +56,7 @@ def make_shards(
     stored = [client for client in clients if isinstance(client, Rows)]
     if len(stored) < len(clients):
         return StreamShards(*common, tuple(clients), prepare)
-    parts = [prepare(own.owner, (own.inputs, own.targets), range(len(own))) for own in stored]
+    parts = [prepare(source.owner, (source.inputs, source.targets), range(len(source))) for source in stored]
     return MemoryShards(*common, *join_batches(parts))
 
 
@@ -163,30 +163,30 @@ def _create(name: str, given: T | Callable[[A], T], kind: type[T], argument: A, 
     if not callable(given):
         raise BadArgument(WHERE, f"{name} is {given!r}", fix)
     try:
-        found = given(argument)
+        result = given(argument)
     except (TypeError, ValueError) as error:
         raise BadArgument(WHERE, f"{name} cannot be created: {error}", f"pass all its settings: {fix}") from error
-    if not isinstance(found, kind):
-        raise BadArgument(WHERE, f"{name} created a {type(found).__name__}, not a {kind.__name__}", fix)
-    return found
+    if not isinstance(result, kind):
+        raise BadArgument(WHERE, f"{name} created a {type(result).__name__}, not a {kind.__name__}", fix)
+    return result
 
 
 def make_optimizer(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
     """Create an optimizer for these parameters, or return the given optimizer if it already has them."""
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    found = _create("optimizer", given, torch.optim.Optimizer, trained, FACTORY)
+    result = _create("optimizer", given, torch.optim.Optimizer, trained, FACTORY)
     ours = {id(parameter) for parameter in parameters.values()}
-    if any(id(parameter) not in ours for group in found.param_groups for parameter in group["params"]):
+    if any(id(parameter) not in ours for group in result.param_groups for parameter in group["params"]):
         what = "the optimizer has parameters that do not belong to this model"
         raise BadArgument(WHERE, what, f"create it after the last change to the model, or {FACTORY}")
-    return found
+    return result
 
 
 def make_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     """Create a schedule for this optimizer, or return the given schedule if it already has it."""
     if given is None:
         return None
-    found = _create("schedule", given, LRScheduler, optimizer, COSINE)
-    if found.optimizer is not optimizer:
+    result = _create("schedule", given, LRScheduler, optimizer, COSINE)
+    if result.optimizer is not optimizer:
         raise BadArgument(WHERE, "the schedule is for another optimizer", f"pass that optimizer as well, or {COSINE}")
-    return found
+    return result

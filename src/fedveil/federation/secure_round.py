@@ -178,10 +178,10 @@ class SecureRound:
         self, attempt: _Attempt, step: str, messages: Messages, take: Callable[[str, bytes], None], faults: FaultLog
     ) -> None:
         """Send a step to the clients in `messages`; clients without a valid reply count as dropped out."""
-        common, own = messages
-        wanted = {attempt.names[name]: extra for name, extra in own.items()}
+        common, individual = messages
+        expected = {attempt.names[name]: extra for name, extra in individual.items()}
         message = Step.make(self._session, step, common)
-        for member, body in self._receive(self.engine.take_step(message, wanted, self._channels(wanted)), faults):
+        for member, body in self._receive(self.engine.take_step(message, expected, self._channels(expected)), faults):
             self._take(member, partial(take, self._name(member), body), faults)
 
     def _decode(self, defence_round: AnyRound, total: Words | None, opening: Opening, why: str) -> Aggregate:
@@ -251,12 +251,12 @@ class SecureRound:
         self, replies: Iterable[tuple[Member, bytes] | Fault], faults: FaultLog
     ) -> Iterator[tuple[Member, bytes]]:
         """Yield replies and record faults; clients with faults may have lost their keys and are greeted again."""
-        for found in replies:
-            if isinstance(found, Fault):
-                faults.add(found)
-                self._doubtful.add(found.member)
+        for reply in replies:
+            if isinstance(reply, Fault):
+                faults.add(reply)
+                self._doubtful.add(reply.member)
             else:
-                yield found
+                yield reply
 
     def _take(self, member: Member, take: Callable[[], Found], faults: FaultLog) -> Found | None:
         """Return the result of `take`; if it raises, record a fault and return None."""

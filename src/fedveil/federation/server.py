@@ -330,12 +330,14 @@ class Server(StoredServer):
             if interval is not None:
                 check_count("fit", name, interval, least, f"set {name} to a number of rounds")
         given = {VALIDATION_DATA: validation, TEST: test}
-        held_out = {who: None if own is None else self._read_held_out(who, own) for who, own in given.items()}
+        held_out = {
+            who: None if records is None else self._read_held_out(who, records) for who, records in given.items()
+        }
         evaluation = MetricChoices(metrics or {}, monitor, mode, patience, track_test).plan(self, *held_out.values())
         if resume and home is None:
             raise BadArgument("fit", "resume=True needs the folder of the run", "pass folder= as well")
-        every = evaluate_every or self.rounds_per_epoch
-        plan = FitPlan(last, every, evaluation, patience, callbacks, home, checkpoint_every or 0, self.defence.durable)
+        period = evaluate_every or self.rounds_per_epoch
+        plan = FitPlan(last, period, evaluation, patience, callbacks, home, checkpoint_every or 0, self.defence.durable)
         self.monitor = evaluation.monitor if evaluation else None
         with self._alone, lock_folder(home) if home else contextlib.nullcontext(), plan.show_progress(verbose):
             self._undo()
@@ -382,16 +384,16 @@ class Server(StoredServer):
 
     def _evaluate(self, plan: FitPlan, evaluation: Evaluation, record: RoundRecord, started: float) -> RoundRecord:
         """Return the record with the metrics that are due; update the best model and a plateau schedule."""
-        found, monitor = evaluation.measure(self), evaluation.monitor
-        value = found[monitor.name]
+        result, monitor = evaluation.measure(self), evaluation.monitor
+        value = result[monitor.name]
         if math.isnan(value) and monitor.name in PRIMARY:
             raise self._divergence(f"{monitor.name} is NaN, although the held-out data are finite", LOWER)
         if self._undoable:
             self._before = Snapshot(self)  # the round is complete, but its evaluation is not
         self._keep_if_best(monitor, value)
         if isinstance(self.schedule, ReduceLROnPlateau):
-            self.schedule.step(plateau_value(self.schedule, found, monitor))
-        measured = {monitor.prefix + name: metric for name, metric in found.items()}
+            self.schedule.step(plateau_value(self.schedule, result, monitor))
+        measured = {monitor.prefix + name: metric for name, metric in result.items()}
         record = dataclasses.replace(record, metrics=measured, evaluated=True)
         stops = plan.has_stalled([*self.history.records[:-1], record]) or not self.defence_server.has_budget
         measured |= evaluation.measure_test(self, self.round >= plan.last or stops)

@@ -101,7 +101,7 @@ def compute_metrics(
     expected = targets if classes is None else classes.expected
     if classes is None and outputs.numel() == targets.numel():
         outputs = outputs.reshape(targets.shape)
-    found = {}
+    result = {}
     for name, metric in metrics.items():
         where = f"metrics[{name!r}]"
         if isinstance(metric, Probabilities):
@@ -112,8 +112,8 @@ def compute_metrics(
         else:
             predicted = outputs if classes is None else classes.predicted
             value = _call(where, metric, expected, predicted.reshape(expected.shape))
-        found[name] = _as_number(where, value)
-    return found
+        result[name] = _as_number(where, value)
+    return result
 
 
 def _as_torchmetrics(outputs: Tensor, expected: Tensor, classes: bool, axis: int | None) -> Tensor:
@@ -149,9 +149,9 @@ def _update(where: str, metric: MetricObject, outputs: Tensor, targets: Tensor) 
     with refuse_failure(where, what, fix), torch.no_grad():
         metric.reset()
         metric.update(outputs.to(device), targets.to(device))
-        found = metric.compute()
+        result = metric.compute()
         metric.reset()
-    return found
+    return result
 
 
 def _as_number(where: str, value: object) -> float:

@@ -143,8 +143,8 @@ class _Admin:
     def progress(self, job_id: str) -> str:
         """Return the progress of a running job's server; empty if it is not known or the user may not see it."""
         with contextlib.suppress(Exception):  # FLARE raises many, and the next call of `do` notices a lost server
-            found = self._session.show_stats(job_id, TargetType.SERVER)
-            return str(found[TargetType.SERVER][GROUP][PROGRESS])
+            result = self._session.show_stats(job_id, TargetType.SERVER)
+            return str(result[TargetType.SERVER][GROUP][PROGRESS])
         return ""
 
     def do(self, method: str, *arguments: str) -> Any:

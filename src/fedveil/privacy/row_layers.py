@@ -30,8 +30,8 @@ def norms(rows: Tensor) -> Tensor:
     if not rows.shape[-1]:
         return rows.new_zeros(rows.shape[:-1], dtype=torch.float64)
     largest = rows.abs().amax(-1, keepdim=True).double().clamp_min(TINY)
-    found: Tensor = torch.linalg.vector_norm(rows.double() / largest, dim=-1)
-    return largest.squeeze(-1) * found
+    result: Tensor = torch.linalg.vector_norm(rows.double() / largest, dim=-1)
+    return largest.squeeze(-1) * result
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,15 +66,15 @@ class Product:
 
     def sums(self, factors: Tensor, whole: bool) -> Tensors:
         """Return sums weighted by factors with dims (candidates, records); a factor of 0 excludes a record."""
-        scaled, entered, found = self.own * factors.unsqueeze(2), self.entered.double(), Tensors()
+        scaled, entered, result = self.own * factors.unsqueeze(2), self.entered.double(), Tensors()
         if not whole:
             scaled = scaled.masked_fill_((factors == 0).unsqueeze(2), 0.0)
             entered = entered.nan_to_num(0.0, 0.0, 0.0)  # inputs of excluded records may not be finite
         if self.weight:
-            found[self.weight] = torch.bmm(scaled.transpose(1, 2), entered.expand(len(scaled), -1, -1))
+            result[self.weight] = torch.bmm(scaled.transpose(1, 2), entered.expand(len(scaled), -1, -1))
         if self.bias:
-            found[self.bias] = scaled.sum(1)
-        return found
+            result[self.bias] = scaled.sum(1)
+        return result
 
 
 class ReplaceLinear(TorchFunctionMode):
@@ -107,24 +107,24 @@ def find_row_layers(task: "RecordGradients", inputs: Inputs) -> tuple[list[RowLa
     uses them elsewhere.
     """
     leaves = {name: task.values[name].detach().requires_grad_() for name in task.trainable}
-    names = {id(own): name for name, own in leaves.items()}
+    names = {id(leaf): name for name, leaf in leaves.items()}
     layers: list[RowLayer] = []
 
     def linear(entered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         name, other = names.get(id(weight)), names.get(id(bias))
         if name is None or entered.numel() != entered.shape[-1]:
             return F.linear(entered, weight, bias)
-        found = F.linear(entered, weight.detach(), bias.detach() if bias is not None and other else bias)
-        layers.append(RowLayer(name, other, torch.zeros_like(found)))
-        return found
+        result = F.linear(entered, weight.detach(), bias.detach() if bias is not None and other else bias)
+        layers.append(RowLayer(name, other, torch.zeros_like(result)))
+        return result
 
     with ReplaceLinear(lambda input, weight, bias=None: linear(input, weight, bias)):
-        outputs = compute_outputs(task.model, each(lambda own: own[:1], inputs), task.fresh_values(leaves))
+        outputs = compute_outputs(task.model, each(lambda tensor: tensor[:1], inputs), task.fresh_values(leaves))
     used = Counter([name for layer in layers for name in (layer.weight, layer.bias) if name])
     if outputs.requires_grad and used:
         elsewhere = torch.autograd.grad(outputs.sum(), [leaves[name] for name in used], allow_unused=True)
-        used.update([name for name, own in zip(list(used), elsewhere, strict=True) if own is not None])
-    return [own for own in layers if used[own.weight] == used[own.bias or own.weight] == 1], outputs.detach()
+        used.update([name for name, value in zip(list(used), elsewhere, strict=True) if value is not None])
+    return [layer for layer in layers if used[layer.weight] == used[layer.bias or layer.weight] == 1], outputs.detach()
 
 
 class ForwardVaries(Exception):
@@ -137,16 +137,18 @@ def run_with_taps(task: "RecordGradients", leaves: Tensors, taps: Tensors, recor
     seen: Tensors = {}
 
     def linear(entered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        found, name = F.linear(entered, weight, bias), names.get(id(weight))
+        result, name = F.linear(entered, weight, bias), names.get(id(weight))
         if name is None:
-            return found
-        if name in seen or found.shape != taps[name].shape:
+            return result
+        if name in seen or result.shape != taps[name].shape:
             raise ForwardVaries
         seen[name] = entered
-        return found + taps[name]
+        return result + taps[name]
 
     with ReplaceLinear(lambda input, weight, bias=None: linear(input, weight, bias)):
-        outputs = compute_outputs(task.model, each(lambda own: own.unsqueeze(0), record), task.fresh_values(leaves))
+        outputs = compute_outputs(
+            task.model, each(lambda tensor: tensor.unsqueeze(0), record), task.fresh_values(leaves)
+        )
     if len(seen) != len(taps):
         raise ForwardVaries
     return outputs.squeeze(0), seen

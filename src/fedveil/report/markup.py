@@ -59,8 +59,8 @@ def is_failure(text: str) -> bool:
 def numeric_columns(rows: Sequence[Sequence[str]], columns: int) -> list[bool]:
     """Return, for each column, whether it contains only numbers, apart from blanks and failures."""
     cells = ([row[index].strip() for row in rows] for index in range(columns))
-    informative = [[cell for cell in own if cell.lower() not in BLANK and not is_failure(cell)] for own in cells]
-    return [bool(own) and all(NUMERIC.fullmatch(cell) for cell in own) for own in informative]
+    informative = [[cell for cell in column if cell.lower() not in BLANK and not is_failure(cell)] for column in cells]
+    return [bool(column) and all(NUMERIC.fullmatch(cell) for cell in column) for column in informative]
 
 
 def split_brackets(cell: str) -> tuple[str, str]:
@@ -69,8 +69,8 @@ def split_brackets(cell: str) -> tuple[str, str]:
     >>> split_brackets("89.1% [87.7%, 90.4%]"), split_brackets("12.5")
     (('89.1%', '[87.7%, 90.4%]'), ('12.5', ''))
     """
-    found = RANGE.fullmatch(cell)
-    return (found[1], found[2]) if found else (cell, "")
+    result = RANGE.fullmatch(cell)
+    return (result[1], result[2]) if result else (cell, "")
 
 
 def display_widths(picture: Picture) -> str:

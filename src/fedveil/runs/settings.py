@@ -42,8 +42,8 @@ def _key(default: T, description: str, only: str = "", *, rare: bool = False) ->
     """
     strict = False if isinstance(default, tuple) else None  # convert lists in a file to tuples
     extra: dict[str, JsonValue] = {"only": only, "rare": rare}
-    found: T = Field(default, description=description, json_schema_extra=extra, strict=strict)
-    return found
+    result: T = Field(default, description=description, json_schema_extra=extra, strict=strict)
+    return result
 
 
 class Settings(BaseModel):
@@ -272,7 +272,7 @@ def format_flags(values: Mapping[str, Value]) -> str:
 
 def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, object]]:
     """Return keys by section; refuse a key that is unknown, in the wrong section or given twice."""
-    found: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
+    result: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
     for section, group in values.items():
         inside = isinstance(group, Mapping)
         if inside and section not in SECTIONS:
@@ -288,17 +288,19 @@ def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, 
             home = SECTION_OF[key]
             if inside and section != home:
                 raise BadArgument(where, f"{raw!r} is in section [{section}]", f"move it to [{home}]")
-            if key in found[home]:
+            if key in result[home]:
                 raise BadArgument(where, f"{raw!r} is given twice", f"keep the one in [{home}]")
-            found[home][key] = value
-    return found
+            result[home][key] = value
+    return result
 
 
 def configure(values: Mapping[str, object], where: str = "configuration") -> Config:
     """Return a validated configuration from sections or keys; the error for an invalid value states what is allowed."""
     sections = _sort_keys(values, where)
     try:
-        config = Config.model_validate({name: SECTIONS[name].model_validate(own) for name, own in sections.items()})
+        config = Config.model_validate(
+            {name: SECTIONS[name].model_validate(section) for name, section in sections.items()}
+        )
     except ValidationError as error:
         raise BadArgument(where, *explain(error)) from None
     _check_together(config, where)
@@ -354,15 +356,15 @@ def read_file(path: Path) -> dict[str, object]:
     """Read the sections of a TOML file or a run's config.json without validating them; leave out null values."""
     if path.suffix != ".json":
         return dict(read_toml(path))
-    found = check_schema(read_json(path), str(path))
-    if PYTHON in found:
+    result = check_schema(read_json(path), str(path))
+    if PYTHON in result:
         what = "this run was made by a program, which Fedveil cannot repeat"
         fix = "run the program again; fedveil audit, fedveil status and load_model(folder) accept the folder"
         raise BadArgument(str(path), what, fix)
-    for key, value in found.items():
+    for key, value in result.items():
         if isinstance(value, dict):
-            found[key] = {name: own for name, own in value.items() if own is not None}
-    return found
+            result[key] = {name: item for name, item in value.items() if item is not None}
+    return result
 
 
 def read_values(path: Path) -> dict[str, object]:

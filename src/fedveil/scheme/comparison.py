@@ -70,17 +70,17 @@ def check_exact(
         targets = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
     pair = _Pair(perturbation, model, broadcast, inputs, targets)
     draws = FixedDraws()
-    found, error = pair.recovered(FixedDraws())
+    recovered, error = pair.recovered(FixedDraws())
     plain = pair.plain(draws)
-    if find_non_finite(found) or find_non_finite(plain) or draws.random:
+    if find_non_finite(recovered) or find_non_finite(plain) or draws.random:
         return None
     size = _distance(plain, {})
-    difference, allowed = _distance(found, plain), draws.operations * error * size
+    difference, allowed = _distance(recovered, plain), draws.operations * error * size
     if difference > allowed:
         generator = torch.Generator().manual_seed(0)
         for _ in range(DRAWS):
             moved, truth = pair.recovered(FixedDraws(), generator)[0], pair.plain(FixedDraws(), generator)
-            allowed += draws.operations * (_distance(moved, found) + _distance(truth, plain))
+            allowed += draws.operations * (_distance(moved, recovered) + _distance(truth, plain))
     result = Difference(difference / size if size else difference, allowed / size if size else allowed)
     if difference > allowed:
         what = f"on one batch, the recovered gradient differs from the plain one by {result.found:.2g} of its norm, but"
@@ -119,9 +119,9 @@ class _Pair:
         with torch.random.fork_rng(devices=[]), run_eagerly(model), draws, torch.enable_grad():
             outputs = compute_outputs(model, self.inputs, values | buffers)
             delta = _slope(loss, outputs.detach(), self.targets, head_axis(model))
-            found = torch.autograd.grad(outputs, list(leaves.values()), delta, allow_unused=True)
-        pairs = zip(leaves.items(), found, strict=True)
-        return {name: torch.zeros_like(own) if gradient is None else gradient for (name, own), gradient in pairs}
+            result = torch.autograd.grad(outputs, list(leaves.values()), delta, allow_unused=True)
+        pairs = zip(leaves.items(), result, strict=True)
+        return {name: torch.zeros_like(value) if gradient is None else gradient for (name, value), gradient in pairs}
 
 
 @torch.no_grad()
@@ -131,17 +131,17 @@ def _slope(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> Te
 
 def _change_last_digit(values: Tensors, generator: torch.Generator) -> Tensors:
     """Multiply each element by 1 + eps or 1 - eps."""
-    found = {}
+    result = {}
     for name, value in values.items():
         if not value.is_floating_point():
-            found[name] = value
+            result[name] = value
             continue
         signs = torch.randint(0, 2, value.shape, generator=generator).to(value) * 2 - 1
-        found[name] = value.detach() * (1 + torch.finfo(value.dtype).eps * signs)
-    return found
+        result[name] = value.detach() * (1 + torch.finfo(value.dtype).eps * signs)
+    return result
 
 
-def _distance(one: Tensors, other: Tensors) -> float:
+def _distance(first: Tensors, other: Tensors) -> float:
     """Return the norm of the difference; without another gradient, that of the first."""
-    parts = [own.double() - (other[name].double() if other else 0.0) for name, own in one.items()]
+    parts = [tensor.double() - (other[name].double() if other else 0.0) for name, tensor in first.items()]
     return float(torch.stack([part.norm() for part in parts]).norm())

@@ -74,8 +74,8 @@ class Entropy:
         A torch.Generator would derive all of them from one 32-bit seed.
         """
         uniform = ((self.words(count) >> np.uint64(12)) + 0.5) * 2.0**-52  # never 0 or 1
-        found: Reals = torch.special.ndtri(torch.from_numpy(uniform)).numpy()
-        return found
+        result: Reals = torch.special.ndtri(torch.from_numpy(uniform)).numpy()
+        return result
 
 
 @dataclass(frozen=True)

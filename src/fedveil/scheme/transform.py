@@ -215,15 +215,15 @@ class Transform:
 
     def _find_indices(self, piece: TensorPart) -> list[tuple[int, Tensor]] | None:
         """Return the source indices along each permuted dim; None if several dims are permuted jointly."""
-        found = []
+        result = []
         for spread in piece.order:
             dims = [d for d, size in enumerate(spread.shape) if size > 1]
             if len(dims) != 1:
                 return None
             shift = spread.select(self.shift).flatten()
             index = torch.arange(len(shift), device=shift.device) + shift // piece.strides[dims[0]]
-            found.append((dims[0], index))
-        return sorted(found, key=lambda pair: pair[0])
+            result.append((dims[0], index))
+        return sorted(result, key=lambda pair: pair[0])
 
     def _find_sources(self, piece: TensorPart, elements: int) -> Tensor:
         """Return the source index of each element of a piece, in a tensor with `elements` elements."""

@@ -67,12 +67,12 @@ class CompareStudy(Study[CompareRequest, Runs]):
     def present(self, request: CompareRequest, results: Runs) -> Presentation:
         """Return the table, the curves of the first seed, the cost and the configuration."""
         config, private = request.config, has_privacy(request.config)
-        every = [(name, number, run) for name, runs in results.items() for number, run in enumerate(runs)]
-        done = [(name, number, run.history) for name, number, run in every if isinstance(run, TrainedRun)]
+        numbered = [(name, number, run) for name, runs in results.items() for number, run in enumerate(runs)]
+        done = [(name, number, run.history) for name, number, run in numbered if isinstance(run, TrainedRun)]
         metric = primary_metric({name for _, _, history in done for name in history.metrics})
         first = {name: history for name, number, history in done if number == 0}
         failures = [
-            f"{name}, seed {config.training.seed + n}: {r.failed}" for name, n, r in every if isinstance(r, Failure)
+            f"{name}, seed {config.training.seed + n}: {r.failed}" for name, n, r in numbered if isinstance(r, Failure)
         ]
         sections: list[Section] = [
             *([Text("Failed", failures)] if failures else []),

@@ -130,10 +130,10 @@ def remove_stale_run(folder: Path, basis: Basis, progress: Progress) -> None:
     """Remove a run that a study trained on a different basis, and write the new basis."""
     path, changed = folder / BASIS, f"{BASIS} cannot be read"
     with contextlib.suppress(ValueError):  # includes BadArgument and pydantic's errors
-        found = explain_change(TypeAdapter(Basis).validate_python(read_json(path)), basis)
-        if found is None:
+        result = explain_change(TypeAdapter(Basis).validate_python(read_json(path)), basis)
+        if result is None:
             return
-        changed = found
+        changed = result
     if contains_run(folder):
         progress(0.0, f"{AGAIN}: {changed}")
         for name in (*RUN, BEST):
@@ -177,8 +177,8 @@ def observe_all(federation: Federation, defence: str) -> Views:
 
 def observe_strongest(federation: Federation, defence: str) -> dict[str, Observation]:
     """Return the observations of the published attacker and of the strongest adaptive ones."""
-    kept = (PUBLISHED, *find_attackers(find(defence)).strongest)
-    return {name: found for name, found in observe_all(federation, defence)[0].items() if name in kept}
+    names = (PUBLISHED, *find_attackers(find(defence)).strongest)
+    return {name: observation for name, observation in observe_all(federation, defence)[0].items() if name in names}
 
 
 def observe_round(federation: Federation) -> list[Round]:
@@ -195,7 +195,7 @@ def observe_round(federation: Federation) -> list[Round]:
                 rows = (shards.rows(client, number) - start).to(federation.device)
                 caught.append(Round(sent, view, rows, upload))
                 continue
-            steps = [(own - start).to(federation.device) for own in shards.local_rows(client, number, local.epochs)]
+            steps = [(row - start).to(federation.device) for row in shards.local_rows(client, number, local.epochs)]
             rows = torch.arange(shards.sizes[client], device=federation.device)
             caught.append(Round(sent, view, rows, upload, local, tuple(steps)))
 

@@ -62,9 +62,13 @@ class AuditReport:
     def __repr__(self) -> str:
         shown = self.presentation
         labels = [
-            f"  {name}, {one.measure.subject}: {one}" for name, own in self.verdicts.items() for one in own.values()
+            f"  {name}, {verdict.measure.subject}: {verdict}"
+            for name, by_subject in self.verdicts.items()
+            for verdict in by_subject.values()
         ]
-        failed = [f"  {name}: failed: {one.failed}" for name, one in self.results.items() if isinstance(one, Failure)]
+        failed = [
+            f"  {name}: failed: {result.failed}" for name, result in self.results.items() if isinstance(result, Failure)
+        ]
         return "\n".join([shown.title, shown.plain or shown.verdict, *labels, *failed])
 
     @property
@@ -85,20 +89,20 @@ class AuditReport:
             raise BadArgument("to_frame", "pandas is not installed", "run pip install pandas") from error
         rows = [
             {"defence": name, "attacker": attacker, "figure": figure, **asdict(estimate)}
-            for name, found in successes(self.results).items()
-            for attacker in found.names
-            for figure, estimate in found.figures(attacker).items()
+            for name, success in successes(self.results).items()
+            for attacker in success.names
+            for figure, estimate in success.figures(attacker).items()
             if estimate
         ]
         return DataFrame(rows, columns=["defence", "attacker", "figure", "value", "low", "high"])
 
     def to_dict(self) -> dict[str, JsonValue]:
         """Return the content of results.json (docs/audit.md)."""
-        found: dict[str, JsonValue] = to_jsonable_python(
+        result: dict[str, JsonValue] = to_jsonable_python(
             {"schema": SCHEMA, "command": self.command, "notes": self.notes, "results": self.results}
             | page.plain_summary(self.presentation, successes(self.results))
         )
-        return found
+        return result
 
     def page(self, path: Folder) -> Path:
         """Write the page, to report.html if `path` is a folder, and results.json beside it; return the page's path."""
@@ -200,36 +204,38 @@ def audit_configured(folder: Path, given: GivenParts, options: AuditOptions, pro
     config = choose_loss(read_config(folder, trust_code=given.trust_code))
     notes = tuple(describe_run(config, folder))
     request = AttackRequest(config, (config.defence.name,), options, folder, notes=notes)
-    found: Results[AuditResult] = gather(
+    result: Results[AuditResult] = gather(
         AUDIT,
         request,
         folder / "audit",
         workers=1,
         show=lambda name, fraction, step: progress(fraction, f"{name}: {step}"),
     )
-    return AuditReport(found, AUDIT.present(request, found), notes, f"fedveil audit {folder}")
+    return AuditReport(result, AUDIT.present(request, result), notes, f"fedveil audit {folder}")
 
 
 def run_audit(subject: MemoryAudit, notes: tuple[str, ...], command: str, progress: Progress) -> AuditReport:
     """Run an audit in memory, and present it."""
-    found, more = subject.run(progress)
+    result, more = subject.run(progress)
     notes = (*notes, *more)
-    own = subject.recipe.federation
+    federation = subject.recipe.federation
     values = {
-        "defence": own.defence.name,
-        "model": type(own.model).__name__,
-        "parameters": f"{sum(parameter.numel() for parameter in own.model.parameters()):,}",
-        "loss": own.loss.name,
-        "optimizer": type(own.optimizer).__name__,
-        "clients": str(len(own.shards.sizes)),
-        "records": f"{sum(own.shards.sizes):,}",
+        "defence": federation.defence.name,
+        "model": type(federation.model).__name__,
+        "parameters": f"{sum(parameter.numel() for parameter in federation.model.parameters()):,}",
+        "loss": federation.loss.name,
+        "optimizer": type(federation.optimizer).__name__,
+        "clients": str(len(federation.shards.sizes)),
+        "records": f"{sum(federation.shards.sizes):,}",
         "records held out": f"{len(subject.data.test.targets):,}",
         "rounds": str(len(subject.recipe.rates)),
         **{name: str(value) for name, value in asdict(subject.options).items() if name not in ("lira", "server")},
     }
-    shown = complete_presentation(page.show(successes(found)), found, notes, Facts("Configuration", values))
+    shown = complete_presentation(page.show(successes(result)), result, notes, Facts("Configuration", values))
     if any(note.startswith(LOUD) for note in notes):
-        first = [warn_of_stand_ins(one) if isinstance(one, Answers) else one for one in shown.first]
+        first = [warn_of_stand_ins(section) if isinstance(section, Answers) else section for section in shown.first]
         shown = replace(shown, first=first, plain=" ".join(notes))
-    title = f"Audit of {type(own.model).__name__}, {own.defence.name}, {len(own.shards.sizes)} clients"
-    return AuditReport(found, replace(shown, title=title), notes, command)
+    title = (
+        f"Audit of {type(federation.model).__name__}, {federation.defence.name}, {len(federation.shards.sizes)} clients"
+    )
+    return AuditReport(result, replace(shown, title=title), notes, command)

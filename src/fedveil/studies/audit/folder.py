@@ -126,7 +126,7 @@ def parts_from_flags(folder: Path, config: Config, flags: Collection[str], trust
         if section not in ("data", "model", "defence"):
             what = f"--{flag.replace('_', '-')} cannot be changed: the run's settings are in {DESCRIPTION}"
             raise BadArgument(str(folder), what, "leave it out")
-    found = GivenParts(trust_code=trust_code)
+    result = GivenParts(trust_code=trust_code)
     if "model" in sections:
         description = read_description(folder)
 
@@ -135,30 +135,30 @@ def parts_from_flags(folder: Path, config: Config, flags: Collection[str], trust
                 return load_factory(config.model.name)
             return named_model(config.model, torch.Size(description.shape or ()), math.prod(description.output))
 
-        found = replace(found, model=make)
+        result = replace(result, model=make)
     if "defence" in sections:
-        found = replace(found, defence=build_defence(config))
+        result = replace(result, defence=build_defence(config))
     if "data" not in sections:
-        return found
+        return result
     if ":" in config.data.name:
         factory = import_object(config.data.name, "data", "my_package.data:load")
         given = factory() if callable(factory) else factory
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], list):
-            return replace(found, clients=given[0], test=given[1])
-    return replace(found, data=load_data(config))
+            return replace(result, clients=given[0], test=given[1])
+    return replace(result, data=load_data(config))
 
 
 def _read_state(folder: Path) -> tuple[checkpoint.StateTag, checkpoint.Content]:
     """Return the last valid checkpoint of a run."""
-    found = checkpoint.found_in(folder)
-    if not found:
+    result = checkpoint.found_in(folder)
+    if not result:
         raise BadArgument(str(folder), "the run has no checkpoint yet", "audit it after training")
     try:
-        return checkpoint.read(found[0])
+        return checkpoint.read(result[0])
     except checkpoint.Damaged:
-        if len(found) == 1:
+        if len(result) == 1:
             raise
-        return checkpoint.read(found[1])
+        return checkpoint.read(result[1])
 
 
 def build_described_model(
@@ -305,5 +305,5 @@ def _describe_simulation(description: RunDescription, source: str, clients: int,
     secure = texts["simulated_secure"] if description.secure_aggregation else ""
     if source == LOUD:
         return f"{LOUD}: {texts['stand_ins'].format(**values, secure=secure)}"
-    own = "" if description.terms.remote else texts["other_records"]
-    return texts["simulated"].format(**values, secure=secure, own=own)
+    remark = "" if description.terms.remote else texts["other_records"]
+    return texts["simulated"].format(**values, secure=secure, own=remark)

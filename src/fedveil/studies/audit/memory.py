@@ -51,7 +51,7 @@ def collect_data(federation: Federation, test: UserRecords, name: str) -> Data:
     make = target_maker(federation.model, federation.loss, (inputs[:1], shards.targets[:1]))
     parts = (inputs, shards.targets), (one_tensor("test data", source.inputs), make(source.targets))
     is_class = isinstance(federation.loss, CLASS_LOSSES)
-    train, held_out = ((own[0].cpu(), _class_indices(own[1].cpu()) if is_class else own[1].cpu()) for own in parts)
+    train, held_out = ((part[0].cpu(), _class_indices(part[1].cpu()) if is_class else part[1].cpu()) for part in parts)
     return from_records(name, train, held_out)
 
 
@@ -64,8 +64,8 @@ def _class_indices(targets: Tensor) -> Tensor:
 def _is_registered(defence: AnyDefence) -> bool:
     """Return whether a defence is of a registered class, and not of a class derived from it."""
     record = find_record(defence)
-    found = import_object(record.target, "a defence", "my_package.defences:Mine") if record else None
-    return getattr(found, "__self__", found) is type(defence)
+    result = import_object(record.target, "a defence", "my_package.defences:Mine") if record else None
+    return getattr(result, "__self__", result) is type(defence)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +119,10 @@ class MemoryAudit:
         return self._subject("plain", made, attackers, RecipeTrial(self.recipe, "plain")), note
 
     def _subject(self, name: str, made: Federation, attackers: Attackers, trial: RecipeTrial) -> AuditSubject:
-        own = self.recipe.federation
-        return AuditSubject(name, made, self.data, self._rows(), attackers, own.seed, own.whole_shard, trial)
+        federation = self.recipe.federation
+        return AuditSubject(
+            name, made, self.data, self._rows(), attackers, federation.seed, federation.whole_shard, trial
+        )
 
     def _rows(self) -> tuple[Tensor, ...]:
         shards = self.recipe.federation.shards
@@ -152,13 +154,13 @@ class MemoryAudit:
         if self.name != "plain":
             subjects[UNDEFENDED], note = self.reference(part_of(progress, 0, 3, "reference"))
             notes += [note] if note else []
-        found = dict[str, AuditResult | Failure]()
+        result = dict[str, AuditResult | Failure]()
         with TemporaryDirectory() as folder:
-            notes += self._shadow_notes(Path(folder), [one.name for one in subjects.values()], progress)
+            notes += self._shadow_notes(Path(folder), [subject.name for subject in subjects.values()], progress)
             for number, (label, subject) in enumerate(subjects.items()):
                 report = part_of(progress, 1 + number, 3, label)
-                found[label] = attack_subject(subject, self.options, Path(folder), report)
-        return found, tuple(notes)
+                result[label] = attack_subject(subject, self.options, Path(folder), report)
+        return result, tuple(notes)
 
     def _shadow_notes(self, folder: Path, names: Sequence[str], progress: Progress) -> Iterator[str]:
         """Train all shadows; yield the reason if there are none."""

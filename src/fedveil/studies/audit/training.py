@@ -35,10 +35,10 @@ def reinitialise(model: nn.Module) -> None:
     frozen = [(value, value.detach().clone()) for value in model.parameters() if not value.requires_grad]
     for name, module in model.named_modules():
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        own = list(module.parameters(recurse=False))
+        parameters = list(module.parameters(recurse=False))
         if callable(reset):
             reset()
-        elif any(value.requires_grad for value in own):
+        elif any(value.requires_grad for value in parameters):
             what = f"{type(module).__name__} {name!r} has no reset_parameters" if name else "it has no reset_parameters"
             raise DoesNotApply("model", f"the network cannot be trained anew, because {what}; pass model=")
     with torch.no_grad():
@@ -115,7 +115,7 @@ class TrainingRecipe:
         replay: bool = True,
     ) -> Federation:
         """Build a federation with the settings of the existing one; `replay` repeats its learning rates."""
-        own, terms = self.federation, self.federation.terms
+        federation, terms = self.federation, self.federation.terms
         start = self.rates[0] if self.rates else 0.0
         factors = [rate / start for rate in self.rates] if start else []
         schedule = None
@@ -128,22 +128,24 @@ class TrainingRecipe:
             optimizer,
             schedule=schedule,
             schedule_every="round",
-            clip_norm=own.clip_norm,
+            clip_norm=federation.clip_norm,
             batch_size=terms.batch_size,
-            loss=own.loss,
+            loss=federation.loss,
             whole_shard=terms.whole_shard,
-            participation=own.policy.participation,
-            limits=own.limits,
+            participation=federation.policy.participation,
+            limits=federation.limits,
             seed=seed,
         )
 
     def continued(self, defence: str | AnyDefence | None = None) -> Federation:
         """Return a copy of the existing federation that can be trained further without changing it."""
-        own = self.federation
-        model, optimizer = copy_pair(own)
-        parts = [DataPart(*own.shards.records(client)) for client in range(len(own.shards.sizes))]
-        made = self.build(model, parts, defence or copy_defence(own.defence), optimizer, own.seed, replay=False)
-        made.round = own.round
+        federation = self.federation
+        model, optimizer = copy_pair(federation)
+        parts = [DataPart(*federation.shards.records(client)) for client in range(len(federation.shards.sizes))]
+        made = self.build(
+            model, parts, defence or copy_defence(federation.defence), optimizer, federation.seed, replay=False
+        )
+        made.round = federation.round
         return made
 
 
@@ -166,14 +168,14 @@ class RecipeTrial:
 
     def __call__(self, parts: Sequence[DataPart], number: int, batch_size: int, whole_shard: bool) -> Federation:
         """Return a federation with the defence and loss of the existing one."""
-        own, seed = self.recipe.federation, self.recipe.federation.seed + number
+        federation, seed = self.recipe.federation, self.recipe.federation.seed + number
         return Federation(
             self._model(seed),
             [(part.inputs, part.targets) for part in parts],
-            self.defence or copy_defence(own.defence),
+            self.defence or copy_defence(federation.defence),
             plain_sgd(RATE),
             batch_size=batch_size,
-            loss=own.loss,
+            loss=federation.loss,
             whole_shard=whole_shard,
             fuse=False,
             seed=seed,

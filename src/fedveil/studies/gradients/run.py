@@ -113,10 +113,10 @@ class AttackBatch:
         order = torch.randperm(len(data.train.targets), generator=generator("gradients", seed))
         first = config.training.batch_size
         rows = order[first:][self.group * size : (self.group + 1) * size]
-        own, victim = data.train.take(order[:first]), data.train.take(rows)
+        own_part, victim = data.train.take(order[:first]), data.train.take(rows)
         optimizer = plain_sgd(config.training.lr) if self.run else build_optimizer(config.training)
         model = start_model(config, data, self.run)
-        federation = build_small_federation(config, model, (own, victim), optimizer, max(first, size))
+        federation = build_small_federation(config, model, (own_part, victim), optimizer, max(first, size))
         leaks, observed = observe_leaks(federation)
         search = self.options.search(federation.model)
         true = data.pixels(victim.tensor.to(federation.device))
@@ -124,8 +124,8 @@ class AttackBatch:
         for number, (view, leak) in enumerate(leaks.items()):
             rng = generator("gradients", seed, size, self.group)
             report = part_progress(progress, number, len(leaks), view)
-            found = search_leak(leak, search, data, observed.inputs, size, rng, report)
-            views[view] = compare_images(found, data, true, victim.targets.tolist())
+            result = search_leak(leak, search, data, observed.inputs, size, rng, report)
+            views[view] = compare_images(result, data, true, victim.targets.tolist())
         guessed = floors(data, rows, true, generator("floors", seed, size, self.group))
         originals = [encode_image(image) for image in true]
         return Batch(size, rows.tolist(), search, views, guessed, originals, tuple(true[0].shape))
@@ -252,8 +252,10 @@ def guesses(data: Data, rows: Tensor, rng: torch.Generator, excluded: Tensor | N
 
 def floors(data: Data, rows: Tensor, true: Tensor, rng: torch.Generator) -> dict[str, ImageFigures]:
     """Return the similarity of guesses to the true images."""
-    found = {name: images.to(true).expand_as(true) for name, images in guesses(data, rows, rng).items()}
-    return {name: ImageFigures(psnr(own, true), ssim(own, true), mse(own, true)) for name, own in found.items()}
+    result = {name: images.to(true).expand_as(true) for name, images in guesses(data, rows, rng).items()}
+    return {
+        name: ImageFigures(psnr(guess, true), ssim(guess, true), mse(guess, true)) for name, guess in result.items()
+    }
 
 
 class GradientStudy(AttackStudy[GradientOptions, Gradients]):
@@ -270,9 +272,9 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
         data.pixels(data.train.tensor[:1])
         if not data.classes:
             raise BadArgument(data.name, "it has no classes, but the attack needs labels", "use --data cifar10")
-        records, wanted = len(data.train.targets), training.batch_size + request.options.images
-        if records < wanted:
-            what = f"there are {records} training records, but the attacker and the victim need {wanted}"
+        records, needed = len(data.train.targets), training.batch_size + request.options.images
+        if records < needed:
+            what = f"there are {records} training records, but the attacker and the victim need {needed}"
             raise BadArgument(data.name, what, "use a larger --train-size or a smaller --images")
         known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
         if not request.run and (not known or training.weight_decay):
@@ -281,12 +283,12 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
 
     def batches(self, request: AttackRequest[GradientOptions], name: str, config: Config) -> dict[str, StudyJob[Batch]]:
         """Return one job per batch; `name` is the name of a defence or of a variant of it."""
-        options, found = request.options, dict[str, StudyJob[Batch]]()
+        options, result = request.options, dict[str, StudyJob[Batch]]()
         for size in options.batches():
             for group in range(options.images // size):
                 work, part = AttackBatch(config, options, request.run, size, group), f"batch{size}-{group}"
-                found[part] = StudyJob(request.job_name(name, part), work, Batch, attacked=request.run)
-        return found
+                result[part] = StudyJob(request.job_name(name, part), work, Batch, attacked=request.run)
+        return result
 
     def graph(self, request: AttackRequest[GradientOptions], folder: Path) -> JobGraph[Results[Gradients]]:
         """Return one job per defence and batch."""

@@ -134,14 +134,14 @@ class Invert(NetworkTraining):
         evaluator, classes = self.evaluator(data, done.basis), len(data.classes)
         labels = torch.arange(classes, device=evaluator.device).repeat(options.codes)
         seen = [observe_strongest(federation, config.defence.name) for _ in range(options.broadcasts)]
-        found: dict[str, InversionFigures] = {}
+        result: dict[str, InversionFigures] = {}
         pictures: dict[str, list[str]] = {}
         for name in seen[0]:
             models = [some[name].model for some in seen]
             made = self.reconstruct(progress, models, gan, data, labels)
             received, true = (evaluator.evaluate_by(who, made["codes"], labels) for who in (models, [federation.model]))
             judged = {how: evaluator.evaluate(images, labels) for how, images in made.items()}
-            found[name] = InversionFigures(judged["codes"], received, true, judged.get("pixels"))
+            result[name] = InversionFigures(judged["codes"], received, true, judged.get("pixels"))
             pictures |= {f"{name}, by {how}": first_images(images, labels, classes) for how, images in made.items()}
         codes = torch.randn(len(labels), CODE, generator=generator("floor", config.training.seed)).clamp(-1, 1)
         with torch.no_grad():
@@ -153,7 +153,7 @@ class Invert(NetworkTraining):
         counts = Counts(len(data.train.targets), public, len(labels), options.broadcasts)
         attacked = config.defence.name, config.training.seed, quality.train, quality.test, list(data.classes), counts
         floor, ceiling = evaluator.evaluate(blind, labels), evaluator.evaluate(real, real_labels)
-        return Inversion(*attacked, found, floor, ceiling, gallery)
+        return Inversion(*attacked, result, floor, ceiling, gallery)
 
     def evaluator(self, data: Data, basis: Basis) -> Evaluator:
         """Return the evaluator, with the features of the private training images."""
@@ -185,11 +185,11 @@ class Invert(NetworkTraining):
 
 def first_images(images: Tensor, labels: Tensor, classes: int) -> list[str]:
     """Return the first images of each class, padded with grey images if there are too few."""
-    found = []
+    result = []
     for label in range(classes):
-        own = [encode_image(image) for image in images[labels == label][: page.PER_CLASS]]
-        found += own + [encode_image(torch.full_like(images[0], 0.5))] * (page.PER_CLASS - len(own))
-    return found
+        encoded = [encode_image(image) for image in images[labels == label][: page.PER_CLASS]]
+        result += encoded + [encode_image(torch.full_like(images[0], 0.5))] * (page.PER_CLASS - len(encoded))
+    return result
 
 
 def held_out(evaluator: Evaluator, labels: Tensor) -> tuple[Tensor, Tensor]:

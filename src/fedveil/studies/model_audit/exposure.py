@@ -64,25 +64,27 @@ class ScoredMembers:
 def rank_exposures(parts: Sequence[ScoredMembers]) -> tuple[RecordExposure, ...]:
     """Return the exposure of every member, the most exposed first."""
     rows = [
-        (int(above), one, int(record), float(score))
-        for one in parts
-        for record, score, above in zip(one.records, one.scores, count_above(one.scores, one.others), strict=True)
+        (int(above), scored, int(record), float(score))
+        for scored in parts
+        for record, score, above in zip(
+            scored.records, scored.scores, count_above(scored.scores, scored.others), strict=True
+        )
     ]
-    p = np.array([(1 + above) / (1 + len(one.others)) for above, one, _, _ in rows])
+    p = np.array([(1 + above) / (1 + len(scored.others)) for above, scored, _, _ in rows])
     chosen = discoveries(p, FALSE_DISCOVERIES)
     heights = [
-        (score - float(one.others.mean())) / max(float(one.others.std()), np.finfo(np.float64).tiny)
-        for _, one, _, score in rows
+        (score - float(scored.others.mean())) / max(float(scored.others.std()), np.finfo(np.float64).tiny)
+        for _, scored, _, score in rows
     ]
     order = sorted(range(len(rows)), key=lambda index: (p[index], -heights[index]))
-    found = []
+    result = []
     for rank, index in enumerate(order, start=1):
-        above, one, record, _ = rows[index]
-        rate = proportion(above, len(one.others))
-        found.append(
-            RecordExposure(record, rank, rate, heights[index], float(p[index]), one.attack, bool(chosen[index]))
+        above, part, record, _ = rows[index]
+        rate = proportion(above, len(part.others))
+        result.append(
+            RecordExposure(record, rank, rate, heights[index], float(p[index]), part.attack, bool(chosen[index]))
         )
-    return tuple(found)
+    return tuple(result)
 
 
 def count_above(scores: Scores, others: Scores) -> NDArray[np.int64]:
