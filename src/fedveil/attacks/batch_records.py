@@ -73,8 +73,8 @@ def factorise(leak: Leak, path: str, records: int) -> Factors:
     )
     eps = torch.finfo(leak.gradients[f"{path}.bias"].dtype).eps
     size = gradient.norm(dim=1)
-    moved = size > math.sqrt(eps) * size.max()
-    gradient, layer = gradient[moved], layer[moved]
+    active = size > math.sqrt(eps) * size.max()
+    gradient, layer = gradient[active], layer[active]
     _, values, right = torch.linalg.svd(gradient, full_matrices=False)
     rank = int((values > eps * max(gradient.shape) * values[:1]).sum()) if len(values) else 0
     if not 0 < records < min(gradient.shape) or not rank:
@@ -145,17 +145,17 @@ def agreements(factors: Factors, directions: Tensor) -> tuple[Tensor, Tensor]:
     unit = torch.eye(directions.shape[-1]).to(directions).expand(directions.shape)
     inverse = torch.linalg.solve_ex(directions.mT, unit)[0].nan_to_num(0.0, 0.0, 0.0)
     outputs = inverse @ (factors.right @ factors.weights.T) * (inverse @ factors.right[:, -1:]).sign()
-    moved = (directions @ factors.left.T).abs() >= factors.tolerance
-    return inverse, ((outputs > 0) == moved).double().mean(-1)
+    active = (directions @ factors.left.T).abs() >= factors.tolerance
+    return inverse, ((outputs > 0) == active).double().mean(-1)
 
 
 def choose_independent(pool: Directions, order: Tensor) -> list[int]:
     """Return the first b linearly independent directions in the given order; fewer if there are not as many."""
     chosen, basis = list[int](), pool.directions[:0]
     for number in order.tolist():
-        left = pool.directions[number] - pool.directions[number] @ basis.T @ basis
-        if left.norm() > INDEPENDENT:
-            chosen, basis = [*chosen, number], torch.cat([basis, (left / left.norm())[None]])
+        residual = pool.directions[number] - pool.directions[number] @ basis.T @ basis
+        if residual.norm() > INDEPENDENT:
+            chosen, basis = [*chosen, number], torch.cat([basis, (residual / residual.norm())[None]])
         if len(chosen) == pool.directions.shape[1]:
             break
     return chosen

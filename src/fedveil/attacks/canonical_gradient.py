@@ -127,11 +127,11 @@ def from_canonical_difference(observed: Observation) -> Leak:
     pairs = canonical_pairs(observed)
     blocks, lr = find_blocks(pairs[0].plan), observed.learning_rate
     fits = [fit_signs(blocks, *pair.weights, lr) for pair in pairs]
-    (misfit, signs), signed = min(zip(fits, pairs, strict=True), key=lambda both: both[0][0])
-    pair = signed if misfit < CLEAR else min(pairs, key=lambda pair: pair.distance)
+    (residual, signs), signed = min(zip(fits, pairs, strict=True), key=lambda both: both[0][0])
+    pair = signed if residual < CLEAR else min(pairs, key=lambda pair: pair.distance)
     model = copy_with_values(observed.architecture, pair.to_tensors(pair.before, pair.plan.layout.entries))
     own_gradient = flatten(mean_gradients(model, observed.loss, *batch), pair.plan.layout.trainable).double()
-    if misfit < CLEAR:
+    if residual < CLEAR:
         return leak_from_signs(observed, model, pair, own_gradient, signs)
     return leak_from_directions(observed, model, pair, own_gradient, blocks)
 
@@ -162,12 +162,12 @@ def leak_from_directions(
     """Derive the gradient from a step of plain SGD, except for two directions in each block."""
     (before, after), share, entries = pair.weights, observed.share, pair.plan.layout.trainable
     along = blocks.directions(before)
-    moved, rest = blocks.project_out(after - before, along), blocks.project_out(own_gradient, along)
-    rates = observed.learning_rate * step_sizes(blocks, moved, rest, observed)
+    change, rest = blocks.project_out(after - before, along), blocks.project_out(own_gradient, along)
+    rates = observed.learning_rate * step_sizes(blocks, change, rest, observed)
     hidden = along, blocks.directions(rest)
-    seen = -blocks.project_out(moved, hidden[1]) / rates[blocks.index]
+    observed_gradient = -blocks.project_out(change, hidden[1]) / rates[blocks.index]
     exact = (before - after) / observed.learning_rate - share * own_gradient
-    others = torch.where(blocks.scaled[blocks.index], seen, exact) / (1 - share)
+    others = torch.where(blocks.scaled[blocks.index], observed_gradient, exact) / (1 - share)
     compare = PartialDistance(blocks, hidden, pair.known, others * pair.known, entries)
     return Leak(model, pair.to_tensors(others, entries), observed.loss, compare=compare)
 

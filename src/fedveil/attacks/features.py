@@ -59,9 +59,9 @@ def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH) 
     result = []
     for outputs, calls in _run(model, inputs, [*weighted, *flat], batch_size):
         maps = [call for call in calls if call.module in flat]
-        taken = [call.first_input for call in calls if call.module in weighted]
-        entered = [next((m.first_input for m in maps if m.output is value), value) for value in taken]
-        last = entered[:0:-1][: len(LAYERS) - 1]  # the first layer's input is excluded: it is the record itself
+        layer_inputs = [call.first_input for call in calls if call.module in weighted]
+        map_inputs = [next((m.first_input for m in maps if m.output is value), value) for value in layer_inputs]
+        last = map_inputs[:0:-1][: len(LAYERS) - 1]  # the first layer's input is excluded: it is the record itself
         result.append([_limit_size(value, len(outputs)).cpu() for value in (outputs, *last)])
     return tuple(torch.cat(parts) for parts in zip(*result, strict=True))
 

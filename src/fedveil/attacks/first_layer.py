@@ -68,10 +68,10 @@ def record_from_agreeing_rows(leak: Leak, path: str) -> Tensor:
     """
     gradient = layer_rows(leak.gradients, path)
     size, eps = gradient[:, -1].abs(), torch.finfo(leak.gradients[f"{path}.bias"].dtype).eps
-    moved = gradient[size > math.sqrt(eps) * size.max()]
-    if len(moved) < 2:
+    changed = gradient[size > math.sqrt(eps) * size.max()]
+    if len(changed) < 2:
         raise DoesNotApply("dense record", "fewer than two units have a gradient", "use a wider first layer")
-    rows = moved[:, :-1] / moved[:, -1:]
+    rows = changed[:, :-1] / changed[:, -1:]
     distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(math.inf)
     first, second = divmod(int(distances.argmin()), len(rows))
     return (rows[first] + rows[second]) / 2
@@ -104,10 +104,12 @@ def common_direction(rows: tuple[Tensor, Tensor], basis: Tensor) -> Tensor:
     of D_i orthogonal to the span and to n_i. Then q_i is a multiple of the same component of x. The direction x' that
     fits best is the top eigenvector of sum_i |q_i|^2 n_i n_i^T + q_i q_i^T.
     """
-    away, moved = (part - (part @ basis.T) @ basis for part in rows)
-    away = F.normalize(away, eps=TINY)
-    left = moved - (moved * away).sum(1, keepdim=True) * away
-    result: Tensor = torch.linalg.svd(torch.cat([left.norm(dim=1, keepdim=True) * away, left]), full_matrices=False)[2]
+    component, change = (part - (part @ basis.T) @ basis for part in rows)
+    component = F.normalize(component, eps=TINY)
+    residual = change - (change * component).sum(1, keepdim=True) * component
+    result: Tensor = torch.linalg.svd(
+        torch.cat([residual.norm(dim=1, keepdim=True) * component, residual]), full_matrices=False
+    )[2]
     return result[0]
 
 
@@ -127,8 +129,8 @@ def likely_record(direction: Tensor, own_rows: Tensor, sample: Tensor) -> Tensor
     white = torch.linalg.solve_triangular(factor, columns[:-1], upper=False)
     white = torch.cat([white, SURE * columns[-1:]])
     target, others = white[:, :2], white[:, 2:]
-    left = target - others @ torch.linalg.lstsq(others, target).solution
-    a, b = float(left[:, 0] @ left[:, 0]) + TINY, float(left[:, 0] @ left[:, 1])
+    residual = target - others @ torch.linalg.lstsq(others, target).solution
+    a, b = float(residual[:, 0] @ residual[:, 0]) + TINY, float(residual[:, 0] @ residual[:, 1])
     free = len(direction) - len(own_rows)
     root = math.sqrt(b * b + 4 * a * (free - 1))
     choices = [(b + sign * root) / (2 * a) for sign in (1, -1)]
@@ -237,19 +239,19 @@ def fit_record(low: Tensor, high: Tensor, sample: Tensor) -> Tensor:
     ridge = SMOOTH * float(sample.square().mean()) + TINY
     prior = torch.linalg.inv(spread + ridge * torch.eye(len(mean)).to(spread))
     rows = torch.zeros_like(low).clamp(low, high)
-    full = fit_rank_one(rows, torch.ones_like(rows))
-    full = full / torch.where(full[-1].abs() > TINY, full[-1], TINY)
-    free, edge = rows.numel() - sum(rows.shape), sum(math.sqrt(size) for size in rows.shape) ** 2
+    record_and_one = fit_rank_one(rows, torch.ones_like(rows))
+    record_and_one = record_and_one / torch.where(record_and_one[-1].abs() > TINY, record_and_one[-1], TINY)
+    free, noise_norm = rows.numel() - sum(rows.shape), sum(math.sqrt(size) for size in rows.shape) ** 2
     for _ in range(STEPS):
-        factors = (rows @ full) / full.square().sum().clamp_min(TINY)
-        guess = factors[:, None] * full
+        factors = (rows @ record_and_one) / record_and_one.square().sum().clamp_min(TINY)
+        guess = factors[:, None] * record_and_one
         rows = guess.clamp(low, high)
         noise = (rows - guess).square().sum() / max(free, 1) + TINY
-        trust = (1 - edge * noise / guess.square().sum().clamp_min(TINY)).clamp_min(0) / noise
-        weight, pull = trust * factors.square().sum(), trust * (factors @ rows)[:-1]
+        precision = (1 - noise_norm * noise / guess.square().sum().clamp_min(TINY)).clamp_min(0) / noise
+        weight, pull = precision * factors.square().sum(), precision * (factors @ rows)[:-1]
         record = torch.linalg.solve(prior + weight * torch.eye(len(mean)).to(prior), prior @ mean + pull)
-        change = (record - full[:-1]).abs().max()
-        full = torch.cat([record, record.new_ones(1)])
+        change = (record - record_and_one[:-1]).abs().max()
+        record_and_one = torch.cat([record, record.new_ones(1)])
         if change <= STILL * record.abs().max():
             break
-    return full[:-1]
+    return record_and_one[:-1]

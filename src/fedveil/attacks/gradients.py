@@ -67,8 +67,8 @@ def cosine_distance(gradients: Gradients, leaked: Mapping[str, Tensor], mask: Ma
         gradients = {name: gradient * mask[name] for name, gradient in gradients.items()}
         leaked = {name: gradient * mask[name] for name, gradient in leaked.items()}
     ours = torch.cat([gradient.flatten() for gradient in gradients.values()])
-    theirs = torch.cat([leaked[name].flatten() for name in gradients])
-    return 1 - torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
+    leaked_vector = torch.cat([leaked[name].flatten() for name in gradients])
+    return 1 - torch.nn.functional.cosine_similarity(ours, leaked_vector, dim=0)
 
 
 def input_distance(leak: Leak, inputs: Tensor, targets: Tensor, method: Distance, *, graph: bool = False) -> Tensor:

@@ -158,8 +158,8 @@ def train_gan(
         batches = [rows for rows in torch.split(order, BATCH) if len(rows) > 1]
         result = []
         for number, rows in enumerate(batches):
-            fifth = (epoch * len(batches) + number + 1) % CRITIC_STEPS == 0
-            result.append(_train_step(gan, optimizers, images[rows], random, train_generator=fifth))
+            trains_generator = (epoch * len(batches) + number + 1) % CRITIC_STEPS == 0
+            result.append(_train_step(gan, optimizers, images[rows], random, train_generator=trains_generator))
             progress((epoch + number / len(batches)) / epochs, f"generator, epoch {epoch + 1}/{epochs}")
         distances.append(sum(result) / len(result))
         if path and (epoch % 2 or epoch + 1 == epochs):

@@ -207,12 +207,12 @@ def lira(phi: Array, shadow: Array, inside: Mask, *, online: bool = True) -> Arr
     to 1. The script released with the paper uses a two-sided density.
     """
     mean_out, sigma_out = _normal(shadow, ~inside)
-    far = (phi - mean_out) / sigma_out
+    out_score = (phi - mean_out) / sigma_out
     if not online:
-        return np.asarray(far)
+        return np.asarray(out_score)
     mean_in, sigma_in = _normal(shadow, inside)
-    near = (phi - mean_in) / sigma_in
-    return np.asarray((far**2 - near**2) / 2 + np.log(sigma_out / sigma_in))
+    in_score = (phi - mean_in) / sigma_in
+    return np.asarray((out_score**2 - in_score**2) / 2 + np.log(sigma_out / sigma_in))
 
 
 def _normal(shadow: Array, chosen: Mask) -> tuple[Array, Array]:

@@ -52,9 +52,10 @@ class Estimate:
             ends = proportion(round(self.value * self.sample_size), self.sample_size, level=level)
             return replace(self, low=min(self.value, ends.low), high=max(self.value, ends.high))
         factor = self._quantile((1 + level) / 2) / self._quantile(0.975)
-        forth, back = self._scale
+        transform, inverse = self._scale
         low, high = (
-            back(forth(self.value) + factor * (forth(end) - forth(self.value))) for end in (self.low, self.high)
+            inverse(transform(self.value) + factor * (transform(end) - transform(self.value)))
+            for end in (self.low, self.high)
         )
         low, high = self.low if self.low == 0 else low, self.high if self.high == 1 else high  # ends of fractions
         return replace(self, low=low, high=high)
@@ -67,12 +68,12 @@ class Estimate:
                 middle = (low + high) / 2
                 low, high = (middle, high) if guess in self.at_level(1 - math.exp(middle)) else (low, middle)
             return math.exp(high)
-        forth, _ = self._scale
-        distance, reach = abs(forth(self.value) - forth(guess)), self._reach(guess)
+        transform, _ = self._scale
+        distance, reach = abs(transform(self.value) - transform(guess)), self._reach(guess)
         if distance == 0:
             return 1.0
-        far = distance / reach * self._quantile(0.975) if reach > 0 else math.inf
-        tail = float(stdtr(self.repeats - 1, -far)) if self._is_students else float(ndtr(-far))
+        quantile = distance / reach * self._quantile(0.975) if reach > 0 else math.inf
+        tail = float(stdtr(self.repeats - 1, -quantile)) if self._is_students else float(ndtr(-quantile))
         return max(2 * tail, SMALLEST)
 
     @property
@@ -86,8 +87,8 @@ class Estimate:
 
     def _reach(self, guess: float) -> float:
         """Return the half-width of the interval on the side of `guess`."""
-        forth, _ = self._scale
-        return abs(forth(self.value) - forth(self.low if guess < self.value else self.high))
+        transform, _ = self._scale
+        return abs(transform(self.value) - transform(self.low if guess < self.value else self.high))
 
     def _quantile(self, probability: float) -> float:
         return float(stdtrit(self.repeats - 1, probability) if self._is_students else ndtri(probability))
@@ -139,8 +140,8 @@ def average(values: Sequence[float], *, minimum: float = -math.inf, maximum: flo
 def placements(scores: Scores, reference: Scores) -> Scores:
     """For each score, return the fraction of `reference` scores below it; ties count half."""
     order = np.sort(reference)
-    below, upto = np.searchsorted(order, scores, "left"), np.searchsorted(order, scores, "right")
-    return np.asarray((below + upto) / (2 * len(order)))
+    below, at_or_below = np.searchsorted(order, scores, "left"), np.searchsorted(order, scores, "right")
+    return np.asarray((below + at_or_below) / (2 * len(order)))
 
 
 def auc(members: ArrayLike, others: ArrayLike, *, level: float = 0.95) -> Estimate:

@@ -219,11 +219,11 @@ def fit_noise(heads: Sequence[CanonicalHead]) -> Tensor:
 def pick_candidates(heads: Sequence[CanonicalHead], candidates: Sequence[Tensor]) -> list[int]:
     """Return the most likely candidate's index in each round: the path along which the heads change least (Viterbi)."""
     models = [head.values - offsets @ head.noise for head, offsets in zip(heads, candidates, strict=True)]
-    cost, back = torch.zeros(len(models[0]), dtype=torch.float64, device=models[0].device), list[Tensor]()
+    cost, slopes = torch.zeros(len(models[0]), dtype=torch.float64, device=models[0].device), list[Tensor]()
     for now, later in itertools.pairwise(models):
         best = (cost[:, None] + torch.cdist(now, later, p=1)).min(0)
-        cost, back = best.values, [*back, best.indices]
+        cost, slopes = best.values, [*slopes, best.indices]
     path = [int(cost.argmin())]
-    for step in reversed(back):
+    for step in reversed(slopes):
         path.insert(0, int(step[path[0]]))
     return path

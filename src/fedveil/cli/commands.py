@@ -67,8 +67,8 @@ def find_command(name: str) -> Any:
 
 def attack_names() -> dict[str, str]:
     """Return the attacks in this library and in installed packages, each with a summary."""
-    theirs = {name: f"{spec}, from an installed package" for name, spec in list_installed(GROUP).items()}
-    return theirs | {name: summary for name, (_, summary) in ATTACKS.items()}
+    installed = {name: f"{spec}, from an installed package" for name, spec in list_installed(GROUP).items()}
+    return installed | {name: summary for name, (_, summary) in ATTACKS.items()}
 
 
 def find_attack(name: str) -> "AttackStudy[Any, Any]":

@@ -100,8 +100,8 @@ def read_class_folders(path: Path, size: int, classes: Sequence[str] = ()) -> tu
     archive = open_archive(path)
     files = _find_class_folders(archive)
     known = tuple(classes or sorted({file.label for file in files}))
-    if strange := sorted({file.label for file in files} - set(known)):
-        raise BadArgument(str(path), f"it has unknown classes: {shorten(strange)}", f"use {shorten(known, 10)}")
+    if unknown := sorted({file.label for file in files} - set(known)):
+        raise BadArgument(str(path), f"it has unknown classes: {shorten(unknown)}", f"use {shorten(known, 10)}")
     pixels = torch.from_numpy(decode_images(archive, [file.name for file in files], size))
     return DataPart(pixels.float() / 255, torch.tensor([known.index(file.label) for file in files])), known
 
@@ -198,11 +198,11 @@ def _check_classes(
 ) -> None:
     """Refuse parts without images, folders that are not known classes and, if `complete`, missing classes."""
     for purpose, labels in by_purpose.items():
-        strange, missing = sorted(labels - set(known)), sorted(set(known) - labels)
+        unknown, missing = sorted(labels - set(known)), sorted(set(known) - labels)
         if not labels:
             what, fix = f"there are no images in {purpose}/", f"use {FORM}"
-        elif strange:
-            what, fix = f"{purpose}/ has unknown classes: {shorten(strange)}", f"use the classes {shorten(known, 10)}"
+        elif unknown:
+            what, fix = f"{purpose}/ has unknown classes: {shorten(unknown)}", f"use the classes {shorten(known, 10)}"
         elif missing and complete:
             what, fix = f"{purpose}/ has no images of {shorten(missing)}", "download the archive again"
         else:

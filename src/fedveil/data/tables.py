@@ -146,18 +146,18 @@ class CsvTable:
         masks = {name: np.isin(self.columns[name], list(column.gaps)) for name, column in columns.items()}
         if masks and missing == "refuse":
             self._refuse_missing(masks, columns)
-        lost, records = masks.pop(target.name, np.zeros(len(self), dtype=np.bool_)), f"{len(self):,} records"
-        if lost.any():
-            notes.append(f"left out {int(lost.sum()):,} of {records} because the target is missing")
-        masks = {name: mask & ~lost for name, mask in masks.items() if (mask & ~lost).any()}
+        dropped, records = masks.pop(target.name, np.zeros(len(self), dtype=np.bool_)), f"{len(self):,} records"
+        if dropped.any():
+            notes.append(f"left out {int(dropped.sum()):,} of {records} because the target is missing")
+        masks = {name: mask & ~dropped for name, mask in masks.items() if (mask & ~dropped).any()}
         if missing == "drop" and masks:
             incomplete = np.any(list(masks.values()), 0)
             notes.append(f"left out {int(incomplete.sum()):,} of {records} because of missing cells ({_counts(masks)})")
-            lost = lost | incomplete
-            if lost.all():
+            dropped = dropped | incomplete
+            if dropped.all():
                 fix = f"use {flag('missing', 'impute')}, or ignore the columns with the most missing cells"
                 raise BadArgument(self.path, f"every record has missing cells ({_counts(masks)})", fix)
-        return self.take(np.flatnonzero(~lost))
+        return self.take(np.flatnonzero(~dropped))
 
     def _refuse_missing(self, masks: Masks, columns: Mapping[str, Column]) -> NoReturn:
         """Raise an error that names the first missing cell, counts all of them and lists the options."""

@@ -69,14 +69,14 @@ class TopKClient(PlainClient):
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
         """Add what the client has not sent yet, and return the largest elements of the sum."""
         check_finite(f"client {client}", "gradient", update.gradients)
-        whole = torch.cat([gradient.reshape(-1) for gradient in update.gradients.values()])
-        count = max(1, round(self._fraction * len(whole)))
-        if count == len(whole):
+        flat = torch.cat([gradient.reshape(-1) for gradient in update.gradients.values()])
+        count = max(1, round(self._fraction * len(flat)))
+        if count == len(flat):
             return update
         if client in self._unsent:
-            whole = whole + self._unsent[client].to(whole)
-        sent = torch.where(select_largest(whole, count), whole, torch.zeros_like(whole))
-        self._unsent[client] = whole - sent
+            flat = flat + self._unsent[client].to(flat)
+        sent = torch.where(select_largest(flat, count), flat, torch.zeros_like(flat))
+        self._unsent[client] = flat - sent
         return replace(update, gradients=split_vector(sent, update.gradients))
 
     def state(self, client: int) -> State:

@@ -67,8 +67,8 @@ class Sketch:
 
     def down(self, rows: Tensor) -> Tensor:
         """Return X S for rows X of shape (..., n); the result has shape (..., s)."""
-        taken = rows.index_select(-1, self.inputs.flatten()) * self.signs.flatten()
-        return taken.reshape(*rows.shape[:-1], *self.inputs.shape).sum(-2)
+        selected = rows.index_select(-1, self.inputs.flatten()) * self.signs.flatten()
+        return selected.reshape(*rows.shape[:-1], *self.inputs.shape).sum(-2)
 
     def up(self, rows: Tensor) -> Tensor:
         """Return C S^T for rows C of shape (..., s); the result has shape (..., n), with 0 for dropped inputs."""
@@ -198,10 +198,10 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "DBCLServer":
         """Prepare the server for a run: choose the weights to sketch."""
-        twin = copy.deepcopy(model).eval()
-        paths = {module: path for path, module in twin.named_modules()}
+        copied = copy.deepcopy(model).eval()
+        paths = {module: path for path, module in copied.named_modules()}
         with torch.no_grad(), record_calls(m for m in paths if isinstance(m, nn.Conv2d | nn.Linear)) as calls:
-            call(twin, example)
+            call(copied, example)
         convs = [paths[call.module] for call in calls if isinstance(call.module, nn.Conv2d)]
         linears = [paths[call.module] for call in calls if isinstance(call.module, nn.Linear)]
         plain = (convs[:1] if self.skip_first_conv else []) + (linears[-1:] if self.skip_last else [])

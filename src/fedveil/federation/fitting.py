@@ -158,8 +158,8 @@ class FitPlan:
     def saves(self, number: int) -> bool:
         """Return whether a checkpoint is due after a round."""
         requested = self.checkpoint_every > 0 and number % self.checkpoint_every == 0
-        late = time.monotonic() - self.saved >= checkpoint.INTERVAL_SECONDS
-        return self.durable or requested or late or self.ends_interval(number)
+        overdue = time.monotonic() - self.saved >= checkpoint.INTERVAL_SECONDS
+        return self.durable or requested or overdue or self.ends_interval(number)
 
     def has_stalled(self, records: Sequence[RoundRecord]) -> bool:
         """Return whether to stop because the monitored metric has not improved."""

@@ -34,8 +34,8 @@ def digest_parameters(parameters: Mapping[str, Tensor]) -> str:
 def omit_local(packed: Packed, names: Mapping[str, Tensor]) -> Packed:
     """Return an encoded broadcast without the values of these parameters."""
     values, tensors = packed
-    left = add_prefix("parameter", dict(names))
-    return values, {name: tensor for name, tensor in tensors.items() if name not in left}
+    omitted = add_prefix("parameter", dict(names))
+    return values, {name: tensor for name, tensor in tensors.items() if name not in omitted}
 
 
 def restore_local(ask: Ask, model: nn.Module, frozen: Frozen) -> Ask:
@@ -52,8 +52,8 @@ def restore_local(ask: Ask, model: nn.Module, frozen: Frozen) -> Ask:
     parameters = local_parameters(model)
     sent = add_prefix("parameter", parameters)
     trained = ask.values.get("trainable")
-    apart = isinstance(trained, list) and parameters.keys().isdisjoint(map(str, trained))
-    if not parameters or not apart or sent.keys() & ask.tensors.keys():
+    disjoint = isinstance(trained, list) and parameters.keys().isdisjoint(map(str, trained))
+    if not parameters or not disjoint or sent.keys() & ask.tensors.keys():
         what = "the parameters that the server sends or trains are not those that are trainable in this client's model"
         raise ModelMismatch("ask", what, FIX)
     if not hmac.compare_digest(digest_parameters(parameters), ask.local):

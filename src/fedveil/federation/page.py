@@ -236,10 +236,10 @@ def run_page(
     ]
     budget, epsilon = summary.budget, summary.budget.epsilon if summary.budget else None
     clients = server.terms.clients
-    lead = f"{count(summary.rounds, 'round')}" + (f" with {count(clients, 'client')}." if clients else ".")
-    lead += f" Stopped {summary.stopped}." if summary.stopped else ""
+    summary_text = f"{count(summary.rounds, 'round')}" + (f" with {count(clients, 'client')}." if clients else ".")
+    summary_text += f" Stopped {summary.stopped}." if summary.stopped else ""
     if budget and epsilon is not None:
-        lead += f" Epsilon {epsilon:.3g} at delta {budget.delta:g}."
+        summary_text += f" Epsilon {epsilon:.3g} at delta {budget.delta:g}."
     shown = f" at epsilon {epsilon:.3g}" if epsilon is not None else ""
     return Page(
         f"{details.title or type(server.model).__name__}, {name}",
@@ -248,6 +248,6 @@ def run_page(
         else f"{count(summary.rounds, 'round')}, without an evaluation{shown}.",
         sections,
         summary.repeat,
-        lead,
+        summary_text,
         f"test {metric} {quality(metric, result[SERVER])}" if result else "",
     )

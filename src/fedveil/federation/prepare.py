@@ -45,9 +45,9 @@ def make_shards(
     check_integer(WHERE, "seed", seed)
     make, device = target_maker(model, loss, clients[0].take([0])), next(model.parameters()).device
 
-    def prepare(who: str, batch: Batch, numbers: Sequence[int]) -> Batch:
-        check_range(who, batch, numbers, dtype)
-        with attribute_targets(who):
+    def prepare(owner: str, batch: Batch, numbers: Sequence[int]) -> Batch:
+        check_range(owner, batch, numbers, dtype)
+        with attribute_targets(owner):
             targets = make(batch[1])
         return move_inputs(batch[0], device, dtype), targets.to(device, dtype if targets.is_floating_point() else None)
 

@@ -319,8 +319,8 @@ class Traffic:
         """Return the figures for the round's record; bytes_down and bytes_up are averages per client."""
         down, up = round(self.down / self.asked), round(self.up / self.asked)
         result = {"bytes_total": self.down + self.up, "bytes_down": down, "bytes_up": up}
-        further = {"exchanges": self.exchanges if self.exchanges > 1 else 0, "seconds_work": self.seconds_work}
-        return result | {name: value for name, value in further.items() if value}
+        figures = {"exchanges": self.exchanges if self.exchanges > 1 else 0, "seconds_work": self.seconds_work}
+        return result | {name: value for name, value in figures.items() if value}
 
 
 @dataclass(frozen=True, eq=False)

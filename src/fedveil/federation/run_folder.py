@@ -100,8 +100,8 @@ class RunFolder:
         engine = self._server.engine
         names = [] if engine.traffic is None else [str(member) for member in engine.members()]
         more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
-        there = f"connected at the start: {', '.join(names[:MAX_NAMES])}{more}" if names else ""
-        self._show("training" if self._server.round else "waiting", there)
+        connected = f"connected at the start: {', '.join(names[:MAX_NAMES])}{more}" if names else ""
+        self._show("training" if self._server.round else "waiting", connected)
         return self
 
     def append(self, record: RoundRecord) -> None:

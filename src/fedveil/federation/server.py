@@ -253,7 +253,7 @@ class Server(StoredServer):
 
     def _apply(self, result: Aggregate) -> None:
         """Step the optimizer and replace the buffers; raise if the model is no longer finite."""
-        aftermath = NOT_RESTORED if self._before is None else RESTORED
+        state = NOT_RESTORED if self._before is None else RESTORED
         for name, parameter in self._parameters.items():
             parameter.grad = result.gradients.get(name)
         if self.clip_norm is not None:
@@ -263,14 +263,14 @@ class Server(StoredServer):
         except (RuntimeError, OverflowError) as error:
             if "overflow" not in str(error):
                 raise
-            raise self._divergence(f"the optimizer's step overflows; {aftermath}", LOWER) from error
+            raise self._divergence(f"the optimizer's step overflows; {state}", LOWER) from error
         for name, value in result.buffers.items():
             self._buffers[name].copy_(value)
         infinite = find_non_finite(self._changing)
         if infinite is None and self._undoable:
             infinite = find_non_finite_state(self.optimizer.state_dict())
         if infinite is not None:
-            raise self._divergence(f"after the step, {infinite} contains NaN or infinity; {aftermath}", LOWER)
+            raise self._divergence(f"after the step, {infinite} contains NaN or infinity; {state}", LOWER)
 
     def fit(
         self,
@@ -331,7 +331,7 @@ class Server(StoredServer):
                 check_count("fit", name, interval, least, f"set {name} to a number of rounds")
         given = {VALIDATION_DATA: validation, TEST: test}
         held_out = {
-            who: None if records is None else self._read_held_out(who, records) for who, records in given.items()
+            owner: None if records is None else self._read_held_out(owner, records) for owner, records in given.items()
         }
         evaluation = MetricChoices(metrics or {}, monitor, mode, patience, track_test).plan(self, *held_out.values())
         if resume and home is None:

@@ -69,8 +69,8 @@ def find_non_finite_state(optimizer: StateDict) -> str | None:
         named |= {f"the optimizer's {key} of parameter {index}": value for key, value in state.items()}
     floats, result = select_floats(named), None
     for device in {tensor.device for tensor in floats.values()}:  # step counters may be on the CPU
-        there = {name: tensor for name, tensor in floats.items() if tensor.device == device}
-        result = result or find_non_finite(there)
+        on_device = {name: tensor for name, tensor in floats.items() if tensor.device == device}
+        result = result or find_non_finite(on_device)
     return result
 
 
@@ -266,21 +266,21 @@ class StoredServer(ABC):
 
     def _restore(self, folder: Path, state: CheckpointState, private: Mapping[int, State]) -> None:
         expected = {"defence": self.defence.name, OPTIMIZER: type(self.optimizer).__name__}
-        wrote = {"defence": state["defence"]["name"], OPTIMIZER: state["setting"].get(OPTIMIZER, expected[OPTIMIZER])}
+        saved = {"defence": state["defence"]["name"], OPTIMIZER: state["setting"].get(OPTIMIZER, expected[OPTIMIZER])}
         for name in expected:
-            if wrote[name] != expected[name]:
-                what = f"the checkpoint was written with the {name} {wrote[name]!r}, not {expected[name]!r}"
+            if saved[name] != expected[name]:
+                what = f"the checkpoint was written with the {name} {saved[name]!r}, not {expected[name]!r}"
                 raise BadArgument(str(folder), what, f"resume with the same {name}")
-        asked = self._first_rate()
+        configured = self._first_rate()
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise BadArgument(str(folder), f"the checkpoint is for another model or optimizer: {error}") from error
         restored = self._first_rate()
-        if None not in (restored, asked) and restored != asked:
+        if None not in (restored, configured) and restored != configured:
             how = 'set federation.optimizer.param_groups[0]["lr"] after resume(folder), then call fit'
-            rates = f"{restored}, not {asked}; to change it, {how}"
+            rates = f"{restored}, not {configured}; to change it, {how}"
             LOG.warning("fedveil: using the checkpoint's learning rate, %s", rates)
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])

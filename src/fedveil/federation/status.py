@@ -224,14 +224,14 @@ def describe_status(status: RunStatus, now: float | None = None) -> dict[str, st
     result = {"state": status.headline, "started": format_time(status.started)}
     result["ended" if status.ended else "updated"] = f"{format_time(status.updated)}{age}"
     if (end := status.expected_end) is not None and status.pace is not None:
-        rest = format_duration(end - status.updated if now is None else max(0.0, end - now))
-        result["expected end"] = f"{format_time(end)}, in {rest} ({status.pace:.3g} s per round)"
+        remaining = format_duration(end - status.updated if now is None else max(0.0, end - now))
+        result["expected end"] = f"{format_time(end)}, in {remaining} ({status.pace:.3g} s per round)"
     result |= {f"test {name}": f"{value:.4g}" for name, value in status.metrics.items()}
     if status.delta is not None:
-        of = "" if status.budget is None else f" of {status.budget:g}"
+        limit = "" if status.budget is None else f" of {status.budget:g}"
         spent = "0" if not status.round else "infinite" if status.epsilon is None else f"{status.epsilon:.3g}"
-        result["epsilon spent"] = f"{spent}{of}, at delta {status.delta:g}"
+        result["epsilon spent"] = f"{spent}{limit}, at delta {status.delta:g}"
     if status.clients:
-        there = sum(client.last == status.round for client in status.clients.values())
-        result["clients"] = f"{len(status.clients)}; {there} answered in the last round"
+        answered = sum(client.last == status.round for client in status.clients.values())
+        result["clients"] = f"{len(status.clients)}; {answered} answered in the last round"
     return result | ({"note": status.message} if status.message else {})

@@ -23,14 +23,14 @@ PER_CLASS = "a model with one output per class"
 
 
 @contextmanager
-def attribute_targets(who: str) -> Iterator[None]:
+def attribute_targets(owner: str) -> Iterator[None]:
     """Add the owner of the targets to errors about them."""
     try:
         yield
     except BadArgument as error:
         if error.where != "targets":
             raise
-        raise BadArgument(f"{who}: targets", error.what, error.fix) from error
+        raise BadArgument(f"{owner}: targets", error.what, error.fix) from error
 
 
 @contextmanager
@@ -106,20 +106,20 @@ def one_output(model: nn.Module, inputs: Inputs) -> Tensor:
     return try_model(model, inputs, "the clients' records", fix)[:1].cpu()
 
 
-def try_model(model: nn.Module, inputs: Inputs, who: str, fix: str, client_inputs: Inputs | None = None) -> Tensor:
+def try_model(model: nn.Module, inputs: Inputs, owner: str, fix: str, client_inputs: Inputs | None = None) -> Tensor:
     """Return the model's outputs for the first two records, in evaluation mode; refuse records for which it fails.
 
     Args:
         model: the model, in any mode.
         inputs: the records' inputs.
-        who: name of the records in the error.
+        owner: name of the records in the error.
         fix: the fix that the error suggests.
         client_inputs: clients' inputs, which the error also describes.
     """
     first = next(model.parameters())
     what = f"{type(model).__name__} does not accept them ({_describe_inputs(inputs)})"
     what += "" if client_inputs is None else f"; the clients have {_describe_inputs(client_inputs)}"
-    with refuse_failure(who, what, fix):
+    with refuse_failure(owner, what, fix):
         return predict(model, move_inputs(slice_inputs(inputs, 0, 2), first.device, first.dtype))
 
 
@@ -170,8 +170,8 @@ def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | Non
         raise BadArgument("targets", what, "use loss='cross_entropy'")
     if bool((targets < 0).any()) or bool(((targets.double().sum(dim) - 1).abs() > MAX_ROUNDING).any()):
         what = f"{loss.name} expects probabilities, but some rows have negative values or do not sum to 1"
-        several = "loss='binary_cross_entropy' for several binary targets per record"
-        raise BadArgument("targets", what, f"use class indices or rows that sum to 1, {several}, or {QUANTITIES}")
+        binary_loss = "loss='binary_cross_entropy' for several binary targets per record"
+        raise BadArgument("targets", what, f"use class indices or rows that sum to 1, {binary_loss}, or {QUANTITIES}")
 
 
 def _has_positions(targets: Tensor, outputs: Tensor) -> bool:

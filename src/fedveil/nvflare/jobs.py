@@ -126,8 +126,10 @@ class _Admin:
         sessions, reported, asked = self._sessions, "", time.monotonic()
         while not (status := str(self.do("get_job_status", job_id))).startswith("FINISHED"):
             if status == RunStatus.SUBMITTED and time.monotonic() - asked > SLOW_START:
-                there = ", ".join(sorted(str(site.name) for site in self.do("get_system_info").client_info)) or "none"
-                status += f", waiting for sites; connected: {there}"
+                connected = (
+                    ", ".join(sorted(str(site.name) for site in self.do("get_system_info").client_info)) or "none"
+                )
+                status += f", waiting for sites; connected: {connected}"
             if self._sessions > sessions and status in (RunStatus.RUNNING, RunStatus.DISPATCHED):
                 if job_id not in [job.job_id for job in self.do("get_system_info").job_info]:
                     return "LOST, because the server was restarted"

@@ -198,7 +198,7 @@ def _stack_chunks(
 ) -> Iterator[tuple[slice, Found]]:
     """Yield chunks of records whose activations and cotangents in float64 need at most `memory` bytes."""
     widths = [task.values[f"{path}.weight"].shape for path in links if path is not None]
-    each_needs = 8 * sum(entered + (1 + task.candidates) * left for left, entered in widths)
+    each_needs = 8 * sum(inputs_size + (1 + task.candidates) * left for left, inputs_size in widths)
     size = max(1, min(CHEAP, memory) // each_needs)
     for start in range(0, len(inputs), size):
         rows = slice(start, start + size)
@@ -345,16 +345,16 @@ def _run_vmap(task: RecordGradients, way: Way, inputs: Inputs, targets: Tensor, 
         run = torch.func.vjp(
             lambda parameters, taps: run_with_taps(task, parameters, taps, record), leaves, taps, has_aux=True
         )
-        outputs, back, entered = cast(tuple[Tensor, Back, Tensors], run)
+        outputs, back, layer_inputs = cast(tuple[Tensor, Back, Tensors], run)
         slopes = task.slopes(outputs.unsqueeze(0), target.unsqueeze(0)).squeeze(1) if inside else target
         rows = [back(row) for row in slopes]
         join = torch.cat if len(rows) > 1 else itemgetter(0)  # avoids a copy
         result = {name: join([task.trim_alpha(name, row[0][name].unsqueeze(0)) for row in rows]) for name in leaves}
-        return result, {name: join([row[1][name].reshape(1, -1) for row in rows]) for name in taps}, entered
+        return result, {name: join([row[1][name].reshape(1, -1) for row in rows]) for name in taps}, layer_inputs
 
     with sdpa_kernel(SDPBackend.MATH):  # vmap does not support the other backends
-        by_parameter, cotangents, entered = torch.func.vmap(gradients, randomness="different")(inputs, targets)
-    pairs = [(cotangents[layer.weight].movedim(1, 0), entered[layer.weight].flatten(1)) for layer in layers]
+        by_parameter, cotangents, layer_inputs = torch.func.vmap(gradients, randomness="different")(inputs, targets)
+    pairs = [(cotangents[layer.weight].movedim(1, 0), layer_inputs[layer.weight].flatten(1)) for layer in layers]
     return by_parameter, [
         Product.from_layer(task, layer.weight, layer.bias, *pair) for layer, pair in zip(layers, pairs, strict=True)
     ]

@@ -40,38 +40,39 @@ class Product:
 
     Attributes:
         weight, bias: names of the parameters that receive a gradient.
-        own: cotangents, with dims (candidates, records, outputs).
-        entered: inputs, with dims (records, inputs).
+        cotangents: output cotangents, with dims (candidates, records, outputs).
+        inputs: layer inputs, with dims (records, inputs).
     """
 
     weight: str | None
     bias: str | None
-    own: Tensor
-    entered: Tensor
+    cotangents: Tensor
+    inputs: Tensor
 
     @classmethod
     def from_layer(
-        cls, task: "RecordGradients", weight: str, bias: str | None, own: Tensor, entered: Tensor
+        cls, task: "RecordGradients", weight: str, bias: str | None, cotangents: Tensor, inputs: Tensor
     ) -> "Product":
         """Return the products of a layer, without alpha's part and without parameters that are not trained."""
         if task.head is not None and weight == task.head.weight:
-            own = own[..., : len(task.head.direction)]
+            cotangents = cotangents[..., : len(task.head.direction)]
         names = [name if name in task.trainable else None for name in (weight, bias)]
-        return cls(names[0], names[1], own, entered)
+        return cls(names[0], names[1], cotangents, inputs)
 
     def squares(self) -> Tensor:
         """Return the squared norms, with dims (candidates, records)."""
-        own, entered = norms(self.own), norms(self.entered)  # not squared yet, because the squares may underflow
-        return torch.square(own * entered * bool(self.weight)) + torch.square(own * bool(self.bias))
+        # not squared yet, because the squares may underflow
+        cotangents, inputs = norms(self.cotangents), norms(self.inputs)
+        return torch.square(cotangents * inputs * bool(self.weight)) + torch.square(cotangents * bool(self.bias))
 
-    def sums(self, factors: Tensor, whole: bool) -> Tensors:
+    def sums(self, factors: Tensor, all_included: bool) -> Tensors:
         """Return sums weighted by factors with dims (candidates, records); a factor of 0 excludes a record."""
-        scaled, entered, result = self.own * factors.unsqueeze(2), self.entered.double(), Tensors()
-        if not whole:
+        scaled, inputs, result = self.cotangents * factors.unsqueeze(2), self.inputs.double(), Tensors()
+        if not all_included:
             scaled = scaled.masked_fill_((factors == 0).unsqueeze(2), 0.0)
-            entered = entered.nan_to_num(0.0, 0.0, 0.0)  # inputs of excluded records may not be finite
+            inputs = inputs.nan_to_num(0.0, 0.0, 0.0)  # inputs of excluded records may not be finite
         if self.weight:
-            result[self.weight] = torch.bmm(scaled.transpose(1, 2), entered.expand(len(scaled), -1, -1))
+            result[self.weight] = torch.bmm(scaled.transpose(1, 2), inputs.expand(len(scaled), -1, -1))
         if self.bias:
             result[self.bias] = scaled.sum(1)
         return result
@@ -110,11 +111,11 @@ def find_row_layers(task: "RecordGradients", inputs: Inputs) -> tuple[list[RowLa
     names = {id(leaf): name for name, leaf in leaves.items()}
     layers: list[RowLayer] = []
 
-    def linear(entered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         name, other = names.get(id(weight)), names.get(id(bias))
-        if name is None or entered.numel() != entered.shape[-1]:
-            return F.linear(entered, weight, bias)
-        result = F.linear(entered, weight.detach(), bias.detach() if bias is not None and other else bias)
+        if name is None or inputs.numel() != inputs.shape[-1]:
+            return F.linear(inputs, weight, bias)
+        result = F.linear(inputs, weight.detach(), bias.detach() if bias is not None and other else bias)
         layers.append(RowLayer(name, other, torch.zeros_like(result)))
         return result
 
@@ -136,13 +137,13 @@ def run_with_taps(task: "RecordGradients", leaves: Tensors, taps: Tensors, recor
     names = {id(task.values[name]): name for name in taps}
     seen: Tensors = {}
 
-    def linear(entered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        result, name = F.linear(entered, weight, bias), names.get(id(weight))
+    def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        result, name = F.linear(inputs, weight, bias), names.get(id(weight))
         if name is None:
             return result
         if name in seen or result.shape != taps[name].shape:
             raise ForwardVaries
-        seen[name] = entered
+        seen[name] = inputs
         return result + taps[name]
 
     with ReplaceLinear(lambda input, weight, bias=None: linear(input, weight, bias)):

@@ -95,8 +95,8 @@ class Stream:
         return self._collate(rows, items)
 
     def _read_items(self, rows: Sequence[int]) -> list[object]:
-        read_many = getattr(self.dataset, "__getitems__", None)
-        items: list[object] = read_many(list(rows)) if read_many else [self.dataset[row] for row in rows]
+        read_batch = getattr(self.dataset, "__getitems__", None)
+        items: list[object] = read_batch(list(rows)) if read_batch else [self.dataset[row] for row in rows]
         if self.collate is not default_collate:
             return items
         for row, item in zip(rows, items, strict=True):

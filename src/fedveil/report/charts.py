@@ -159,9 +159,9 @@ def _remarks(curves: Curves, lines: Sequence[Line], bands: Sequence[Band], limit
     result = [f"{line.name}: no values." for line in lines if not line.points]
     result += [f"{line.name}: {count(line.left_out, 'value')} {LEFT_OUT}." for line in lines if line.left_out]
     for line, (lower, _) in zip(lines, bands, strict=True):
-        lost = sum(math.isnan(low) for _, low in lower) - sum(math.isnan(y) for _, y in line.points)
-        if lost and line.name in curves.bands:
-            result.append(f"{line.name}: band left out at {count(lost, 'point')}, where it reaches zero.")
+        omitted = sum(math.isnan(low) for _, low in lower) - sum(math.isnan(y) for _, y in line.points)
+        if omitted and line.name in curves.bands:
+            result.append(f"{line.name}: band left out at {count(omitted, 'point')}, where it reaches zero.")
     if any(len(line.points) > limit for line in lines):
         result.append("Long lines are thinned to what a screen can show; minima and maxima are kept.")
     return result
@@ -194,7 +194,7 @@ def draw_curves(curves: Curves, limit: int) -> Markup:
         if axes and line.drawn:
             look |= _stroke(number, line, axes, limit) | {"band": _outline(bands[number], axes, limit)}
         drawn.append(look)
-    same = _coincidences(lines, axes[1]) if axes else []
+    coincident = _coincidences(lines, axes[1]) if axes else []
     opening = f"Line chart of {', '.join(curves.series)}: {curves.y_label} over {curves.x_label}."
     ends = {line.drawn[-1][0] for line in lines if line.drawn}
     return fill(
@@ -204,8 +204,8 @@ def draw_curves(curves: Curves, limit: int) -> Markup:
         axes=axes,
         units=UNITS,
         at=f"{curves.x_label} = {format_number(ends.pop())}" if len(ends) == 1 else "last values",
-        words=" ".join([opening, *same, "The values are in the table below."]),
-        remarks=" ".join([*same, *_remarks(curves, lines, bands, limit)]),
+        words=" ".join([opening, *coincident, "The values are in the table below."]),
+        remarks=" ".join([*coincident, *_remarks(curves, lines, bands, limit)]),
         table=_curve_table(curves, lines),
     )
 

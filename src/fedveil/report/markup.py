@@ -33,13 +33,23 @@ def fill(template: str, **values: object) -> Markup:
 def _environment() -> Environment:
     """Return the template environment: values are escaped unless they are markup, and undefined names are errors."""
     loader = PackageLoader("fedveil.report")
-    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {"prose": prose, "percent": lambda fraction: f"{100 * fraction:.2f}%", "brackets": split_brackets}
-    made.filters |= {"widths": display_widths, "description": describe_matrix, "numeric_columns": numeric_columns}
-    made.filters["base64"] = lambda content: base64.b64encode(content).decode()
-    made.tests["failed"] = is_failure
-    made.globals |= {"COLOURS": COLOURS, "MARKS": MARKS, "NOTHING": NOTHING}
-    return made
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "prose": prose,
+        "percent": lambda fraction: f"{100 * fraction:.2f}%",
+        "brackets": split_brackets,
+    }
+    environment.filters |= {
+        "widths": display_widths,
+        "description": describe_matrix,
+        "numeric_columns": numeric_columns,
+    }
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    environment.tests["failed"] = is_failure
+    environment.globals |= {"COLOURS": COLOURS, "MARKS": MARKS, "NOTHING": NOTHING}
+    return environment
 
 
 def prose(text: str) -> Markup:

@@ -276,14 +276,16 @@ def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, 
     for section, group in values.items():
         inside = isinstance(group, Mapping)
         if inside and section not in SECTIONS:
-            near = difflib.get_close_matches(section, SECTIONS, 1) or list(SECTIONS)
-            raise BadArgument(where, f"there is no section [{section}]", f"did you mean [{'], ['.join(near)}]?")
+            matches = difflib.get_close_matches(section, SECTIONS, 1) or list(SECTIONS)
+            raise BadArgument(where, f"there is no section [{section}]", f"did you mean [{'], ['.join(matches)}]?")
         for raw, value in group.items() if isinstance(group, Mapping) else [(section, group)]:
             key = section if inside and raw == "name" else raw.replace("-", "_")
             if key not in SECTION_OF:
-                near = difflib.get_close_matches(key, SECTION_OF, 1)
+                matches = difflib.get_close_matches(key, SECTION_OF, 1)
                 names = ", ".join(SECTION_OF)
-                fix = f"did you mean {near[0]!r} in [{SECTION_OF[near[0]]}]?" if near else f"use one of {names}"
+                fix = (
+                    f"did you mean {matches[0]!r} in [{SECTION_OF[matches[0]]}]?" if matches else f"use one of {names}"
+                )
                 raise BadArgument(where, f"there is no key {raw!r}", fix)
             home = SECTION_OF[key]
             if inside and section != home:

@@ -157,10 +157,10 @@ class _BatchRun:
             if head:
                 _check_outputs(head, outputs)
             with torch.no_grad():
-                backs = cotangents(self.broadcast.loss, head, outputs, self.targets, self.weights)
-            result = self._allocate(len(backs))
-            for number, cotangent in enumerate(backs):
-                self._run_backward(result, number, outputs, cotangent, last=number == len(backs) - 1)
+                output_slopes = cotangents(self.broadcast.loss, head, outputs, self.targets, self.weights)
+            result = self._allocate(len(output_slopes))
+            for number, cotangent in enumerate(output_slopes):
+                self._run_backward(result, number, outputs, cotangent, last=number == len(output_slopes) - 1)
         return result, buffers
 
     def compute_candidates(self, head: PublicHead) -> tuple[Tensors, Tensors]:
@@ -176,17 +176,17 @@ class _BatchRun:
                 for number, part in enumerate(outputs.chunk(count)):
                     self._run_backward(result, number, part, self._cotangent(part), last=number == count - 1)
             return result, buffers
-        left = []
+        buffer_states = []
         for number in range(count):
             buffers = self._copy_buffers(number)
             repeat = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=number < count - 1)
             with repeat, self._load_values(buffers):  # dropout drops the same units for every candidate
                 outputs = self._run_candidates(head, [number])
                 self._run_backward(result, number, outputs, self._cotangent(outputs), last=True)
-            left.append(buffers)
+            buffer_states.append(buffers)
         if head.tail in INNER_TAILS:
             for name in [name for name, value in buffers.items() if value.is_floating_point()]:
-                buffers[name] = torch.stack([state[name] for state in left])
+                buffers[name] = torch.stack([state[name] for state in buffer_states])
         return result, buffers
 
     def _call(self) -> Tensor:
@@ -212,14 +212,14 @@ class _BatchRun:
             with torch.enable_grad():
                 yield
         finally:
-            for (home, name, _), mine in zip(homes, tensors, strict=True):
-                home[name] = mine
+            for (home, name, _), tensor in zip(homes, tensors, strict=True):
+                home[name] = tensor
 
     def _allocate(self, passes: int) -> Tensors:
         return {name: leaf.new_empty((passes, *leaf.shape)) for name, leaf in self.leaves.items()}
 
     def _run_backward(self, stacks: Tensors, number: int, outputs: Tensor, cotangent: Tensor, *, last: bool) -> None:
-        """Run backward for one pass, and write the gradients to its row of `found`."""
+        """Run backward for one pass, and write the gradients to its row of `stacks`."""
         leaves = list(self.leaves.values())
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if outputs.requires_grad:

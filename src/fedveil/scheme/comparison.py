@@ -79,8 +79,8 @@ def check_exact(
     if difference > allowed:
         generator = torch.Generator().manual_seed(0)
         for _ in range(DRAWS):
-            moved, truth = pair.recovered(FixedDraws(), generator)[0], pair.plain(FixedDraws(), generator)
-            allowed += draws.operations * (_distance(moved, recovered) + _distance(truth, plain))
+            perturbed, truth = pair.recovered(FixedDraws(), generator)[0], pair.plain(FixedDraws(), generator)
+            allowed += draws.operations * (_distance(perturbed, recovered) + _distance(truth, plain))
     result = Difference(difference / size if size else difference, allowed / size if size else allowed)
     if difference > allowed:
         what = f"on one batch, the recovered gradient differs from the plain one by {result.found:.2g} of its norm, but"

@@ -71,8 +71,8 @@ def draw_candidates(
         fit = _fit_shuffled_heads(head, factors, along, bias, entropy)
     votes = along @ head / (along @ along)
     error, apart, unit = _estimates(votes[None], (head * head).sum(0)[None], factors)
-    rest = error - fit.slope @ apart
-    moved = (rest - [rest[0], *(fit.residuals.pop() for _ in range(decoys))]) * unit
+    residual = error - fit.slope @ apart
+    moved = (residual - [residual[0], *(fit.residuals.pop() for _ in range(decoys))]) * unit
     if np.isfinite(moved).all() and not entropy.for_tests_only:  # the model has not diverged
         fits.append(fit)
     grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # the same for all candidates
@@ -94,8 +94,8 @@ def _fit_shuffled_heads(head: Reals, factors: Reals, along: Reals, bias: bool, e
     (a, b), (_, c) = apart @ apart.T + RIDGE * SHUFFLES * np.eye(2)
     weights = np.array([[c, -b], [-b, a]]) / (a * c - b * b) @ apart
     slope = weights @ error
-    rest = (error - slope @ apart) / (1 - (apart * weights).sum(0))
-    return Fit(slope, rest.tolist())
+    residual = (error - slope @ apart) / (1 - (apart * weights).sum(0))
+    return Fit(slope, residual.tolist())
 
 
 def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Reals, Reals]:

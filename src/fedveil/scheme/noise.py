@@ -250,8 +250,8 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
     rows = direction[None] if groups == 1 else (partition == np.arange(groups)[:, None]) * direction
     energy = rows @ direction
     votes = (rows @ head) / np.reshape(energy, (-1, 1))
-    misfit = head - rows.T @ votes
-    beside, columns = (misfit * misfit).sum(0) + TINY, head.shape[1]
+    residual = head - rows.T @ votes
+    beside, columns = (residual * residual).sum(0) + TINY, head.shape[1]
     total = np.partition(votes, columns // 2, axis=1)[:, columns // 2]
     for _ in range(MAX_STEPS):
         away = votes - total[:, None]

@@ -65,8 +65,8 @@ def grade_sharing(verdict: Verdict | None) -> str:
 def of_hundred(fraction: float) -> str:
     """Return a fraction as a count out of 100; above 99.5 or below 0.5, with one decimal unless it is exact."""
     count = 100 * fraction
-    near = 0 < count < 0.5 or 99.5 < count < 100
-    return f"{count:.1f}" if near else f"{count:.0f}"
+    uses_decimal = 0 < count < 0.5 or 99.5 < count < 100
+    return f"{count:.1f}" if uses_decimal else f"{count:.0f}"
 
 
 def membership_words(verdict: Verdict | None) -> dict[str, str]:
@@ -98,8 +98,10 @@ def insider_words(verdicts: Mapping[str, Mapping[str, Verdict]], results: Audits
             if kind not in {KINDS[c] for c, verdict in verdicts.items() if name in verdict}
         ]
         if clauses or missing:
-            under = WORDS["under_plain"] if name == "plain" else WORDS["under"].format(defence=display_name(name))
-            yield f"{under} {' '.join(capitalise(sentence) for sentence in [*clauses, *missing])}"
+            introduction = (
+                WORDS["under_plain"] if name == "plain" else WORDS["under"].format(defence=display_name(name))
+            )
+            yield f"{introduction} {' '.join(capitalise(sentence) for sentence in [*clauses, *missing])}"
 
 
 KINDS = {page.AGREEMENT: "copy", page.RANKING: "copy", page.MEMBERSHIP: "members", page.RECORD: "record"}

@@ -93,20 +93,20 @@ def open_described(folder: Path, given: GivenParts, progress: Progress) -> Opene
     clients, test, source = choose_records(description, given, model)
     records = parse_json(str(folder), state["records"])
     rates = tuple(float(record["lr"]) for record in records)
-    made = build_federation(folder, description, given, model, clients)
+    federation = build_federation(folder, description, given, model, clients)
     notes = [] if description.version == _version() else [f"This run was written by Fedveil {description.version}."]
     if not rates:
         raise BadArgument(str(folder), "this run has no complete round", "audit it after training")
-    recipe = TrainingRecipe(made, rates, factory)
+    recipe = TrainingRecipe(federation, rates, factory)
     if (
         not description.terms.remote
-        and state["setting"].get(RECORDS) == checksum_records(made.shards, tag.run) is not None
+        and state["setting"].get(RECORDS) == checksum_records(federation.shards, tag.run) is not None
     ):
-        made.resume(folder)
+        federation.resume(folder)
         return OpenedRun(recipe, test, description, tuple(notes))
     notes.append(_describe_simulation(description, source, len(clients), len(rates)))
-    parts = [DataPart(*made.shards.records(client)) for client in range(len(clients))]
-    trained = recipe.build(model, parts, made.defence, _optimizer(folder, description, given), description.seed)
+    parts = [DataPart(*federation.shards.records(client)) for client in range(len(clients))]
+    trained = recipe.build(model, parts, federation.defence, _optimizer(folder, description, given), description.seed)
     last = len(rates)
     show = lambda record: progress(record.round / last, f"simulation, round {record.round}")  # noqa: E731
     trained.fit(rounds=last, on_round=show, verbose=False)

@@ -210,14 +210,14 @@ class HardenStudy(Study[Hardening, HardeningResults]):
         for number, (name, changes) in enumerate(request.measures.items()):
             for seed in range(request.seeds):
                 config = configure({"defence": "veil", **request.base, **changes, "seed": seed})
-                twin = config.changed(defence="plain", groups=1, decoys=None, keep_noise=False)
+                undefended = config.changed(defence="plain", groups=1, decoys=None, keep_noise=False)
                 label = f"like-{number}-{seed}"
-                if repr(twin) not in known:
+                if repr(undefended) not in known:
                     count = request.options.shadows
-                    works = [TrainShadow(twin, n, count, folder / label, everyone=True) for n in range(count)]
+                    works = [TrainShadow(undefended, n, count, folder / label, everyone=True) for n in range(count)]
                     shadows = tuple(StudyJob(f"{label}-{work.number}", work, Shadow) for work in works)
-                    known[repr(twin)] = folder / label, shadows
-                where, after = known[repr(twin)]
+                    known[repr(undefended)] = folder / label, shadows
+                where, after = known[repr(undefended)]
                 work = Audit(config, request.options, folder / "runs" / f"{number}-{seed}", where)
                 jobs[name, seed] = StudyJob(f"{number}-{seed}", work, AuditResult, after=after)
         return jobs

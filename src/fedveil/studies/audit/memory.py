@@ -108,20 +108,20 @@ class MemoryAudit:
         A veil does not change the trained model, so its model is used. For other defences, the model is trained anew
         if possible.
         """
-        known, note, made = self.attackers, "", None
+        known, note, federation = self.attackers, "", None
         if known.shadows != "plain":
             try:
-                made = self.recipe.train(self._parts(), self.recipe.federation.seed, progress, "plain")
+                federation = self.recipe.train(self._parts(), self.recipe.federation.seed, progress, "plain")
             except DoesNotApply as reason:
                 note = f"The reference without a defence is the model trained under {self.name}: {reason.what}."
-        made = made or self.recipe.continued("plain")
+        federation = federation or self.recipe.continued("plain")
         attackers = find_attackers(find("plain"))
-        return self._subject("plain", made, attackers, RecipeTrial(self.recipe, "plain")), note
+        return self._subject("plain", federation, attackers, RecipeTrial(self.recipe, "plain")), note
 
-    def _subject(self, name: str, made: Federation, attackers: Attackers, trial: RecipeTrial) -> AuditSubject:
+    def _subject(self, name: str, reference: Federation, attackers: Attackers, trial: RecipeTrial) -> AuditSubject:
         federation = self.recipe.federation
         return AuditSubject(
-            name, made, self.data, self._rows(), attackers, federation.seed, federation.whole_shard, trial
+            name, reference, self.data, self._rows(), attackers, federation.seed, federation.whole_shard, trial
         )
 
     def _rows(self) -> tuple[Tensor, ...]:
@@ -142,9 +142,9 @@ class MemoryAudit:
         for number in range(count):
             report = part_of(progress, number, count, "shadow")
             parts = [pool.take(rows) for rows in torch.from_numpy(chosen[number]).nonzero()[:, 0].tensor_split(clients)]
-            made = self.recipe.train(parts, seed + 1 + number, report, defence)
+            shadow = self.recipe.train(parts, seed + 1 + number, report, defence)
             path = membership.shadow_file(folder, name, number)
-            membership.write_shadow(made, pool, chosen[number], path)
+            membership.write_shadow(shadow, pool, chosen[number], path)
 
     def run(self, progress: Progress) -> tuple[dict[str, AuditResult | Failure], tuple[str, ...]]:
         """Return the results by name, as a study of audits does, and notes."""

@@ -49,8 +49,8 @@ def run_trial(subject: AuditSubject, number: int, rounds: int = 2) -> tuple[Obse
     """
     train, whole = subject.data.train, subject.whole_shard
     order = torch.randperm(len(train.targets), generator=generator("rebuild", subject.seed, number))
-    mine, victim = (order[:OWN_BATCH], order[-SHARD:]) if whole else (order[: len(order) // 2], order[-1:])
-    federation = subject.trial([train.take(rows) for rows in (mine, victim)], number, OWN_BATCH, whole)
+    own_rows, victim = (order[:OWN_BATCH], order[-SHARD:]) if whole else (order[: len(order) // 2], order[-1:])
+    federation = subject.trial([train.take(rows) for rows in (own_rows, victim)], number, OWN_BATCH, whole)
     return observe(federation, rounds), train.tensor[victim]
 
 
@@ -109,13 +109,13 @@ def predict_test(view: nn.Module, data: Data) -> Tensor:
 
 def model_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> ModelFigures:
     """Return the agreement with the true model and the accuracy on held-out records; with one output, also the AUC."""
-    seen, labels = predict_test(view, data), _classes(data.test.targets)
-    answers = _answers(seen)
+    outputs, labels = predict_test(view, data), _classes(data.test.targets)
+    answers = _answers(outputs)
     agreement = _fraction(answers == _answers(predict_test(model, data)))
     if labels is None:
         return ModelFigures(agreement, membership=members)
-    scores, ones = seen[:, 0].double().numpy(), labels.numpy() == 1
-    ranks = ranking(scores[ones], scores[~ones]) if seen.shape[1] == 1 else None
+    scores, ones = outputs[:, 0].double().numpy(), labels.numpy() == 1
+    ranks = ranking(scores[ones], scores[~ones]) if outputs.shape[1] == 1 else None
     return ModelFigures(agreement, _fraction(answers == labels), ranks, members)
 
 
@@ -184,8 +184,8 @@ def attack_subject(subject: AuditSubject, options: AuditOptions, folder: Path, p
         progress(number / count, f"broadcast {number + 1}/{count}")
         if attacks and number >= page.NETWORK_BROADCASTS:
             attacks = replace(attacks, recipe=None)
-        seen, left_out = subject.observe_all()
-        for name, observed in seen.items():
+        views, left_out = subject.observe_all()
+        for name, observed in views.items():
             members = infer_members(attacks, observed, name != PUBLISHED) if attacks else None
             figures.setdefault(name, []).append(model_figures(observed.model, federation.model, data, members))
     rebuilt, not_rebuilt = rebuild(progress, subject, options.trials)

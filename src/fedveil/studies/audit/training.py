@@ -95,14 +95,14 @@ class TrainingRecipe:
     ) -> Federation:
         """Train a federation for as many rounds as the existing one; `defence` replaces the defence."""
         model, optimizer = self.new_pair(seed)
-        made = self.build(model, parts, defence or copy_defence(self.federation.defence), optimizer, seed)
+        federation = self.build(model, parts, defence or copy_defence(self.federation.defence), optimizer, seed)
         rounds = len(self.rates)
-        made.fit(
+        federation.fit(
             rounds=rounds,
             on_round=lambda record: progress(record.round / rounds, f"training, round {record.round}/{rounds}"),
             verbose=False,
         )
-        return made
+        return federation
 
     def build(
         self,
@@ -120,7 +120,7 @@ class TrainingRecipe:
         factors = [rate / start for rate in self.rates] if start else []
         schedule = None
         if replay and any(factor != 1.0 for factor in factors):
-            schedule = lambda made: LambdaLR(made, lambda number: factors[min(number, len(factors) - 1)])  # noqa: E731
+            schedule = lambda created: LambdaLR(created, lambda number: factors[min(number, len(factors) - 1)])  # noqa: E731
         return Federation(
             model,
             [(part.inputs, part.targets) for part in parts],
@@ -142,11 +142,11 @@ class TrainingRecipe:
         federation = self.federation
         model, optimizer = copy_pair(federation)
         parts = [DataPart(*federation.shards.records(client)) for client in range(len(federation.shards.sizes))]
-        made = self.build(
+        copied = self.build(
             model, parts, defence or copy_defence(federation.defence), optimizer, federation.seed, replay=False
         )
-        made.round = federation.round
-        return made
+        copied.round = federation.round
+        return copied
 
 
 @dataclass(frozen=True, eq=False)

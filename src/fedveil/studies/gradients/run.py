@@ -126,9 +126,9 @@ class AttackBatch:
             report = part_progress(progress, number, len(leaks), view)
             result = search_leak(leak, search, data, observed.inputs, size, rng, report)
             views[view] = compare_images(result, data, true, victim.targets.tolist())
-        guessed = floors(data, rows, true, generator("floors", seed, size, self.group))
+        guess_figures = floors(data, rows, true, generator("floors", seed, size, self.group))
         originals = [encode_image(image) for image in true]
-        return Batch(size, rows.tolist(), search, views, guessed, originals, tuple(true[0].shape))
+        return Batch(size, rows.tolist(), search, views, guess_figures, originals, tuple(true[0].shape))
 
 
 def part_progress(progress: Progress, number: int, count: int, step: str) -> SearchProgress:
@@ -151,8 +151,8 @@ def search_leak(
     """
     labels = None
     if search.method != "dlg":
-        guessed = [single_label(leak)] if size == 1 else batch_labels(leak, size, own_inputs)
-        labels = torch.tensor(guessed, device=own_inputs.device)
+        inferred = [single_label(leak)] if size == 1 else batch_labels(leak, size, own_inputs)
+        labels = torch.tensor(inferred, device=own_inputs.device)
     black, white = (data.standardise(own_inputs.new_full((1, own_inputs.shape[1], 1, 1), pixel))[0] for pixel in (0, 1))
     shape, box = (size, *own_inputs.shape[1:]), (black, white)
     return reconstruct(
@@ -240,12 +240,12 @@ def guesses(data: Data, rows: Tensor, rng: torch.Generator, excluded: Tensor | N
     """
     others = []
     for row in rows.tolist():
-        same = (data.train.targets == data.train.targets[row]).nonzero()[:, 0]
-        same = same[~torch.isin(same, torch.tensor(row) if excluded is None else excluded)]
-        if not len(same):
+        same_class = (data.train.targets == data.train.targets[row]).nonzero()[:, 0]
+        same_class = same_class[~torch.isin(same_class, torch.tensor(row) if excluded is None else excluded)]
+        if not len(same_class):
             what = f"class {int(data.train.targets[row])} has no other record"
             raise BadArgument(data.name, what, "use a larger --train-size")
-        others.append(int(same[torch.randint(len(same), (), generator=rng)]))
+        others.append(int(same_class[torch.randint(len(same_class), (), generator=rng)]))
     images = {"mean image": data.train.tensor.mean(0, keepdim=True), "another of its class": data.train.tensor[others]}
     return {name: data.pixels(inputs) for name, inputs in images.items()}
 

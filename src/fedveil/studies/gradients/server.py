@@ -250,8 +250,8 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
 
     def view(gradients: Gradients, clients: int) -> tuple[Leak, int]:
         like = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        moved = {name: gradient.to(like[name]) for name, gradient in gradients.items()}
-        return Leak(model, moved, federation.loss).divided(reach), clients
+        on_device = {name: gradient.to(like[name]) for name, gradient in gradients.items()}
+        return Leak(model, on_device, federation.loss).divided(reach), clients
 
     sums = {sum_view(count): view(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
     return {
@@ -274,8 +274,8 @@ def attack_view(
     """Return the images from each attack: one per record from the search, and one from each first-layer attack."""
     result = {}
     if size <= MAX_SEARCH:
-        made = reconstruction.search_leak(leak, search, data, own_inputs, size, rng, progress)
-        result["search"] = data.pixels(made.inputs)
+        reconstructed = reconstruction.search_leak(leak, search, data, own_inputs, size, rng, progress)
+        result["search"] = data.pixels(reconstructed.inputs)
     for name, rebuild in DENSE.items():
         try:
             record = rebuild(leak, first_linear(leak.model))
@@ -289,8 +289,8 @@ def attack_view(
 def nearest(candidates: Tensor, true: Tensor) -> Nearest:
     """Return the candidate image with the smallest squared distance from any true image."""
     rows, columns = (images.double().flatten(1) for images in (true, candidates))
-    apart = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
-    record, image = divmod(int(apart.argmin()), len(candidates))
+    distances = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
+    record, image = divmod(int(distances.argmin()), len(candidates))
     pair = candidates[image : image + 1].double(), true[record : record + 1].double()
     return Nearest(psnr(*pair)[0], ssim(*pair)[0], record, encode_image(pair[0][0]))
 
@@ -314,13 +314,13 @@ class AttackRound:
         federation = reconstruction.build_small_federation(
             config, model, parts, build_optimizer(config.training), options.records
         )
-        seen, search = server_views(federation, options.counts(), options.difference), options.search(model)
+        observed, search = server_views(federation, options.counts(), options.difference), options.search(model)
         true, own_records = (data.pixels(data.train.tensor[rows]), data.test.tensor[:OWN].to(federation.device))
         views = {}
-        for number, (name, (leak, clients)) in enumerate(seen.items()):
+        for number, (name, (leak, clients)) in enumerate(observed.items()):
             size = options.records * clients
             rng = [generator(what, config.training.seed, size) for what in ("server", "guesses")]
-            report = reconstruction.part_progress(progress, number, len(seen), name)
+            report = reconstruction.part_progress(progress, number, len(observed), name)
             result = attack_view(leak, search, data, own_records, size, rng[0], report)
             if not result:
                 continue

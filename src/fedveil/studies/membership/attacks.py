@@ -345,8 +345,8 @@ class RecordAttacks:
         except (BadArgument, OSError) as error:
             result[SHADOWS] = Failure(error.what if isinstance(error, BadArgument) else str(error))
         for name, (values, form) in all_scores.items():
-            mine, known, victims, fresh = (values[part] for part in records.parts)
-            result[name] = measure(victims, fresh, mine, known, form)
+            own_scores, known, victims, fresh = (values[part] for part in records.parts)
+            result[name] = measure(victims, fresh, own_scores, known, form)
         return result
 
     def train_networks(self, features: Features, recipe: Recipe, progress: Progress) -> Attacks:

@@ -119,20 +119,22 @@ def choose_loss(model: nn.Module, records: AuditedRecords, loss: str | Loss | Fu
     return result
 
 
-def predict_pool(model: nn.Module, inputs: Inputs, who: str) -> Tensor:
+def predict_pool(model: nn.Module, inputs: Inputs, owner: str) -> Tensor:
     """Return a model's outputs on the CPU; refuse outputs that are not finite or not one row per record."""
     first = next(model.parameters(), None)
     placed = inputs if first is None else move_inputs(inputs, first.device, first.dtype)
     try:
         outputs = predict(model, placed).detach().cpu()
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        what = f"{who} does not accept the records: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        what = f"{owner} does not accept the records: {(str(error).splitlines() or [type(error).__name__])[0]}"
         raise BadArgument(WHERE, what, "pass records of the shape that the model was trained on") from error
     if outputs.dim() != 2:
-        what = f"outputs of {who} have shape {tuple(outputs.shape)}"
+        what = f"outputs of {owner} have shape {tuple(outputs.shape)}"
         raise BadArgument(WHERE, what, "use a model that returns one row of outputs per record")
     if not bool(outputs.isfinite().all()):
-        raise BadArgument(WHERE, f"an output of {who} is not finite", "pass trained weights, and records in its range")
+        raise BadArgument(
+            WHERE, f"an output of {owner} is not finite", "pass trained weights, and records in its range"
+        )
     return outputs
 
 

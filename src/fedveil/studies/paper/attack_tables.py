@@ -161,8 +161,11 @@ def present_attack(
             headline.append((f"{table.title}, {data}, success in %", *summary))
     header = ("data", "measure", "defence", "attacker", "paper", f"ours, {table.protocol}", "ours")
     count = plan.settings.seeds
-    several = f"Means over {count} seeds with Student's 95 % interval; all seeds use the same images."
-    note, sections = f"{plan.file.note} {several if count > 1 else table.single}", [replace(table.chart, rows=[*marks])]
+    seeds_note = f"Means over {count} seeds with Student's 95 % interval; all seeds use the same images."
+    note, sections = (
+        f"{plan.file.note} {seeds_note if count > 1 else table.single}",
+        [replace(table.chart, rows=[*marks])],
+    )
     return Presentation(plan.title, "", header, rows, note, sections, headline=headline)
 
 
