@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.first_layer import TINY, append_one, layer_rows
+from fedveil.attacks.first_layer import TINY, append_ones, layer_rows
 from fedveil.attacks.leaked_gradients import Leak
 from fedveil.attacks.observation import DoesNotApply
 
@@ -193,7 +193,7 @@ def records_from_batch(leak: Leak, path: str, records: int, plausible: Tensor, r
     check_relu(leak.model, path)
     factors = factorise(leak, path, records)
     rank = len(factors.right)
-    inactive = append_one(plausible).to(factors.weights) @ factors.weights.T <= 0
+    inactive = append_ones(plausible).to(factors.weights) @ factors.weights.T <= 0
     pool, best, directions = None, torch.zeros(0), factors.left[:0]
     for _ in range(ATTEMPTS):
         rows = draw_rows(inactive, rank - 1, DRAWS, rng)

@@ -46,7 +46,7 @@ def layer_rows(values: Mapping[str, Tensor], path: str) -> Tensor:
     return torch.cat([values[f"{path}.weight"], values[f"{path}.bias"].unsqueeze(1)], 1).detach().double()
 
 
-def append_one(inputs: Tensor) -> Tensor:
+def append_ones(inputs: Tensor) -> Tensor:
     """Flatten each record and append a 1, which represents the bias of the first layer."""
     rows = inputs.flatten(1).double()
     return torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
@@ -151,7 +151,7 @@ def rebuild_veiled_record(observed: Observation) -> Tensor:
         raise DoesNotApply("dense record", "these broadcasts are not veiled")
     path = first_linear(observed.architecture)
     before, after = (layer_rows(sent.parameters, path) for sent in (now.broadcast, later.broadcast))
-    own_rows = append_one(observed.own_batch(now)[0])
+    own_rows = append_ones(observed.own_batch(now)[0])
     if len(own_rows) >= before.shape[1]:
         what = f"the attacker's {len(own_rows)} records span all directions"
         raise DoesNotApply("dense record", what, "use a smaller batch for the attacker")

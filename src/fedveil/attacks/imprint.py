@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.attacks.batch_records import check_relu
-from fedveil.attacks.first_layer import append_one, first_linear, layer_rows
+from fedveil.attacks.first_layer import append_ones, first_linear, layer_rows
 from fedveil.attacks.leaked_gradients import Leak
 from fedveil.attacks.observation import DoesNotApply
 
@@ -78,4 +78,4 @@ def read_imprint(leak: Leak, path: str) -> Tensor:
 def imprint_bin(model: nn.Module, path: str, inputs: Tensor) -> Tensor:
     """Return the number of crafted units that each record activates, which identifies its bin."""
     layer = layer_rows(dict(model.named_parameters()), path)
-    return (append_one(inputs) @ layer.T > 0).sum(1)
+    return (append_ones(inputs) @ layer.T > 0).sum(1)

@@ -46,7 +46,7 @@ class Leak:
             return self.simulate(inputs, targets, graph)
         return mean_gradients(self.model, self.loss, inputs, targets, graph=graph)
 
-    def divided(self, reach: float) -> "Leak":
+    def divide_by(self, reach: float) -> "Leak":
         """Return the leak with a client's difference replaced by its mean gradient (`Round.reach`)."""
         if reach == 1:
             return self

@@ -21,7 +21,7 @@ from fedveil.attacks.first_layer import (
 )
 from fedveil.attacks.leaked_gradients import Leak, from_masked_difference
 from fedveil.attacks.observation import PUBLISHED, Observation, attempt
-from fedveil.defences.registry import OURS, Record
+from fedveil.defences.registry import INCLUDED, Record
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
 
@@ -115,7 +115,7 @@ ATTACKERS: Mapping[str, Attackers] = {
 def find_attackers(record: Record) -> Attackers:
     """Return the attackers declared in a record, or those for the built-in defence with the same target."""
     if record.attackers is None:
-        names = {record.target: record.name for record in OURS.values()}
+        names = {record.target: record.name for record in INCLUDED.values()}
         return ATTACKERS.get(names.get(record.target, ""), Attackers())
     result = import_object(record.attackers, "a list of attackers", EXAMPLE)
     if not isinstance(result, Attackers):

@@ -300,15 +300,15 @@ def _choose_weights(model: nn.Module, q: int, kept: Sequence[str], skip: Sequenc
     named = dict(model.named_parameters(remove_duplicate=False))
     uses = Counter(id(parameter) for parameter in named.values())
 
-    def is_under(path: str, name: str) -> bool:
+    def is_below(path: str, name: str) -> bool:
         return path in ("", name) or name.startswith(path + ".")
 
     for path in skip:
-        if not any(is_under(path, name) for name in named):
+        if not any(is_below(path, name) for name in named):
             raise BadArgument("dbcl", f"skip contains {path!r}, but the model has no parameters there")
     chosen = []
     for name, parameter in named.items():
-        if parameter.dim() < 2 or any(is_under(path, name) for path in (*kept, *skip)):
+        if parameter.dim() < 2 or any(is_below(path, name) for path in (*kept, *skip)):
             continue
         path, _, last = name.rpartition(".")
         layer = model.get_submodule(path)

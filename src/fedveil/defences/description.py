@@ -85,12 +85,12 @@ def _build(values: Mapping[str, object], where: str, trust_code: bool) -> object
         raise BadArgument(where, f"{spec} cannot be built: {error}", FIX) from error
 
 
-def simulated(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+def adapt_to_simulation(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the description of a defence for a simulation: without a budget, and with noise added by the server.
 
     The noise in a sum stays the same. An audit may then observe rounds after the budget of the run is spent.
     """
-    result = {name: simulated(value) if isinstance(value, dict) else value for name, value in values.items()}
+    result = {name: adapt_to_simulation(value) if isinstance(value, dict) else value for name, value in values.items()}
     spends = result.get("noise") is not None
     changes: dict[str, JsonValue] = {"budget": None, "epsilon": None} if spends else {}
     return result | {name: value for name, value in (changes | {"noise_by": "server"}).items() if name in result}
@@ -102,5 +102,5 @@ def copy_defence(defence: AnyDefence) -> AnyDefence:
     A defence whose arguments are not plain values is copied with its state.
     """
     with contextlib.suppress(BadArgument):
-        return build_described(simulated(describe_defence(defence)), defence.name, trust_code=True)
+        return build_described(adapt_to_simulation(describe_defence(defence)), defence.name, trust_code=True)
     return copy.deepcopy(defence)

@@ -235,9 +235,8 @@ class RecordPrivateClient(DefenceClient[object, SumUpdate]):
     def prepare_sum(self, update: SumUpdate, members: int | None) -> SumUpdate:
         """Round the sums to the grid, and add a share of the noise if clients add noise."""
         candidates = len(next(iter(update.sums.values())))
-        numbers = sum(
-            tensor[0].numel() for tensor in update.sums.values()
-        )  # a server chooses which parameters are trained
+        # a server chooses which parameters are trained
+        numbers = sum(tensor[0].numel() for tensor in update.sums.values())
         grid = self._privacy.grid(numbers, candidates, members)
         sums = {name: quantise(tensor, grid) for name, tensor in update.sums.items()}
         if self._privacy.noise and self._privacy.noise_by == "clients":

@@ -120,18 +120,18 @@ DEPLOYED = (
     Record("int8", "clients round their update to 8 bits", f"{_HERE}.compression:Int8", claim="none: compression"),
 )
 """Defences that people deploy, and compression. Those with a package in their name use its code, if it is installed."""
-OURS = {record.name: record for record in (*BUILT_IN, *DEPLOYED)}
-_KNOWN = dict(OURS)  # defences from other packages are added on first use
+INCLUDED = {record.name: record for record in (*BUILT_IN, *DEPLOYED)}
+_KNOWN = dict(INCLUDED)  # defences from other packages are added on first use
 
 
 def names() -> list[str]:
     """Return the names of all defences, including those registered by installed packages."""
-    return list(dict.fromkeys([*OURS, *list_installed(GROUP)]))
+    return list(dict.fromkeys([*INCLUDED, *list_installed(GROUP)]))
 
 
 def refers_to_code(name: str) -> bool:
     """Return whether a name is `package.module:Name`, which runs code of another package when it is imported."""
-    return ":" in name and name not in OURS
+    return ":" in name and name not in INCLUDED
 
 
 def find(name: str) -> Record:
@@ -266,7 +266,7 @@ def import_target(record: Record) -> object:
         return import_object(record.target, "a defence", EXAMPLE)
     except BadArgument as error:
         extra, missing = record.name.partition(":")[0], error.__cause__
-        if record.name not in OURS or not isinstance(missing, ModuleNotFoundError):
+        if record.name not in INCLUDED or not isinstance(missing, ModuleNotFoundError):
             raise
         what = f"needs the package {str(missing.name).partition('.')[0]}, which is not installed"
         raise BadArgument(record.name, what, f"pip install 'fedveil[{extra}]'") from missing

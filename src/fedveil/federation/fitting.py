@@ -209,7 +209,7 @@ def list_callbacks(on_round: Callback | Sequence[Callback] | None) -> list[Callb
 
 
 @contextlib.contextmanager
-def follow(server: "Server", plan: FitPlan, details: "RunDetails | None") -> Iterator[None]:
+def track_run(server: "Server", plan: FitPlan, details: "RunDetails | None") -> Iterator[None]:
     """Write the files of a run to its folder, if it has one, and tell trackers when it begins and ends."""
     server.planned = plan.last
     trackers = [call for call in plan.callbacks if isinstance(call, Tracker)]

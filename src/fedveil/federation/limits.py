@@ -75,7 +75,7 @@ class Limits:
         if self.norm_factor is not None and not check_positive(where, "norm_factor", self.norm_factor) >= 1:
             raise BadArgument(where, f"norm_factor must be at least 1, got {self.norm_factor!r}", "set norm_factor=10")
 
-    def needed(self, refused: int = 0) -> int:
+    def min_clients(self, refused: int = 0) -> int:
         """Return the minimum number of updates in a round, not counting the `refused` updates."""
         return 1 if self.aggregator == MEAN else RULES[self.aggregator].min_rows(max(0, self.hostile - refused))
 
@@ -151,7 +151,7 @@ def aggregate(
     refused = {client: judgement for client, judgement in judged.items() if isinstance(judgement, UpdateRefused)}
     accepted = {client: judgement for client, judgement in judged.items() if isinstance(judgement, Aggregate)}
     out = left_out + len(refused)
-    if len(accepted) < max(min_updates, limits.needed(out)):
+    if len(accepted) < max(min_updates, limits.min_clients(out)):
         return None, refused
     records = {client: limits.records(client, claims[client]) for client in accepted}
     shares = bounded_shares(list(records.values()), limits.max_share if len(accepted) >= MIN_UPDATES else 1.0)

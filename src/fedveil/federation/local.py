@@ -264,8 +264,8 @@ class Federation(Server):
         client = self.defence.start_client(model, self.example, self.loss)
         self.use_engine(LocalEngine(client, self.shards, self.dtype, whole_shard=whole_shard, fused=fused))
         taking_part = max(1, round(participation * len(sources)))
-        if limits is not None and taking_part < limits.needed():
-            what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
+        if limits is not None and taking_part < limits.min_clients():
+            what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.min_clients()} clients in a round"
             raise BadArgument(where, f"{what}, not {taking_part}", "use more clients, or a smaller value for hostile")
         if secure_aggregation:
             from fedveil.secagg import threshold

@@ -53,7 +53,7 @@ def scores(views: Mapping[str, nn.Module], test: Source, loss: Loss | None = Non
     return {name: metrics(*predict_source(view, test), loss, axis=head_axis(view)) for name, view in views.items()}
 
 
-def confusions(views: Mapping[str, nn.Module], test: Source, classes: int) -> dict[str, list[list[int]]]:
+def confusion_counts(views: Mapping[str, nn.Module], test: Source, classes: int) -> dict[str, list[list[int]]]:
     """Return the confusion matrices of the first two views: a row per true class, a column per predicted class."""
     result = {}
     for name, view in list(views.items())[:2]:
@@ -71,19 +71,19 @@ def view_sections(
     rows = [[view, f"{value:.4f}"] for view, value in values.items()]
     sections: list[Section] = [Table("The server's model and a client's copy", ["model", f"test {name}"], rows)]
     if name == "accuracy" and 0 < len(classes) <= MAX_CLASSES:
-        parts = [Matrix(view, classes, counts) for view, counts in confusions(views, test, len(classes)).items()]
+        parts = [Matrix(view, classes, counts) for view, counts in confusion_counts(views, test, len(classes)).items()]
         sections.append(SideBySide("Predictions on the test data", parts))
     return sections
 
 
-def quality(name: str, value: float) -> str:
+def format_metric(name: str, value: float) -> str:
     """Format a metric: accuracy in per cent, any other metric as a number."""
     return f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.3g}"
 
 
 def verdict(name: str, values: Mapping[str, float], budget: str = "") -> str:
     """Summarise a run in one sentence, given the same metric for each view, in the order of `client_models`."""
-    server, received, *removed = (quality(name, value) for value in values.values())
+    server, received, *removed = (format_metric(name, value) for value in values.values())
     without = f", {removed[0]} with the offset removed" if removed else ""
     copy = f"a client's copy has {received} as received{without} (fedveil audit measures adaptive clients)"
     return f"Test {name} {server}{budget}; {copy}."
@@ -179,7 +179,7 @@ def live_page(server: "Server", title: str, status: RunStatus, settings: Mapping
     latest = ""
     if monitor is not None and monitor.key in history.metrics:
         kind = "Validation" if monitor.prefix else "Test"
-        value = quality(monitor.name, history.metrics[monitor.key])
+        value = format_metric(monitor.name, history.metrics[monitor.key])
         latest = f" {kind} {monitor.name} {value} after round {history.last.round}."
     known = ("state", *(f"test {name}" for name in status.metrics))
     facts = {name: text for name, text in describe_status(status).items() if name not in known}
@@ -249,5 +249,5 @@ def run_page(
         sections,
         summary.repeat,
         summary_text,
-        f"test {metric} {quality(metric, result[SERVER])}" if result else "",
+        f"test {metric} {format_metric(metric, result[SERVER])}" if result else "",
     )

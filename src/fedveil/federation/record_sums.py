@@ -160,7 +160,7 @@ def sum_sample(
         task.broadcast, None, client.step(task.broadcast, Samples(torch.empty(0), torch.empty(0)))
     )
     for batch, used in read_slots(task, model, source, prepare, *sample):
-        if (update := add_up(client, task, batch, used)) is not None:
+        if (update := compute_partial_update(client, task, batch, used)) is not None:
             _, total = client.accumulate(task.broadcast, total, update)
     return task.codec.encode_update(client.prepare_sum(total, members))
 
@@ -190,7 +190,7 @@ def read_slots(
     except Exception:
         yield from _read_each(task, model, source, rows, included)
         return
-    yield blank(batch, included & finite), included & finite
+    yield zero_unused(batch, included & finite), included & finite
 
 
 def _read_each(
@@ -209,7 +209,7 @@ def _read_each(
         used[[slot for slot, _ in entries]] = True
         numbers = torch.zeros(len(rows), dtype=torch.int64)
         numbers[used] = torch.arange(len(entries))
-        yield blank(take_rows(join_batches([batch for _, batch in entries]), numbers), used), used
+        yield zero_unused(take_rows(join_batches([batch for _, batch in entries]), numbers), used), used
 
 
 def read_record(task: "ClientTask", model: nn.Module, source: Source, row: int) -> Batch | None:
@@ -233,7 +233,7 @@ def take_rows(batch: Batch, rows: Tensor) -> Batch:
     return map_tensors(lambda tensor: tensor[rows.to(tensor.device)], batch[0]), batch[1][rows.to(batch[1].device)]
 
 
-def blank(batch: Batch, used: Tensor) -> Batch:
+def zero_unused(batch: Batch, used: Tensor) -> Batch:
     """Replace the records that are not used with zeros."""
     unused = ~used
 
@@ -245,7 +245,7 @@ def blank(batch: Batch, used: Tensor) -> Batch:
     return map_tensors(clear, batch[0]), clear(batch[1])
 
 
-def add_up(client: AnyClient, task: "ClientTask", batch: Batch, used: Tensor) -> object:
+def compute_partial_update(client: AnyClient, task: "ClientTask", batch: Batch, used: Tensor) -> object:
     """Return the update for a batch; if the computation fails, leave out the records for which it fails alone.
 
     The result is None if no records are left.
@@ -260,4 +260,6 @@ def add_up(client: AnyClient, task: "ClientTask", batch: Batch, used: Tensor) ->
                 client.step(task.broadcast, Samples(*take_rows(batch, index), used[index].to(task.dtype)))
             except Exception:
                 used[slot] = False
-        return client.step(task.broadcast, Samples(*blank(batch, used), used.to(task.dtype))) if used.any() else None
+        if not used.any():
+            return None
+        return client.step(task.broadcast, Samples(*zero_unused(batch, used), used.to(task.dtype)))

@@ -99,7 +99,7 @@ class ClearRound(RoundKind):
     ) -> None:
         self.engine, self._model, self._history, self._limits = engine, model, history, limits
         self.min_answers, self.answered = min_answers, 0.0
-        self.min_clients = limits.needed() if limits else 1
+        self.min_clients = limits.min_clients() if limits else 1
 
     def collect(
         self,

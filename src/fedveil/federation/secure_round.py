@@ -26,7 +26,7 @@ from fedveil.secagg.policy import Policy
 
 RENEWAL = Policy.key_rounds  # number of attempts after which clients replace their keys by default
 FAREWELL = 5.0  # seconds that clients have to confirm the end of the run
-Found = TypeVar("Found")
+R = TypeVar("R")
 Messages = tuple[bytes, Mapping[str, bytes]]  # bytes for all clients, and additional bytes for each client by name
 
 
@@ -258,7 +258,7 @@ class SecureRound:
             else:
                 yield reply
 
-    def _take(self, member: Member, take: Callable[[], Found], faults: FaultLog) -> Found | None:
+    def _take(self, member: Member, take: Callable[[], R], faults: FaultLog) -> R | None:
         """Return the result of `take`; if it raises, record a fault and return None."""
         try:
             return take()

@@ -343,7 +343,7 @@ class Server(StoredServer):
             self._undo()
             if home is not None:
                 self._open(home, resume)
-            with fitting.follow(self, plan, details), self._saving(home) if home else contextlib.nullcontext():
+            with fitting.track_run(self, plan, details), self._saving(home) if home else contextlib.nullcontext():
                 self._train(plan)
         return self.history
 

@@ -11,7 +11,7 @@ candidate. The norm is over all parameters. The sum is computed in one of three 
 - Models that vmap does not support, and operations after a veiled head, are run for one record at a time.
 
 One record must not affect how the others are computed, because a server that chooses the weights can make different
-rounding visible. The way is therefore chosen with a record of zeros, buffers are copied for every record, and the
+rounding visible. The method is therefore chosen with a record of zeros, buffers are copied for every record, and the
 position of a record in a batch should be random (`RecordPrivateClient.sample`).
 
 Gradients are computed in the model's dtype, then scaled and summed in float64. Each contribution has a norm of at most
@@ -170,7 +170,7 @@ def clipped_sums(
         memory: maximum number of bytes for per-record gradients; larger batches are processed in chunks.
     """
     links = find_links(task.model, inputs, task.values) if task.head is None or not task.head.is_inner else None
-    chunks: Iterable[tuple[slice, Found]] = _chunks(task, inputs, targets, included, memory)
+    chunks: Iterable[tuple[slice, GradientParts]] = _chunks(task, inputs, targets, included, memory)
     if links and isinstance(inputs, Tensor):
         chunks = _stack_chunks(task, links, inputs, targets, included, memory)
     total: Tensors = {}
@@ -190,12 +190,13 @@ def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> 
     return torch.where(included & squares.isfinite(), factors, torch.zeros_like(factors))
 
 
-Found = tuple[Tensors, list[Product]]  # gradients with dims (records, candidates, ...); products for other parameters
+# gradients with dims (records, candidates, ...), and products for the other parameters
+GradientParts = tuple[Tensors, list[Product]]
 
 
 def _stack_chunks(
     task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor, memory: int
-) -> Iterator[tuple[slice, Found]]:
+) -> Iterator[tuple[slice, GradientParts]]:
     """Yield chunks of records whose activations and cotangents in float64 need at most `memory` bytes."""
     widths = [task.values[f"{path}.weight"].shape for path in links if path is not None]
     each_needs = 8 * sum(inputs_size + (1 + task.candidates) * left for left, inputs_size in widths)
@@ -232,31 +233,35 @@ def _clip(task: RecordGradients, gradients: Tensors, products: list[Product], in
 
 def _chunks(
     task: RecordGradients, inputs: Inputs, targets: Tensor, included: Tensor, memory: int
-) -> Iterator[tuple[slice, Found]]:
+) -> Iterator[tuple[slice, GradientParts]]:
     """Yield chunks of records whose gradients need at most `memory` bytes."""
     records = count(inputs)
-    way = choose_way(task, inputs, targets) if records else None
-    if way is not None and way.outputs is not None:
-        targets = dense_targets(task.loss, task.head, way.outputs.expand(records, -1), targets)
-    size = _chunk_size(task, way.layers if way else [], memory)
+    mode = choose_vmap(task, inputs, targets) if records else None
+    if mode is not None and mode.outputs is not None:
+        targets = dense_targets(task.loss, task.head, mode.outputs.expand(records, -1), targets)
+    size = _chunk_size(task, mode.layers if mode else [], memory)
     for start in range(0, records, size):
         rows = slice(start, min(start + size, records))
         some, row_targets = _take(inputs, rows), targets[rows]
         used = included[rows]
         yield (
             rows,
-            (_run_vmap(task, way, some, row_targets, used) if way else (_run_loop(task, some, row_targets, used), [])),
+            (
+                _run_vmap(task, mode, some, row_targets, used)
+                if mode
+                else (_run_loop(task, some, row_targets, used), [])
+            ),
         )
 
 
-class Way(NamedTuple):
+class VmapMode(NamedTuple):
     """How vmap is used: the layers whose gradients are products, and outputs if vmap also computes the slopes."""
 
     layers: list[RowLayer]
     outputs: Tensor | None
 
 
-def choose_way(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Way | None:
+def choose_vmap(task: RecordGradients, inputs: Inputs, targets: Tensor) -> VmapMode | None:
     """Choose how to compute the gradients of records of this form; return None for one record at a time.
 
     The choice is made with zeros instead of records, because it affects rounding for all records. A model that changes
@@ -264,31 +269,31 @@ def choose_way(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Way | 
     """
     zeros, target = each(lambda tensor: torch.zeros_like(tensor[:2]), inputs), torch.zeros_like(targets[:2])
     before = {name: value._version for name, value in task.values.items()}
-    way = None if needs_loop(task) else _try_vmap(task, zeros, target)
-    if way is None:
+    mode = None if needs_loop(task) else _try_vmap(task, zeros, target)
+    if mode is None:
         with contextlib.suppress(Exception):  # zeros may not be valid inputs
             task.single(_take(zeros, slice(1)), target[:1])
     if changed := [name for name, value in task.values.items() if value._version != before[name]]:
         raise BadArgument("privacy", f"forward changes {changed[0]}, so records affect one another", "remove this code")
-    return way
+    return mode
 
 
-def _try_vmap(task: RecordGradients, zeros: Inputs, target: Tensor) -> Way | None:
+def _try_vmap(task: RecordGradients, zeros: Inputs, target: Tensor) -> VmapMode | None:
     """Return how vmap computes gradients for records of zeros, or None if it does not support the model."""
     included = torch.ones(len(target), dtype=torch.bool)
     try:
         layers, outputs = find_row_layers(task, zeros)
         inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
         dense = dense_targets(task.loss, task.head, outputs.expand(len(target), -1), target) if inside else target
-        way = Way(layers, outputs if inside else None)
+        mode = VmapMode(layers, outputs if inside else None)
         try:
-            _run_vmap(task, way, zeros, dense, included)
+            _run_vmap(task, mode, zeros, dense, included)
         except ForwardVaries:
-            way = Way([], way.outputs)
-            _run_vmap(task, way, zeros, dense, included)
+            mode = VmapMode([], mode.outputs)
+            _run_vmap(task, mode, zeros, dense, included)
     except (RuntimeError, ValueError, IndexError, TypeError):  # vmap does not support an operation of `forward`
         return None
-    return way
+    return mode
 
 
 def separate_slopes(task: RecordGradients, outputs: Tensor, targets: Tensor, included: Tensor) -> Tensor:
@@ -328,9 +333,11 @@ def needs_loop(task: RecordGradients) -> bool:
     return task.head is not None and task.head.tail != "alike"
 
 
-def _run_vmap(task: RecordGradients, way: Way, inputs: Inputs, targets: Tensor, included: Tensor) -> Found:
+def _run_vmap(
+    task: RecordGradients, mode: VmapMode, inputs: Inputs, targets: Tensor, included: Tensor
+) -> GradientParts:
     """Compute the gradients of records with vmap, and products for layers with one row per record."""
-    layers, inside = way.layers, way.outputs is not None
+    layers, inside = mode.layers, mode.outputs is not None
     left_out = {name for layer in layers for name in (layer.weight, layer.bias)}
     leaves = {name: task.values[name] for name in task.trainable if name not in left_out}
     taps = {layer.weight: layer.tap for layer in layers}

@@ -69,7 +69,7 @@ def check_flags(flags: Sequence[str], where: str) -> None:
 
 def owners(key: str) -> list[str]:
     """Return the data sets, models or defences that a key applies to; empty if it applies to all."""
-    defences = registry.OURS.values() if SECTION_OF[key] == "defence" else ()
+    defences = registry.INCLUDED.values() if SECTION_OF[key] == "defence" else ()
     return [*ONLY[key], *(record.name for record in defences if key in record.settings)]
 
 
@@ -82,7 +82,7 @@ def defence_keys(name: str) -> frozenset[str]:
 
 def settings_class(name: str) -> type | None:
     """Return the settings class of a defence from another package: the dataclass in its attribute `Settings`."""
-    if name in registry.OURS or (":" not in name and name not in registry.names()):
+    if name in registry.INCLUDED or (":" not in name and name not in registry.names()):
         return None
     result = getattr(import_object(registry.find(name).target, "a defence", registry.EXAMPLE), "Settings", None)
     if not (isinstance(result, type) and dataclasses.is_dataclass(result)):

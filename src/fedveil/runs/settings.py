@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from fedveil.data.catalogue import Between, Positive, Task
-from fedveil.defences.registry import OURS
+from fedveil.defences.registry import INCLUDED
 from fedveil.errors import BadArgument
 from fedveil.plain_json import PYTHON, check_schema, read_json, read_toml
 
@@ -347,7 +347,7 @@ def refuse_code(values: Mapping[str, object], where: str, named_keys: Collection
             key not in named_keys
             and isinstance(value, str)
             and ":" in value
-            and not (key == "defence" and value in OURS)
+            and not (key == "defence" and value in INCLUDED)
         ):
             what = f"{key} = {value!r} refers to code, which runs when imported; this file could come from anyone"
             fix = f"pass --{key} {shlex.quote(value)} or --trust-code on the command line, or trust_code=True in Python"

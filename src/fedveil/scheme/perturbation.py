@@ -96,7 +96,7 @@ class Perturbation(MemoryOnly):
                 only if they are no longer in use.
         """
         if reuse and self._recovery is not None and self._recovery.memory is not None:
-            self._pool.put_back(self._recovery.memory)
+            self._pool.return_memory(self._recovery.memory)
         self._recovery = None
 
 

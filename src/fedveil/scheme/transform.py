@@ -39,7 +39,7 @@ class BufferPool:
         except (KeyError, IndexError):
             return _allocate(size, dtype, device)
 
-    def put_back(self, memory: Tensor, *, scratch: bool = False) -> None:
+    def return_memory(self, memory: Tensor, *, scratch: bool = False) -> None:
         """Return memory that is no longer in use to the pool."""
         self._free.setdefault((memory.numel(), memory.dtype, memory.device, scratch), []).append(memory)
 
@@ -89,7 +89,7 @@ class Transform:
             memory, scratch = pool.take(sum(sizes), *kind), pool.take(max(sizes), *kind, scratch=True)
             for entry, out in zip(plan.large, torch.split_with_sizes(memory, sizes), strict=True):
                 perturbed[entry.name] = self._apply_large(entry, tensors[entry.name], out, scratch)
-            pool.put_back(scratch, scratch=True)
+            pool.return_memory(scratch, scratch=True)
         return {entry.name: perturbed[entry.name] for entry in plan.layout.entries}, memory
 
     def _apply_large(self, entry: Entry, tensor: Tensor, out: Tensor, scratch: Tensor) -> Tensor:

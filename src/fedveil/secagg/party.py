@@ -232,7 +232,7 @@ class Party(SecretHolder):
             run.revealed = current.round
             run.forget_attempt()
             run.sums += 1
-            state.day = day, state.sums_on(day) + 1
+            state.day = day, state.count_sums(day) + 1
             state.remember_sum(*opened)
             turn.write()
         return RevealReply(reveal.settle.context, shares).to_bytes()

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from fedveil.checks import check_choice
 from fedveil.data import one_tensor
-from fedveil.defences.registry import OURS
+from fedveil.defences.registry import INCLUDED
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Text
 from fedveil.runs.build import load_data
@@ -49,7 +49,7 @@ class AttackRequest(Generic[O]):
 
     def config_for(self, defence: str) -> Config:
         """Return the configuration for a defence; settings for a user's defence are not passed to a built-in one."""
-        if defence in OURS and not set(OURS).issuperset(self.defences):
+        if defence in INCLUDED and not set(INCLUDED).issuperset(self.defences):
             return self.config.changed(defence=defence, settings=())
         return self.config.changed(defence=defence)
 

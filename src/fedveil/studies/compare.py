@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedveil.checks import check_count
 from fedveil.defences.registry import names
-from fedveil.federation.page import cost_section, curve_sections, quality
+from fedveil.federation.page import cost_section, curve_sections, format_metric
 from fedveil.federation.results import primary_metric
 from fedveil.report import Facts, Section, Text, count
 from fedveil.runs.build import build_federation, load_data
@@ -123,7 +123,7 @@ def verdict(results: Runs, metric: str) -> str:
     parts = []
     for name, runs in results.items():
         ends = [run.history.metrics[metric] for run in runs if isinstance(run, TrainedRun)]
-        value = quality(metric, statistics.fmean(ends)) if len(ends) == len(runs) else "failed"
+        value = format_metric(metric, statistics.fmean(ends)) if len(ends) == len(runs) else "failed"
         parts.append(f"{'plain training' if name == 'plain' else display_name(name)} {value}")
     return f"Test {metric}: {', '.join(parts)}."
 

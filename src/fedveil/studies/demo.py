@@ -14,7 +14,7 @@ from fedveil.attacks.veil import remove_noise
 from fedveil.data import one_tensor
 from fedveil.federation import Federation, History
 from fedveil.federation.history import RoundRecord
-from fedveil.federation.page import NO_DATA, PROTECTION, client_models, confusions, curve_sections, scores
+from fedveil.federation.page import NO_DATA, PROTECTION, client_models, confusion_counts, curve_sections, scores
 from fedveil.progress import Progress
 from fedveil.records.sources import as_source
 from fedveil.report import Facts, Matrix, SideBySide, Text, count
@@ -106,7 +106,7 @@ class TrainDigits:
         views[f"two broadcasts{NO_DATA}"] = remove_noise(observe(run, rounds=2)).model
         source = as_source("test data", test)
         accuracies = {name: metrics["accuracy"] for name, metrics in scores(views, source).items()}
-        matrices = confusions(views, source, data.outputs)
+        matrices = confusion_counts(views, source, data.outputs)
         return dataclasses.replace(result, views=accuracies, matrices=matrices, errors=recovery_errors(run))
 
 

@@ -182,8 +182,8 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
             raise BadArgument("--aggregator", "the attack compares all rules with the mean", fix)
         for name, limited in request.options.configs(config).items():
             limits = build_limits(limited.limits)
-            if limits and limits.needed() > clients:
-                what = f"{name} needs {limits.needed()} clients to resist {hostile} hostile ones, got {clients}"
+            if limits and limits.min_clients() > clients:
+                what = f"{name} needs {limits.min_clients()} clients to resist {hostile} hostile ones, got {clients}"
                 raise BadArgument("--rules", what, "use more --clients, or leave the rule out")
 
     def graph(self, request: AttackRequest[PoisoningOptions], folder: Path) -> JobGraph[Results[Poisoning]]:

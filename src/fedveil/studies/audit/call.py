@@ -26,7 +26,7 @@ from fedveil.scheme.losses import Function, Loss
 from fedveil.studies.attack import AttackRequest, Results, complete_presentation
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.decision import warn_of_stand_ins
-from fedveil.studies.audit.folder import LOUD, GivenParts, open_described
+from fedveil.studies.audit.folder import STAND_IN_NOTICE, GivenParts, open_described
 from fedveil.studies.audit.memory import WHERE, MemoryAudit, collect_data
 from fedveil.studies.audit.results import AuditResult
 from fedveil.studies.audit.run import AUDIT, AuditOptions
@@ -232,7 +232,7 @@ def run_audit(subject: MemoryAudit, notes: tuple[str, ...], command: str, progre
         **{name: str(value) for name, value in asdict(subject.options).items() if name not in ("lira", "server")},
     }
     shown = complete_presentation(page.show(successes(result)), result, notes, Facts("Configuration", values))
-    if any(note.startswith(LOUD) for note in notes):
+    if any(note.startswith(STAND_IN_NOTICE) for note in notes):
         first = [warn_of_stand_ins(section) if isinstance(section, Answers) else section for section in shown.first]
         shown = replace(shown, first=first, plain=" ".join(notes))
     title = (

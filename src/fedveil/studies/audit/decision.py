@@ -62,7 +62,7 @@ def grade_sharing(verdict: Verdict | None) -> str:
     return "clear" if verdict.strongest.value - verdict.guess >= CLEAR * (1 - verdict.guess) else "slight"
 
 
-def of_hundred(fraction: float) -> str:
+def per_hundred(fraction: float) -> str:
     """Return a fraction as a count out of 100; above 99.5 or below 0.5, with one decimal unless it is exact."""
     count = 100 * fraction
     uses_decimal = 0 < count < 0.5 or 99.5 < count < 100
@@ -77,14 +77,14 @@ def membership_words(verdict: Verdict | None) -> dict[str, str]:
     low, high = (
         (1 - figure.figure.high, 1 - figure.figure.low) if figure.below else (figure.figure.low, figure.figure.high)
     )
-    return {"hits": of_hundred(figure.value), "low": of_hundred(low), "high": of_hundred(high)}
+    return {"hits": per_hundred(figure.value), "low": per_hundred(low), "high": per_hundred(high)}
 
 
 def rate_words(plain: AuditResult) -> str:
     """Return the sentence on the people about whom an attacker is most certain; "" if it was not measured."""
     rates = [figures[page.TPR] for name in plain.names if page.TPR in (figures := plain.figures(name))]
     known = [rate.value for rate in rates if rate]
-    return WORDS["rate"].format(hits=of_hundred(max(known))) if known else ""
+    return WORDS["rate"].format(hits=per_hundred(max(known))) if known else ""
 
 
 def insider_words(verdicts: Mapping[str, Mapping[str, Verdict]], results: Audits) -> Iterator[str]:
@@ -112,18 +112,18 @@ def clause(column: str, verdict: Verdict) -> str:
     figure, kind = verdict.strongest, KINDS[column]
     state = {Finding.FOUND: "found", Finding.NOTHING: "nothing", Finding.TOO_FEW: FEW}[figure.finding]
     if column == page.RECORD and state == "found":
-        state = "near" if _lift(figure, verdict) >= RECOGNISED else "partly"
+        state = "near" if _gain_over_guess(figure, verdict) >= RECOGNISED else "partly"
     if column == page.RANKING:
         kind = "ranking"
     values = {
-        "hits": of_hundred(figure.value),
-        "guess": of_hundred(verdict.guess),
-        "lift": f"{_lift(figure, verdict):.0f}",
+        "hits": per_hundred(figure.value),
+        "guess": per_hundred(verdict.guess),
+        "lift": f"{_gain_over_guess(figure, verdict):.0f}",
     }
     return WORDS[f"{kind}_{state}"].format(**values)
 
 
-def _lift(figure: AttackerFigure, verdict: Verdict) -> float:
+def _gain_over_guess(figure: AttackerFigure, verdict: Verdict) -> float:
     return figure.figure.value - verdict.guess
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.data import Data, DataPart, split
-from fedveil.defences.description import build_described, simulated
+from fedveil.defences.description import adapt_to_simulation, build_described
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
@@ -28,11 +28,11 @@ from fedveil.runs.build import build_defence, load_data, load_factory, named_mod
 from fedveil.runs.settings import SECTION_OF, Config
 from fedveil.scheme.broadcast import resolve_loss
 from fedveil.scheme.losses import Function, Loss
-from fedveil.studies.audit.training import Factory, TrainingRecipe, accepted
+from fedveil.studies.audit.training import Factory, TrainingRecipe, select_accepted
 from fedveil.studies.study import read_texts
 
 STAND_INS = 200  # number of stand-in records of each client, and of each test set
-LOUD, PASSED = "STAND-IN RECORDS, NOT YOURS", "the records that were passed"
+STAND_IN_NOTICE, PASSED = "STAND-IN RECORDS, NOT YOURS", "the records that were passed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +208,7 @@ def build_federation(
         loss = resolve_loss(where, description.loss, description.loss_settings, None)
     defence = given.defence
     if defence is None:
-        defence = build_described(simulated(description.defence), where, trust_code=given.trust_code)
+        defence = build_described(adapt_to_simulation(description.defence), where, trust_code=given.trust_code)
     limits = description.limits
     return Federation(
         model,
@@ -244,7 +244,7 @@ def _optimizer(folder: Path, description: RunDescription, given: GivenParts) -> 
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise BadArgument(where, f"{spec} is not an optimizer", "pass optimizer= in Python")
     make: Callable[..., torch.optim.Optimizer] = kind
-    values = accepted(make, settings)
+    values = select_accepted(make, settings)
     return lambda parameters: make(parameters, **values)
 
 
@@ -263,7 +263,7 @@ def choose_records(
         test = given.test or (given.data.test.inputs, given.data.test.targets)
         return parts, test, f"the data set {given.data.name}, divided evenly"
     parts, test = make_stand_ins(description, model)
-    return parts, test, LOUD
+    return parts, test, STAND_IN_NOTICE
 
 
 def make_stand_ins(description: RunDescription, model: nn.Module) -> tuple[list[UserRecords], UserRecords]:
@@ -303,7 +303,7 @@ def _describe_simulation(description: RunDescription, source: str, clients: int,
     texts = read_texts()["audit"].notes
     values = {"clients": clients, "rounds": rounds, "records": STAND_INS, "source": source}
     secure = texts["simulated_secure"] if description.secure_aggregation else ""
-    if source == LOUD:
-        return f"{LOUD}: {texts['stand_ins'].format(**values, secure=secure)}"
+    if source == STAND_IN_NOTICE:
+        return f"{STAND_IN_NOTICE}: {texts['stand_ins'].format(**values, secure=secure)}"
     remark = "" if description.terms.remote else texts["other_records"]
     return texts["simulated"].format(**values, secure=secure, own=remark)

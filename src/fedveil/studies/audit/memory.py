@@ -33,7 +33,7 @@ from fedveil.studies.membership import attacks as membership
 WHERE = "audit"
 
 
-def part_of(progress: Progress, number: int, count: int, label: str) -> Progress:
+def report_part(progress: Progress, number: int, count: int, label: str) -> Progress:
     """Return a callback that reports the progress of part `number` of `count` equal parts."""
     return lambda fraction, step: progress((number + fraction) / count, f"{label}: {step}")
 
@@ -100,7 +100,7 @@ class MemoryAudit:
 
     def subject(self) -> AuditSubject:
         """Return the federation under its defence."""
-        return self._subject(self.name, self.recipe.continued(), self.attackers, RecipeTrial(self.recipe))
+        return self._subject(self.name, self.recipe.copy_federation(), self.attackers, RecipeTrial(self.recipe))
 
     def reference(self, progress: Progress) -> tuple[AuditSubject, str]:
         """Return the federation without its defence, and a note if its model was trained under the defence.
@@ -114,7 +114,7 @@ class MemoryAudit:
                 federation = self.recipe.train(self._parts(), self.recipe.federation.seed, progress, "plain")
             except DoesNotApply as reason:
                 note = f"The reference without a defence is the model trained under {self.name}: {reason.what}."
-        federation = federation or self.recipe.continued("plain")
+        federation = federation or self.recipe.copy_federation("plain")
         attackers = find_attackers(find("plain"))
         return self._subject("plain", federation, attackers, RecipeTrial(self.recipe, "plain")), note
 
@@ -140,7 +140,7 @@ class MemoryAudit:
         chosen = halves(len(pool.targets), count, generator("shadows", seed, count), size)
         defence = "plain" if membership.shadow_defence(name) == "plain" else None
         for number in range(count):
-            report = part_of(progress, number, count, "shadow")
+            report = report_part(progress, number, count, "shadow")
             parts = [pool.take(rows) for rows in torch.from_numpy(chosen[number]).nonzero()[:, 0].tensor_split(clients)]
             shadow = self.recipe.train(parts, seed + 1 + number, report, defence)
             path = membership.shadow_file(folder, name, number)
@@ -152,13 +152,13 @@ class MemoryAudit:
         notes = [] if dtype == torch.float32 else [f"The model has {dtype}; a copy in float32 was audited."]
         subjects: dict[str, AuditSubject] = {self.name: self.subject()}
         if self.name != "plain":
-            subjects[UNDEFENDED], note = self.reference(part_of(progress, 0, 3, "reference"))
+            subjects[UNDEFENDED], note = self.reference(report_part(progress, 0, 3, "reference"))
             notes += [note] if note else []
         result = dict[str, AuditResult | Failure]()
         with TemporaryDirectory() as folder:
             notes += self._shadow_notes(Path(folder), [subject.name for subject in subjects.values()], progress)
             for number, (label, subject) in enumerate(subjects.items()):
-                report = part_of(progress, 1 + number, 3, label)
+                report = report_part(progress, 1 + number, 3, label)
                 result[label] = attack_subject(subject, self.options, Path(folder), report)
         return result, tuple(notes)
 

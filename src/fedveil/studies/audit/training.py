@@ -55,7 +55,7 @@ def copy_pair(federation: Federation) -> Pair:
     return model, optimizer
 
 
-def accepted(make: Callable[..., T], values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+def select_accepted(make: Callable[..., T], values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the values that a function accepts as arguments."""
     parameters = inspect.signature(make).parameters
     return {name: value for name, value in values.items() if name in parameters}
@@ -137,7 +137,7 @@ class TrainingRecipe:
             seed=seed,
         )
 
-    def continued(self, defence: str | AnyDefence | None = None) -> Federation:
+    def copy_federation(self, defence: str | AnyDefence | None = None) -> Federation:
         """Return a copy of the existing federation that can be trained further without changing it."""
         federation = self.federation
         model, optimizer = copy_pair(federation)

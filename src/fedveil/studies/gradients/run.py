@@ -225,7 +225,7 @@ def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]
     for label, derive in find_attackers(record).leaks.items() if record else ():
         with contextlib.suppress(DoesNotApply):
             leaks[label] = derive(observed)
-    return {label: leak.divided(rounds[VICTIM].reach) for label, leak in leaks.items()}, observed
+    return {label: leak.divide_by(rounds[VICTIM].reach) for label, leak in leaks.items()}, observed
 
 
 def shared_labels(inferred: Sequence[int], true: Sequence[int]) -> int:

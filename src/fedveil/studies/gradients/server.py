@@ -251,7 +251,7 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
     def view(gradients: Gradients, clients: int) -> tuple[Leak, int]:
         like = {name: parameter.detach() for name, parameter in model.named_parameters()}
         on_device = {name: gradient.to(like[name]) for name, gradient in gradients.items()}
-        return Leak(model, on_device, federation.loss).divided(reach), clients
+        return Leak(model, on_device, federation.loss).divide_by(reach), clients
 
     sums = {sum_view(count): view(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
     return {

@@ -121,7 +121,7 @@ class TrainedEvaluator(Result):
     accuracy: float
 
 
-def judged_cells(rate: SuccessRate) -> list[str]:
+def judge_cells(rate: SuccessRate) -> list[str]:
     """Format both distances and the success rate according to the evaluator."""
     return [f"{rate.nearest:.3f}", f"{rate.centroid:.3f}", percent(rate)]
 
@@ -132,10 +132,10 @@ def main_rows(results: Mapping[str, Inversion]) -> Iterator[list[str]]:
         for name, attacker in result.attackers.items():
             where = [defence, f"V-out, {name}", f"{100 * result.test:.1f}"]
             others = map(percent, (attacker.pixels, attacker.as_received, attacker.true_model))
-            yield [*where, *judged_cells(attacker.codes), *others]
+            yield [*where, *judge_cells(attacker.codes), *others]
     first = next(iter(results.values()))
-    yield ["floor", "generator alone", NOTHING, *judged_cells(first.floor), *[NOTHING] * 3]
-    yield ["ceiling", "held-out images", NOTHING, *judged_cells(first.ceiling), *[NOTHING] * 3]
+    yield ["floor", "generator alone", NOTHING, *judge_cells(first.floor), *[NOTHING] * 3]
+    yield ["ceiling", "held-out images", NOTHING, *judge_cells(first.ceiling), *[NOTHING] * 3]
 
 
 def standard_error(fractions: Sequence[float]) -> str:

@@ -71,7 +71,7 @@ def rank_exposures(parts: Sequence[ScoredMembers]) -> tuple[RecordExposure, ...]
         )
     ]
     p = np.array([(1 + above) / (1 + len(scored.others)) for above, scored, _, _ in rows])
-    chosen = discoveries(p, FALSE_DISCOVERIES)
+    chosen = benjamini_hochberg(p, FALSE_DISCOVERIES)
     heights = [
         (score - float(scored.others.mean())) / max(float(scored.others.std()), np.finfo(np.float64).tiny)
         for _, scored, _, score in rows
@@ -93,7 +93,7 @@ def count_above(scores: Scores, others: Scores) -> NDArray[np.int64]:
     return np.asarray(len(order) - np.searchsorted(order, scores, "left"))
 
 
-def discoveries(p: NDArray[np.float64], level: float) -> NDArray[np.bool_]:
+def benjamini_hochberg(p: NDArray[np.float64], level: float) -> NDArray[np.bool_]:
     """Return which hypotheses Benjamini and Hochberg's procedure (1995) rejects at the given false discovery rate."""
     order = np.sort(p)
     below = np.flatnonzero(order <= level * np.arange(1, len(p) + 1) / len(p))
