@@ -11,7 +11,7 @@ from fedveil.errors import BadArgument
 from fedveil.files import convert_os_errors
 
 SCHEMA = 1  # version of the files in a run's folder
-PYTHON = "python"  # section of config.json in the folder of a run that was not made by `fedveil train`
+PYTHON = "python"  # section of config.json in the folder of a run that `fedveil train` did not start
 MAX_DEPTH = 100  # levels of nesting: more than any of Fedveil's files needs, and far below Python's recursion limit
 Value = TypeVar("Value")
 

@@ -36,7 +36,7 @@ def test_a_batch_size_for_which_forward_does_something_else_is_refused():
     plan = fedveil.analyse(model, inputs)
     found = step(model, plan, inputs[:3], targets[:3])
     assert_close(found, plain(model, inputs[:3], targets[:3])[0])
-    with pytest.raises(NotExact, match="Network: its forward method does something else with 6 samples than with 2"):
+    with pytest.raises(NotExact, match="Network: its forward method behaves differently with 6 samples than with 2"):
         step(model, plan, inputs, targets)
     with pytest.raises(NotExact, match="something else with 6 samples"):
         fedveil.Federation(model, [(inputs, targets)]).fit(1)

@@ -22,11 +22,11 @@ from fedveil.attacks.first_layer import TINY, append_ones, layer_rows
 from fedveil.attacks.leaked_gradients import Leak
 from fedveil.attacks.observation import DoesNotApply
 
-DRAWS = 20_000  # directions per attempt
+DRAWS = 20_000  # number of directions per attempt
 ATTEMPTS = 6
 POOL = 200  # number of directions kept by each of two criteria
 INDEPENDENT = 1e-3  # smallest distance of a unit vector from the span of other directions
-ENOUGH = 0.98  # agreement of a record that counts as found
+ENOUGH = 0.98  # minimum agreement of a recovered record
 SWAPS = 100  # maximum number of directions to exchange
 
 
@@ -34,11 +34,11 @@ class BatchRecords(NamedTuple):
     """Records computed from a gradient, in arbitrary order."""
 
     inputs: Tensor  # one flattened record per row
-    agreement: Tensor  # for each record, the fraction of units that it activates as its gradient says
+    agreement: Tensor  # for each record, the fraction of units whose activity agrees with the gradient
 
 
 class Factors(NamedTuple):
-    """The gradient G = L R of the first layer, restricted to the units that have one, and the layer itself."""
+    """The gradient G = L R of the first layer, for units with a nonzero gradient, and the layer's parameters."""
 
     left: Tensor  # rows of L, normalised: one per unit with a gradient, one column per record
     right: Tensor  # R, with one row per record
@@ -108,7 +108,7 @@ def null_vectors(left: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def find_directions(factors: Factors, rows: Tensor, rng: torch.Generator) -> Directions:
-    """Return the distinct directions given by sets of rows that have at least one zero more than they must have."""
+    """Return the distinct directions defined by sets of rows, if they have more zeros than necessary."""
     left = factors.left
     drawn = null_vectors(left, rows, rng)
     zeros = (drawn @ left.T).abs() < factors.tolerance
@@ -162,9 +162,9 @@ def choose_independent(pool: Directions, order: Tensor) -> list[int]:
 
 
 def exchange(factors: Factors, pool: Directions, chosen: list[int]) -> tuple[list[int], Tensor]:
-    """Exchange one direction at a time as long as the mean agreement increases; return it for each record.
+    """Exchange one direction at a time while the mean agreement increases; return the choice and the agreements.
 
-    Only directions whose own record does not agree are exchanged: record k is orthogonal to all directions but q_k.
+    Only directions whose records do not agree are exchanged: record k is orthogonal to all directions but q_k.
     """
     agreement = agreements(factors, pool.directions[chosen])[1]
     for _ in range(SWAPS):
@@ -183,7 +183,7 @@ def exchange(factors: Factors, pool: Directions, chosen: list[int]) -> tuple[lis
 
 
 def records_from_batch(leak: Leak, path: str, records: int, plausible: Tensor, rng: torch.Generator) -> BatchRecords:
-    """Compute the records of a batch from the gradient of its mean loss, of which the first Linear layer is enough.
+    """Compute the records of a batch from its mean gradient; that of the first Linear is enough.
 
     `plausible` contains inputs that resemble the records, such as other records or `fake_inputs`; the better they
     resemble them, the larger the batches that succeed. `records` is the number of records, which a server knows.

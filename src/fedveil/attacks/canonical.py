@@ -169,12 +169,12 @@ def sources(plan: Plan, flat: Tensor, reference: Tensor, exclude: Collection[str
     """
     fingerprint, expected = (fingerprints(plan, _zero_tensors(plan, vector, exclude)) for vector in (flat, reference))
 
-    def pair(here: Integers, there: Integers) -> tuple[Integers, float]:
+    def pair(unit: Integers, reference_unit: Integers) -> tuple[Integers, float]:
         """Match the units of two cells (Hungarian method); return the permutation and the squared distance."""
         nothing = np.zeros(0)  # classes without parameters cannot be distinguished
         rows, columns = (
             np.stack([known.get(int(c), nothing) for c in cell])
-            for known, cell in ((expected, there), (fingerprint, here))
+            for known, cell in ((expected, reference_unit), (fingerprint, unit))
         )
         costs = (rows**2).sum(1)[:, None] + (columns**2).sum(1) - 2 * rows @ columns.T
         pairs = linear_sum_assignment(costs)

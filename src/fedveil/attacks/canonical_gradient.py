@@ -111,8 +111,8 @@ class SignViolation:
         """Return the violation for a mean gradient of the other clients."""
         others = (1 - self.share) * flatten(gradients, self.entries)
         own_part = self.share * self.own.to(others)
-        wrong = torch.relu(-self.signs.to(others) * (own_part + others)).square().sum()
-        return VIOLATION * wrong / (own_part.square().sum() + others.square().sum())
+        violation = torch.relu(-self.signs.to(others) * (own_part + others)).square().sum()
+        return VIOLATION * violation / (own_part.square().sum() + others.square().sum())
 
 
 def from_canonical_difference(observed: Observation) -> Leak:
@@ -172,14 +172,14 @@ def leak_from_directions(
     return Leak(model, pair.to_tensors(others, entries), observed.loss, compare=compare)
 
 
-def step_sizes(blocks: Blocks, moved: Tensor, own_gradient: Tensor, observed: Observation) -> Tensor:
+def step_sizes(blocks: Blocks, change: Tensor, own_gradient: Tensor, observed: Observation) -> Tensor:
     """Return k / lr for each block: the step for a gradient of norm 1, divided by the learning rate.
 
     These ratios are measured along the attacker's own gradient and fitted with one number per unit. The closer a
     block's step is to the direction of that gradient, the larger its weight in the fit.
     """
-    along, size = -blocks.inner(moved, own_gradient), blocks.inner(own_gradient, own_gradient)
-    cosines = along.square() / (size * blocks.inner(moved, moved)).clamp_min(TINY)
+    along, size = -blocks.inner(change, own_gradient), blocks.inner(own_gradient, own_gradient)
+    cosines = along.square() / (size * blocks.inner(change, change)).clamp_min(TINY)
     usable = blocks.scaled & (blocks.sizes >= MIN_SGD) & (along > 0) & (size > 0)
     measured = along / (observed.learning_rate * observed.share * size).clamp_min(TINY)
     weights = torch.where(usable, blocks.sizes * cosines / (1 - cosines + NOISE), 0.0)

@@ -96,10 +96,12 @@ def rebuild_record(observed: Observation) -> Tensor:
     if inputs > MAX_INPUTS or equations <= inputs:
         what = f"needs at most {MAX_INPUTS} inputs and more equations than inputs, got {inputs} and {equations}"
         raise DoesNotApply("dbcl", what)
-    away = torch.eye(equations).to(joint) - torch.linalg.pinv(joint) @ joint
+    null_projection = torch.eye(equations).to(joint) - torch.linalg.pinv(joint) @ joint
     pairs = [[s @ (s.T @ later) for later in sketches] for s in sketches[:-1]]
-    spread = torch.stack([torch.cat([p * (t > n) for t, p in enumerate(row)], 1) @ away for n, row in enumerate(pairs)])
-    left = torch.cat(known, 1) @ away / -(observed.learning_rate * (1 - observed.share))
+    spread = torch.stack(
+        [torch.cat([p * (t > n) for t, p in enumerate(row)], 1) @ null_projection for n, row in enumerate(pairs)]
+    )
+    left = torch.cat(known, 1) @ null_projection / -(observed.learning_rate * (1 - observed.share))
     total = torch.einsum("ts,tie,sje->ij", steps @ steps.T, spread, spread)
     right_side = torch.einsum("tie,te->i", spread, steps @ left)
     result: Tensor = torch.linalg.lstsq(total, right_side.unsqueeze(1), rcond=RANK, driver="gelsd").solution[:, 0]

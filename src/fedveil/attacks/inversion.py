@@ -81,8 +81,8 @@ def penalty(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tenso
 
     Each x is a random point on the line between a real and a fake image; `mix` contains the weights.
     """
-    between = (real + mix.view(-1, 1, 1, 1) * (fake - real)).requires_grad_()
-    (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+    interpolated = (real + mix.view(-1, 1, 1, 1) * (fake - real)).requires_grad_()
+    (slope,) = torch.autograd.grad(critic(interpolated).sum(), interpolated, create_graph=True)
     result: Tensor = (slope.flatten(1).norm(dim=1) - 1).square().mean()
     return result
 

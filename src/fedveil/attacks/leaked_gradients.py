@@ -209,8 +209,8 @@ def batch_labels(leak: Leak, records: int, own_inputs: Tensor) -> list[int]:
     head, sums, has_bias = _head(leak)
     with torch.no_grad(), record_calls([head]) as calls:
         outputs = leak.model(own_inputs)
-    some = F.one_hot(outputs.new_zeros(len(outputs), dtype=torch.int64), outputs.shape[-1]).to(outputs)
-    slope = (leak.loss.gradient(outputs, some) + some).mean(0)
+    class_zero = F.one_hot(outputs.new_zeros(len(outputs), dtype=torch.int64), outputs.shape[-1]).to(outputs)
+    slope = (leak.loss.gradient(outputs, class_zero) + class_zero).mean(0)
     size = 1.0 if has_bias else float(calls[0].first_input.flatten(1).sum(1).mean())
     left = records * (slope - sums / (size or 1.0))
     labels = []

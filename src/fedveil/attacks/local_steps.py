@@ -1,7 +1,7 @@
 """Reconstruct records from an update that contains several local steps (FedAvg) instead of one gradient.
 
 A client that trains locally sends W_0 - W_T after T steps of SGD. The attacker repeats these steps with candidate
-records, differentiates through them, and searches for records whose update is close to the one it has (Geiping et al.
+records, differentiates through them, and searches for records whose update is close to the observed one (Geiping et al.
 2020, arXiv 2003.14053; Dimitrov et al. 2022, arXiv 2206.12395). Every search of `attacks.gradients` works.
 
 The attacker knows the number of epochs, the learning rate and the batch size, but not which records the client put into

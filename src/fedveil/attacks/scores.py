@@ -82,7 +82,7 @@ class Estimate:
 
     @property
     def _scale(self) -> tuple[Callable[[float], float], Callable[[float], float]]:
-        """The function after which the interval is symmetric, and its inverse."""
+        """The transform that makes the interval symmetric, and its inverse."""
         return (_logit, _expit) if self.method == "logit" and 0 < self.value < 1 else (float, float)
 
     def _reach(self, guess: float) -> float:
@@ -195,8 +195,8 @@ def best_threshold(members: ArrayLike, others: ArrayLike) -> float:
     ins, outs = check_scores(members, others)
     values = np.unique(np.concatenate([ins, outs]))
     right = len(ins) - np.searchsorted(np.sort(ins), values, "left")
-    wrong = len(outs) - np.searchsorted(np.sort(outs), values, "left")
-    gain = right / len(ins) - wrong / len(outs)
+    false_positives = len(outs) - np.searchsorted(np.sort(outs), values, "left")
+    gain = right / len(ins) - false_positives / len(outs)
     best = int(gain.argmax())
     if best == 0 or gain[best] <= 0:
         return -math.inf

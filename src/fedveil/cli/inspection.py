@@ -56,9 +56,9 @@ def example_inputs(texts: Sequence[str], dtype: str = "float32") -> "Inputs":
     names = [name for name, _ in parsed if name]
     if not names:
         return tuple([tensor for _, tensor in parsed])
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice or len(names) < len(parsed):
-        what = f"{twice} is given twice" if twice else "some arguments are named and some are not"
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate or len(names) < len(parsed):
+        what = f"{duplicate} is given twice" if duplicate else "some arguments are named and some are not"
         raise BadArgument("--input", what, "use --input ids=128:int --input mask=128")
     return dict(parsed)
 

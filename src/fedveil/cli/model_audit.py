@@ -15,7 +15,9 @@ from fedveil.lookup import import_object
 from fedveil.runs.settings import Value, format_flags
 
 WHERE = "fedveil audit"
-RECORDS = "CSV file of numbers, .npz file with arrays inputs and targets, or folder with a folder of images per class"
+RECORDS = (
+    "CSV file of numbers, .npz file with arrays inputs and targets, or folder with one subfolder of images per class"
+)
 TRAIN = "function that trains a shadow: my_package:train, called with (inputs, targets), returns a model"
 
 

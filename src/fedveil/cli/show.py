@@ -30,17 +30,17 @@ def print_progress(urgent: str | None = None) -> Iterator[Show]:
     if not sys.stderr.isatty():
         yield log_progress(urgent)
         return
-    form, done, doing = "{percentage:3.0f}% |{bar}| [{elapsed}<{remaining}]{postfix}", {}, {}
+    form, done, running = "{percentage:3.0f}% |{bar}| [{elapsed}<{remaining}]{postfix}", {}, {}
     with tqdm(total=0, bar_format=form, file=sys.stderr) as bar:
 
         def show(name: str, share: float, what: str) -> None:
             if urgent and what.startswith(urgent):
                 bar.write(f"{name}: {what}", file=sys.stderr)
-            done[name], doing[name] = share, f"{name}: {what}"
+            done[name], running[name] = share, f"{name}: {what}"
             if share >= 1:
-                del doing[name]
+                del running[name]
             bar.total = len(done)
-            bar.set_postfix_str("; ".join(doing.values()), refresh=False)
+            bar.set_postfix_str("; ".join(running.values()), refresh=False)
             bar.update(sum(done.values()) - bar.n)
 
         yield show

@@ -32,7 +32,7 @@ def status(
 
     runs = find_runs(run)
     if not runs:
-        what = "there is no run in this folder: no status.json in it or below"
+        what = "neither this folder nor its subfolders contain a status.json"
         raise BadArgument(str(run), what, "use the folder that was passed to fit(folder=...) or --out")
     for number, folder in enumerate(runs):
         result = read_status(folder)

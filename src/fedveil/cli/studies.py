@@ -33,7 +33,7 @@ SCALES = "quick: minutes, on built-in data; cpu: up to two hours per table on tw
 RUN = "attack the run in this folder"
 MEASURE = "repeat a private run with canaries, and bound its true epsilon; --epsilon without a number does the same"
 MODEL_AUDIT = ("--weights", "--members", "--others")  # any of these chooses the audit of a single model
-ANY_MODEL = """To audit a trained model of any kind, given records that it was trained on and others:
+ANY_MODEL = """To audit any trained model, given its training records and others from the same source:
   fedveil audit --model my_package:Net --weights final.pt --members in.csv --others out.csv"""
 OUT = "folder for the results, from which an interrupted command resumes; by default a folder in runs"
 Out = Annotated[Path | None, arg(help=OUT, help_behavior_hint="")]
@@ -215,7 +215,7 @@ class AuditCommand(AttackCommand):
             super().run()
 
     def audit_described(self, run: Path) -> None:
-        """Audit a run made from Python, Flower or FLARE, on given records or on stand-ins."""
+        """Audit a run from Python, Flower or FLARE, on given records or on stand-ins."""
         from fedveil.studies.audit.call import audit_described
         from fedveil.studies.audit.folder import parts_from_flags
         from fedveil.studies.audit.run import AuditOptions

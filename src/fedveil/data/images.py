@@ -189,8 +189,8 @@ def _note_left_out(archive: Archive, files: Sequence[ImageFile]) -> list[str]:
     folders = {PurePosixPath(name).parent for name in names}
     left = [PurePosixPath(name) for name in archive.names if name not in names]
     left = [path for path in left if path.suffix.lower() in SUFFIXES or path.parent in folders]
-    many = f"{len(left):,} file{'s' * (len(left) > 1)}"
-    return [f"left out {many}, such as {left[0]}: not in train/ or test/, or no image suffix"] if left else []
+    description = f"{len(left):,} file{'s' * (len(left) > 1)}"
+    return [f"left out {description}, such as {left[0]}: not in train/ or test/, or no image suffix"] if left else []
 
 
 def _check_classes(

@@ -139,10 +139,11 @@ def divide_classes(targets: Indices, share: float, seed: int) -> tuple[Indices, 
 def hold_out(data: Data, share: float) -> Data:
     """Move a fraction of the training records of a data set to its validation part, with a fixed seed.
 
-    Each class keeps its share. Statistics that the loader computed from the training records include both parts.
+    The proportions of the classes stay the same. Statistics that the loader computed from the training records include
+    both parts.
     """
     if data.validation is not None:
-        raise BadArgument("validation", f"{data.name!r} has validation records of its own", "use --validation own")
+        raise BadArgument("validation", f"{data.name!r} already has validation records", "use --validation own")
     targets = data.train.targets
     train, held = (
         divide_classes(targets.numpy(), share, SEED)

@@ -101,7 +101,7 @@ class Int8(Plain):
     fusable = linear = False
 
     def __init__(self) -> None:
-        """Leave the name that the class defines; `Plain` would replace it."""
+        """Keep the class's name, which `Plain` would replace."""
 
     @property
     def codec(self) -> "Int8Codec":
@@ -174,12 +174,12 @@ class Int8Codec(PlainCodec):
         """Decode an update; refuse levels or scales that do not match the model, and scales that are not finite."""
         client, like = f"client {position}", self.template(defence_round, model)[1]
         device = next(model.parameters()).device
-        moved = {name: tensor.to(device) for name, tensor in tensors.items()}
-        check_tensors(client, "tensor", moved, {name: (t.shape, t.dtype) for name, t in like.items()}, device)
-        check_finite(client, "tensor", moved)
-        gradients = restore_tensors(strip_prefix("level", moved), strip_prefix("scale", moved))
+        on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
+        check_tensors(client, "tensor", on_device, {name: (t.shape, t.dtype) for name, t in like.items()}, device)
+        check_finite(client, "tensor", on_device)
+        gradients = restore_tensors(strip_prefix("level", on_device), strip_prefix("scale", on_device))
         check_finite(client, "gradient", gradients)
-        return PlainUpdate(gradients, strip_prefix("buffer", moved))
+        return PlainUpdate(gradients, strip_prefix("buffer", on_device))
 
     def template(self, defence_round: AnyPlainRound, model: nn.Module) -> Packed:
         """Return an example of an encoded update."""

@@ -73,7 +73,7 @@ def _build(values: Mapping[str, object], where: str, trust_code: bool) -> object
         raise BadArgument(where, f"the arguments of {spec} are not known", FIX)
     kind = import_object(spec, "a defence", "my_package.defences:Mine")
     if not (isinstance(kind, type) and issubclass(kind, Defence | Privacy)):
-        raise BadArgument(where, f"{spec} is neither a defence nor settings of privacy", FIX)
+        raise BadArgument(where, f"{spec} is neither a defence nor privacy settings", FIX)
     built = {
         name: _build(value, where, trust_code) if isinstance(value, dict) else value
         for name, value in arguments.items()

@@ -43,8 +43,8 @@ class FlarePercentile(Filtered):
 class FlareSVT(Filtered):
     """Clients share a random selection of elements with Laplace noise (FLARE's `SVTPrivacy`).
 
-    FLARE's accounting is for a change of one element by at most 2 gamma. A record changes all elements, so this is no
-    epsilon for a record. A server cannot choose the settings of clients on a network.
+    FLARE's accounting is for a change of one element by at most 2 gamma. A record changes all elements, so this does
+    not bound the privacy loss of a record. A server cannot choose the settings of clients on a network.
 
     Args:
         fraction: fraction of the elements to share.

@@ -52,7 +52,7 @@ class FlowerLocalDp(Filtered):
 
     Args:
         clipping_norm: maximum norm of an update.
-        sensitivity: the change of the update that the noise is to hide; by default, the clipping norm.
+        sensitivity: the change in the update that the noise should hide; by default, the clipping norm.
         epsilon: claimed epsilon of one message.
         delta: claimed delta of one message.
     """

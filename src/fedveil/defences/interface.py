@@ -313,7 +313,7 @@ class Defence(ABC, Generic[B, U]):
         return None
 
     def arguments(self) -> Mapping[str, object]:
-        """Return the arguments that build this defence again, by default attributes with the names of arguments.
+        """Return the arguments that recreate this defence: by default, the attributes named like its parameters.
 
         Sources of secrets (`entropy`, `seed`) are left out.
         """

@@ -240,13 +240,13 @@ class ClientPrivateRound(PrivateRound[B, U]):
         figures = {key: sum(result.figures.get(key, 0.0) for result in results) / len(results) for key in keys}
         figures["dp_clipped"] = sum(was_clipped for _, _, was_clipped in clipped) / len(results)
         size = sum(size for _, size, _ in clipped)
-        wrong = sum(result.error * size for result, (_, size, _) in zip(results, clipped, strict=True))
-        return Aggregate(gradients, {}, wrong / size if size else 0.0, figures | self._spent())
+        error = sum(result.error * size for result, (_, size, _) in zip(results, clipped, strict=True))
+        return Aggregate(gradients, {}, error / size if size else 0.0, figures | self._spent())
 
     def finish_sum(self, mean: Aggregate, total: Tensors, clients: int) -> Aggregate:
         """Add noise to a sum from secure aggregation, for which clients have clipped their gradients.
 
-        The sum is not rounded to the model's dtype before: the rounding error could exceed what the noise allows for.
+        The sum is not rounded to the model's dtype first: the rounding error could exceed the margin of the noise.
         """
         flat = torch.cat([total[name].to(gradient.device).reshape(-1) for name, gradient in mean.gradients.items()])
         gradients = self._add_noise(flat, clients, mean.gradients)

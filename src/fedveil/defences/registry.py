@@ -119,7 +119,7 @@ DEPLOYED = (
     ),
     Record("int8", "clients round their update to 8 bits", f"{_HERE}.compression:Int8", claim="none: compression"),
 )
-"""Defences that people deploy, and compression. Those with a package in their name use its code, if it is installed."""
+"""Deployed defences, and compression. Names with a package prefix stand for that package's code, if it is installed."""
 INCLUDED = {record.name: record for record in (*BUILT_IN, *DEPLOYED)}
 _KNOWN = dict(INCLUDED)  # defences from other packages are added on first use
 

@@ -176,15 +176,15 @@ def save_last(
 
 def _keep_as(last: Path, previous: Path) -> None:
     """Link `previous` to the file `last`, which exists at all times."""
-    half = temporary_name(previous)
+    temporary = temporary_name(previous)
     try:
-        os.link(last, half)
+        os.link(last, temporary)
     except OSError:  # the file system does not support hard links
         write_atomically(previous, last.read_bytes(), OWNER)
         return
-    os.replace(half, previous)
+    os.replace(temporary, previous)
     with contextlib.suppress(FileNotFoundError):  # os.replace does nothing if both are links to the same file
-        half.unlink()
+        temporary.unlink()
 
 
 def found_in(folder: Path) -> list[Path]:

@@ -147,7 +147,7 @@ def measure(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
 
 
 def metric_names(outputs: Tensor, targets: Tensor, loss: Loss, *, axis: int | None = None) -> set[str]:
-    """Return the names of the metrics of an evaluation, including those that few records do not determine."""
+    """Return the names of an evaluation's metrics, including those that are undefined for some records."""
     result = set(measure(outputs, targets, loss, axis=axis))
     result |= {"auc"} if rank_outputs(outputs, targets, loss) is not None else set()
     return result | ({"r2"} if "mae" in result else set())
@@ -176,7 +176,7 @@ def is_binary_loss(loss: Loss | None) -> bool:
 
 
 def find_classes(outputs: Tensor, targets: Tensor, loss: Loss | None, axis: int | None) -> Classes | None:
-    """Return the predicted and true classes, for a binary target 0 and 1; None if the targets are not classes."""
+    """Return the predicted and true classes, 0 and 1 for binary targets; None if the targets are not classes."""
     if is_binary_loss(loss):
         expected = match_targets(outputs, targets)
         return Classes((outputs > 0).long(), (expected > 0.5).long(), 2, outputs[0].numel() == 1)
@@ -189,7 +189,7 @@ def find_classes(outputs: Tensor, targets: Tensor, loss: Loss | None, axis: int 
 
 
 def rank_outputs(outputs: Tensor, targets: Tensor, loss: Loss | None) -> Tensor | None:
-    """Return one number per record that is larger the more likely class 1 is; None unless there are two classes."""
+    """Return a score for class 1 per record, for ranking; None unless there are two classes."""
     if is_binary_loss(loss):
         return outputs.flatten() if outputs[0].numel() == 1 else None
     two = outputs.shape[1:] == (2,) and are_class_indices(outputs, targets)
@@ -198,7 +198,7 @@ def rank_outputs(outputs: Tensor, targets: Tensor, loss: Loss | None) -> Tensor 
 
 @dataclass(frozen=True)
 class ClassScores:
-    """Figures by class; those of a class that is never predicted or does not occur are 0, as in scikit-learn."""
+    """Scores by class; a class that is never predicted or does not occur scores 0, as in scikit-learn."""
 
     precision: Tensor
     recall: Tensor

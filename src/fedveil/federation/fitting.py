@@ -125,7 +125,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def __call__(self, record: RoundRecord) -> None:
-        """Note the record of a round."""
+        """Receive the record of a round."""
 
     @abstractmethod
     def finish(self, folder: Path | None, failed: bool) -> None:

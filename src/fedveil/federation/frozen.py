@@ -1,8 +1,9 @@
 """Frozen parameters that clients have: the server sends a digest of them instead of their values.
 
-A client takes part only if it was told to (`frozen="local"`); otherwise, it refuses before it reads its own values. The
-digest covers all parameters that are frozen in the client's own model: a server cannot have other parameters treated as
-frozen, and an answer reveals at most whether the client has exactly the server's base, not whether it has a part of it.
+A client takes part only if it was configured to (`frozen="local"`); otherwise, it refuses before reading its own
+values. The digest covers all parameters that are frozen in the client's own model: a server cannot have other
+parameters treated as frozen, and an answer reveals at most whether the client has exactly the server's base, not
+whether it has a part of it.
 """
 
 import hashlib

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 NO_EVALUATION = "the model was not evaluated: pass test= or validation= to fit"
-VALIDATION = "validation_"  # what precedes a metric on the validation data
+VALIDATION = "validation_"  # prefix of metrics on the validation data
 HEADLINES = ("accuracy", "auc", "mse", "loss")
 Value = int | float | Note
 
@@ -34,7 +34,7 @@ class RoundRecord(Mapping[str, Value]):
         lr: learning rate of the step.
         seconds: seconds since the start of the run.
         evaluated: whether the evaluation is complete; None if no evaluation was due.
-        metrics: metrics on the test data and, preceded by "validation_", on the validation data.
+        metrics: metrics on the test data and, with the prefix "validation_", on the validation data.
         figures: other numbers, such as the number of replies, bytes sent and epsilon.
         notes: faults, clients whose weight was capped, or the reason why no step was taken.
     """

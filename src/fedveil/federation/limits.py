@@ -307,8 +307,8 @@ def _combine_by_name(
 def _error(results: Sequence[Aggregate], shares: Sequence[float]) -> float:
     """Return the mean of the relative errors, weighted by the norm of each contribution."""
     sizes = [part * float(result.figures["update_norm"]) for result, part in zip(results, shares, strict=True)]
-    wrong = sum(result.error * size for result, size in zip(results, sizes, strict=True))
-    return wrong / sum(sizes) if sum(sizes) else 0.0
+    error = sum(result.error * size for result, size in zip(results, sizes, strict=True))
+    return error / sum(sizes) if sum(sizes) else 0.0
 
 
 def _combine_figures(results: Sequence[Aggregate]) -> dict[str, float]:

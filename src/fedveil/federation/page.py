@@ -84,8 +84,8 @@ def format_metric(name: str, value: float) -> str:
 def verdict(name: str, values: Mapping[str, float], budget: str = "") -> str:
     """Summarise a run in one sentence, given the same metric for each view, in the order of `client_models`."""
     server, received, *removed = (format_metric(name, value) for value in values.values())
-    without = f", {removed[0]} with the offset removed" if removed else ""
-    copy = f"a client's copy has {received} as received{without} (fedveil audit measures adaptive clients)"
+    suffix = f", {removed[0]} with the offset removed" if removed else ""
+    copy = f"a client's copy has {received} as received{suffix} (fedveil audit measures adaptive clients)"
     return f"Test {name} {server}{budget}; {copy}."
 
 

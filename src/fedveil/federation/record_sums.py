@@ -133,7 +133,7 @@ class RecordRound:
 
 
 def check_modes(model: nn.Module, broadcast: nn.Module) -> None:
-    """Refuse a broadcast that changes a module between training and evaluation: it could couple records."""
+    """Refuse a broadcast that switches a module between training and evaluation mode, which could couple records."""
     modes = {path: module.training for path, module in model.named_modules()}
     for path, module in broadcast.named_modules():
         if module.training != modes[path]:

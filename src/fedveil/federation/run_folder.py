@@ -31,7 +31,7 @@ INTERVAL = 5.0  # seconds between updates of the page and the status while train
 
 
 def read_settings(folder: Path) -> dict[str, Setting]:
-    """Return the settings in a folder's config.json by name, whatever made the run; empty if there is none."""
+    """Return the settings in a folder's config.json by name, however the run was started; empty if there is none."""
     path = folder / CONFIG
     result = read_json(path) if path.is_file() else {}
     sections = result.values() if isinstance(result, dict) else ()

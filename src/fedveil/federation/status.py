@@ -25,7 +25,7 @@ FAULT = re.compile(r"client (.+?): (.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class ClientStatus:
-    """A remote client, since the server's process was started.
+    """The status of a remote client since the server process started.
 
     Attributes:
         asked: number of rounds in which it was asked.
@@ -33,7 +33,7 @@ class ClientStatus:
         last: the last round in which it answered; 0 if it has not.
         seconds: duration of its last answer; None with differential privacy or secure aggregation, because it depends
             on the client's records.
-        fault: its last fault, and why it does not count.
+        fault: its last fault, with the reason.
         fault_round: the round of this fault.
     """
 

@@ -52,7 +52,7 @@ def choose_monitor(
 
     Args:
         monitor: the user's choice.
-        mode: "min" or "max"; by default what suits a metric of Fedveil's.
+        mode: "min" or "max"; by default, the mode of Fedveil's metric.
         known: the names of the metrics in an evaluation.
         schedule: the learning-rate schedule; a plateau schedule must have the same mode.
         prefix: the prefix of the metrics in records.

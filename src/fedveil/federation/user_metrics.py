@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 RESERVED = ("accuracy", "loss", "mse", "round", "epoch", "error", "lr", "seconds", "evaluated", "epsilon")
 PREDICTIONS = ("input", "logits", "output", "outputs", "pred", "predictions", "preds", "y_pred", "y_prob", "y_score")
 PROBABILITIES = ("y_prob", "y_proba", "y_score")  # second parameters of functions that do not take classes
-LOG_PROBABILITIES = ("torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss")  # losses whose outputs softmax turns into these
+LOG_PROBABILITIES = ("torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss")  # losses whose outputs are passed to softmax
 
 
 @runtime_checkable
@@ -72,7 +72,7 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
 
 
 def _check_order(where: str, function: MetricFunction, probabilities: bool) -> None:
-    """Refuse a function whose parameters have the names of predictions and targets, in this order, or of scores."""
+    """Refuse a function whose parameter names show that it expects (predictions, targets) or scores."""
     try:
         names = list(inspect.signature(function).parameters)[:2]
     except (TypeError, ValueError):  # some built-in functions have no signature
@@ -132,8 +132,8 @@ def _probabilities(where: str, outputs: Tensor, targets: Tensor, loss: Loss, axi
         raise BadArgument(where, what, 'train with loss="cross_entropy", or pass an object that takes outputs')
     if (ranking := rank_outputs(outputs, targets, loss)) is not None:
         return ranking.double().sigmoid()
-    moved = outputs.double().movedim(class_axis(outputs, targets, axis), -1)
-    return moved.softmax(-1).reshape(-1, moved.shape[-1])
+    moved_outputs = outputs.double().movedim(class_axis(outputs, targets, axis), -1)
+    return moved_outputs.softmax(-1).reshape(-1, moved_outputs.shape[-1])
 
 
 def _call(where: str, function: MetricFunction, targets: Tensor, predictions: Tensor) -> object:

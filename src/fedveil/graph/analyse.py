@@ -122,7 +122,7 @@ def make_plan(
     frozen: Frozen = "sent",
     output: Output | None = None,
 ) -> Plan:
-    """Return the plan for inputs of this form and number of samples, however little it covers.
+    """Return the plan for inputs of this form and number of samples, regardless of its coverage.
 
     The model returns its predictions, as chosen; the plan repeats `output`.
     """

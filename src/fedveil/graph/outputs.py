@@ -136,7 +136,7 @@ def chosen_output(model: nn.Module) -> Output | None:
 
 
 def describe_output(output: Output | None) -> str:
-    """Return the text that is sent for a choice: a name, or that of a function, which is not sent; "" for None."""
+    """Return the text that is sent for a choice: the name of the entry or of the function; "" for None."""
     if output is None or isinstance(output, str):
         return output or ""
     return str(getattr(output, "__qualname__", type(output).__qualname__)) + FUNCTION

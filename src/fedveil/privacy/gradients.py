@@ -210,8 +210,8 @@ def _stack_products(
     task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor
 ) -> list[Product]:
     """Return the products of a stack of Linear and ReLU."""
-    seen = forward(links, task.values, inputs)
-    steps = walk_back(links, task.values, seen, separate_slopes(task, seen[-1], targets, included))
+    activations = forward(links, task.values, inputs)
+    steps = walk_back(links, task.values, activations, separate_slopes(task, activations[-1], targets, included))
     result = [Product.from_layer(task, f"{path}.weight", f"{path}.bias", *step) for path, *step in steps]
     return [product for product in result if product.weight or product.bias]
 
@@ -221,13 +221,13 @@ def _clip(task: RecordGradients, gradients: Tensors, products: list[Product], in
     parts = [torch.square(norms(gradient.flatten(2))).T for gradient in gradients.values()]
     squares = torch.stack(parts + [product.squares() for product in products]).sum(0)
     factors = clip_factors(squares, included, clip, task.parameters())
-    whole, result = bool(factors.all()), Tensors()
+    all_included, result = bool(factors.all()), Tensors()
     for name in list(gradients):
         tensor = gradients.pop(name)  # to free memory
-        flat = tensor.flatten(2) if whole else tensor.flatten(2).masked_fill((factors.T == 0).unsqueeze(2), 0.0)
+        flat = tensor.flatten(2) if all_included else tensor.flatten(2).masked_fill((factors.T == 0).unsqueeze(2), 0.0)
         result[name] = torch.einsum("kr,rkp->kp", factors, flat.double()).view(tensor.shape[1:])
     for product in products:
-        result |= product.sums(factors, whole)
+        result |= product.sums(factors, all_included)
     return result
 
 
@@ -242,14 +242,14 @@ def _chunks(
     size = _chunk_size(task, mode.layers if mode else [], memory)
     for start in range(0, records, size):
         rows = slice(start, min(start + size, records))
-        some, row_targets = _take(inputs, rows), targets[rows]
+        chunk, row_targets = _take(inputs, rows), targets[rows]
         used = included[rows]
         yield (
             rows,
             (
-                _run_vmap(task, mode, some, row_targets, used)
+                _run_vmap(task, mode, chunk, row_targets, used)
                 if mode
-                else (_run_loop(task, some, row_targets, used), [])
+                else (_run_loop(task, chunk, row_targets, used), [])
             ),
         )
 

@@ -135,21 +135,21 @@ class ForwardVaries(Exception):
 def run_with_taps(task: "RecordGradients", leaves: Tensors, taps: Tensors, record: Inputs) -> tuple[Tensor, Tensors]:
     """Run the model for one record, with taps added to layer outputs; return its outputs and the layers' inputs."""
     names = {id(task.values[name]): name for name in taps}
-    seen: Tensors = {}
+    inputs_by_layer: Tensors = {}
 
     def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         result, name = F.linear(inputs, weight, bias), names.get(id(weight))
         if name is None:
             return result
-        if name in seen or result.shape != taps[name].shape:
+        if name in inputs_by_layer or result.shape != taps[name].shape:
             raise ForwardVaries
-        seen[name] = inputs
+        inputs_by_layer[name] = inputs
         return result + taps[name]
 
     with ReplaceLinear(lambda input, weight, bias=None: linear(input, weight, bias)):
         outputs = compute_outputs(
             task.model, each(lambda tensor: tensor.unsqueeze(0), record), task.fresh_values(leaves)
         )
-    if len(seen) != len(taps):
+    if len(inputs_by_layer) != len(taps):
         raise ForwardVaries
-    return outputs.squeeze(0), seen
+    return outputs.squeeze(0), inputs_by_layer

@@ -39,10 +39,10 @@ def _trial(entropy: Entropy, probability: Fraction) -> bool:
     """Return True with the given rational probability."""
     while True:
         probability *= 2**64
-        word, whole = int(entropy.words(1)[0]), math.floor(probability)
-        if word != whole:
-            return word < whole
-        probability -= whole
+        word, integer = int(entropy.words(1)[0]), math.floor(probability)
+        if word != integer:
+            return word < integer
+        probability -= integer
 
 
 def exponential_trials(entropy: Entropy, numerators: NDArray[np.uint64], denominator: int) -> Booleans:

@@ -226,8 +226,8 @@ class Reference(NamedTuple):
 def place_references(references: Mapping[str, float], axis: ChartAxis) -> list[Reference]:
     """Return the reference lines with a level for each name; outer names are higher, so that few lines cross them."""
     positions = {f"{name} {format_number(value)}": axis.position(value) for name, value in references.items()}
-    outward = sorted(positions, key=lambda name: abs(positions[name] - 0.5))
-    return [Reference(name, positions[name], level) for level, name in enumerate(outward)]
+    by_distance = sorted(positions, key=lambda name: abs(positions[name] - 0.5))
+    return [Reference(name, positions[name], level) for level, name in enumerate(by_distance)]
 
 
 def build_axis(section: Intervals) -> ChartAxis:

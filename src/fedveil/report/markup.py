@@ -97,7 +97,7 @@ def describe_matrix(matrix: Matrix) -> str:
         return "No predictions."
     right = sum(matrix.counts[index][index] for index in size)
     accuracy = f"{right / total:.2%} correct: {right:,} of {count(total, 'prediction')}."
-    wrong = [(matrix.counts[truth][answer], truth, answer) for truth in size for answer in size if truth != answer]
-    most, truth, answer = max(wrong, default=(0, 0, 0))
+    mistakes = [(matrix.counts[truth][answer], truth, answer) for truth in size for answer in size if truth != answer]
+    most, truth, answer = max(mistakes, default=(0, 0, 0))
     mistake = f"{matrix.labels[truth]} predicted as {matrix.labels[answer]}, {count(most, 'time')}"
     return f"{accuracy} Most common mistake: {mistake}." if most else accuracy

@@ -91,7 +91,7 @@ def _set_validation(config: Config, data: Data) -> Data:
     """Return the data with the validation records that a configuration asks for."""
     share = config.data.validation
     if share == "own" and data.validation is None:
-        what = f"{data.name!r} has no validation records of its own"
+        what = f"{data.name!r} has no validation records"
         raise BadArgument("--validation own", what, "pass a fraction of the training records: --validation 0.1")
     result = hold_out(data, share) if isinstance(share, float) else data
     if share is None or not has_privacy(config):

@@ -82,7 +82,7 @@ class DataSettings(NamedSettings):
         None, "fraction of the records to test on, unless they are already divided; by default 0.2", "csv images"
     )
     validation: Literal["own"] | Between | None = _key(
-        None, "fraction of the training records to validate on, or own (the data set's)"
+        None, "fraction of the training records to hold out, or own (the data set's validation records)"
     )
     scaling: Literal["records", "public"] | None = _key(
         None, "standardise with the training records, or with constants; by default public with privacy", SCALED
@@ -126,7 +126,7 @@ class DefenceSettings(NamedSettings):
         False, "draw factors, permutation and direction once per run, not per round (fedveil help veil)", rare=True
     )
     local_epochs: Positive | None = _key(
-        None, "train on clients for this number of epochs per round (FedAvg); by default, they send one gradient"
+        None, "number of local epochs per round (FedAvg); by default, clients send one gradient"
     )
     local_lr: AboveZero | None = _key(None, "learning rate of local training; by default 0.1", rare=True)
     local_batch: Positive | None = _key(None, "number of records per local step; by default batch_size", rare=True)
@@ -135,14 +135,14 @@ class DefenceSettings(NamedSettings):
     fraction: Fraction | None = _key(None, "fraction of the gradient's entries to send; by default 0.1, or 1 for noise")
     sigma: NonNegative | None = _key(None, "standard deviation of the noise; by default 0.01, or 0 for sel")
     sketch: Annotated[int, Field(ge=2)] = _key(2, "number of inputs per bucket of the sketch")
-    percentile: Annotated[float, Field(ge=0, le=100)] = _key(10.0, "send only elements from this percentile on")
+    percentile: Annotated[float, Field(ge=0, le=100)] = _key(10.0, "send only elements above this percentile")
     gamma: AboveZero | None = _key(None, "maximum magnitude of an element; by default FLARE's, 0.01 or 1e-5 for SVT")
     tau: NonNegative = _key(1e-6, "threshold of the selection, at most gamma")
     noise_var: AboveZero = _key(0.1, "budget of each shared element; its noise has scale 2 gamma / noise_var")
     clipping_norm: AboveZero = _key(1.0, "maximum norm of an update")
-    sensitivity: AboveZero | None = _key(None, "change that the noise is to hide; by default clipping_norm")
-    message_epsilon: AboveZero | None = _key(None, "epsilon claimed for a message; by default 10, or 0.1 for SVT")
-    message_delta: Between = _key(1e-5, "delta claimed for a message")
+    sensitivity: AboveZero | None = _key(None, "change that the noise should hide; by default clipping_norm")
+    message_epsilon: AboveZero | None = _key(None, "claimed epsilon of a message; by default 10, or 0.1 for SVT")
+    message_delta: Between = _key(1e-5, "claimed delta of a message")
     noise_multiplier: NonNegative = _key(1.0, "standard deviation of the noise on the sum / clipping_norm")
     spn_weight: float = _key(0.1, "weight of the private head's loss")
     spn_bits: Positive = _key(32, "number of bits in the code of each class")
@@ -159,7 +159,7 @@ class TrainingSettings(Settings):
     momentum: BelowOne = _key(0.9, "for sgd: momentum; with local_epochs, by default 0", rare=True)
     weight_decay: NonNegative = _key(0.0, "weight decay", rare=True)
     schedule: Literal["constant", "cosine", "plateau"] = _key(
-        "constant", "learning-rate schedule (plateau: of the monitored metric)"
+        "constant", "learning-rate schedule; plateau follows the monitored metric"
     )
     schedule_every: Literal["epoch", "round"] = _key("epoch", "how often a cosine schedule changes the rate", rare=True)
     clip_norm: AboveZero | None = _key(None, "clip the gradient to this norm; by default, do not clip")
@@ -172,7 +172,7 @@ class TrainingSettings(Settings):
     whole_shard: bool = _key(False, "use all of a client's records in every round")
     participation: Fraction = _key(1.0, "fraction of the clients that take part in each round")
     fuse: bool = _key(True, "compute all clients' gradients in one pass if samples are independent", rare=True)
-    seed: int = _key(0, "seed for the initial model, the order of records and clients")
+    seed: int = _key(0, "seed for the initial model and for the order of records and clients")
     device: str = _key("cpu", "device to compute on: cpu, cuda, cuda:1 ...")
     checkpoint_every: Annotated[int, Field(ge=0)] = _key(
         0, "number of rounds between checkpoints; 0 for one per epoch", rare=True
@@ -360,7 +360,7 @@ def read_file(path: Path) -> dict[str, object]:
         return dict(read_toml(path))
     result = check_schema(read_json(path), str(path))
     if PYTHON in result:
-        what = "this run was made by a program, which Fedveil cannot repeat"
+        what = "this run was started by a program, which Fedveil cannot repeat"
         fix = "run the program again; fedveil audit, fedveil status and load_model(folder) accept the folder"
         raise BadArgument(str(path), what, fix)
     for key, value in result.items():

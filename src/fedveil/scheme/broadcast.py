@@ -146,8 +146,8 @@ def match_model(state: ModelState, parameters: Tensors, buffers: Tensors, *, com
         buffers: the buffers received.
         complete: whether every parameter must have been received.
     """
-    alike = _match_shapes(parameters, state.parameters, complete=complete)
-    if _match_shapes(buffers, state.buffers, complete=True) and alike:
+    matches = _match_shapes(parameters, state.parameters, complete=complete)
+    if _match_shapes(buffers, state.buffers, complete=True) and matches:
         return
     sent, expected = parameters | buffers, state.parameters | state.buffers
     floats = {value.dtype for value in sent.values() if value.is_floating_point()}
@@ -160,20 +160,20 @@ def match_model(state: ModelState, parameters: Tensors, buffers: Tensors, *, com
 
 def _match_shapes(sent: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, complete: bool) -> bool:
     """Refuse tensors whose names or shapes do not match; return whether all dtypes match."""
-    alike = True
+    matches = True
     for name, value in sent.items():
         tensor = expected.get(name)
         if tensor is None or tensor.shape != value.shape:
             result = "nothing" if tensor is None else str(tuple(tensor.shape))
             what = f"the broadcast has {str(tuple(value.shape))[:80]}, but the model has {result}"
             raise ModelMismatch(name[:80], what, SAME_CODE)
-        alike = alike and value.dtype == tensor.dtype
+        matches = matches and value.dtype == tensor.dtype
     if complete and len(sent) < len(expected):
         name = next(name for name in expected if name not in sent)
         raise ModelMismatch(
             name, f"the broadcast has nothing, but the model has {tuple(expected[name].shape)}", SAME_CODE
         )
-    return alike
+    return matches
 
 
 def check_trainable(trainable: Collection[str], parameters: Mapping[str, Tensor]) -> None:

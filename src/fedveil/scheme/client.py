@@ -365,17 +365,17 @@ def walk_back(
     links: Sequence[str | None], values: Tensors, activations: Sequence[Tensor], cotangents: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the path of each Linear, the cotangents of its output, and its input, from the last layer to the first."""
-    back, (passes, samples, _) = cotangents, cotangents.shape
+    cotangent, (passes, samples, _) = cotangents, cotangents.shape
     for number in reversed(range(len(links))):
         path = links[number]
         if path is None:
-            back.mul_(activations[number + 1].sign())  # the sign of a ReLU's output, 0 or 1, is its derivative
+            cotangent.mul_(activations[number + 1].sign())  # the sign of a ReLU's output, 0 or 1, is its derivative
             continue
-        yield path, back, activations[number]
+        yield path, cotangent, activations[number]
         if number:
             weight = values[f"{path}.weight"]
             rows, columns = weight.shape  # len is slower
-            back = (back.view(passes * samples, rows) @ weight).view(passes, samples, columns)
+            cotangent = (cotangent.view(passes * samples, rows) @ weight).view(passes, samples, columns)
 
 
 def backward(
@@ -387,10 +387,10 @@ def backward(
 ) -> Tensors:
     """Return the gradients of the trainable parameters, with one row for each cotangent of the last output."""
     result, passes = dict[str, Tensor](), cotangents.shape[0]
-    for path, back, inputs in walk_back(links, values, activations, cotangents):
+    for path, cotangent, inputs in walk_back(links, values, activations, cotangents):
         weight, bias = f"{path}.weight", f"{path}.bias"
         if weight in trainable:
-            result[weight] = torch.bmm(back.transpose(1, 2), inputs.expand(passes, -1, -1))
+            result[weight] = torch.bmm(cotangent.transpose(1, 2), inputs.expand(passes, -1, -1))
         if bias in trainable:
-            result[bias] = back.sum(1)
+            result[bias] = cotangent.sum(1)
     return {name: result[name] for name in trainable}

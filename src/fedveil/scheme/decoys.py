@@ -72,11 +72,11 @@ def draw_candidates(
     votes = along @ head / (along @ along)
     error, apart, unit = _estimates(votes[None], (head * head).sum(0)[None], factors)
     residual = error - fit.slope @ apart
-    moved = (residual - [residual[0], *(fit.residuals.pop() for _ in range(decoys))]) * unit
-    if np.isfinite(moved).all() and not entropy.for_tests_only:  # the model has not diverged
+    deviations = (residual - [residual[0], *(fit.residuals.pop() for _ in range(decoys))]) * unit
+    if np.isfinite(deviations).all() and not entropy.for_tests_only:  # the model has not diverged
         fits.append(fit)
     grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # the same for all candidates
-    result: Reals = np.round((offset + moved[:, None] * step) / grid) * grid
+    result: Reals = np.round((offset + deviations[:, None] * step) / grid) * grid
     return result
 
 

@@ -251,12 +251,12 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
     energy = rows @ direction
     votes = (rows @ head) / np.reshape(energy, (-1, 1))
     residual = head - rows.T @ votes
-    beside, columns = (residual * residual).sum(0) + TINY, head.shape[1]
+    residual_squares, columns = (residual * residual).sum(0) + TINY, head.shape[1]
     total = np.partition(votes, columns // 2, axis=1)[:, columns // 2]
     for _ in range(MAX_STEPS):
-        away = votes - total[:, None]
-        weights, small = column_weights(energy @ (away * away) + beside)
-        step = away @ weights / weights.sum()
+        deviations = votes - total[:, None]
+        weights, small = column_weights(energy @ (deviations * deviations) + residual_squares)
+        step = deviations @ weights / weights.sum()
         total = total + step
         if energy @ (step * step) <= TOLERANCE * small[0]:
             break

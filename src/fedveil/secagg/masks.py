@@ -216,13 +216,13 @@ def add_streams(
     total = np.empty(start.size, np.uint64) if out is None else out
     for at in range(0, start.size, PIECE):
         piece = total[at : at + PIECE]
-        so_far = start[at : at + PIECE]
+        partial = start[at : at + PIECE]
         for words in vectors:
-            so_far = np.add(so_far, words[at : at + PIECE], out=piece)
+            partial = np.add(partial, words[at : at + PIECE], out=piece)
         for combine, fill in streams:
-            so_far = combine(so_far, fill(piece.size), out=piece)
-        if so_far is not piece:  # there was nothing to add
-            piece[:] = so_far
+            partial = combine(partial, fill(piece.size), out=piece)
+        if partial is not piece:  # there was nothing to add
+            piece[:] = partial
     return total
 
 

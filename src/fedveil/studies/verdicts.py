@@ -15,7 +15,7 @@ from fedveil.attacks.scores import Estimate
 from fedveil.report import Section, Text
 from fedveil.studies.study import capitalise, display_name, text
 
-ALPHA = 0.05  # probability that a verdict on several attackers has a wrong finding, at most
+ALPHA = 0.05  # maximum probability of a false finding in a verdict on several attackers
 CLEAR = 0.1  # a leak is clear above this fraction of the distance between guessing and full knowledge
 SLIGHT = 0.2  # a leak is slight below this fraction of the distance between guessing and the undefended result
 FULL = 0.8  # a leak is full at or above this fraction of the distance between guessing and the undefended result

@@ -78,7 +78,7 @@ class AuditReport:
 
     @property
     def answers(self) -> Mapping[str, Sequence[str]]:
-        """The answers for people who decide, by question; empty if the audit failed."""
+        """The answers for decision makers, by question; empty if the audit failed."""
         return page.find_answers(self.presentation)
 
     def to_frame(self) -> "DataFrame":

@@ -1,4 +1,4 @@
-"""The answers of an audit for people who decide: in plain words, from the same verdicts as the tables."""
+"""The answers of an audit for decision makers: in plain words, from the same verdicts as the tables."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ FEW = "few"
 
 @dataclass(frozen=True)
 class Decision:
-    """The answers to the questions of a person who decides.
+    """The answers to a decision maker's questions.
 
     Attributes:
         headline: the answer in one sentence.

@@ -1,4 +1,4 @@
-"""Open the folder of a run made from Python, Flower or FLARE for an audit: the run itself, or a simulation of it."""
+"""Open the folder of a run from Python, Flower or FLARE for an audit: the run itself, or a simulation of it."""
 
 import copy
 import math

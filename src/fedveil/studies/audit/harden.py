@@ -153,7 +153,7 @@ def measure_row(name: str, audits: Sequence[AuditResult], plain: Sequence[AuditR
     attacker, membership = largest_mean(accuracies)
     built = {label: [audit.rebuilt[label].value for audit in audits] for label in audits[0].rebuilt}
     floor = built.pop(FLOOR, [])
-    cost = [without.test - audit.test for audit, without in zip(audits, plain, strict=True)] if plain else []
+    cost = [undefended.test - audit.test for audit, undefended in zip(audits, plain, strict=True)] if plain else []
     figures = {
         "accuracy, %": average([audit.test for audit in audits]),
         COST: average(cost) if cost else None,
@@ -181,20 +181,20 @@ def verdict(rows: Sequence[MeasureRow]) -> str:
     limits = f"membership at most {100 * MAX_MEMBERSHIP:.0f} %, cost at most {100 * MAX_COST:.1f} points"
     known = [(row, row.figures[MEMBERSHIP], row.figures[COST]) for row in rows]
     undefended = [membership for row, membership, _ in known if row.name in UNDEFENDED.values() and membership]
-    result = [(row, m, c) for row, m, c in known if row.name not in UNDEFENDED.values() and m and c]
-    if not result or not undefended:
+    candidates = [(row, m, c) for row, m, c in known if row.name not in UNDEFENDED.values() and m and c]
+    if not candidates or not undefended:
         return "No verdict: membership or the undefended federation was not measured."
     top = max(undefended, key=lambda estimate: estimate.value)
     if top.value <= MAX_MEMBERSHIP:
         return f"No verdict: membership without a defence is {percent(top)} %, within the limit ({limits})."
-    good = [row for row, m, c in result if m.high <= MAX_MEMBERSHIP and c.high <= MAX_COST]
-    unsure = [row for row, m, c in result if m.low <= MAX_MEMBERSHIP and c.low <= MAX_COST]
-    if unsure:
+    good = [row for row, m, c in candidates if m.high <= MAX_MEMBERSHIP and c.high <= MAX_COST]
+    uncertain = [row for row, m, c in candidates if m.low <= MAX_MEMBERSHIP and c.low <= MAX_COST]
+    if uncertain:
         label = "GOOD ENOUGH" if good else "TOO FEW SEEDS"
-        return f"{label} ({limits}): {'; '.join(map(str, good or unsure))}; undefended {percent(top)} %."
-    cheap = [(m.value, str(row)) for row, m, c in result if c.value <= MAX_COST]
-    near = f"best at that cost: {min(cheap)[1]}; " if cheap else ""
-    return f"NONE GOOD ENOUGH ({limits}): {near}undefended {percent(top)} %."
+        return f"{label} ({limits}): {'; '.join(map(str, good or uncertain))}; undefended {percent(top)} %."
+    cheap = [(m.value, str(row)) for row, m, c in candidates if c.value <= MAX_COST]
+    cheapest_text = f"best at that cost: {min(cheap)[1]}; " if cheap else ""
+    return f"NONE GOOD ENOUGH ({limits}): {cheapest_text}undefended {percent(top)} %."
 
 
 class HardenStudy(Study[Hardening, HardeningResults]):

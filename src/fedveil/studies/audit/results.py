@@ -39,7 +39,8 @@ class Members:
     def attack(self) -> str:
         """The attack with the largest lower end of the AUC on known records; it is not chosen on test records.
 
-        The lower end, because a network has few known records left to be tried on, and would often win by chance.
+        The lower end is used because a network has few known records left for evaluation, and would often win by
+        chance.
         """
         return max(self.attacks, key=lambda name: self.attacks[name].known.low)
 

@@ -40,7 +40,7 @@ def reinitialise(model: nn.Module) -> None:
             reset()
         elif any(value.requires_grad for value in parameters):
             what = f"{type(module).__name__} {name!r} has no reset_parameters" if name else "it has no reset_parameters"
-            raise DoesNotApply("model", f"the network cannot be trained anew, because {what}; pass model=")
+            raise DoesNotApply("model", f"the network cannot be retrained, because {what}; pass model=")
     with torch.no_grad():
         for value, before in frozen:
             value.copy_(before)

@@ -143,7 +143,7 @@ class AttackRecords:
         return CountedRound(counts)
 
     def attack(self, config: Config, data: Data, model: nn.Module, protection: str, size: int) -> list[RecordCount]:
-        """Run every attack on one batch; a crafted network receives a gradient of its own."""
+        """Run every attack on one batch; a crafted network receives a separate gradient."""
         from fedveil.attacks.batch_records import records_from_batch  # an audit plans its jobs without them
         from fedveil.attacks.imprint import craft_imprint, read_imprint
 

@@ -170,12 +170,12 @@ def table_rows(results: Mapping[str, Gradients], sizes: Sequence[int]) -> list[l
 def figure_cells(figures: ViewFigures) -> list[str]:
     """Format the results of one view as cells."""
     count = len(figures.psnr)
-    near = [
+    similarities = [
         text(average(value), form)
         for value, form in ((figures.psnr, ".1f"), (figures.ssim, ".2f"), (figures.mse, ".3f"))
     ]
     good = [sum(value > 20 for value in figures.psnr), sum(value > 0.5 for value in figures.ssim), figures.labels]
-    return [str(count), *near, *("" if hits is None else f"{hits}/{count}" for hits in good)]
+    return [str(count), *similarities, *("" if hits is None else f"{hits}/{count}" for hits in good)]
 
 
 def chart(title: str, results: Mapping[str, Gradients], size: int) -> Intervals:

@@ -164,15 +164,15 @@ def compare_images(reconstruction: Reconstruction, data: Data, true: Tensor, lab
     """Compare reconstructed images with the victim's batch."""
     pixels = data.pixels(reconstruction.inputs)
     pixels = pixels[match(pixels, true)]
-    near = (
+    similarities = (
         psnr(pixels, true),
         ssim(pixels, true),
         mse(pixels, true),
         shared_labels(reconstruction.labels.tolist(), labels),
     )
     distance = reconstruction.distance if math.isfinite(reconstruction.distance) else None
-    broken = sum(not math.isfinite(distance) for distance in reconstruction.distances)
-    return View(*near, distance, broken, [encode_image(image) for image in pixels])
+    failed = sum(not math.isfinite(distance) for distance in reconstruction.distances)
+    return View(*similarities, distance, failed, [encode_image(image) for image in pixels])
 
 
 def plain_sgd(lr: float) -> MakeOptimizer:

@@ -142,10 +142,10 @@ def view_rows(results: ServerResults) -> Iterator[list[str]]:
         return
     for name in results.complete[0].views:
         views = results.view(name)
-        near = [spread([view.attacks[attack].psnr for view in views if attack in view.attacks]) for attack in ATTACKS]
-        near += [spread([view.floors[floor].psnr for view in views]) for floor in FLOORS]
+        values = [spread([view.attacks[attack].psnr for view in views if attack in view.attacks]) for attack in ATTACKS]
+        values += [spread([view.floors[floor].psnr for view in views]) for floor in FLOORS]
         ssim = text(spread([view.best.ssim for view in views]), ".2f")
-        yield [name, str(views[0].records), f"{count_rounds(results, name)}/{len(views)}", *map(text, near), ssim]
+        yield [name, str(views[0].records), f"{count_rounds(results, name)}/{len(views)}", *map(text, values), ssim]
 
 
 def spread(values: Sequence[float]) -> Estimate | None:
@@ -178,10 +178,10 @@ def gallery(title: str, results: ServerResults) -> list[Section]:
         return []
     rows: list[tuple[str, list[Picture]]] = [("victim's record", [case.original(0) for case in rounds])]
     for name in rounds[0].views:
-        near = [(case, case.views[name].best) for case in rounds]
-        rows.append((name, [decode_picture(case.shape, best.picture, f"{best.psnr:.1f}") for case, best in near]))
+        cases = [(case, case.views[name].best) for case in rounds]
+        rows.append((name, [decode_picture(case.shape, best.picture, f"{best.psnr:.1f}") for case, best in cases]))
         if rounds[0].views[name].records > 1:
-            rows.append(("its nearest record", [case.original(best.record) for case, best in near]))
+            rows.append(("its nearest record", [case.original(best.record) for case, best in cases]))
     return [Pictures(title, [f"round {number + 1}" for number in range(len(rounds))], rows, TEXTS.notes["pictures"])]
 
 

@@ -137,10 +137,11 @@ class Invert(NetworkTraining):
         result: dict[str, InversionFigures] = {}
         pictures: dict[str, list[str]] = {}
         for name in observations[0]:
-            models = [some[name].model for some in observations]
+            models = [observed[name].model for observed in observations]
             reconstructions = self.reconstruct(progress, models, gan, data, labels)
             received, true = (
-                evaluator.evaluate_by(who, reconstructions["codes"], labels) for who in (models, [federation.model])
+                evaluator.evaluate_by(evaluated, reconstructions["codes"], labels)
+                for evaluated in (models, [federation.model])
             )
             judged = {how: evaluator.evaluate(images, labels) for how, images in reconstructions.items()}
             result[name] = InversionFigures(judged["codes"], received, true, judged.get("pixels"))

@@ -283,8 +283,8 @@ def run_whitebox(
 
     If `track_test`, the result includes the best accuracy of any epoch on the test records, as in the paper.
     """
-    seen = {name: features[name] for name in names}
-    own_records, known, victims, fresh = (select(seen, torch.from_numpy(part)) for part in records.parts)
+    selected = {name: features[name] for name in names}
+    own_records, known, victims, fresh = (select(selected, torch.from_numpy(part)) for part in records.parts)
     curve: list[float] = []
 
     def watch(number: int, score: Score) -> None:

@@ -57,13 +57,13 @@ class AttackMembership:
         config, options, training = self.config, self.options, self.config.training
         federation, data = load_or_train(config, self.run, progress, done.basis)
         records = membership.divide_records(config, data)
-        seen = observe_strongest(federation, config.defence.name)
+        observation = observe_strongest(federation, config.defence.name)
         recipe = Recipe(options.attack_epochs, options.attack_lr, seed=training.seed, device=training.device)
         shadows = membership.ShadowAttacks(config.defence.name, self.folder, options.shadows, options.lira)
         attacks = membership.RecordAttacks(records, shadows, recipe, options.full, by_layer=True)
         result = {
             name: membership.Attacker(attacks.run(observed, name != PUBLISHED, progress))
-            for name, observed in seen.items()
+            for name, observed in observation.items()
         }
         quality = asdict(measure_quality(federation, data))  # measured after the observed rounds
         sizes = dict(zip(("own", "known", "victims", "fresh"), map(len, records.parts), strict=True))

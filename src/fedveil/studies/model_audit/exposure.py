@@ -1,4 +1,4 @@
-"""The exposure of single records: which of them does an attacker recognise as members with few mistakes?
+"""The exposure of single records: how confidently does an attacker recognise each as a member?
 
 A record's score is compared with the scores of records that the model was not trained on. If the model does not
 remember it, it is exchangeable with these, so the p-value
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedveil.attacks.scores import Estimate, Scores, proportion
 
-FALSE_DISCOVERIES = 0.05  # expected fraction of records that do not stand out among those that are said to
+FALSE_DISCOVERIES = 0.05  # expected fraction of false discoveries among the members that stand out
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ class ModelAudit:
         if self.standing_out and self.verdict.label is not Label.LEAK:
             result = "The model reveals some of the records that it was trained on"
         named = len(self.standing_out)
-        stand = "1 stands out" if named == 1 else f"{named:,} stand out"
-        return f"{result}. Of {count(self.sizes['members'], 'member')}, {stand}."
+        stands_out = "1 stands out" if named == 1 else f"{named:,} stand out"
+        return f"{result}. Of {count(self.sizes['members'], 'member')}, {stands_out}."
 
     def __repr__(self) -> str:
         return f"{self.sentence}\n{self.verdict}"

@@ -97,7 +97,7 @@ def compute(plan: ExhibitPlan, folder: Path, workers: int | None, show: Show, di
     for config in {config.data.name: config for config in configs}.values():
         load_data(config)  # decode images once for all processes
     results = run_graph(graph, work, workers=workers, show=show, digests=digests)
-    made: dict[str, JsonValue] = {
+    contents: dict[str, JsonValue] = {
         **_settings(plan),
         "basis": digests.configs_basis(configs).to_plain(),
         "command": _command(plan.name, plan, folder),
@@ -105,8 +105,8 @@ def compute(plan: ExhibitPlan, folder: Path, workers: int | None, show: Show, di
         "with": f"fedveil {version('fedveil')}, torch {torch.__version__}, Python {platform.python_version()}",
         "results": results,
     }
-    write_atomically(folder / f"{plan.name}.json", to_json(made, indent=1, exact=True) + "\n")
-    return made
+    write_atomically(folder / f"{plan.name}.json", to_json(contents, indent=1, exact=True) + "\n")
+    return contents
 
 
 def reproduce(

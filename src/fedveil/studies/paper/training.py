@@ -183,10 +183,10 @@ def compare_runs(runs: Sequence[Run], keys: Sequence[str], other: str = "veil") 
         if not pairs:
             continue
         largest = max(abs(p.value - o.value) for p, o in pairs)
-        anywhere = max(abs(a[1] - b[1]) for p, o in pairs for a, b in zip(p.curve, o.curve, strict=True))
+        largest_difference = max(abs(a[1] - b[1]) for p, o in pairs for a, b in zip(p.curve, o.curve, strict=True))
         losses = [abs(o.test_loss / p.test_loss - 1) for p, o in pairs if p.test_loss and o.test_loss]
         first, second = ([run.value for run in runs] for runs in zip(*pairs, strict=True))
-        yield Comparison(where, first, second, largest, anywhere, max(losses, default=None))
+        yield Comparison(where, first, second, largest, largest_difference, max(losses, default=None))
 
 
 DefenceValues = dict[str, dict[str, list[float]]]  # the paper's rows of values, by defence and number of clients
@@ -276,7 +276,7 @@ def _comparison_tables(
     header = ("data", "network", "clients", "seeds", *names, "overlap", *DIFFERENCES)
     for veil in veils:
         ends = [format_runs(select(runs, defence=name, **veil.where), ".1f", 100) for name in names]
-        both = [veil, *(same for same in baselines if same.where == veil.where)]
+        both = [veil, *(baseline for baseline in baselines if baseline.where == veil.where)]
         numbers = [format_pair([measure(run) for run in both]) for measure in DIFFERENCES.values()]
         *where, loss = map(str, veil.where.values())
         overlap = "yes" if veil.overlap else "no"
