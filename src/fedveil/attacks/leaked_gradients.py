@@ -41,7 +41,7 @@ class Leak:
     simulate: Simulation | None = None  # what a client would send for inputs and targets; None for their mean gradient
 
     def gradients_of(self, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
-        """Return what a client with these records would send; if `graph`, it can be differentiated again."""
+        """Return the gradients that a client would send for these records; if `graph`, they are differentiable."""
         if self.simulate is not None:
             return self.simulate(inputs, targets, graph)
         return mean_gradients(self.model, self.loss, inputs, targets, graph=graph)

@@ -23,7 +23,7 @@ from fedveil.scheme.broadcast import Broadcast, PublicHead
 from fedveil.scheme.losses import SquaredError, one_hot
 from fedveil.scheme.outputs import values
 
-FAKES = 1000  # number of made-up inputs
+FAKES = 1000  # number of generated inputs
 DECAY = 1.5  # chosen among 0.5, 1 and 1.5 on CIFAR-10; photographs have about 1.2
 
 
@@ -39,7 +39,7 @@ def image_shape(shape: torch.Size) -> torch.Size | None:
 
 
 def fake_inputs(shape: torch.Size, count: int, low: float, high: float) -> Tensor:
-    """Make up records of this shape, always the same ones: smooth random images, or normal noise.
+    """Generate the same records of this shape on every call: smooth random images, or normal noise.
 
     The amplitude of a frequency f of an image is proportional to f^-1.5, similar to natural images (Field 1987). Each
     image is scaled so that its values extend from `low` to `high`.

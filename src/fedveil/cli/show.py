@@ -60,7 +60,7 @@ def log_progress(urgent: str | None = None) -> Show:
 
 
 @contextlib.contextmanager
-def ignore_shown() -> Iterator[Show]:
+def hide_progress() -> Iterator[Show]:
     """Yield a function that shows nothing."""
     yield lambda name, share, what: None
 

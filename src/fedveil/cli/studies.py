@@ -210,13 +210,13 @@ class AuditCommand(AttackCommand):
         elif self.is_suite:
             self.audit_suite(self.out or Path("runs/audit"))
         elif (run := self.run_folder or self.file) and run.is_dir() and not _is_repeatable(run):
-            self.audit_described(run)
+            self.audit_from_description(run)
         else:
             super().run()
 
-    def audit_described(self, run: Path) -> None:
+    def audit_from_description(self, run: Path) -> None:
         """Audit a run from Python, Flower or FLARE, on given records or on stand-ins."""
-        from fedveil.studies.audit.call import audit_described
+        from fedveil.studies.audit.call import audit_from_description
         from fedveil.studies.audit.folder import parts_from_flags
         from fedveil.studies.audit.run import AuditOptions
 
@@ -229,7 +229,9 @@ class AuditCommand(AttackCommand):
         with lock_folder(folder):
             with print_progress() as show:
                 given = parts_from_flags(run, config, self.used_flags, self.trust_code)
-                report = audit_described(run, given, options, lambda done, step: show("audit", done, step), command)
+                report = audit_from_description(
+                    run, given, options, lambda done, step: show("audit", done, step), command
+                )
             page = report.page(folder)
         last = f"\n{textwrap.fill(report.presentation.verdict, 110)}\n", f"report: {page}", f"repeat: {command}"
         print_result(report.presentation, *last, as_json=self.as_json)

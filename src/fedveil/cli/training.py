@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 from tyro.conf import Positional, arg
 
 from fedveil.cli.parser import FederationCommand, Json, Switch, parse_command
-from fedveil.cli.show import ignore_shown, print_progress, print_table, round_callback
+from fedveil.cli.show import hide_progress, print_progress, print_table, round_callback
 from fedveil.defences.registry import refers_to_code
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
@@ -80,7 +80,7 @@ class TrainCommand(FederationCommand):
             flags = format_flags({key: value for key, value in config.flat().items() if key in dict(chosen)})
             why = "privacy based on the number of records" if has_privacy(config) else "local training"
             print(f"chosen for {why}: {flags}", file=sys.stderr)
-        with ignore_shown() if self.quiet else print_progress() as show:
+        with hide_progress() if self.quiet else print_progress() as show:
             on_round = round_callback(show, config.training.epochs, config.training.monitor)
             summary = train(config, folder, resume=self.resume, on_round=on_round, data=data)
         if self.as_json:

@@ -59,7 +59,7 @@ class TopK(Plain):
 
 
 class TopKClient(PlainClient):
-    """Selects elements, and stores what each client has not sent yet."""
+    """Selects elements, and stores each client's unsent ones."""
 
     def __init__(self, fraction: float, model: nn.Module, loss: Loss) -> None:
         super().__init__(model, loss)
@@ -67,7 +67,7 @@ class TopKClient(PlainClient):
         self._unsent: dict[int, Tensor] = {}
 
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
-        """Add what the client has not sent yet, and return the largest elements of the sum."""
+        """Add the client's unsent elements, and return the largest elements of the sum."""
         check_finite(f"client {client}", "gradient", update.gradients)
         flat = torch.cat([gradient.reshape(-1) for gradient in update.gradients.values()])
         count = max(1, round(self._fraction * len(flat)))
@@ -80,7 +80,7 @@ class TopKClient(PlainClient):
         return replace(update, gradients=split_vector(sent, update.gradients))
 
     def state(self, client: int) -> State:
-        """Return what the client has not sent yet."""
+        """Return the client's unsent elements."""
         return {"unsent": self._unsent[client]} if client in self._unsent else {}
 
     def restore(self, client: int, state: Mapping[str, StateValue]) -> None:

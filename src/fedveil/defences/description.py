@@ -50,7 +50,7 @@ def _plain(value: object) -> JsonValue:
     raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
-def build_described(values: Mapping[str, object], where: str, *, trust_code: bool = False) -> AnyDefence:
+def build_from_description(values: Mapping[str, object], where: str, *, trust_code: bool = False) -> AnyDefence:
     """Build the defence that a description specifies.
 
     Args:
@@ -102,5 +102,5 @@ def copy_defence(defence: AnyDefence) -> AnyDefence:
     A defence whose arguments are not plain values is copied with its state.
     """
     with contextlib.suppress(BadArgument):
-        return build_described(adapt_to_simulation(describe_defence(defence)), defence.name, trust_code=True)
+        return build_from_description(adapt_to_simulation(describe_defence(defence)), defence.name, trust_code=True)
     return copy.deepcopy(defence)

@@ -74,7 +74,7 @@ def predict_source(model: nn.Module, source: Source, *, batch_size: int = 256) -
 
 
 def _join_rows(parts: list[Tensor], filler: int) -> Tensor:
-    """Concatenate batches; those of class indices and their outputs may be padded to different lengths."""
+    """Concatenate batches; class indices and their outputs may be padded to different lengths."""
     if filler and parts[0].is_floating_point():
         return torch.cat(parts)
     sizes = [max(lengths) for lengths in zip(*(part.shape[1:] for part in parts), strict=True)]

@@ -34,7 +34,7 @@ UNDEFINED = ("auc", "r2")  # metrics that do not exist if all targets are equal
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The records on which a run is evaluated, and what is measured.
+    """The records on which a run is evaluated, and the metrics.
 
     Attributes:
         validation: the validation data; the monitored metric is measured on these or, without them, on the test data.
@@ -82,7 +82,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class MetricChoices:
-    """The user's choices of what to measure and to monitor; see `Server.fit`."""
+    """The metrics that the user chose to measure and to monitor; see `Server.fit`."""
 
     metrics: "Mapping[str, Metric]"
     monitor: str | None

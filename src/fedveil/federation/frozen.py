@@ -45,10 +45,10 @@ def restore_local(ask: Ask, model: nn.Module, frozen: Frozen) -> Ask:
     Args:
         ask: the server's ask.
         model: the client's model.
-        frozen: whether the client was told to use its own frozen parameters.
+        frozen: whether the client is configured to use its own frozen parameters.
     """
     if frozen != "local":
-        what = "the server does not send the frozen parameters, and this client was not told to use its own"
+        what = "the server does not send the frozen parameters, and this client is not configured to use its own"
         raise BadArgument("ask", what, FIX)
     parameters = local_parameters(model)
     sent = add_prefix("parameter", parameters)

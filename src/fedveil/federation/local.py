@@ -193,7 +193,7 @@ class Federation(Server):
             be given. A loss that does not fit the targets is refused (docs/losses.md). Targets may have positions
             (pixels, tokens): losses are summed over positions and averaged over samples.
         output: the predictions in what the model's forward method returns: the name of an entry, such as
-            "last_hidden_state", or a function of it. By default, "logits" or the only tensor of floats.
+            "last_hidden_state", or a function of it. By default, "logits" or the only floating-point tensor.
         whole_shard: whether each client goes through all its records in a round, in batches, with the same noise.
             Clients that train locally always do.
         participation: fraction of the clients that take part in a round.

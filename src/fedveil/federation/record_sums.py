@@ -246,7 +246,7 @@ def zero_unused(batch: Batch, used: Tensor) -> Batch:
 
 
 def compute_partial_update(client: AnyClient, task: "ClientTask", batch: Batch, used: Tensor) -> object:
-    """Return the update for a batch; if the computation fails, leave out the records for which it fails alone.
+    """Return the update for a batch; if the computation fails, leave out each record on which it fails.
 
     The result is None if no records are left.
     """

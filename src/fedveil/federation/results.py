@@ -109,7 +109,7 @@ class RunSummary:
     stopped: str | None = None
 
     def values(self) -> dict[str, int | float | str | None]:
-        """Return plain values by name, without those by class."""
+        """Return plain values by name, without the results by class."""
         has_best, budget = self.best is not None, self.budget
         return {
             "schema": SCHEMA,

@@ -212,7 +212,7 @@ class Server(StoredServer):
         return dataclasses.replace(result, figures=figures, notes=notes)
 
     def _choose_members(self, faults: FaultLog, deadline: float) -> list[Member]:
-        """Wait for enough clients and choose among them, without those that sent wrong replies if possible."""
+        """Wait for enough clients and choose among them, if possible without those that sent wrong replies."""
         policy = self.policy
         needed = policy.min_answers
         if not self._started:

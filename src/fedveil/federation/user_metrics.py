@@ -59,7 +59,7 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
     for name, metric in metrics.items():
         where = f"metrics[{name!r}]"
         if not isinstance(name, str) or not name or name in RESERVED or name.startswith("validation_"):
-            raise BadArgument(where, "a record already uses this name, or it is not a word", "choose another name")
+            raise BadArgument(where, "this name is reserved or empty", "choose another name")
         if isinstance(metric, type):
             raise BadArgument(where, f"{metric.__name__} is a class", f"pass an instance: {metric.__name__}(...)")
         if isinstance(metric, MetricObject):

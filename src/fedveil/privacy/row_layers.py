@@ -53,7 +53,7 @@ class Product:
     def from_layer(
         cls, task: "RecordGradients", weight: str, bias: str | None, cotangents: Tensor, inputs: Tensor
     ) -> "Product":
-        """Return the products of a layer, without alpha's part and without parameters that are not trained."""
+        """Return the products of a layer, without alpha's part and without frozen parameters."""
         if task.head is not None and weight == task.head.weight:
             cotangents = cotangents[..., : len(task.head.direction)]
         names = [name if name in task.trainable else None for name in (weight, bias)]

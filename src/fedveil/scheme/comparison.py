@@ -70,8 +70,8 @@ def check_exact(
         targets = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
     pair = _Pair(perturbation, model, broadcast, inputs, targets)
     draws = FixedDraws()
-    recovered, error = pair.recovered(FixedDraws())
-    plain = pair.plain(draws)
+    recovered, error = pair.recover(FixedDraws())
+    plain = pair.compute_plain(draws)
     if find_non_finite(recovered) or find_non_finite(plain) or draws.random:
         return None
     size = _distance(plain, {})
@@ -79,7 +79,7 @@ def check_exact(
     if difference > allowed:
         generator = torch.Generator().manual_seed(0)
         for _ in range(DRAWS):
-            perturbed, truth = pair.recovered(FixedDraws(), generator)[0], pair.plain(FixedDraws(), generator)
+            perturbed, truth = pair.recover(FixedDraws(), generator)[0], pair.compute_plain(FixedDraws(), generator)
             allowed += draws.operations * (_distance(perturbed, recovered) + _distance(truth, plain))
     result = Difference(difference / size if size else difference, allowed / size if size else allowed)
     if difference > allowed:
@@ -98,7 +98,7 @@ class _Pair:
     inputs: Inputs
     targets: Tensor
 
-    def recovered(self, draws: FixedDraws, last_digit: torch.Generator | None = None) -> tuple[Tensors, float]:
+    def recover(self, draws: FixedDraws, last_digit: torch.Generator | None = None) -> tuple[Tensors, float]:
         """Return the gradient recovered from a client's update, and its recorded error."""
         broadcast = self.broadcast
         if last_digit is not None:
@@ -108,7 +108,7 @@ class _Pair:
         result = self.perturbation.recover([update], [1.0])
         return dict(result.gradients), result.error
 
-    def plain(self, draws: FixedDraws, last_digit: torch.Generator | None = None) -> Tensors:
+    def compute_plain(self, draws: FixedDraws, last_digit: torch.Generator | None = None) -> Tensors:
         """Return the gradient of plain training."""
         model, loss = self.model, self.broadcast.loss
         values = {name: p.detach() for name, p in model.named_parameters()}

@@ -70,8 +70,8 @@ class Conduct:
     def settle_disputes(self, pairs: Iterable[Pair], n: int) -> set[str]:
         """Record the disputed pairs of an attempt, and return the members that are left out of it.
 
-        From each pair, the member that was left out less often so far is left out; in a tie, the one with more
-        disputes. If the number of disputes alone decided, two liars could keep an honest member out of every round.
+        Of each pair, the member that has been left out less often is left out; in a tie, the one with more disputes. If
+        the number of disputes alone decided, two liars could keep an honest member out of every round.
         """
         disputed = {(min(pair), max(pair)) for pair in pairs}
         self._most = most = max(self._most, liars(n))  # disputes add up over attempts, even smaller ones

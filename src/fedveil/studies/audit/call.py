@@ -26,7 +26,7 @@ from fedveil.scheme.losses import Function, Loss
 from fedveil.studies.attack import AttackRequest, Results, complete_presentation
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.decision import warn_of_stand_ins
-from fedveil.studies.audit.folder import STAND_IN_NOTICE, GivenParts, open_described
+from fedveil.studies.audit.folder import STAND_IN_NOTICE, GivenParts, open_from_description
 from fedveil.studies.audit.memory import WHERE, MemoryAudit, collect_data
 from fedveil.studies.audit.results import AuditResult
 from fedveil.studies.audit.run import AUDIT, AuditOptions
@@ -161,8 +161,8 @@ def audit(
         return audit_federation(run, given, options, progress)
     folder = Path(run)
     if is_repeatable(folder):
-        return audit_configured(folder, given, options, progress)
-    return audit_described(folder, given, options, progress, f"fedveil audit {folder}")
+        return audit_from_config(folder, given, options, progress)
+    return audit_from_description(folder, given, options, progress, f"fedveil audit {folder}")
 
 
 def audit_federation(run: Federation, given: GivenParts, options: AuditOptions, progress: Progress) -> AuditReport:
@@ -184,16 +184,16 @@ def audit_federation(run: Federation, given: GivenParts, options: AuditOptions, 
     return run_audit(subject, (), "fedveil.audit(federation, test)", progress)
 
 
-def audit_described(
+def audit_from_description(
     folder: Path, given: GivenParts, options: AuditOptions, progress: Progress, command: str
 ) -> AuditReport:
     """Audit the run of a server in Python, Flower or FLARE, or a simulation of it."""
-    opened = open_described(folder, given, progress)
+    opened = open_from_description(folder, given, progress)
     data = collect_data(opened.recipe.federation, opened.test, "records")
     return run_audit(MemoryAudit(opened.recipe, data, options), opened.notes, command, progress)
 
 
-def audit_configured(folder: Path, given: GivenParts, options: AuditOptions, progress: Progress) -> AuditReport:
+def audit_from_config(folder: Path, given: GivenParts, options: AuditOptions, progress: Progress) -> AuditReport:
     """Audit the run of a configuration as `fedveil audit` does, in this process; results are stored in its folder."""
     for name in ("clients", "test", "data", "model", "defence", "loss", "optimizer"):
         if getattr(given, name) is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.data import Data, DataPart, split
-from fedveil.defences.description import adapt_to_simulation, build_described
+from fedveil.defences.description import adapt_to_simulation, build_from_description
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
@@ -75,7 +75,7 @@ class OpenedRun:
     notes: tuple[str, ...]
 
 
-def open_described(folder: Path, given: GivenParts, progress: Progress) -> OpenedRun:
+def open_from_description(folder: Path, given: GivenParts, progress: Progress) -> OpenedRun:
     """Return the run in a folder with its own records or, with other records, a simulation of the run.
 
     A simulation trains the same model with the same defence and settings for as many rounds, in one process.
@@ -88,7 +88,7 @@ def open_described(folder: Path, given: GivenParts, progress: Progress) -> Opene
         raise BadArgument(str(folder), what, fix)
     description = read_description(folder)
     tag, state = _read_state(folder)
-    model, factory = build_described_model(folder, description, given)
+    model, factory = build_model_from_description(folder, description, given)
     _check_values(folder, copy.deepcopy(model), state)
     clients, test, source = choose_records(description, given, model)
     records = parse_json(str(folder), state["records"])
@@ -161,7 +161,7 @@ def _read_state(folder: Path) -> tuple[checkpoint.StateTag, checkpoint.Content]:
         return checkpoint.read(result[1])
 
 
-def build_described_model(
+def build_model_from_description(
     folder: Path, description: RunDescription, given: GivenParts
 ) -> tuple[nn.Module, Factory | None]:
     """Return the network of a run, and the function that builds it if there is one."""
@@ -208,7 +208,7 @@ def build_federation(
         loss = resolve_loss(where, description.loss, description.loss_settings, None)
     defence = given.defence
     if defence is None:
-        defence = build_described(adapt_to_simulation(description.defence), where, trust_code=given.trust_code)
+        defence = build_from_description(adapt_to_simulation(description.defence), where, trust_code=given.trust_code)
     limits = description.limits
     return Federation(
         model,

@@ -107,7 +107,7 @@ def private_mean(model: nn.Module, loss: Loss, part: DataPart, rng: torch.Genera
 
 
 def server_gradient(model: nn.Module, config: Config, part: DataPart, protection: str, rng: torch.Generator) -> Leak:
-    """Return what a server has of a batch: a client's update, a sum over clients with one record each, or a DP sum."""
+    """Return a server's view of a batch: a client's update, a sum over clients with one record each, or a DP sum."""
     size, per_client = len(part.targets), 1 if protection == SECURE else len(part.targets)
     parts = [part.take(torch.arange(first, first + per_client)) for first in range(0, size, per_client)]
     optimizer = build_optimizer(config.training)
@@ -152,22 +152,22 @@ class AttackRecords:
         part, own_records = data.train.take(order[:size]), data.test.tensor[:OWN]
         rng, mean = generator(protection, *seed), data.train.tensor.mean(0, keepdim=True)
 
-        def sparse() -> Tensor:
+        def find_sparse() -> Tensor:
             leak = server_gradient(model, config, part, protection, rng)
             return records_from_batch(leak, first_linear(model), size, own_records, rng).inputs
 
-        def agreeing() -> Tensor:
+        def find_agreeing() -> Tensor:
             leak = server_gradient(model, config, part, protection, rng)
             return record_from_agreeing_rows(leak, first_linear(model))[None]
 
-        def crafted() -> Tensor:
+        def attack_crafted() -> Tensor:
             changed = craft_imprint(model, own_records, rng)
             return read_imprint(server_gradient(changed, config, part, protection, rng), first_linear(changed))
 
         attacks: Mapping[str, Callable[[], Tensor]] = {
-            "rows that agree": agreeing,
-            DIRECTIONS: sparse,
-            IMPRINT: crafted,
+            "rows that agree": find_agreeing,
+            DIRECTIONS: find_sparse,
+            IMPRINT: attack_crafted,
             FLOOR: lambda: data.train.tensor[order[size : 2 * size]],
         }
         counts = []

@@ -73,7 +73,7 @@ class ModelAudit:
 
     @property
     def sentence(self) -> str:
-        """The finding in words."""
+        """The finding, in two sentences."""
         result = {
             Label.LEAK: "The model reveals which records it was trained on",
             Label.NOTHING: "These attacks do not tell the model's training records from others",
