@@ -183,7 +183,7 @@ def exchange(factors: Factors, pool: Directions, chosen: list[int]) -> tuple[lis
 
 
 def records_from_batch(leak: Leak, path: str, records: int, plausible: Tensor, rng: torch.Generator) -> BatchRecords:
-    """Compute the records of a batch from its mean gradient; that of the first Linear is enough.
+    """Compute the records of a batch from the mean gradient of the first Linear layer.
 
     `plausible` contains inputs that resemble the records, such as other records or `fake_inputs`; the better they
     resemble them, the larger the batches that succeed. `records` is the number of records, which a server knows.

@@ -31,7 +31,7 @@ OwnRecords = UserRecords | Callable[[], UserRecords]
 def make_shards(
     model: nn.Module, loss: Loss, clients: Sequence[Source], batch_size: int, seed: int, dtype: torch.dtype
 ) -> Shards:
-    """Convert the clients' records to the form that the model and the loss expect; in memory if all of them are.
+    """Convert the clients' records to the form that the model and the loss expect; in memory if all records are.
 
     Args:
         model: determines the device and the shape of the outputs.

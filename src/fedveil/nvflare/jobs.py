@@ -144,7 +144,7 @@ class _Admin:
 
     def progress(self, job_id: str) -> str:
         """Return the progress of a running job's server; empty if it is not known or the user may not see it."""
-        with contextlib.suppress(Exception):  # FLARE raises many, and the next call of `do` notices a lost server
+        with contextlib.suppress(Exception):  # the next call of `do` notices a lost server
             result = self._session.show_stats(job_id, TargetType.SERVER)
             return str(result[TargetType.SERVER][GROUP][PROGRESS])
         return ""

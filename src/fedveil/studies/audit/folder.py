@@ -120,7 +120,7 @@ def _version() -> str:
 
 
 def parts_from_flags(folder: Path, config: Config, flags: Collection[str], trust_code: bool) -> GivenParts:
-    """Return what the flags of a command specify: records, network and defence; refuse flags that do not apply."""
+    """Return the records, network and defence that a command's flags specify; refuse flags that do not apply."""
     sections = {SECTION_OF[flag]: flag for flag in flags if flag in SECTION_OF}
     for section, flag in sections.items():
         if section not in ("data", "model", "defence"):
