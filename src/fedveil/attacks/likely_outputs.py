@@ -93,7 +93,7 @@ def fit_outputs(observed: Observation, inputs: Tensor) -> Observation:
 
 
 def fit_fake_inputs(observed: Observation) -> Observation:
-    """Remove the noise with made-up inputs, from one broadcast, knowing only the shape and range of the records."""
+    """Remove the noise with generated inputs, from one broadcast, knowing only the shape and range of the records."""
     low, high = float(observed.inputs.min()), float(observed.inputs.max())
     return fit_outputs(observed, fake_inputs(observed.inputs.shape[1:], FAKES, low, high).to(observed.inputs))
 

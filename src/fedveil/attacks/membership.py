@@ -84,7 +84,7 @@ class Shadows:
         return self.loss.values(torch.from_numpy(outputs), self.targets).double().numpy()
 
     def signals(self, outputs: Array) -> dict[str, tuple[Array, Array]]:
-        """Return numbers for the target, given its outputs, and for the shadows, by name.
+        """Return a number per record by name, for the target, given its outputs, and for the shadows.
 
         "loss" is divided by its mean for records outside the shadows' training sets. If a loss has negative values, as
         Poisson's does, it is counted from the smallest value of any model for the same record. "log-odds" are those of

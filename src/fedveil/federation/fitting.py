@@ -91,7 +91,7 @@ class MetricChoices:
     track_test: bool
 
     def plan(self, server: "Server", validation: "HeldOut | None", test: "HeldOut | None") -> Evaluation | None:
-        """Return what to evaluate, or None without held-out data; refuse metrics that are unknown or fail."""
+        """Return the evaluation to run, or None without held-out data; refuse metrics that are unknown or fail."""
         check_boolean("fit", "track_test", self.track_test)
         decisive, prefix = validation or test, VALIDATION if validation else ""
         given = {"patience": self.patience, "monitor": self.monitor, "metrics": self.metrics}

@@ -90,7 +90,7 @@ def verdict(name: str, values: Mapping[str, float], budget: str = "") -> str:
 
 
 def class_sections(summary: RunSummary) -> list[Section]:
-    """Return a table of the results by class, and what chose the best model."""
+    """Return a table of the results by class, and the metric that chose the best model."""
     header = ["class", "precision", "recall", "F1", "records"]
     rows = [
         [figures.name, f"{figures.precision:.3f}", f"{figures.recall:.3f}", f"{figures.f1:.3f}", str(figures.records)]

@@ -51,7 +51,7 @@ def choose_output(model: nn.Module, output: Output | None) -> nn.Module:
 
 
 def find_viewed(model: nn.Module) -> nn.Module:
-    """Return the model of which this is a view by name; otherwise, the model itself."""
+    """Return the original of a model that is a view by name; otherwise, the model itself."""
     found = _VIEWED[model]() if model in _VIEWED else None
     return model if found is None else found
 

@@ -48,7 +48,7 @@ class TorchLoss(AutogradLoss):
         return {name: option.tolist() if isinstance(option, Tensor) else option for name, option in options.items()}
 
     def weigh_part(self, weights: Tensor) -> Tensor:
-        """Return weights with which parts of a sum add up; refuse a part of a mean, because its divisor is unknown."""
+        """Return weights for which partial sums add up; refuse part of a mean, because its divisor is unknown."""
         alone = torch.full_like(weights, 1 / len(weights))
         if self.reduction != "sum" and not torch.equal(weights, alone):
             what = "its mean divides by the weights of all samples, but this batch contains only some of them"

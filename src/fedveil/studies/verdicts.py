@@ -135,7 +135,7 @@ class Measure:
         return AttackerFigure(attacker, figure, Finding.NOTHING)
 
     def enough_trials(self, figure: Estimate, guess: float) -> int | None:
-        """Return a number of trials that would be enough for a finding or for none, whatever the true value.
+        """Return a number of trials that would be enough for a conclusion, whatever the true value.
 
         An interval that is shorter than the distance to a clear leak does not include both. The length is proportional
         to 1 / sqrt(trials), if their spread stays the same.

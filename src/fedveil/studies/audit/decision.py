@@ -139,7 +139,7 @@ def server_words(plain: AuditResult) -> Iterator[str]:
 
 
 def change_words(grade: str, verdicts: Mapping[str, Mapping[str, Verdict]], plain: AuditResult) -> Iterator[str]:
-    """Yield what should change, most important first."""
+    """Yield recommendations, most important first."""
     if grade in ("clear", "slight"):
         yield WORDS[f"change_{grade}"].format(train=f"{plain.train:.3f}", test=f"{plain.test:.3f}", metric=plain.metric)
     records = verdicts.get(page.RECORD, {}).values()
@@ -160,7 +160,7 @@ def change_words(grade: str, verdicts: Mapping[str, Mapping[str, Verdict]], plai
 
 
 def certainty_words(verdict: Verdict | None, results: Audits, plain: AuditResult) -> Iterator[str]:
-    """Yield what was tried, and how certain the numbers are."""
+    """Yield sentences on the attacks that were tried, and on the certainty of the numbers."""
     names = {name for result in (*results.values(), plain) for name in result.names}
     attacks = {
         attack

@@ -60,7 +60,7 @@ class GivenParts:
 
 @dataclass(frozen=True, eq=False)
 class OpenedRun:
-    """A trained federation, and what to say about it.
+    """A trained federation, and the notes on it.
 
     Attributes:
         recipe: the federation, and how to train others like it.
@@ -299,7 +299,7 @@ def make_stand_ins(description: RunDescription, model: nn.Module) -> tuple[list[
 
 
 def _describe_simulation(description: RunDescription, source: str, clients: int, rounds: int) -> str:
-    """Return the sentences that say what was audited instead of the run."""
+    """Return the sentences on the simulation that was audited instead of the run."""
     texts = read_texts()["audit"].notes
     values = {"clients": clients, "rounds": rounds, "records": STAND_INS, "source": source}
     secure = texts["simulated_secure"] if description.secure_aggregation else ""

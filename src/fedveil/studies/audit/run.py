@@ -140,7 +140,7 @@ def _fraction(hits: Tensor) -> Estimate:
 
 
 def _classes(targets: Tensor) -> Tensor | None:
-    """Return the targets as classes, also if they are a single column of 0 and 1; return None for other targets."""
+    """Return the targets as classes, including a single column of 0 and 1; return None for other targets."""
     if not targets.is_floating_point():
         return targets
     binary = targets.shape[1] == 1 and ((targets == 0) | (targets == 1)).all()

@@ -30,7 +30,7 @@ class TrialBuilder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class AuditSubject:
-    """A trained federation to attack, and what is needed to train small ones like it.
+    """A trained federation to attack, and the settings to train small ones like it.
 
     Attributes:
         name: name of its defence.

@@ -63,7 +63,7 @@ def select_accepted(make: Callable[..., T], values: Mapping[str, JsonValue]) -> 
 
 @dataclass(frozen=True, eq=False)
 class TrainingRecipe:
-    """How to train federations like an existing one.
+    """The settings to train federations like an existing one.
 
     Attributes:
         federation: the existing federation, which is not changed.
