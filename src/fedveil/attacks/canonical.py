@@ -185,11 +185,16 @@ def sources(plan: Plan, flat: Tensor, reference: Tensor, exclude: Collection[str
         members[classes] = orders.members[classes][pair(classes, classes)[0]]
     for family in np.unique(orders.families[1:]):
         blocks = [_list_cells(plan, int(b)) for b in np.flatnonzero(orders.families == family) if b]
-        matches = [[[pair(*cells) for cells in zip(here, there, strict=True)] for here in blocks] for there in blocks]
+        matches = [
+            [[pair(*cells) for cells in zip(candidate, target, strict=True)] for candidate in blocks]
+            for target in blocks
+        ]
         costs = [[sum(cost for _, cost in pairings) for pairings in row] for row in matches]
         for to, source in zip(*linear_sum_assignment(np.array(costs)), strict=True):
-            for there, here, (order, _) in zip(blocks[to], blocks[source], matches[to][source], strict=True):
-                members[there] = orders.members[here][order]
+            for target_cells, source_cells, (order, _) in zip(
+                blocks[to], blocks[source], matches[to][source], strict=True
+            ):
+                members[target_cells] = orders.members[source_cells][order]
     shifts = torch.from_numpy(plan.slots.shifts(members)).to(flat.device)
     return element_slots(plan).sources(shifts)
 

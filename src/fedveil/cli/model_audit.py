@@ -50,11 +50,11 @@ class ModelAuditCommand:
         from fedveil.studies.model_audit.files import load_weights, read_both
 
         if not (self.model and self.weights and self.members and self.others):
-            given = {
+            flags = {
                 "--model": self.model,
                 **dict(zip(MODEL_AUDIT, (self.weights, self.members, self.others), strict=True)),
             }
-            missing = ", ".join(flag for flag, value in given.items() if not value)
+            missing = ", ".join(flag for flag, value in flags.items() if not value)
             raise BadArgument(WHERE, f"{missing} missing", "pass --model, --weights, --members and --others")
         train = import_object(self.train, "a function that trains", "my_package:train") if self.train else None
         if train is not None and not callable(train):
@@ -74,10 +74,12 @@ class ModelAuditCommand:
                 progress=lambda share, what: show("audit", share, what),
             )
         command = f"{WHERE} {format_flags(self.changes())}"
-        shown, page, table = result.present(), self.out / "report.html", self.out / "records.csv"
-        write(shown.page(command), page)
+        presentation, page, table = result.present(), self.out / "report.html", self.out / "records.csv"
+        write(presentation.page(command), page)
         result.write_records(table)
-        print_result(shown, f"\n{result.sentence}\n", f"report: {page}", f"records: {table}", as_json=self.as_json)
+        print_result(
+            presentation, f"\n{result.sentence}\n", f"report: {page}", f"records: {table}", as_json=self.as_json
+        )
 
     def changes(self) -> dict[str, Value]:
         """Return the flags that differ from their defaults, for the command that repeats the audit."""

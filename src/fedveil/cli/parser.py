@@ -63,8 +63,8 @@ class FlagSet:
 
         def build(**values: Value) -> Settings:
             if settings:
-                given = {name: values.pop(name) for name in defaults}
-                changed = {name: value for name, value in given.items() if value != defaults[name]}
+                selected = {name: values.pop(name) for name in defaults}
+                changed = {name: value for name, value in selected.items() if value != defaults[name]}
                 values["settings"] = tuple(f"{name}={value}" for name, value in changed.items())
             try:
                 return kind.model_validate(base | values)
@@ -168,18 +168,20 @@ def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
     choices.refuse_others(flags, prog)
     _check_file(result, values, choices)
     if len(quiet) < len(words):
-        shown = FlagSet(lambda key: key != hidden and choices.accepts(key), settings or own_settings(result.defences))
-        _print_help(replace(start, config=base), prog, about, shown, everything=HELP_ALL in words)
+        flag_set = FlagSet(
+            lambda key: key != hidden and choices.accepts(key), settings or own_settings(result.defences)
+        )
+        _print_help(replace(start, config=base), prog, about, flag_set, everything=HELP_ALL in words)
     return result
 
 
-def _print_help(start: FederationCommand, prog: str, about: str, shown: FlagSet, everything: bool) -> None:
+def _print_help(start: FederationCommand, prog: str, about: str, flag_set: FlagSet, everything: bool) -> None:
     """Print all flags, or only those that apply and are not rare, and exit."""
     if everything:
-        more = replace(shown, accepts=lambda key: shown.accepts(key) or key != "defence", show_owners=True)
+        more = replace(flag_set, accepts=lambda key: flag_set.accepts(key) or key != "defence", show_owners=True)
         parse(start, prog, ["--help"], about, more)
-    accepts = lambda key: key not in RARE and shown.accepts(key)  # noqa: E731
-    parse(start, prog, ["--help"], f"{about}\n\n{MORE}", replace(shown, accepts=accepts))
+    accepts = lambda key: key not in RARE and flag_set.accepts(key)  # noqa: E731
+    parse(start, prog, ["--help"], f"{about}\n\n{MORE}", replace(flag_set, accepts=accepts))
 
 
 def own_settings(defences: Sequence[str]) -> type | None:

@@ -72,8 +72,8 @@ def round_callback(show: Show, epochs: int, monitor: str | None = None) -> "Call
     result: dict[str, str] = {}
 
     def show_record(record: "RoundRecord") -> None:
-        shown = headlines(record.metrics, *([monitor] if monitor else []))
-        result.update({name: f", {name} {value:.4f}" for name, value in shown.items()})
+        main_metrics = headlines(record.metrics, *([monitor] if monitor else []))
+        result.update({name: f", {name} {value:.4f}" for name, value in main_metrics.items()})
         show("epoch", record.epoch / epochs, f"{record.epoch:.1f}/{epochs}{''.join(result.values())}")
 
     return show_record
@@ -87,15 +87,15 @@ def print_table(lines: Sequence[Sequence[str]], texts: int) -> None:
         print("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
 
 
-def print_result(shown: "Presentation", *last: str, as_json: bool = False) -> None:
+def print_result(presentation: "Presentation", *last: str, as_json: bool = False) -> None:
     """Print the table, paragraphs, note and last lines; as JSON, print only the table."""
     from fedveil.report import Answers, Text
 
     if as_json:
-        print(json.dumps([dict(zip(shown.header, row, strict=True)) for row in shown.rows]))
+        print(json.dumps([dict(zip(presentation.header, row, strict=True)) for row in presentation.rows]))
         return
-    print_table([shown.header, *shown.rows] if shown.rows else [], 2)
-    for section in (*shown.first, *shown.sections):
+    print_table([presentation.header, *presentation.rows] if presentation.rows else [], 2)
+    for section in (*presentation.first, *presentation.sections):
         if isinstance(section, Answers):
             for question, paragraphs in section.answers.items():
                 print(
@@ -107,4 +107,4 @@ def print_result(shown: "Presentation", *last: str, as_json: bool = False) -> No
             print(f"\n{section.title}")
             for paragraph in section.paragraphs:
                 print(textwrap.fill(paragraph, 110, initial_indent="  ", subsequent_indent="    "))
-    print(f"\n{textwrap.fill(shown.note, 110)}", *last, sep="\n")
+    print(f"\n{textwrap.fill(presentation.note, 110)}", *last, sep="\n")

@@ -52,9 +52,9 @@ def run_study(study: "Study[S, Any]", request: S, folder: Path, command: str, wo
     with lock_folder(folder):
         with print_progress(AGAIN) as show:
             results = gather(study, request, folder, workers=workers, show=show)
-        shown = publish(study, request, results, folder, command)
-    verdict = f"\n{textwrap.fill(shown.verdict, 110)}\n"
-    print_result(shown, verdict, f"report: {folder / 'report.html'}", f"repeat: {command}", as_json=as_json)
+        presentation = publish(study, request, results, folder, command)
+    verdict = f"\n{textwrap.fill(presentation.verdict, 110)}\n"
+    print_result(presentation, verdict, f"report: {folder / 'report.html'}", f"repeat: {command}", as_json=as_json)
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class AttackCommand(FederationCommand):
             values: dict[str, Value] = {"run": str(run)} | ({"trust_code": True} if self.trust_code else {})
             values |= {key: config.flat()[key] for key in CODE if key in self.used_flags}
         else:
-            shown = {"data", *config.changes(), *self.defaults} - {"defence"}
-            values = {name: value for name, value in config.flat().items() if name in shown}
+            keys = {"data", *config.changes(), *self.defaults} - {"defence"}
+            values = {name: value for name, value in config.flat().items() if name in keys}
             values |= {"defence": ",".join(defences)}
         values |= {name: value for name, value in plain_values(self.attack).items() if value != defaults[name]}
         notes = tuple(describe_run(config, run)) if run else ()
@@ -320,9 +320,9 @@ def reproduce(
     from fedveil.studies.basis import AGAIN
     from fedveil.studies.paper.reproduce import reproduce as run
 
-    def print_exhibit(plan: "ExhibitPlan", shown: "Presentation") -> None:
+    def print_exhibit(plan: "ExhibitPlan", presentation: "Presentation") -> None:
         print(f"\n{plan.title}\n{textwrap.fill(plan.settings.about, 110)}\n")
-        print_result(shown)
+        print_result(presentation)
 
     folder = out or Path("runs") / f"paper-{scale}"
     with print_progress(AGAIN) as show:

@@ -199,9 +199,9 @@ def from_records(
     return Data(name, first, second, third, tuple(classes or map(str, range(count))))
 
 
-def read_part(where: str, given: UserRecords) -> DataPart:
+def read_part(where: str, records: UserRecords) -> DataPart:
     """Read records in any of the accepted forms into a `DataPart`."""
-    source = as_source(where, given)
+    source = as_source(where, records)
     if not len(source):
         raise BadArgument(where, "there are no records", "pass at least one record")
     batch = (

@@ -179,7 +179,7 @@ class CsvTable:
         """Replace missing numbers with the median of the training rows, and missing words with a category."""
         table, counts, changes = self, 0, []
         for column in inputs:
-            cells, value, shown = self.columns[column.name], CATEGORY, f"the category {CATEGORY!r}"
+            cells, value, label = self.columns[column.name], CATEGORY, f"the category {CATEGORY!r}"
             count = int(np.isin(cells, list(column.gaps)).sum())
             if count and column.numeric:
                 known = [size for cell in cells[train] if (size := number(cell, self.decimal)) is not None]
@@ -187,10 +187,10 @@ class CsvTable:
                     fix = f"use {flag('ignore', column.name)}"
                     self.refuse_column(column.name, "every cell in the training part is missing", fix)
                 median = float(np.median(known))
-                value, shown = repr(median).replace(".", self.decimal), f"the median {median:.4g}"
+                value, label = repr(median).replace(".", self.decimal), f"the median {median:.4g}"
             if count:
                 table = table.replace_cells(column.name, dict.fromkeys(column.gaps, value))
-                changes.append(f"{column.name}: {count:,} with {shown}")
+                changes.append(f"{column.name}: {count:,} with {label}")
                 counts += count
         if changes:
             notes.append(f"filled in {counts:,} missing cells ({shorten(changes)})")

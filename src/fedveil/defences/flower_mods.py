@@ -64,8 +64,8 @@ class FlowerLocalDp(Filtered):
         self, clipping_norm: float = 1.0, sensitivity: float | None = None, epsilon: float = 10.0, delta: float = 1e-5
     ) -> None:
         self.clipping_norm = check_positive(self.name, "clipping_norm", clipping_norm, "use clipping_norm=1")
-        given = self.clipping_norm if sensitivity is None else sensitivity
-        self.sensitivity = check_positive(self.name, "sensitivity", given, "use twice the clipping norm")
+        change = self.clipping_norm if sensitivity is None else sensitivity
+        self.sensitivity = check_positive(self.name, "sensitivity", change, "use twice the clipping norm")
         self.epsilon = check_positive(self.name, "epsilon", epsilon, "use epsilon=10")
         self.delta = check_delta(self.name, delta)
 

@@ -94,8 +94,8 @@ class MetricChoices:
         """Return the evaluation to run, or None without held-out data; refuse metrics that are unknown or fail."""
         check_boolean("fit", "track_test", self.track_test)
         decisive, prefix = validation or test, VALIDATION if validation else ""
-        given = {"patience": self.patience, "monitor": self.monitor, "metrics": self.metrics}
-        check_monitored(decisive is not None, server.schedule, **given)
+        requested = {"patience": self.patience, "monitor": self.monitor, "metrics": self.metrics}
+        check_monitored(decisive is not None, server.schedule, **requested)
         if decisive is None:
             return None
         if self.metrics:

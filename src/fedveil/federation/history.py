@@ -19,8 +19,8 @@ Value = int | float | Note
 
 def headlines(metrics: Mapping[str, float], *more: str) -> dict[str, float]:
     """Return the main metrics, for a short line of text, and those named in `more`."""
-    shown = (*HEADLINES, *more)
-    return {name: value for name, value in metrics.items() if name.removeprefix(VALIDATION) in shown}
+    selected = (*HEADLINES, *more)
+    return {name: value for name, value in metrics.items() if name.removeprefix(VALIDATION) in selected}
 
 
 @dataclass(frozen=True, eq=False)

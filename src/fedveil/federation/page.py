@@ -142,8 +142,8 @@ def error_section(errors: Mapping[str, Sequence[tuple[int, float]]], note: str) 
             bands.setdefault(run, []).append((low, high))
     if size > 1:
         note = f"Each point is the median of {size} rounds; the band contains 80 % of them. {note}"
-    shown = bands if size > 1 else {}
-    return Curves(ERRORS, "round", "error", lines, True, note, bands=shown)
+    drawn_bands = bands if size > 1 else {}
+    return Curves(ERRORS, "round", "error", lines, True, note, bands=drawn_bands)
 
 
 def cost_section(histories: Mapping[str, History]) -> Section:
@@ -240,12 +240,12 @@ def run_page(
     summary_text += f" Stopped {summary.stopped}." if summary.stopped else ""
     if budget and epsilon is not None:
         summary_text += f" Epsilon {epsilon:.3g} at delta {budget.delta:g}."
-    shown = f" at epsilon {epsilon:.3g}" if epsilon is not None else ""
+    epsilon_text = f" at epsilon {epsilon:.3g}" if epsilon is not None else ""
     return Page(
         f"{details.title or type(server.model).__name__}, {name}",
-        verdict(metric, result, shown)
+        verdict(metric, result, epsilon_text)
         if result
-        else f"{count(summary.rounds, 'round')}, without an evaluation{shown}.",
+        else f"{count(summary.rounds, 'round')}, without an evaluation{epsilon_text}.",
         sections,
         summary.repeat,
         summary_text,

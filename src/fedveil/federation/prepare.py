@@ -62,9 +62,9 @@ def make_shards(
 
 def read_own_records(data: OwnRecords, *, check: bool = True) -> Source:
     """Return the client's records; refuse unusable records, if `check`, without revealing their values."""
-    given = data if isinstance(data, Dataset) or not callable(data) else data()
+    records = data if isinstance(data, Dataset) or not callable(data) else data()
     try:
-        source = as_source("this client", given)
+        source = as_source("this client", records)
         return check_sources([source])[0] if check else source
     except FedveilError as error:  # its text may contain values from records, and errors are sent to the server
         print(f"fedveil: {error}", file=sys.stderr)
@@ -156,14 +156,14 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-def _create(name: str, given: T | Callable[[A], T], kind: type[T], argument: A, fix: str) -> T:
+def _create(name: str, value: T | Callable[[A], T], kind: type[T], argument: A, fix: str) -> T:
     """Return the given object, or the object that a factory creates; refuse settings that torch rejects."""
-    if isinstance(given, kind):
-        return given
-    if not callable(given):
-        raise BadArgument(WHERE, f"{name} is {given!r}", fix)
+    if isinstance(value, kind):
+        return value
+    if not callable(value):
+        raise BadArgument(WHERE, f"{name} is {value!r}", fix)
     try:
-        result = given(argument)
+        result = value(argument)
     except (TypeError, ValueError) as error:
         raise BadArgument(WHERE, f"{name} cannot be created: {error}", f"pass all its settings: {fix}") from error
     if not isinstance(result, kind):
@@ -171,10 +171,10 @@ def _create(name: str, given: T | Callable[[A], T], kind: type[T], argument: A, 
     return result
 
 
-def make_optimizer(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+def make_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
     """Create an optimizer for these parameters, or return the given optimizer if it already has them."""
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    result = _create("optimizer", given, torch.optim.Optimizer, trained, FACTORY)
+    result = _create("optimizer", optimizer, torch.optim.Optimizer, trained, FACTORY)
     ours = {id(parameter) for parameter in parameters.values()}
     if any(id(parameter) not in ours for group in result.param_groups for parameter in group["params"]):
         what = "the optimizer has parameters that do not belong to this model"
@@ -182,11 +182,11 @@ def make_optimizer(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.
     return result
 
 
-def make_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+def make_schedule(schedule: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     """Create a schedule for this optimizer, or return the given schedule if it already has it."""
-    if given is None:
+    if schedule is None:
         return None
-    result = _create("schedule", given, LRScheduler, optimizer, COSINE)
+    result = _create("schedule", schedule, LRScheduler, optimizer, COSINE)
     if result.optimizer is not optimizer:
         raise BadArgument(WHERE, "the schedule is for another optimizer", f"pass that optimizer as well, or {COSINE}")
     return result

@@ -292,9 +292,9 @@ class FaultLog:
 
     def too_few_answers(self, what: str) -> TooFewAnswers:
         """Return the error of a round without enough answers, with the last faults."""
-        shown = "; ".join(map(str, self.faults[-MAX_SHOWN:]))
+        faults = "; ".join(map(str, self.faults[-MAX_SHOWN:]))
         fix = "check the clients' logs, then resume from the checkpoint"
-        return TooFewAnswers(f"round {self.round}", f"{what}: {shown}" if shown else what, fix)
+        return TooFewAnswers(f"round {self.round}", f"{what}: {faults}" if faults else what, fix)
 
 
 @dataclass

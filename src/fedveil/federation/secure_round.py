@@ -213,7 +213,7 @@ class SecureRound:
         """Verify a client's hello and return it. A client may reconnect as another member."""
         try:
             values = json.loads(body)
-            hello, shown = Hello.from_values(values), bytes.fromhex(str(values.get("proof")))
+            hello, sent_proof = Hello.from_values(values), bytes.fromhex(str(values.get("proof")))
         except (ValueError, AttributeError, RecursionError) as error:
             raise BadArgument("hello", "it cannot be read") from error
         if hello.run != self._session:
@@ -221,7 +221,7 @@ class SecureRound:
         proof = hello.proof(challenge)
         for signature, covered in (
             (hello.signature, Hello.signed_bytes(hello.run, hello.name, hello.key)),
-            (shown[:SIGNATURE], proof),
+            (sent_proof[:SIGNATURE], proof),
         ):
             if len(signature) != SIGNATURE or not self._roster.verifies(hello.name, signature, covered):
                 self._impostors[member] = f"its hello is not signed by {hello.name}"
@@ -230,7 +230,7 @@ class SecureRound:
             self.conduct.exclude(hello.name, "its key is of small order")
             raise BadArgument("hello", f"the key of {hello.name} is of small order")
         tag = tag_message(channel_key(self._key, hello.key, self._session), proof)
-        if not hmac.compare_digest(shown[SIGNATURE:], tag):
+        if not hmac.compare_digest(sent_proof[SIGNATURE:], tag):
             self.conduct.exclude(hello.name, "it does not own the key that it presents")
             raise BadArgument("hello", f"{hello.name} does not own the key that it presents")
         for other in [other for other in self._greetings if self._name(other) == hello.name and other != member]:

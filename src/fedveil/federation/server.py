@@ -329,10 +329,8 @@ class Server(StoredServer):
         for name, interval, least in (("evaluate_every", evaluate_every, 1), ("checkpoint_every", checkpoint_every, 0)):
             if interval is not None:
                 check_count("fit", name, interval, least, f"set {name} to a number of rounds")
-        given = {VALIDATION_DATA: validation, TEST: test}
-        held_out = {
-            owner: None if records is None else self._read_held_out(owner, records) for owner, records in given.items()
-        }
+        parts = {VALIDATION_DATA: validation, TEST: test}
+        held_out = {name: None if part is None else self._read_held_out(name, part) for name, part in parts.items()}
         evaluation = MetricChoices(metrics or {}, monitor, mode, patience, track_test).plan(self, *held_out.values())
         if resume and home is None:
             raise BadArgument("fit", "resume=True needs the folder of the run", "pass folder= as well")

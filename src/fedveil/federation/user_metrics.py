@@ -77,13 +77,13 @@ def _check_order(where: str, function: MetricFunction, probabilities: bool) -> N
         names = list(inspect.signature(function).parameters)[:2]
     except (TypeError, ValueError):  # some built-in functions have no signature
         return
-    called, shown = getattr(function, "__name__", "f"), ", ".join(names)
+    called, parameters = getattr(function, "__name__", "f"), ", ".join(names)
     if names and names[0] in PREDICTIONS:
-        what = f"its parameters are ({shown}), but a function is called as f(targets, predictions)"
+        what = f"its parameters are ({parameters}), but a function is called as f(targets, predictions)"
         fix = f"pass lambda targets, predictions: {called}(predictions, targets), or an object with update and compute"
         raise BadArgument(where, what, fix)
     if not probabilities and (called == "log_loss" or (names[1:] and names[1] in PROBABILITIES)):
-        what = f"its parameters are ({shown}), but a function receives predicted classes, not scores"
+        what = f"its parameters are ({parameters}), but a function receives predicted classes, not scores"
         raise BadArgument(where, what, f"pass fedveil.federation.Probabilities({called})")
 
 

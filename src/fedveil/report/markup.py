@@ -86,7 +86,7 @@ def split_brackets(cell: str) -> tuple[str, str]:
 def display_widths(picture: Picture) -> str:
     """Return the displayed widths as CSS variables: integer multiples of the picture's width, so pixels stay square."""
     side = max(picture.width, picture.height)
-    wide, narrow = (picture.width * max(1, round(shown / side)) for shown in (WIDE, NARROW))
+    wide, narrow = (picture.width * max(1, round(width / side)) for width in (WIDE, NARROW))
     return f"--wide:{wide}px;--narrow:{narrow}px"
 
 

@@ -259,8 +259,8 @@ def choose_settings(config: Config, records: int) -> Config:
 
 def build_limits(settings: LimitSettings) -> Limits | None:
     """Return the limits on clients; None if there are none."""
-    given = settings.model_dump(exclude_none=True)
-    return Limits(**given) if given else None
+    arguments = settings.model_dump(exclude_none=True)
+    return Limits(**arguments) if arguments else None
 
 
 def build_loss(settings: TrainingSettings) -> Loss | None:

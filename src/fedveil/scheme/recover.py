@@ -340,10 +340,10 @@ def _is_finite(secret: Recovery, updates: Sequence[Update], shares: Sequence[flo
 
 def _client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
     """Return w_k = |D_k| / |D|, given weights as a list, tuple, vector or any other sequence of numbers."""
-    given = [update.samples for update in updates] if weights is None else weights
+    counts = [update.samples for update in updates] if weights is None else weights
     try:
-        count = len(given)
-        numbers = np.asarray(given if count == len(updates) else [])  # not read if their count is wrong
+        count = len(counts)
+        numbers = np.asarray(counts if count == len(updates) else [])  # not read if their count is wrong
     except Exception as error:  # an invalid object may raise any exception
         raise BadArgument("recover", f"weights cannot be used: {type(error).__name__}", "pass numbers") from error
     if count != len(updates) or not count:

@@ -135,19 +135,19 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
 
 
 def complete_presentation(
-    shown: Presentation, results: Mapping[str, Result], notes: Sequence[str], facts: Facts, lead: str = ""
+    presentation: Presentation, results: Mapping[str, Result], notes: Sequence[str], facts: Facts, lead: str = ""
 ) -> Presentation:
     """Add failures, notes, the configuration and, if there is no verdict, `lead` to a presentation."""
     failures = {name: result.failed for name, result in results.items() if isinstance(result, Failure)}
     failed = [Text("Failed", [f"{name}: {why}" for name, why in failures.items()])] if failures else []
     return dataclasses.replace(
-        shown,
-        verdict=" ".join([*notes, shown.verdict or lead]),
-        plain=" ".join([*notes, shown.plain]) if shown.plain else "",
-        rows=[*shown.rows, *(failed_row(name, len(shown.header)) for name in failures)],
-        sections=[*shown.sections, facts],
-        first=[*failed, *shown.first],
-        lead=lead if shown.verdict else "",
+        presentation,
+        verdict=" ".join([*notes, presentation.verdict or lead]),
+        plain=" ".join([*notes, presentation.plain]) if presentation.plain else "",
+        rows=[*presentation.rows, *(failed_row(name, len(presentation.header)) for name in failures)],
+        sections=[*presentation.sections, facts],
+        first=[*failed, *presentation.first],
+        lead=lead if presentation.verdict else "",
     )
 
 

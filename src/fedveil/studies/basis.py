@@ -155,8 +155,8 @@ def digest_files(source: Path) -> str:
         if not source.is_dir():
             return _digest_file(source)
         names = sorted(path.relative_to(source) for path in source.rglob("*") if path.is_file())
-        shown = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-        lines = "".join(f"{name.as_posix()}\0{_digest_file(source / name)}\0" for name in shown)
+        visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+        lines = "".join(f"{name.as_posix()}\0{_digest_file(source / name)}\0" for name in visible)
     except OSError as error:
         what = f"cannot be read: {error.strerror or error}"
         raise BadArgument(str(error.filename or source), what, "use files and folders that can be read") from error

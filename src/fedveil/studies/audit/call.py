@@ -60,7 +60,7 @@ class AuditReport:
     command: str
 
     def __repr__(self) -> str:
-        shown = self.presentation
+        presentation = self.presentation
         labels = [
             f"  {name}, {verdict.measure.subject}: {verdict}"
             for name, by_subject in self.verdicts.items()
@@ -69,7 +69,7 @@ class AuditReport:
         failed = [
             f"  {name}: failed: {result.failed}" for name, result in self.results.items() if isinstance(result, Failure)
         ]
-        return "\n".join([shown.title, shown.plain or shown.verdict, *labels, *failed])
+        return "\n".join([presentation.title, presentation.plain or presentation.verdict, *labels, *failed])
 
     @property
     def verdicts(self) -> dict[str, dict[str, Verdict]]:
@@ -231,11 +231,13 @@ def run_audit(subject: MemoryAudit, notes: tuple[str, ...], command: str, progre
         "rounds": str(len(subject.recipe.rates)),
         **{name: str(value) for name, value in asdict(subject.options).items() if name not in ("lira", "server")},
     }
-    shown = complete_presentation(page.show(successes(result)), result, notes, Facts("Configuration", values))
+    presentation = complete_presentation(page.show(successes(result)), result, notes, Facts("Configuration", values))
     if any(note.startswith(STAND_IN_NOTICE) for note in notes):
-        first = [warn_of_stand_ins(section) if isinstance(section, Answers) else section for section in shown.first]
-        shown = replace(shown, first=first, plain=" ".join(notes))
+        first = [
+            warn_of_stand_ins(section) if isinstance(section, Answers) else section for section in presentation.first
+        ]
+        presentation = replace(presentation, first=first, plain=" ".join(notes))
     title = (
         f"Audit of {type(federation.model).__name__}, {federation.defence.name}, {len(federation.shards.sizes)} clients"
     )
-    return AuditReport(result, replace(shown, title=title), notes, command)
+    return AuditReport(result, replace(presentation, title=title), notes, command)

@@ -339,19 +339,19 @@ def list_verdicts(audits: Audits) -> dict[str, dict[str, Verdict]]:
     }
 
 
-def find_answers(shown: Presentation) -> Mapping[str, Sequence[str]]:
+def find_answers(presentation: Presentation) -> Mapping[str, Sequence[str]]:
     """Return the answers on a page, by question; empty if there are none."""
-    return next((section.answers for section in shown.first if isinstance(section, Answers)), {})
+    return next((section.answers for section in presentation.first if isinstance(section, Answers)), {})
 
 
-def plain_summary(shown: Presentation, audits: Audits) -> dict[str, JsonValue]:
+def plain_summary(presentation: Presentation, audits: Audits) -> dict[str, JsonValue]:
     """Return the conclusion, the answers and the labels, for results.json."""
     labels = {
         name: {subject: {"label": verdict.label, "text": str(verdict)} for subject, verdict in verdicts.items()}
         for name, verdicts in list_verdicts(audits).items()
     }
     result: dict[str, JsonValue] = to_jsonable_python(
-        {"conclusion": shown.plain, "answers": find_answers(shown), "verdicts": labels}
+        {"conclusion": presentation.plain, "answers": find_answers(presentation), "verdicts": labels}
     )
     return result
 

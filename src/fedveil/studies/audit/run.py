@@ -264,14 +264,16 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
 
     def show(self, request: AttackRequest[AuditOptions], results: Mapping[str, AuditResult]) -> Presentation:
         """Return the verdict, the table, charts, an explanation of how to read them, and what each defence claims."""
-        shown = page.show(results)
+        presentation = page.show(results)
         claims = {name: find(name).claim for name in results if name != page.UNDEFENDED}
         lines = [f"{name}: {claim}." for name, claim in claims.items() if claim]
-        return replace(shown, sections=[*shown.sections, *([Text("What the authors claim", lines)] if lines else [])])
+        return replace(
+            presentation, sections=[*presentation.sections, *([Text("What the authors claim", lines)] if lines else [])]
+        )
 
-    def summarise(self, results: Results[AuditResult], shown: Presentation) -> Mapping[str, JsonValue]:
+    def summarise(self, results: Results[AuditResult], presentation: Presentation) -> Mapping[str, JsonValue]:
         """Return the conclusion, the answers and the labels."""
-        return page.plain_summary(shown, successes(results))
+        return page.plain_summary(presentation, successes(results))
 
 
 SUITE: Mapping[str, Mapping[str, Value]] = read_federations()["suite"]

@@ -236,7 +236,7 @@ MEMBERSHIP_KIND, INVERSION_KIND = TypeAdapter(AttackResults[Membership]), TypeAd
 
 def present_table4(plan: ExhibitPlan, results: AttackResults[Inversion]) -> Presentation:
     """Return the table; its note includes the success of a generator without any model, and of real images."""
-    shown, limits = present_attack(plan, results, figures=_inversion_figures), []
+    presentation, limits = present_attack(plan, results, figures=_inversion_figures), []
     for data, ours in results.items():
         result = {seed: success for seeds in ours.values() for seed, success in successes(seeds).items()}
         if all_successes := list(result.values()):
@@ -246,7 +246,7 @@ def present_table4(plan: ExhibitPlan, results: AttackResults[Inversion]) -> Pres
                 f"{data}: a generator without any model {floor}, held-out real images {ceiling}, "
                 f"guessing {100 / len(all_successes[0].classes):.1f}."
             )
-    return replace(shown, note=" ".join([shown.note, *limits]))
+    return replace(presentation, note=" ".join([presentation.note, *limits]))
 
 
 OMITTED = {"table3": frozenset({"roc", "collapsed", "known", "broadcasts"}), "table4": frozenset({"right", "gallery"})}

@@ -184,8 +184,8 @@ def _sections(plan: ExhibitPlan, stored: StoredExhibit, presented: Presentation)
     for name, value in plan.written.items():
         groups = value if name == "runs" and isinstance(value, list) else [value]
         for number, group in enumerate(groups, start=1):
-            shown = ", ".join(f"{k} = {v}" for k, v in group.items()) if isinstance(group, dict) else str(group)
-            facts[f"{name} {number}" if len(groups) > 1 else name] = shown
+            text = ", ".join(f"{k} = {v}" for k, v in group.items()) if isinstance(group, dict) else str(group)
+            facts[f"{name} {number}" if len(groups) > 1 else name] = text
     why = Text(f"{label}: differences from the paper, and why", plan.file.why)
     return [main, *presented.sections, why, Facts(f"{label}: settings", facts)]
 

@@ -196,7 +196,7 @@ HEADER1 = (
     *("L", "clients", "plain", "veil"),
     *("largest difference of means", "largest difference within a seed", "standard deviation over seeds"),
 )
-LOSS2 = "cross_entropy"  # the paper's loss for Table 2
+TABLE2_LOSS = "cross_entropy"  # the paper's loss for Table 2
 DIFFERENCES: dict[str, Callable[[Comparison], str]] = {
     "difference of means": lambda pair: f"{100 * pair.means:.2f}",
     "within a seed": lambda pair: f"{100 * pair.largest_anywhere:.1f}",
@@ -249,7 +249,7 @@ def present_table2(plan: ExhibitPlan, results: list[Run]) -> Presentation:
     for printed_as, data in plan.settings.data.items():
         for clients in next(iter(paper[printed_as].values())):
             for defence, values in paper[printed_as].items():
-                selected = select(results, data=data, clients=clients, defence=defence, loss=LOSS2)
+                selected = select(results, data=data, clients=clients, defence=defence, loss=TABLE2_LOSS)
                 cells = paper_cells(plan, values[clients], selected, "model", (".2f", ".1f"), 100)
                 rows.append([data, clients, defence, *cells])
     constants = {run.data: run.constant for run in results if run.constant is not None}
