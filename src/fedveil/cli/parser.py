@@ -27,7 +27,7 @@ Json = Annotated[Switch, conf.arg(name="json", help="print the result as JSON", 
 TABLES = (".csv", ".tsv", ".tab", ".xls", ".xlsx", ".parquet")
 HELP = ("-h", "--help", HELP_ALL)
 FILE = "TOML file or config.json of a run; flags override its values (attack and audit also accept a run's folder)"
-TRUST = "import code that the file or run refers to; use this only if you trust its author"
+TRUST = "let the file or run import code; use only if you trust it"
 MORE = f"`{HELP_ALL}` also lists advanced flags and the flags of other data sets, models and defences."
 SIZES = ("train_size", "test_size")  # their defaults for one data set do not apply to another
 

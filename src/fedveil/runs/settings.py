@@ -82,7 +82,7 @@ class DataSettings(NamedSettings):
         None, "fraction of the records to test on, unless they are already divided; by default 0.2", "csv images"
     )
     validation: Literal["own"] | Between | None = _key(
-        None, "fraction of the training records to hold out, or own (the data set's validation records)"
+        None, "fraction of the training records to hold out, or own (the data set's)"
     )
     scaling: Literal["records", "public"] | None = _key(
         None, "standardise with the training records, or with constants; by default public with privacy", SCALED
@@ -159,7 +159,7 @@ class TrainingSettings(Settings):
     momentum: BelowOne = _key(0.9, "for sgd: momentum; with local_epochs, by default 0", rare=True)
     weight_decay: NonNegative = _key(0.0, "weight decay", rare=True)
     schedule: Literal["constant", "cosine", "plateau"] = _key(
-        "constant", "learning-rate schedule; plateau follows the monitored metric"
+        "constant", "learning-rate schedule; plateau follows --monitor"
     )
     schedule_every: Literal["epoch", "round"] = _key("epoch", "how often a cosine schedule changes the rate", rare=True)
     clip_norm: AboveZero | None = _key(None, "clip the gradient to this norm; by default, do not clip")
@@ -172,7 +172,7 @@ class TrainingSettings(Settings):
     whole_shard: bool = _key(False, "use all of a client's records in every round")
     participation: Fraction = _key(1.0, "fraction of the clients that take part in each round")
     fuse: bool = _key(True, "compute all clients' gradients in one pass if samples are independent", rare=True)
-    seed: int = _key(0, "seed for the initial model and for the order of records and clients")
+    seed: int = _key(0, "seed for the initial model and the order of records and clients")
     device: str = _key("cpu", "device to compute on: cpu, cuda, cuda:1 ...")
     checkpoint_every: Annotated[int, Field(ge=0)] = _key(
         0, "number of rounds between checkpoints; 0 for one per epoch", rare=True
