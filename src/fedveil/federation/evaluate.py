@@ -123,8 +123,8 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
 def measure(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis: int | None = None) -> dict[str, float]:
     """Return `metrics`, and the balanced accuracy and mean F1 of classes, or the MAE and R2 of quantities.
 
-    Class figures are those of scikit-learn: the balanced accuracy is the mean recall of the classes that targets
-    contain, and F1 is the mean over all classes that targets or predictions contain. R2 is the fraction of the
+    Metrics of classes are defined as in scikit-learn: the balanced accuracy is the mean recall of the classes that
+    targets contain, and F1 is the mean over all classes that targets or predictions contain. R2 is the fraction of the
     targets' variance that the outputs explain; it is left out if all targets are equal.
     """
     result = metrics(outputs, targets, loss, axis=axis)
