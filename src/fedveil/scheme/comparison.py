@@ -1,11 +1,11 @@
 """Compare a recovered gradient with the plain one, and refuse a difference that rounding does not explain.
 
 The first round of a run compares them on one batch, at the cost of a step. Both passes draw the same constants in place
-of random numbers, because dropout drops other units of a permuted model.
+of random numbers, because dropout would drop different units of a permuted model.
 
-Rounding explains a difference of n e |g| with n operations, of which each rounds by the recorded error e. If it is
-larger, both gradients are computed again with parameters that differ in the last digit: each of the n operations may
-change the result as much as this change of its operands does. That accounts for cancellation, and for units so close to
+Rounding explains a difference of n e |g| for n operations that each round by the recorded error e. If the difference is
+larger, both gradients are computed again with parameters that differ in the last digit: rounding in each of the n
+operations may change the result as much as this change does. That accounts for cancellation, and for units so close to
 the kink of a ReLU that their derivative depends on rounding.
 """
 
