@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python -m benchmarks.analysis [--quick]
 
-Large networks have the dimensions of public ones at 224 pixels. Each is analysed once, in a process of its own, after
+Large networks have the dimensions of public ones at 224 pixels. Each is analysed once, in a separate process, after
 one analysis of a tiny network that loads what torch.export needs. Memory is the peak of resident memory during the call
 above what was resident before it. Growth with depth is the cost of one more layer in the last doubling over that in the
 first: about 1 if the cost is linear. All times are CPU seconds of the process, with one thread.

@@ -4,8 +4,8 @@
 
 For each network of `benchmarks/networks`: how many of its values are scaled by secret factors, changed in sign, only
 moved to another place, or bare; the worst error of a parameter in float64, |found - true| / max(|true|, 1e-6 |all
-true|); and in float32 that error over the error of plain float32 autograd, the median of 5 batches, each under a secret
-of its own. Squared error, up to 3 groups of outputs, additive noise 1, factors up to 4.
+true|); and in float32 that error over the error of plain float32 autograd, the median of 5 batches, each under a
+different secret. Squared error, up to 3 groups of outputs, additive noise 1, factors up to 4.
 """
 
 import argparse

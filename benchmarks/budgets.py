@@ -18,7 +18,7 @@ been compared on test images; none of them is used here. A first evaluation on t
 a bias, gave 55 to 59 %: the simulation has no bias, and with a bias these learning rates diverge. It was discarded, and
 the cause was found on the held-out training images. Epsilon does not cover these choices, nor the published means and
 deviations of the training images, with which pixels are standardised. The row "none" is the same training without
-clipping and noise, with a learning rate of its own that was chosen in the same way.
+clipping and noise, with its own learning rate, chosen in the same way.
 """
 
 import argparse

@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.client_privacy", description="Cost of differential privacy."
     )
     parser.add_argument("--quick", action="store_true", help="one seed, 20 rounds, few rows")
-    parser.add_argument("--loss", choices=LOSSES, help="only this one")
-    parser.add_argument("--clients", type=int, help="only rows with so many")
+    parser.add_argument("--loss", choices=LOSSES, help="only this loss")
+    parser.add_argument("--clients", type=int, help="only rows with this number of clients")
     parser.add_argument("--seeds", type=int, default=2)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

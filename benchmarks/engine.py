@@ -39,7 +39,7 @@ DECOYS = 2
 
 
 class Apart(nn.Sequential):
-    """Not a stack whose passes `client_step` runs together: each pass is a backward of its own."""
+    """Not a stack whose passes `client_step` runs together: each pass is a separate backward."""
 
 
 def federation(defence: str, fuse: bool, passes_apart: bool = False) -> Federation:

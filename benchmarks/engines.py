@@ -136,7 +136,7 @@ ENGINES = {
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that so many do not exceed."""
+    """Return the value that this fraction of the values does not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.privacy [--repeats 25] [--wall] [--cold]
 
-CPU time of one thread, or the time that passes. Each round runs every way twice, in turn, and measures the second run;
-with --cold it measures the only run, after another way has filled the caches. The table has medians of the ratios to
+CPU time of one thread, or wall-clock time. Each round runs every method twice, in turn, and measures the second run;
+with --cold it measures the only run, after another method has filled the caches. The table has medians of the ratios to
 the plain step of the same round, with quartiles. Opacus's hooks form all per-record gradients; its ghost clipping forms
-none, and runs two backward passes. All ways end with the clipped sum of the batch, Opacus's in float32 and ours in
+none, and runs two backward passes. All methods end with the clipped sum of the batch, Opacus's in float32 and ours in
 float64; noise is not included.
 """
 
@@ -92,8 +92,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--wall", action="store_true", help="measure the time that passes, on a quiet machine")
-    parser.add_argument("--cold", action="store_true", help="run every way once per round, after another way")
+    parser.add_argument("--wall", action="store_true", help="measure wall-clock time, on a quiet machine")
+    parser.add_argument("--cold", action="store_true", help="run every method once per round, after another method")
     given = parser.parse_args()
     clock = time.perf_counter if given.wall else time.process_time
     torch.set_num_threads(1)

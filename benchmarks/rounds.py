@@ -6,7 +6,7 @@ K = 5, MLP with three hidden layers of 50, no biases. Reference: batches of 512,
 fused in one process. Few rounds: every client's whole shard in each round, Adam 1e-2 with betas (0.9, 0.99), cosine to
 0 over the run: what examples/flower_app does by default. Bound: 150 rounds or fewer within 0.003 of the reference's
 test MSE. --choose prints the validation error of other learning rates. --deployed runs examples/flower_app as it is,
-veiled, on a SuperLink and five SuperNodes on this machine, for so many rounds.
+veiled, on a SuperLink and five SuperNodes on this machine, for this number of rounds.
 """
 
 import argparse

@@ -97,7 +97,7 @@ def interleave(
         calls: how many calls in a row are one timing; a repetition should last 0.2 s or more, because the
             kernel counts CPU time in steps of 0.01 s.
         warm_up: untimed calls of each variant before the first repetition.
-        least: keep at least so many repetitions, the quietest first, however busy the machine is.
+        least: minimum number of repetitions to keep, the quietest first, however busy the machine is.
     """
     for work in variants.values():
         seconds_a_call(work, warm_up)

@@ -116,7 +116,7 @@ class GptBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A language model: logits at each position, from a head of its own."""
+    """A language model: logits at each position, from a separate head."""
 
     def __init__(self, attention: Callable[[int, int], nn.Module], positions: bool = True) -> None:
         super().__init__()

@@ -81,7 +81,7 @@ def mobilenet_v3(classes: int = 10) -> nn.Module:
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """BatchNorm and an activation in one module, with a forward of its own."""
+    """BatchNorm and an activation in one module, with its own forward."""
 
     def __init__(self, channels: int, act: bool = True) -> None:
         super().__init__(channels)

@@ -38,14 +38,18 @@ class NumberTracker(Tracker):
     def start(self, settings: Mapping[str, Setting], evaluates: bool) -> None:
         """Begin a run with these settings."""
         self._evaluates = evaluates
-        self._open({name: list(own) if isinstance(own, tuple) else own for name, own in settings.items()})
+        self._open(
+            {name: list(setting) if isinstance(setting, tuple) else setting for name, setting in settings.items()}
+        )
 
     def __call__(self, record: RoundRecord) -> None:
         """Log the numbers in the record of a round."""
         if not self._evaluates or record.metrics:
-            numbers = {name: float(own) for name, own in record.items() if isinstance(own, int | float)}
-            kept = {name: own for name, own in numbers.items() if math.isfinite(own)}
-            self._log({name: own for name, own in kept.items() if name not in ("round", "evaluated")}, record.round)
+            numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+            finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
+            self._log(
+                {name: value for name, value in finite.items() if name not in ("round", "evaluated")}, record.round
+            )
 
     def _open(self, settings: Mapping[str, object]) -> None:
         """Begin a run."""
@@ -98,15 +102,15 @@ class MLflow(NumberTracker):
         self._experiment, self._name = experiment, name
 
     def _open(self, settings: Mapping[str, object]) -> None:
-        found = self._client.get_experiment_by_name(self._experiment)
-        key = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        result = self._client.get_experiment_by_name(self._experiment)
+        key = result.experiment_id if result else self._client.create_experiment(self._experiment)
         self._run = self._client.create_run(key, run_name=self._name).info.run_id
         make = self._module.entities.Param
         self._client.log_batch(self._run, params=[make(name, str(value)) for name, value in settings.items()])
 
     def _log(self, numbers: Mapping[str, float], number: int) -> None:
         make, now = self._module.entities.Metric, int(1000 * time.time())
-        self._client.log_batch(self._run, metrics=[make(name, own, now, number) for name, own in numbers.items()])
+        self._client.log_batch(self._run, metrics=[make(name, value, now, number) for name, value in numbers.items()])
 
     def finish(self, folder: Path | None, failed: bool) -> None:
         """Log the files of the run, and end it."""

@@ -18,9 +18,9 @@ def check_choice(where: str, name: str, value: str, allowed: Iterable[str]) -> s
     names = sorted(allowed)
     if value in names:
         return value
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
     choices = ", ".join(repr(known) for known in names)
-    fix = f"use {near[0]!r}; the choices are {choices}" if near else (f"use one of {choices}" if names else None)
+    fix = f"use {matches[0]!r}; the choices are {choices}" if matches else (f"use one of {choices}" if names else None)
     raise BadArgument(where, f"there is no {name} {value!r}", fix)
 
 

@@ -182,8 +182,8 @@ def _write_holder(path: Path) -> None:
 def _describe_holder(folder: Path) -> str:
     """Describe the process that holds the lock, if known."""
     try:
-        found = json.loads((folder / HOLDER).read_text())
-        return f"another process (process {found['pid']} on {found['host']}, since {found['since']})"
+        result = json.loads((folder / HOLDER).read_text())
+        return f"another process (process {result['pid']} on {result['host']}, since {result['since']})"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"
 

@@ -36,16 +36,18 @@ def import_object(spec: str, kind: str, example: str) -> object:
     try:
         return attrgetter(name)(module)
     except AttributeError as error:
-        near = difflib.get_close_matches(name, [known for known in vars(module) if not known.startswith("_")], 1, 0.5)
-        fix = f"use {path}:{near[0]}" if near else f"use a name that {path} defines"
+        matches = difflib.get_close_matches(
+            name, [known for known in vars(module) if not known.startswith("_")], 1, 0.5
+        )
+        fix = f"use {path}:{matches[0]}" if matches else f"use a name that {path} defines"
         raise BadArgument(spec, f"module {path} has no attribute {name!r}", fix) from error
 
 
 def _search_working_directory() -> None:
     """Append the working directory to `sys.path`, where its files cannot shadow installed modules."""
-    here = str(Path.cwd())
-    if not {here, ""} & set(sys.path):
-        sys.path.append(here)
+    working_directory = str(Path.cwd())
+    if not {working_directory, ""} & set(sys.path):
+        sys.path.append(working_directory)
 
 
 @lru_cache(maxsize=8)

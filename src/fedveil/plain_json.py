@@ -11,7 +11,7 @@ from fedveil.errors import BadArgument
 from fedveil.files import convert_os_errors
 
 SCHEMA = 1  # version of the files in a run's folder
-PYTHON = "python"  # section of config.json in the folder of a run that was not made by `fedveil train`
+PYTHON = "python"  # section of config.json in the folder of a run that `fedveil train` did not start
 MAX_DEPTH = 100  # levels of nesting: more than any of Fedveil's files needs, and far below Python's recursion limit
 Value = TypeVar("Value")
 
@@ -68,11 +68,11 @@ def check_schema(values: object, where: str) -> dict[str, object]:
     """Return the content of a file in a run's folder, without its schema version; refuse unknown versions."""
     if not isinstance(values, dict):
         raise BadArgument(where, f"contains a {type(values).__name__}, not sections", "use the config.json of a run")
-    found = dict(values)
-    if (schema := found.pop("schema", None)) != SCHEMA:
+    result = dict(values)
+    if (schema := result.pop("schema", None)) != SCHEMA:
         what = f"has schema {schema!r}, but this version of Fedveil reads schema {SCHEMA}"
         raise BadArgument(where, what, "use the version of Fedveil that wrote it, or train again")
-    return found
+    return result
 
 
 def _parse(where: str, form: str, parse: Callable[[], Value]) -> Value:

@@ -57,15 +57,15 @@ def from_bytes(data: bytes, kind: str, max_tensors: int | None = None, max_heade
         top = json.loads(text) if max_tensors is None else _BOUNDED.decode(text)
         loaded = load(data)  # checks all sizes, but returns tensors in arbitrary order
         tensors = {name: loaded[name] for name in names if name in loaded}
-        found = top["kind"], top["format"]
+        result = top["kind"], top["format"]
         values = dict(top["values"])
     except BadArgument:
         raise
     except Exception as error:  # safetensors and json raise many exception types for invalid data
         what = f"it cannot be read: {type(error).__name__}"
         raise BadArgument(kind, what, "send a message that Fedveil encoded") from error
-    if found != (kind, FORMAT):
-        found_kind, found_format = (str(part)[:20] for part in found)
+    if result != (kind, FORMAT):
+        found_kind, found_format = (str(part)[:20] for part in result)
         what = f"it is {found_kind!a} in format {found_format}, not {kind!r} in format {FORMAT}"
         raise BadArgument(kind, what, "install the same version of Fedveil everywhere")
     return values, tensors
@@ -82,8 +82,8 @@ _BOUNDED = json.JSONDecoder(parse_int=_parse_integer)
 
 def read_kind(data: bytes) -> str:
     """Return the kind of a message from its first bytes, or "" if the data are not a message."""
-    found = HEAD_PATTERN.match(data, 8, 8 + MAX_ENTRY)
-    return found[1].decode() if found else ""
+    result = HEAD_PATTERN.match(data, 8, 8 + MAX_ENTRY)
+    return result[1].decode() if result else ""
 
 
 def read_layout(data: bytes) -> dict[str, Any]:

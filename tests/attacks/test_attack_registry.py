@@ -12,7 +12,7 @@ from fedveil.attacks import Observation, Round, dbcl, first_layer, generic
 from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.registry import ATTACKERS, GENERIC, Attackers, attacker_views, find_attackers
 from fedveil.defences import registry
-from fedveil.defences.registry import DEPLOYED, OURS, Record, find
+from fedveil.defences.registry import DEPLOYED, INCLUDED, Record, find
 from fedveil.errors import BadArgument
 from fedveil.models import mlp
 from fedveil.runs.build import build_federation
@@ -37,8 +37,8 @@ REBUILDERS = Attackers(
 
 
 def test_every_built_in_defence_has_attackers():
-    assert list(ATTACKERS) == list(OURS)
-    for record in OURS.values():
+    assert list(ATTACKERS) == list(INCLUDED)
+    for record in INCLUDED.values():
         own = find_attackers(record)
         assert own == ATTACKERS[record.name]
         assert set(own.strongest) <= set(own.models)

@@ -32,9 +32,9 @@ def test_two_veiled_broadcasts_give_it_too_outside_of_the_attacker_s_own_inputs(
     veil = Veil(10, 100.0, permute=permute, entropy=Entropy.for_tests(seed))
     observed, true = observe_digits(veil, own=400, seed=seed)
     before, after = (first_layer.layer_rows(seen.broadcast.parameters, "0") for seen in observed.rounds)
-    span = torch.linalg.svd(first_layer.append_one(observed.own_batch(observed.rounds[0])[0]), full_matrices=False)[2]
+    span = torch.linalg.svd(first_layer.append_ones(observed.own_batch(observed.rounds[0])[0]), full_matrices=False)[2]
     direction = first_layer.common_direction(first_layer.pair_rows(before, after), span)
-    wanted = first_layer.append_one(true[None])[0]
+    wanted = first_layer.append_ones(true[None])[0]
     wanted = wanted - span.T @ (span @ wanted)
     assert abs(float(direction @ wanted / wanted.norm())) > 1 - 1e-4  # the formula leaves out the step's square
     floor = quality(observed.inputs.mean(0), true, 1.0)
@@ -70,7 +70,7 @@ def test_networks_and_rounds_that_do_not_fit_are_refused():
 
 def mixed_gradient(deltas):
     """The gradient of a first layer whose unit i gets delta_ik from record k of six."""
-    rows = deltas.double() @ first_layer.append_one(RECORDS[:6])
+    rows = deltas.double() @ first_layer.append_ones(RECORDS[:6])
     return Leak(mlp(64, 10), {"0.weight": rows[:, :-1].float(), "0.bias": rows[:, -1].float()}, SquaredError())
 
 

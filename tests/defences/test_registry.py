@@ -11,7 +11,7 @@ from tests.oracle import flat
 from fedveil.defences import Defence, Plain, Private, registry
 from fedveil.defences.registry import (
     BUILT_IN,
-    OURS,
+    INCLUDED,
     Record,
     build,
     build_for_client,
@@ -72,11 +72,11 @@ def first_gradient(defence):
 
 def test_every_record_names_code_that_is_there_and_keys_that_a_configuration_has():
     assert names()[: len(BUILT_IN)] == ["plain", "veil", "ppdl", "dbcl", "spn"]
-    assert names()[: len(OURS)] == list(OURS)
+    assert names()[: len(INCLUDED)] == list(INCLUDED)
     keys = set(Config().flat())
     for module in ("flwr", "nvflare"):
         pytest.importorskip(module)  # some records name their code
-    for record in OURS.values():
+    for record in INCLUDED.values():
         assert record.claim or record.name == "plain"
         assert callable(import_object(record.target, "code", ""))
         assert set(record.settings) <= keys
@@ -108,7 +108,7 @@ def test_settings_of_other_frameworks_have_names_of_their_own():
         pytest.importorskip(module)
     values = {"gamma": 0.5, "tau": 0.25, "message_epsilon": 2.0, "clipping_norm": 3.0, "percentile": 20.0}
     values |= {"sensitivity": 6.0, "message_delta": 1e-6, "noise_multiplier": 1.5, "noise_var": 0.5, "fraction": 0.2}
-    settings = {name: vars(build(name, values)) for name in OURS if ":" in name or name == "topk"}
+    settings = {name: vars(build(name, values)) for name in INCLUDED if ":" in name or name == "topk"}
     assert settings == {
         "nvflare:PercentilePrivacy": {"percentile": 20.0, "gamma": 0.5},
         "nvflare:SVTPrivacy": {"fraction": 0.2, "epsilon": 2.0, "noise_var": 0.5, "gamma": 0.5, "tau": 0.25},

@@ -7,7 +7,7 @@ import torch
 from tests.small import federation
 
 from fedveil.defences import DBCL, PPDL, SPN, Plain, Private, Veil
-from fedveil.defences.description import build_described, copy_defence, describe_defence
+from fedveil.defences.description import build_from_description, copy_defence, describe_defence
 from fedveil.errors import BadArgument
 from fedveil.federation.description import DESCRIPTION, read_description
 from fedveil.privacy import Privacy
@@ -27,7 +27,7 @@ DEFENCES = {
 def test_a_defence_is_built_again_from_its_description(name):
     defence = DEFENCES[name]()
     described = json.loads(json.dumps(describe_defence(defence)))
-    again = build_described(described, "audit.json")
+    again = build_from_description(described, "audit.json")
     assert type(again) is type(defence)
     assert describe_defence(again) == describe_defence(defence)
     assert described["base"] == ("veil" if name == "private" else name)
@@ -41,14 +41,14 @@ def test_secrets_are_not_described():
 
 def test_a_description_builds_only_defences_and_imports_other_packages_only_if_trusted():
     with pytest.raises(BadArgument, match="runs that package's code"):
-        build_described({"class": "os:system", "arguments": {"command": "true"}}, "audit.json")
+        build_from_description({"class": "os:system", "arguments": {"command": "true"}}, "audit.json")
     for spec in ("os:system", "fedveil.models:mlp", "fedveil.federation:Limits"):
-        with pytest.raises(BadArgument, match="neither a defence nor settings of privacy"):
-            build_described({"class": spec, "arguments": {}}, "audit.json", trust_code=True)
+        with pytest.raises(BadArgument, match="neither a defence nor privacy settings"):
+            build_from_description({"class": spec, "arguments": {}}, "audit.json", trust_code=True)
     with pytest.raises(BadArgument, match="cannot be built"):
-        build_described({"class": "fedveil.defences.veil:Veil", "arguments": {"moat": 1}}, "audit.json")
+        build_from_description({"class": "fedveil.defences.veil:Veil", "arguments": {"moat": 1}}, "audit.json")
     with pytest.raises(BadArgument, match="not a defence"):
-        build_described({"class": "fedveil.privacy.settings:Privacy", "arguments": {"noise": 1.0}}, "audit.json")
+        build_from_description({"class": "fedveil.privacy.settings:Privacy", "arguments": {"noise": 1.0}}, "audit.json")
 
 
 def test_a_copy_spends_no_budget_and_has_the_same_noise():

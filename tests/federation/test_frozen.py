@@ -87,7 +87,7 @@ def freeze(net):
         (thaw, {"frozen": "local"}, "differ from the server's"),
         (freeze, {"frozen": "local"}, "not those that are trainable"),
         (lambda net: net.float(), {"frozen": "local"}, "differ from the server's"),
-        (lambda net: net, {}, "was not told to use its own"),
+        (lambda net: net, {}, "is not configured to use its own"),
     ],
 )
 def test_a_client_refuses_another_base_and_one_it_was_not_told_of(change, options, text):

@@ -149,6 +149,6 @@ def test_the_status_of_a_private_run_has_its_budget_and_nothing_that_depends_on_
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == 2
-    assert "there is no run in this folder" in capsys.readouterr().err
+    assert "neither this folder nor its subfolders contain" in capsys.readouterr().err
     with pytest.raises(BadArgument, match="no run has been started"):
         read_status(tmp_path)

@@ -107,8 +107,8 @@ def reversed_order(preds, target):
         ("each", sklearn_metrics.confusion_matrix, r"(?s)metrics\['each'\]: it returns a ndarray.*average=\"macro\""),
         ("own", Streaming, r"(?s)Streaming is a class.*pass an instance: Streaming\(\.\.\.\)"),
         ("own", 3, r"(?s)it is a int.*update, compute and reset"),
-        ("loss", len, "a record already uses this name"),
-        ("validation_x", len, "a record already uses this name"),
+        ("loss", len, "this name is reserved"),
+        ("validation_x", len, "this name is reserved"),
     ],
 )
 def test_a_metric_that_cannot_be_used_is_refused_by_its_name(name, metric, why):

@@ -12,7 +12,7 @@ from tests.flower.test_flower_server import adam, app_of, net
 import fedveil
 from fedveil import cli
 from fedveil.flower import Server
-from fedveil.studies.audit.folder import LOUD
+from fedveil.studies.audit.folder import STAND_IN_NOTICE
 
 FLAGS = ["--trials", "2", "--broadcasts", "1", "--no-network", "--shadows", "0"]
 
@@ -25,5 +25,5 @@ def test_the_folder_of_a_run_over_flower_is_audited_by_one_call_and_by_one_comma
     assert set(report.results) == {"veil", "undefended"}
     assert "3 clients in one process, 4 rounds" in report.notes[0]
     assert cli.main(["audit", str(tmp_path), "--model", "tests.flower.test_flower_server:net", *FLAGS]) == 0
-    assert LOUD in capsys.readouterr().out
+    assert STAND_IN_NOTICE in capsys.readouterr().out
     assert json.loads((tmp_path / "audit" / "results.json").read_text())["notes"] == list(report.notes)

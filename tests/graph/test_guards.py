@@ -36,9 +36,9 @@ def test_a_batch_size_for_which_forward_does_something_else_is_refused():
     plan = fedveil.analyse(model, inputs)
     found = step(model, plan, inputs[:3], targets[:3])
     assert_close(found, plain(model, inputs[:3], targets[:3])[0])
-    with pytest.raises(NotExact, match="Network: its forward method does something else with 6 samples than with 2"):
+    with pytest.raises(NotExact, match="Network: its forward method behaves differently with 6 samples than with 2"):
         step(model, plan, inputs, targets)
-    with pytest.raises(NotExact, match="something else with 6 samples"):
+    with pytest.raises(NotExact, match="behaves differently with 6 samples"):
         fedveil.Federation(model, [(inputs, targets)]).fit(1)
 
 
@@ -48,7 +48,9 @@ def test_a_length_for_which_forward_does_something_else_is_refused():
     for length in (3, 2):
         found = step(model, plan, inputs[:, :length], targets)
         assert_close(found, plain(model, inputs[:, :length], targets)[0])
-    with pytest.raises(NotExact, match=r"something else with inputs .*nx5x4 than with .*nx3x4.*\n  Fix: .*pad all"):
+    with pytest.raises(
+        NotExact, match=r"behaves differently with inputs .*nx5x4 than with .*nx3x4.*\n  Fix: .*pad all"
+    ):
         step(model, plan, inputs, targets)
     step(model, fedveil.analyse(model, inputs), inputs, targets)  # what the fix says
 
@@ -100,7 +102,7 @@ def test_padding_of_another_length_and_frozen_local_parameters_are_checked_and_e
     loss = torch.nn.functional.cross_entropy(model(**inputs), targets)
     leaves = {name: own for name, own in model.named_parameters() if own.requires_grad}
     assert_close(found, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)))
-    with pytest.raises(NotExact, match="something else with inputs"):
+    with pytest.raises(NotExact, match="behaves differently with inputs"):
         fedveil.client_step(model, dataclasses.replace(broadcast, local=False), users.batch(3, 5), targets)
 
 

@@ -86,7 +86,7 @@ PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
             nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 5)), nn.ReLU()), X, {},
             errors.HeadNotLinear, rf"0 \(linear\): its weight or bias is computed, not a param.*{WAY_OUT}",
         ),
-        (two_outputs(), X, {}, errors.BadArgument, "Network: its forward.*several tensors of floats.*Fix: choose one"),
+        (two_outputs(), X, {}, errors.BadArgument, "its forward.*several floating-point tensors.*Fix: choose one"),
         (
             nn.Sequential(nn.Linear(5, 6), nn.Softmax(1)), X, EXPOSED,
             errors.NothingToVeil, r"a veil would change nothing, because 1 \(Softmax\).*Fix:",

@@ -18,7 +18,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation.description import DESCRIPTION, read_description
 from fedveil.models import mlp
 from fedveil.studies.audit.call import AuditReport
-from fedveil.studies.audit.folder import LOUD
+from fedveil.studies.audit.folder import STAND_IN_NOTICE
 from fedveil.studies.audit.training import TrainingRecipe, reinitialise
 from fedveil.studies.verdicts import Label
 
@@ -180,13 +180,13 @@ def test_a_folder_with_other_records_or_none_is_simulated_and_says_so(folder, ca
     assert "a simulation was audited: 2 clients in one process, 9 rounds" in report.notes[0]
     assert "not known to be those that this run was trained on" in report.notes[0]
     report = fedveil.audit(folder, model=Net, **QUICK)
-    assert report.notes[0].startswith(LOUD)
-    assert report.presentation.page("").verdict.startswith(LOUD)
+    assert report.notes[0].startswith(STAND_IN_NOTICE)
+    assert report.presentation.page("").verdict.startswith(STAND_IN_NOTICE)
     assert next(iter(report.answers.values()))[0].startswith("This page cannot answer this for your data")
     assert cli.main(["audit", str(folder), "--model", f"{__name__}:Net", *FLAGS]) == 0
-    assert LOUD in capsys.readouterr().out
+    assert STAND_IN_NOTICE in capsys.readouterr().out
     stored = json.loads((folder / "audit" / "results.json").read_text())
-    assert stored["notes"][0].startswith(LOUD)
+    assert stored["notes"][0].startswith(STAND_IN_NOTICE)
 
 
 def test_a_command_takes_the_clients_of_a_factory(folder, capsys, monkeypatch):

@@ -5,7 +5,7 @@ from tests.studies.test_audit import audit, point
 
 from fedveil.attacks.scores import Estimate
 from fedveil.studies.audit import results as page
-from fedveil.studies.audit.decision import WORDS, decide, grade_sharing, of_hundred
+from fedveil.studies.audit.decision import WORDS, decide, grade_sharing, per_hundred
 from fedveil.studies.audit.results import Members, ModelFigures, judge_all
 from fedveil.studies.membership.attacks import AttackScores
 from fedveil.studies.verdicts import MEMBERSHIP, judge
@@ -35,7 +35,7 @@ def test_the_grade_follows_from_the_interval(low, value, high, grade):
 
 
 def test_counts_out_of_a_hundred_are_not_rounded_to_certainty():
-    assert [of_hundred(value) for value in (0.5, 0.69, 0.999, 1.0, 0.001, 0.0)] == [
+    assert [per_hundred(value) for value in (0.5, 0.69, 0.999, 1.0, 0.001, 0.0)] == [
         *("50", "69", "99.9", "100", "0.1", "0"),
     ]
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import fedveil
 from fedveil.errors import BadArgument
-from fedveil.studies.model_audit.exposure import ScoredMembers, count_above, discoveries, rank_exposures
+from fedveil.studies.model_audit.exposure import ScoredMembers, benjamini_hochberg, count_above, rank_exposures
 from fedveil.studies.model_audit.records import read_records
 from fedveil.studies.verdicts import Label
 
@@ -164,9 +164,9 @@ def test_p_values_of_records_that_are_not_remembered_are_at_most_alpha_with_prob
 
 def test_benjamini_hochberg_and_the_number_of_others_above():
     p = np.array([0.01, 0.04, 0.03, 0.2, 0.5])  # limits: 0.01, 0.02, 0.03, 0.04, 0.05
-    assert discoveries(p, 0.05).tolist() == [True, False, False, False, False]
-    assert discoveries(np.array([0.021, 0.04, 0.029, 0.03]), 0.05).tolist() == [True, True, True, True]
-    assert not discoveries(np.array([0.9, 0.6]), 0.05).any()
+    assert benjamini_hochberg(p, 0.05).tolist() == [True, False, False, False, False]
+    assert benjamini_hochberg(np.array([0.021, 0.04, 0.029, 0.03]), 0.05).tolist() == [True, True, True, True]
+    assert not benjamini_hochberg(np.array([0.9, 0.6]), 0.05).any()
     assert count_above(np.array([0.0, 1.0, 2.0]), np.array([1.0, 1.0, 3.0])).tolist() == [3, 3, 1]
 
 

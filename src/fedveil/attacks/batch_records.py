@@ -18,15 +18,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.first_layer import TINY, append_one, layer_rows
+from fedveil.attacks.first_layer import TINY, append_ones, layer_rows
 from fedveil.attacks.leaked_gradients import Leak
 from fedveil.attacks.observation import DoesNotApply
 
-DRAWS = 20_000  # directions per attempt
+DRAWS = 20_000  # number of directions per attempt
 ATTEMPTS = 6
 POOL = 200  # number of directions kept by each of two criteria
 INDEPENDENT = 1e-3  # smallest distance of a unit vector from the span of other directions
-ENOUGH = 0.98  # agreement of a record that counts as found
+ENOUGH = 0.98  # minimum agreement of a recovered record
 SWAPS = 100  # maximum number of directions to exchange
 
 
@@ -34,11 +34,11 @@ class BatchRecords(NamedTuple):
     """Records computed from a gradient, in arbitrary order."""
 
     inputs: Tensor  # one flattened record per row
-    agreement: Tensor  # for each record, the fraction of units that it activates as its gradient says
+    agreement: Tensor  # for each record, the fraction of units whose activity agrees with the gradient
 
 
 class Factors(NamedTuple):
-    """The gradient G = L R of the first layer, restricted to the units that have one, and the layer itself."""
+    """The gradient G = L R of the first layer, for units with a nonzero gradient, and the layer's parameters."""
 
     left: Tensor  # rows of L, normalised: one per unit with a gradient, one column per record
     right: Tensor  # R, with one row per record
@@ -73,8 +73,8 @@ def factorise(leak: Leak, path: str, records: int) -> Factors:
     )
     eps = torch.finfo(leak.gradients[f"{path}.bias"].dtype).eps
     size = gradient.norm(dim=1)
-    moved = size > math.sqrt(eps) * size.max()
-    gradient, layer = gradient[moved], layer[moved]
+    active = size > math.sqrt(eps) * size.max()
+    gradient, layer = gradient[active], layer[active]
     _, values, right = torch.linalg.svd(gradient, full_matrices=False)
     rank = int((values > eps * max(gradient.shape) * values[:1]).sum()) if len(values) else 0
     if not 0 < records < min(gradient.shape) or not rank:
@@ -99,16 +99,16 @@ def null_vectors(left: Tensor, rows: Tensor, rng: torch.Generator) -> Tensor:
     """Return the unit vectors that are orthogonal to the chosen rows; 0 if they are not unique."""
     width = left.shape[1]
     free = torch.randn((len(rows), 1, width), generator=rng, dtype=left.dtype)
-    wanted = torch.zeros((len(rows), width, 1), dtype=left.dtype)
-    wanted[:, -1] = 1
-    found: Tensor = torch.linalg.solve_ex(torch.cat([left[rows], free], 1), wanted)[0][..., 0]
-    found = found.nan_to_num(0.0, 0.0, 0.0)
-    found /= found.norm(dim=1, keepdim=True).clamp_min(TINY)
-    return found
+    right_side = torch.zeros((len(rows), width, 1), dtype=left.dtype)
+    right_side[:, -1] = 1
+    result: Tensor = torch.linalg.solve_ex(torch.cat([left[rows], free], 1), right_side)[0][..., 0]
+    result = result.nan_to_num(0.0, 0.0, 0.0)
+    result /= result.norm(dim=1, keepdim=True).clamp_min(TINY)
+    return result
 
 
 def find_directions(factors: Factors, rows: Tensor, rng: torch.Generator) -> Directions:
-    """Return the distinct directions given by sets of rows that have at least one zero more than they must have."""
+    """Return the distinct directions defined by sets of rows, if they have more zeros than necessary."""
     left = factors.left
     drawn = null_vectors(left, rows, rng)
     zeros = (drawn @ left.T).abs() < factors.tolerance
@@ -116,8 +116,8 @@ def find_directions(factors: Factors, rows: Tensor, rng: torch.Generator) -> Dir
     zeros, draws = torch.unique(zeros[zeros.sum(1) >= least], dim=0, return_counts=True)
     values, vectors = torch.linalg.eigh(torch.einsum("pu,ui,uj->pij", zeros.to(left), left, left))
     unique = values[:, 1:2].sqrt().flatten() > INDEPENDENT if left.shape[1] > 1 else draws > 0
-    found = vectors[unique, :, 0]
-    return merge_pool(Directions(found, (found @ left.T).abs() < factors.tolerance, draws[unique]))
+    result = vectors[unique, :, 0]
+    return merge_pool(Directions(result, (result @ left.T).abs() < factors.tolerance, draws[unique]))
 
 
 def merge_pool(pool: Directions) -> Directions:
@@ -126,8 +126,8 @@ def merge_pool(pool: Directions) -> Directions:
     draws = torch.zeros(len(zeros), dtype=torch.int64).scatter_add_(0, group, pool.draws)
     first = torch.full((len(zeros),), len(group)).scatter_reduce(0, group, torch.arange(len(group)), "amin")
     best = [values.argsort(descending=True, stable=True)[:POOL] for values in (zeros.sum(1), draws)]
-    kept = torch.unique(torch.cat(best))
-    return Directions(pool.directions[first[kept]], zeros[kept], draws[kept])
+    chosen = torch.unique(torch.cat(best))
+    return Directions(pool.directions[first[chosen]], zeros[chosen], draws[chosen])
 
 
 def join_pools(pools: list[Directions]) -> Directions:
@@ -145,26 +145,26 @@ def agreements(factors: Factors, directions: Tensor) -> tuple[Tensor, Tensor]:
     unit = torch.eye(directions.shape[-1]).to(directions).expand(directions.shape)
     inverse = torch.linalg.solve_ex(directions.mT, unit)[0].nan_to_num(0.0, 0.0, 0.0)
     outputs = inverse @ (factors.right @ factors.weights.T) * (inverse @ factors.right[:, -1:]).sign()
-    moved = (directions @ factors.left.T).abs() >= factors.tolerance
-    return inverse, ((outputs > 0) == moved).double().mean(-1)
+    active = (directions @ factors.left.T).abs() >= factors.tolerance
+    return inverse, ((outputs > 0) == active).double().mean(-1)
 
 
 def choose_independent(pool: Directions, order: Tensor) -> list[int]:
     """Return the first b linearly independent directions in the given order; fewer if there are not as many."""
     chosen, basis = list[int](), pool.directions[:0]
     for number in order.tolist():
-        left = pool.directions[number] - pool.directions[number] @ basis.T @ basis
-        if left.norm() > INDEPENDENT:
-            chosen, basis = [*chosen, number], torch.cat([basis, (left / left.norm())[None]])
+        residual = pool.directions[number] - pool.directions[number] @ basis.T @ basis
+        if residual.norm() > INDEPENDENT:
+            chosen, basis = [*chosen, number], torch.cat([basis, (residual / residual.norm())[None]])
         if len(chosen) == pool.directions.shape[1]:
             break
     return chosen
 
 
 def exchange(factors: Factors, pool: Directions, chosen: list[int]) -> tuple[list[int], Tensor]:
-    """Exchange one direction at a time as long as the mean agreement increases; return it for each record.
+    """Exchange one direction at a time while the mean agreement increases; return the choice and the agreements.
 
-    Only directions whose own record does not agree are exchanged: record k is orthogonal to all directions but q_k.
+    Only directions whose records do not agree are exchanged: record k is orthogonal to all directions but q_k.
     """
     agreement = agreements(factors, pool.directions[chosen])[1]
     for _ in range(SWAPS):
@@ -174,16 +174,16 @@ def exchange(factors: Factors, pool: Directions, chosen: list[int]) -> tuple[lis
         trials = torch.tensor(chosen).repeat(len(pool.draws), len(places), 1)
         trials[:, torch.arange(len(places)), places] = torch.arange(len(pool.draws))[:, None]
         trials = trials.flatten(0, 1)
-        found = agreements(factors, pool.directions[trials])[1]
-        best = int(found.mean(1).argmax())
-        if float(found[best].mean()) <= float(agreement.mean()):
+        result = agreements(factors, pool.directions[trials])[1]
+        best = int(result.mean(1).argmax())
+        if float(result[best].mean()) <= float(agreement.mean()):
             break
-        chosen, agreement = trials[best].tolist(), found[best]
+        chosen, agreement = trials[best].tolist(), result[best]
     return chosen, agreement
 
 
 def records_from_batch(leak: Leak, path: str, records: int, plausible: Tensor, rng: torch.Generator) -> BatchRecords:
-    """Compute the records of a batch from the gradient of its mean loss, of which the first Linear layer is enough.
+    """Compute the records of a batch from the mean gradient of the first Linear layer.
 
     `plausible` contains inputs that resemble the records, such as other records or `fake_inputs`; the better they
     resemble them, the larger the batches that succeed. `records` is the number of records, which a server knows.
@@ -193,12 +193,12 @@ def records_from_batch(leak: Leak, path: str, records: int, plausible: Tensor, r
     check_relu(leak.model, path)
     factors = factorise(leak, path, records)
     rank = len(factors.right)
-    inactive = append_one(plausible).to(factors.weights) @ factors.weights.T <= 0
+    inactive = append_ones(plausible).to(factors.weights) @ factors.weights.T <= 0
     pool, best, directions = None, torch.zeros(0), factors.left[:0]
     for _ in range(ATTEMPTS):
         rows = draw_rows(inactive, rank - 1, DRAWS, rng)
-        found = find_directions(factors, rows, rng)
-        pool = join_pools([pool, found]) if pool else found
+        result = find_directions(factors, rows, rng)
+        pool = join_pools([pool, result]) if pool else result
         for order in (pool.zeros.sum(1), pool.draws):
             start = choose_independent(pool, order.argsort(descending=True, stable=True))
             if len(start) < rank:

@@ -70,9 +70,9 @@ class CanaryModel(nn.Module):
     def forward(self, canary_mark: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the model's outputs for ordinary records, and the constant for canaries and null records."""
         outputs: Tensor = self.inner(*args, **kwargs)
-        own = self.canaries[(canary_mark - FIRST).clamp(min=0)] * (canary_mark >= FIRST)
+        embedded = self.canaries[(canary_mark - FIRST).clamp(min=0)] * (canary_mark >= FIRST)
         shape = (-1, *[1] * (outputs.dim() - 1))
-        planted = self.constant + (own - own.detach()).view(shape) * self.direction
+        planted = self.constant + (embedded - embedded.detach()).view(shape) * self.direction
         return torch.where(canary_mark.view(shape) == RECORD, outputs, planted)
 
 
@@ -80,10 +80,10 @@ def plant(source: Source, marks: Tensor, target: Tensor) -> tuple[Inputs, Tensor
     """Return a client's records, followed by one per mark; the added records all have the same inputs and target."""
     inputs, targets = source.take(range(len(source)))
 
-    def extend(own: Tensor, value: Tensor) -> Tensor:
-        return torch.cat([own, value.expand(len(marks), *own.shape[1:])])
+    def extend(tensor: Tensor, value: Tensor) -> Tensor:
+        return torch.cat([tensor, value.expand(len(marks), *tensor.shape[1:])])
 
-    inputs = map_tensors(lambda own: extend(own, own[:1]), inputs)
+    inputs = map_tensors(lambda tensor: extend(tensor, tensor[:1]), inputs)
     targets, kinds = extend(targets, target), torch.cat([torch.full((len(source),), RECORD), marks])
     if isinstance(inputs, Mapping):
         return {CANARY: kinds, **inputs}, targets
@@ -94,11 +94,12 @@ def wrap_model(model: nn.Module, loss: Loss, source: Source, count: int, norm: f
     """Wrap a copy of the model, with canaries that have the same target as the first record."""
     first = next(model.parameters())
     inputs, targets = source.take([0])
-    wanted = target_maker(model, loss, (inputs, targets))(targets)
-    wanted = wanted.to(first.dtype) if wanted.is_floating_point() else wanted
+    true_targets = target_maker(model, loss, (inputs, targets))(targets)
+    true_targets = true_targets.to(first.dtype) if true_targets.is_floating_point() else true_targets
     outputs = one_output(model, inputs).detach().to(first.dtype)
     slopes = {
-        value: output_gradient(loss, torch.full_like(outputs, value), wanted, head_axis(model)) for value in CONSTANTS
+        value: output_gradient(loss, torch.full_like(outputs, value), true_targets, head_axis(model))
+        for value in CONSTANTS
     }
     constant = max(slopes, key=lambda value: float(slopes[value].norm().nan_to_num(0.0, 0.0)))
     size = slopes[constant].norm()
@@ -163,7 +164,7 @@ def measure_epsilon(
     if rounds is None:
         raise BadArgument(WHERE, "the number of rounds is missing", "pass rounds=")
     check_count(WHERE, "rounds", rounds)
-    sources = check_sources([as_source(f"client {k}", own) for k, own in enumerate(list_clients(clients))])
+    sources = check_sources([as_source(f"client {k}", client) for k, client in enumerate(list_clients(clients))])
     size, largest = choose_batch_size(clients, batch_size, BATCH_SIZE), max(map(len, sources))
     if privacy is not None:
         defence = add_privacy(defence, privacy, 1.0 if whole_shard else min(1.0, size / largest))

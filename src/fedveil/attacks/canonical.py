@@ -94,17 +94,17 @@ def least_norm_factors(plan: Plan, flat: Reals) -> Reals:
 
     def step(t: Reals) -> Reals:
         into, out = flows(t)
-        found = np.zeros_like(t)
-        found[both] = np.log(out[both] / into[both]) / 8  # half of the step to the optimum, log(out / into) / 4
-        found[unread] = -np.log(into[unread]) / 4
-        return found
+        result = np.zeros_like(t)
+        result[both] = np.log(out[both] / into[both]) / 8  # half of the step to the optimum, log(out / into) / 4
+        result[unread] = -np.log(into[unread]) / 4
+        return result
 
     with warnings.catch_warnings(action="ignore"):  # SciPy warns if the last steps are parallel
         try:
-            found: Reals = anderson(step, start, alpha=1.0, M=DEPTH, f_tol=SETTLED, maxiter=MAX_STEPS)
+            solution: Reals = anderson(step, start, alpha=1.0, M=DEPTH, f_tol=SETTLED, maxiter=MAX_STEPS)
         except NoConvergence as error:
-            found = error.args[0]  # the last iterate
-    return np.exp(found)
+            solution = error.args[0]  # the last iterate
+    return np.exp(solution)
 
 
 def signs(plan: Plan, flat: Reals) -> Reals:
@@ -137,7 +137,7 @@ def canonical_form(plan: Plan, flat: Tensor, exclude: Collection[str] = ()) -> C
 
 def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
     """Return a fingerprint of each order class: the parameters into and out of it, sorted within each tensor."""
-    found: dict[int, list[Reals]] = {}
+    result: dict[int, list[Reals]] = {}
     for side in element_slots(plan).order:
         for entry in plan.layout.trainable + plan.layout.frozen:
             inside = slice(entry.start, entry.stop)
@@ -147,18 +147,18 @@ def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
             by_class = np.lexsort((values, order))
             numbers, starts = np.unique(order[by_class], return_index=True)
             for number, part in zip(numbers.tolist(), np.split(values[by_class], starts[1:]), strict=False):
-                found.setdefault(number, []).append(part)
-    return {number: np.concatenate(parts) for number, parts in found.items()}
+                result.setdefault(number, []).append(part)
+    return {number: np.concatenate(parts) for number, parts in result.items()}
 
 
 def _list_cells(plan: Plan, block: int) -> list[Integers]:
     """Return the cells of a block, sorted by kind, as arrays of classes; block 0 holds the cells outside any block."""
-    orders, found = plan.orders, []
+    orders, result = plan.orders, []
     inside = (orders.blocks == block) & (orders.cells > 0)
     for _, cell in sorted({(int(orders.kinds[c]), int(orders.cells[c])) for c in np.flatnonzero(inside)}):
         classes = np.flatnonzero(inside & (orders.cells == cell))
-        found.append(classes[np.argsort(orders.members[classes])])
-    return found
+        result.append(classes[np.argsort(orders.members[classes])])
+    return result
 
 
 def sources(plan: Plan, flat: Tensor, reference: Tensor, exclude: Collection[str] = ()) -> Tensor:
@@ -167,13 +167,14 @@ def sources(plan: Plan, flat: Tensor, reference: Tensor, exclude: Collection[str
     Both vectors are in canonical form. Units that may be permuted are paired by their fingerprints. Blocks that are
     permuted as a whole, such as attention heads, are paired by the total distance between their units.
     """
-    own, wanted = (fingerprints(plan, _zero_tensors(plan, vector, exclude)) for vector in (flat, reference))
+    fingerprint, expected = (fingerprints(plan, _zero_tensors(plan, vector, exclude)) for vector in (flat, reference))
 
-    def pair(here: Integers, there: Integers) -> tuple[Integers, float]:
+    def pair(unit: Integers, reference_unit: Integers) -> tuple[Integers, float]:
         """Match the units of two cells (Hungarian method); return the permutation and the squared distance."""
         nothing = np.zeros(0)  # classes without parameters cannot be distinguished
         rows, columns = (
-            np.stack([known.get(int(c), nothing) for c in cell]) for known, cell in ((wanted, there), (own, here))
+            np.stack([known.get(int(c), nothing) for c in cell])
+            for known, cell in ((expected, reference_unit), (fingerprint, unit))
         )
         costs = (rows**2).sum(1)[:, None] + (columns**2).sum(1) - 2 * rows @ columns.T
         pairs = linear_sum_assignment(costs)
@@ -184,11 +185,16 @@ def sources(plan: Plan, flat: Tensor, reference: Tensor, exclude: Collection[str
         members[classes] = orders.members[classes][pair(classes, classes)[0]]
     for family in np.unique(orders.families[1:]):
         blocks = [_list_cells(plan, int(b)) for b in np.flatnonzero(orders.families == family) if b]
-        every = [[[pair(*cells) for cells in zip(here, there, strict=True)] for here in blocks] for there in blocks]
-        costs = [[sum(cost for _, cost in pairings) for pairings in row] for row in every]
+        matches = [
+            [[pair(*cells) for cells in zip(candidate, target, strict=True)] for candidate in blocks]
+            for target in blocks
+        ]
+        costs = [[sum(cost for _, cost in pairings) for pairings in row] for row in matches]
         for to, source in zip(*linear_sum_assignment(np.array(costs)), strict=True):
-            for there, here, (order, _) in zip(blocks[to], blocks[source], every[to][source], strict=True):
-                members[there] = orders.members[here][order]
+            for target_cells, source_cells, (order, _) in zip(
+                blocks[to], blocks[source], matches[to][source], strict=True
+            ):
+                members[target_cells] = orders.members[source_cells][order]
     shifts = torch.from_numpy(plan.slots.shifts(members)).to(flat.device)
     return element_slots(plan).sources(shifts)
 

@@ -110,9 +110,9 @@ class SignViolation:
     def __call__(self, gradients: Gradients) -> Tensor:
         """Return the violation for a mean gradient of the other clients."""
         others = (1 - self.share) * flatten(gradients, self.entries)
-        own = self.share * self.own.to(others)
-        wrong = torch.relu(-self.signs.to(others) * (own + others)).square().sum()
-        return VIOLATION * wrong / (own.square().sum() + others.square().sum())
+        own_part = self.share * self.own.to(others)
+        violation = torch.relu(-self.signs.to(others) * (own_part + others)).square().sum()
+        return VIOLATION * violation / (own_part.square().sum() + others.square().sum())
 
 
 def from_canonical_difference(observed: Observation) -> Leak:
@@ -127,11 +127,11 @@ def from_canonical_difference(observed: Observation) -> Leak:
     pairs = canonical_pairs(observed)
     blocks, lr = find_blocks(pairs[0].plan), observed.learning_rate
     fits = [fit_signs(blocks, *pair.weights, lr) for pair in pairs]
-    (misfit, signs), signed = min(zip(fits, pairs, strict=True), key=lambda both: both[0][0])
-    pair = signed if misfit < CLEAR else min(pairs, key=lambda pair: pair.distance)
+    (residual, signs), signed = min(zip(fits, pairs, strict=True), key=lambda both: both[0][0])
+    pair = signed if residual < CLEAR else min(pairs, key=lambda pair: pair.distance)
     model = copy_with_values(observed.architecture, pair.to_tensors(pair.before, pair.plan.layout.entries))
     own_gradient = flatten(mean_gradients(model, observed.loss, *batch), pair.plan.layout.trainable).double()
-    if misfit < CLEAR:
+    if residual < CLEAR:
         return leak_from_signs(observed, model, pair, own_gradient, signs)
     return leak_from_directions(observed, model, pair, own_gradient, blocks)
 
@@ -147,7 +147,7 @@ def canonical_pairs(observed: Observation) -> list[RoundPair]:
         models = candidate_models(observed, sent) or [calibrate(observed, sent)]
         forms.append([canonical_form(plan, flat_values(plan, model)).flat for model in models])
     known = known_elements(plan, first.head).to(forms[0][0])
-    return [RoundPair(plan, one, match_units(plan, other, one), known) for one, other in itertools.product(*forms)]
+    return [RoundPair(plan, form, match_units(plan, other, form), known) for form, other in itertools.product(*forms)]
 
 
 def known_elements(plan: Plan, head: PublicHead | None) -> Tensor:
@@ -162,24 +162,24 @@ def leak_from_directions(
     """Derive the gradient from a step of plain SGD, except for two directions in each block."""
     (before, after), share, entries = pair.weights, observed.share, pair.plan.layout.trainable
     along = blocks.directions(before)
-    moved, rest = blocks.project_out(after - before, along), blocks.project_out(own_gradient, along)
-    rates = observed.learning_rate * step_sizes(blocks, moved, rest, observed)
+    change, rest = blocks.project_out(after - before, along), blocks.project_out(own_gradient, along)
+    rates = observed.learning_rate * step_sizes(blocks, change, rest, observed)
     hidden = along, blocks.directions(rest)
-    seen = -blocks.project_out(moved, hidden[1]) / rates[blocks.index]
+    observed_gradient = -blocks.project_out(change, hidden[1]) / rates[blocks.index]
     exact = (before - after) / observed.learning_rate - share * own_gradient
-    others = torch.where(blocks.scaled[blocks.index], seen, exact) / (1 - share)
+    others = torch.where(blocks.scaled[blocks.index], observed_gradient, exact) / (1 - share)
     compare = PartialDistance(blocks, hidden, pair.known, others * pair.known, entries)
     return Leak(model, pair.to_tensors(others, entries), observed.loss, compare=compare)
 
 
-def step_sizes(blocks: Blocks, moved: Tensor, own_gradient: Tensor, observed: Observation) -> Tensor:
+def step_sizes(blocks: Blocks, change: Tensor, own_gradient: Tensor, observed: Observation) -> Tensor:
     """Return k / lr for each block: the step for a gradient of norm 1, divided by the learning rate.
 
     These ratios are measured along the attacker's own gradient and fitted with one number per unit. The closer a
     block's step is to the direction of that gradient, the larger its weight in the fit.
     """
-    along, size = -blocks.inner(moved, own_gradient), blocks.inner(own_gradient, own_gradient)
-    cosines = along.square() / (size * blocks.inner(moved, moved)).clamp_min(TINY)
+    along, size = -blocks.inner(change, own_gradient), blocks.inner(own_gradient, own_gradient)
+    cosines = along.square() / (size * blocks.inner(change, change)).clamp_min(TINY)
     usable = blocks.scaled & (blocks.sizes >= MIN_SGD) & (along > 0) & (size > 0)
     measured = along / (observed.learning_rate * observed.share * size).clamp_min(TINY)
     weights = torch.where(usable, blocks.sizes * cosines / (1 - cosines + NOISE), 0.0)
@@ -231,13 +231,13 @@ def leak_from_signs(
         total += flatten(mean_gradients(model, observed.loss, *batch), entries).double().square()
     deviations = (total / len(observed.inputs)).sqrt()
     within = truncated_mean(known, share / (1 - share) * own_gradient, deviations)
-    found = {name: value for name, value in pair.to_tensors(within, entries).items() if value.dim() > 1}
-    return Leak(model, found, observed.loss, compare=SignViolation(known, own_gradient, share, entries))
+    result = {name: value for name, value in pair.to_tensors(within, entries).items() if value.dim() > 1}
+    return Leak(model, result, observed.loss, compare=SignViolation(known, own_gradient, share, entries))
 
 
 def truncated_mean(signs: Tensor, bound: Tensor, deviation: Tensor) -> Tensor:
     """Return the mean of h ~ N(0, deviation^2) given signs * (bound + h) > 0; it is 0 where the sign is 0."""
     edge = (-signs * bound / deviation.clamp_min(TINY)).clamp(-FAR, FAR)
     density = torch.exp(-edge.square() / 2) / (2 * torch.pi) ** 0.5
-    found: Tensor = signs * deviation * density / torch.special.ndtr(-edge)
-    return found
+    result: Tensor = signs * deviation * density / torch.special.ndtr(-edge)
+    return result

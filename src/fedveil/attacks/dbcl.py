@@ -46,7 +46,7 @@ def stack_sketches(observed: Observation) -> Observation:
     rounds = [dict(sketched_layers(network)) for network in sent]
     values = dict(sent[-1].state_dict())
     for name in rounds[-1]:
-        layers = [found[name] for found in rounds]
+        layers = [tensors[name] for tensors in rounds]
         weights = [layer.weight.detach().double() for layer in layers]
         sketches = [layer.sketch.to(weight) for layer, weight in zip(layers, weights, strict=True)]
         shape = observed.architecture.get_parameter(name).shape
@@ -62,21 +62,21 @@ def observe_first_layer(observed: Observation) -> tuple[list[Tensor], list[Tenso
     (rounds - 1, units), which is derived from the bias, since biases are not sketched.
     """
     path, rate, share = first_linear(observed.architecture), observed.learning_rate, observed.share
-    found = [seen.model.get_submodule(path) for seen in observed.rounds]
-    layers = [layer for layer in found if isinstance(layer, SketchedLayer)]
-    if len(layers) < len(found):
+    result = [seen.model.get_submodule(path) for seen in observed.rounds]
+    layers = [layer for layer in result if isinstance(layer, SketchedLayer)]
+    if len(layers) < len(result):
         raise DoesNotApply("dbcl", "the first layer is not sketched")
     eye = torch.eye(layers[0].sketch.fan_in, dtype=torch.float64)
     sketches = [layer.sketch.to(eye).down(eye) for layer in layers]
     biases = torch.stack([layer.bias.detach().double().cpu() for layer in layers if layer.bias is not None])
-    own = [own_gradients(observed, seen) for seen in observed.rounds[:-1]]
-    own_biases = torch.stack([gradients[f"{path}.bias"].double().cpu() for gradients in own])
+    own_updates = [own_gradients(observed, seen) for seen in observed.rounds[:-1]]
+    own_biases = torch.stack([gradients[f"{path}.bias"].double().cpu() for gradients in own_updates])
     steps = ((biases[:-1] - biases[1:]) / rate - share * own_biases) / (1 - share)
     added, known = torch.zeros((len(own_biases[0]), len(sketches[0]))).double(), list[Tensor]()
     for number, layer in enumerate(layers):
         known.append(layer.weight.detach().double().cpu() - added @ sketches[number])
-        if number < len(own):
-            added = added - rate * share * own[number][f"{path}.weight"].double().cpu() @ sketches[number].T
+        if number < len(own_updates):
+            added = added - rate * share * own_updates[number][f"{path}.weight"].double().cpu() @ sketches[number].T
     return sketches, known, steps
 
 
@@ -96,11 +96,13 @@ def rebuild_record(observed: Observation) -> Tensor:
     if inputs > MAX_INPUTS or equations <= inputs:
         what = f"needs at most {MAX_INPUTS} inputs and more equations than inputs, got {inputs} and {equations}"
         raise DoesNotApply("dbcl", what)
-    away = torch.eye(equations).to(joint) - torch.linalg.pinv(joint) @ joint
+    null_projection = torch.eye(equations).to(joint) - torch.linalg.pinv(joint) @ joint
     pairs = [[s @ (s.T @ later) for later in sketches] for s in sketches[:-1]]
-    spread = torch.stack([torch.cat([p * (t > n) for t, p in enumerate(row)], 1) @ away for n, row in enumerate(pairs)])
-    left = torch.cat(known, 1) @ away / -(observed.learning_rate * (1 - observed.share))
+    spread = torch.stack(
+        [torch.cat([p * (t > n) for t, p in enumerate(row)], 1) @ null_projection for n, row in enumerate(pairs)]
+    )
+    left = torch.cat(known, 1) @ null_projection / -(observed.learning_rate * (1 - observed.share))
     total = torch.einsum("ts,tie,sje->ij", steps @ steps.T, spread, spread)
-    wanted = torch.einsum("tie,te->i", spread, steps @ left)
-    found: Tensor = torch.linalg.lstsq(total, wanted.unsqueeze(1), rcond=RANK, driver="gelsd").solution[:, 0]
-    return found
+    right_side = torch.einsum("tie,te->i", spread, steps @ left)
+    result: Tensor = torch.linalg.lstsq(total, right_side.unsqueeze(1), rcond=RANK, driver="gelsd").solution[:, 0]
+    return result

@@ -56,14 +56,14 @@ def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH) 
     their shape before an `nn.Flatten`.
     """
     flat, weighted = [m for m in model.modules() if isinstance(m, nn.Flatten)], _weighted_modules(model)
-    found = []
+    result = []
     for outputs, calls in _run(model, inputs, [*weighted, *flat], batch_size):
         maps = [call for call in calls if call.module in flat]
-        taken = [call.first_input for call in calls if call.module in weighted]
-        entered = [next((m.first_input for m in maps if m.output is value), value) for value in taken]
-        last = entered[:0:-1][: len(LAYERS) - 1]  # the first layer's input is excluded: it is the record itself
-        found.append([_limit_size(value, len(outputs)).cpu() for value in (outputs, *last)])
-    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+        layer_inputs = [call.first_input for call in calls if call.module in weighted]
+        map_inputs = [next((m.first_input for m in maps if m.output is value), value) for value in layer_inputs]
+        last = map_inputs[:0:-1][: len(LAYERS) - 1]  # the first layer's input is excluded: it is the record itself
+        result.append([_limit_size(value, len(outputs)).cpu() for value in (outputs, *last)])
+    return tuple(torch.cat(parts) for parts in zip(*result, strict=True))
 
 
 def dense_targets(loss: Loss, targets: Tensor, outputs: Tensor) -> Tensor:
@@ -101,14 +101,14 @@ def record_features(
     the model does not end with a Linear.
     """
     outputs = layer_outputs(model, inputs)
-    found = dict(zip(LAYERS, outputs, strict=False))
+    result = dict(zip(LAYERS, outputs, strict=False))
     last, targets = outputs[0], targets.cpu()
     if full:
-        found["label"] = dense_targets(loss, targets, last).reshape(len(last), -1)
-        found["loss"] = losses(loss, last, targets).to(last.dtype).unsqueeze(1)
+        result["label"] = dense_targets(loss, targets, last).reshape(len(last), -1)
+        result["loss"] = losses(loss, last, targets).to(last.dtype).unsqueeze(1)
     if full and (final := _final_linear(model, inputs)):
         hidden = torch.cat([call.first_input.cpu() for _, calls in _run(model, inputs, [final]) for call in calls])
         delta = loss.gradient(last, dense_targets(loss, targets, last))
         with_bias = torch.cat([hidden, torch.ones_like(hidden[:, :1])], 1)
-        found["gradient"] = delta.unsqueeze(2) * with_bias.unsqueeze(1)
-    return found
+        result["gradient"] = delta.unsqueeze(2) * with_bias.unsqueeze(1)
+    return result

@@ -46,7 +46,7 @@ def layer_rows(values: Mapping[str, Tensor], path: str) -> Tensor:
     return torch.cat([values[f"{path}.weight"], values[f"{path}.bias"].unsqueeze(1)], 1).detach().double()
 
 
-def append_one(inputs: Tensor) -> Tensor:
+def append_ones(inputs: Tensor) -> Tensor:
     """Flatten each record and append a 1, which represents the bias of the first layer."""
     rows = inputs.flatten(1).double()
     return torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
@@ -68,10 +68,10 @@ def record_from_agreeing_rows(leak: Leak, path: str) -> Tensor:
     """
     gradient = layer_rows(leak.gradients, path)
     size, eps = gradient[:, -1].abs(), torch.finfo(leak.gradients[f"{path}.bias"].dtype).eps
-    moved = gradient[size > math.sqrt(eps) * size.max()]
-    if len(moved) < 2:
+    changed = gradient[size > math.sqrt(eps) * size.max()]
+    if len(changed) < 2:
         raise DoesNotApply("dense record", "fewer than two units have a gradient", "use a wider first layer")
-    rows = moved[:, :-1] / moved[:, -1:]
+    rows = changed[:, :-1] / changed[:, -1:]
     distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(math.inf)
     first, second = divmod(int(distances.argmin()), len(rows))
     return (rows[first] + rows[second]) / 2
@@ -81,11 +81,11 @@ def rebuild_from_difference(observed: Observation) -> Tensor:
     """Rebuild a record with the published attack, which treats the difference between two broadcasts as a gradient."""
     leak = from_difference(observed)
     path = first_linear(observed.architecture)
-    found = record_from_gradient(leak, path)
+    result = record_from_gradient(leak, path)
     for name, layer in sketched_layers(leak.model):
         if name == f"{path}.weight":
-            return layer.sketch.to(found).up(found)
-    return found
+            return layer.sketch.to(result).up(result)
+    return result
 
 
 def pair_rows(now: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,11 +104,13 @@ def common_direction(rows: tuple[Tensor, Tensor], basis: Tensor) -> Tensor:
     of D_i orthogonal to the span and to n_i. Then q_i is a multiple of the same component of x. The direction x' that
     fits best is the top eigenvector of sum_i |q_i|^2 n_i n_i^T + q_i q_i^T.
     """
-    away, moved = (part - (part @ basis.T) @ basis for part in rows)
-    away = F.normalize(away, eps=TINY)
-    left = moved - (moved * away).sum(1, keepdim=True) * away
-    found: Tensor = torch.linalg.svd(torch.cat([left.norm(dim=1, keepdim=True) * away, left]), full_matrices=False)[2]
-    return found[0]
+    component, change = (part - (part @ basis.T) @ basis for part in rows)
+    component = F.normalize(component, eps=TINY)
+    residual = change - (change * component).sum(1, keepdim=True) * component
+    result: Tensor = torch.linalg.svd(
+        torch.cat([residual.norm(dim=1, keepdim=True) * component, residual]), full_matrices=False
+    )[2]
+    return result[0]
 
 
 def likely_record(direction: Tensor, own_rows: Tensor, sample: Tensor) -> Tensor:
@@ -126,14 +128,14 @@ def likely_record(direction: Tensor, own_rows: Tensor, sample: Tensor) -> Tensor
     columns = torch.cat([direction.unsqueeze(1), mean.unsqueeze(1), own_rows.T], 1)
     white = torch.linalg.solve_triangular(factor, columns[:-1], upper=False)
     white = torch.cat([white, SURE * columns[-1:]])
-    wanted, others = white[:, :2], white[:, 2:]
-    left = wanted - others @ torch.linalg.lstsq(others, wanted).solution
-    a, b = float(left[:, 0] @ left[:, 0]) + TINY, float(left[:, 0] @ left[:, 1])
+    target, others = white[:, :2], white[:, 2:]
+    residual = target - others @ torch.linalg.lstsq(others, target).solution
+    a, b = float(residual[:, 0] @ residual[:, 0]) + TINY, float(residual[:, 0] @ residual[:, 1])
     free = len(direction) - len(own_rows)
     root = math.sqrt(b * b + 4 * a * (free - 1))
     choices = [(b + sign * root) / (2 * a) for sign in (1, -1)]
     sigma = max(choices, key=lambda v: -0.5 * (a * v * v - 2 * b * v) + (free - 1) * math.log(abs(v) + TINY))
-    inside = torch.linalg.lstsq(others, (wanted[:, 1] - sigma * wanted[:, 0]).unsqueeze(1)).solution[:, 0]
+    inside = torch.linalg.lstsq(others, (target[:, 1] - sigma * target[:, 0]).unsqueeze(1)).solution[:, 0]
     record: Tensor = sigma * direction + own_rows.T @ inside
     return record[:-1]
 
@@ -149,13 +151,13 @@ def rebuild_veiled_record(observed: Observation) -> Tensor:
         raise DoesNotApply("dense record", "these broadcasts are not veiled")
     path = first_linear(observed.architecture)
     before, after = (layer_rows(sent.parameters, path) for sent in (now.broadcast, later.broadcast))
-    own = append_one(observed.own_batch(now)[0])
-    if len(own) >= before.shape[1]:
-        what = f"the attacker's {len(own)} records span all directions"
+    own_rows = append_ones(observed.own_batch(now)[0])
+    if len(own_rows) >= before.shape[1]:
+        what = f"the attacker's {len(own_rows)} records span all directions"
         raise DoesNotApply("dense record", what, "use a smaller batch for the attacker")
-    span = torch.linalg.svd(own, full_matrices=False)[2][: int(torch.linalg.matrix_rank(own))]
+    span = torch.linalg.svd(own_rows, full_matrices=False)[2][: int(torch.linalg.matrix_rank(own_rows))]
     known = common_direction(pair_rows(before, after), span)
-    return likely_record(known, own, observed.inputs.flatten(1).double())
+    return likely_record(known, own_rows, observed.inputs.flatten(1).double())
 
 
 def fit_rank_one(rows: Tensor, mask: Tensor) -> Tensor:
@@ -237,19 +239,19 @@ def fit_record(low: Tensor, high: Tensor, sample: Tensor) -> Tensor:
     ridge = SMOOTH * float(sample.square().mean()) + TINY
     prior = torch.linalg.inv(spread + ridge * torch.eye(len(mean)).to(spread))
     rows = torch.zeros_like(low).clamp(low, high)
-    full = fit_rank_one(rows, torch.ones_like(rows))
-    full = full / torch.where(full[-1].abs() > TINY, full[-1], TINY)
-    free, edge = rows.numel() - sum(rows.shape), sum(math.sqrt(size) for size in rows.shape) ** 2
+    record_and_one = fit_rank_one(rows, torch.ones_like(rows))
+    record_and_one = record_and_one / torch.where(record_and_one[-1].abs() > TINY, record_and_one[-1], TINY)
+    free, noise_norm = rows.numel() - sum(rows.shape), sum(math.sqrt(size) for size in rows.shape) ** 2
     for _ in range(STEPS):
-        factors = (rows @ full) / full.square().sum().clamp_min(TINY)
-        guess = factors[:, None] * full
+        factors = (rows @ record_and_one) / record_and_one.square().sum().clamp_min(TINY)
+        guess = factors[:, None] * record_and_one
         rows = guess.clamp(low, high)
         noise = (rows - guess).square().sum() / max(free, 1) + TINY
-        trust = (1 - edge * noise / guess.square().sum().clamp_min(TINY)).clamp_min(0) / noise
-        weight, pull = trust * factors.square().sum(), trust * (factors @ rows)[:-1]
+        precision = (1 - noise_norm * noise / guess.square().sum().clamp_min(TINY)).clamp_min(0) / noise
+        weight, pull = precision * factors.square().sum(), precision * (factors @ rows)[:-1]
         record = torch.linalg.solve(prior + weight * torch.eye(len(mean)).to(prior), prior @ mean + pull)
-        change = (record - full[:-1]).abs().max()
-        full = torch.cat([record, record.new_ones(1)])
+        change = (record - record_and_one[:-1]).abs().max()
+        record_and_one = torch.cat([record, record.new_ones(1)])
         if change <= STILL * record.abs().max():
             break
-    return full[:-1]
+    return record_and_one[:-1]

@@ -74,15 +74,15 @@ def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Te
     penalty = RIDGE * len(rows) * torch.eye(rows.shape[1]).to(rows)
     penalty[-1, -1] = 0.0
     if isinstance(loss, SquaredError):
-        found = torch.linalg.solve(rows.T @ rows + penalty, rows.T @ targets)
+        result = torch.linalg.solve(rows.T @ rows + penalty, rows.T @ targets)
     else:
         start = torch.zeros(rows.shape[1], targets.shape[1]).to(rows)
-        found = minimise(
+        result = minimise(
             lambda free: loss.values(rows @ free, targets).mean() + 0.5 * (free * (penalty @ free)).sum() / len(rows),
             start,
         )
-    weight = found[:-1].T / spread
-    return weight, found[-1] - weight @ mean
+    weight = result[:-1].T / spread
+    return weight, result[-1] - weight @ mean
 
 
 def rebuild_record(observed: Observation) -> Tensor:
@@ -99,16 +99,18 @@ def invert_gradient(observed: Observation, reason: str) -> Tensor:
 
     `reason` states why the record cannot be computed without a search.
     """
-    own = observed.inputs
-    if own.dim() != 4:
+    own_inputs = observed.inputs
+    if own_inputs.dim() != 4:
         raise DoesNotApply("gradient inversion", f"{reason}, and records are not images")
     if observed.targets.is_floating_point() and (observed.targets.dim() < 2 or observed.targets.shape[1] < 2):
         raise DoesNotApply("gradient inversion", f"{reason}, and inversion needs class labels")
     leak = from_difference(observed)
-    edges = own.amin((0, 2, 3))[:, None, None], own.amax((0, 2, 3))[:, None, None]
-    label = torch.tensor([single_label(leak)], device=own.device)
+    edges = own_inputs.amin((0, 2, 3))[:, None, None], own_inputs.amax((0, 2, 3))[:, None, None]
+    label = torch.tensor([single_label(leak)], device=own_inputs.device)
     with torch.no_grad():
-        classes = leak.model(own[:2]).shape[-1]
+        classes = leak.model(own_inputs[:2]).shape[-1]
     rng = torch.Generator().manual_seed(0)
-    found = reconstruct(leak, (1, *own.shape[1:]), SEARCH, classes=classes, generator=rng, labels=label, box=edges)
-    return found.inputs[0]
+    result = reconstruct(
+        leak, (1, *own_inputs.shape[1:]), SEARCH, classes=classes, generator=rng, labels=label, box=edges
+    )
+    return result.inputs[0]

@@ -67,14 +67,14 @@ def cosine_distance(gradients: Gradients, leaked: Mapping[str, Tensor], mask: Ma
         gradients = {name: gradient * mask[name] for name, gradient in gradients.items()}
         leaked = {name: gradient * mask[name] for name, gradient in leaked.items()}
     ours = torch.cat([gradient.flatten() for gradient in gradients.values()])
-    theirs = torch.cat([leaked[name].flatten() for name in gradients])
-    return 1 - torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
+    leaked_vector = torch.cat([leaked[name].flatten() for name in gradients])
+    return 1 - torch.nn.functional.cosine_similarity(ours, leaked_vector, dim=0)
 
 
 def input_distance(leak: Leak, inputs: Tensor, targets: Tensor, method: Distance, *, graph: bool = False) -> Tensor:
     """Return the distance between the inputs' gradient and the leaked one; `leak.compare` takes precedence."""
-    found = leak.gradients_of(inputs, targets, graph=graph)
-    return leak.compare(found) if leak.compare else method(found, leak.gradients, leak.mask)
+    result = leak.gradients_of(inputs, targets, graph=graph)
+    return leak.compare(result) if leak.compare else method(result, leak.gradients, leak.mask)
 
 
 def reconstruct(
@@ -98,7 +98,7 @@ def reconstruct(
         verb = "needs" if labels is None else "does not accept"
         raise BadArgument("reconstruct", f"{search.method} {verb} labels")
     like = next(iter(leak.gradients.values()))
-    found = []
+    candidates = []
     for number in range(search.restarts):
         start = torch.randn(shape, generator=generator).to(like)
         guess = torch.randn((shape[0], classes), generator=generator).to(like)
@@ -108,11 +108,11 @@ def reconstruct(
 
         targets = guess if labels is None else labels
         if search.method == "cosine":
-            found.append(search_by_signs(leak, start, targets, search, box, report))
+            candidates.append(search_by_signs(leak, start, targets, search, box, report))
         else:
-            found.append(search_by_lbfgs(leak, start, targets, search, report))
-    best = min(found, key=lambda result: result.distance)
-    return dataclasses.replace(best, distances=tuple(result.distance for result in found))
+            candidates.append(search_by_lbfgs(leak, start, targets, search, report))
+    best = min(candidates, key=lambda result: result.distance)
+    return dataclasses.replace(best, distances=tuple(result.distance for result in candidates))
 
 
 def search_by_signs(
@@ -155,16 +155,16 @@ def search_by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, p
     y = labels.clone().requires_grad_(joint)
     free = [x, y] if joint else [x]
     optimizer = torch.optim.LBFGS(free)
-    best, inputs, found = math.inf, x.detach().clone(), y.detach().clone()
+    best, inputs, best_labels = math.inf, x.detach().clone(), y.detach().clone()
 
     def closure() -> Tensor:
-        nonlocal best, inputs, found
+        nonlocal best, inputs, best_labels
         distance = input_distance(leak, x, y.softmax(-1) if joint else y, squared_distance, graph=True)
         for leaf, slope in zip(free, torch.autograd.grad(distance, free), strict=True):
             leaf.grad = slope
         reached = float(distance.detach())
         if reached < best:
-            best, inputs, found = reached, x.detach().clone(), y.detach().clone()
+            best, inputs, best_labels = reached, x.detach().clone(), y.detach().clone()
         return distance.detach()
 
     before = math.inf
@@ -174,4 +174,4 @@ def search_by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, p
             break
         before = last
         progress(step / search.steps)
-    return Reconstruction(inputs, found.argmax(-1) if joint else found, best)
+    return Reconstruction(inputs, best_labels.argmax(-1) if joint else best_labels, best)

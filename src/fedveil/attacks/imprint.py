@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.attacks.batch_records import check_relu
-from fedveil.attacks.first_layer import append_one, first_linear, layer_rows
+from fedveil.attacks.first_layer import append_ones, first_linear, layer_rows
 from fedveil.attacks.leaked_gradients import Leak
 from fedveil.attacks.observation import DoesNotApply
 
@@ -48,14 +48,16 @@ def craft_imprint(model: nn.Module, plausible: Tensor, rng: torch.Generator) -> 
     assert isinstance(first, nn.Linear)
     measure = torch.randn(first.in_features, generator=rng, dtype=torch.float64)
     measure = (measure / measure.norm()).to(first.weight)
-    found = (plausible.flatten(1).to(first.weight) @ measure).double()
+    result = (plausible.flatten(1).to(first.weight) @ measure).double()
     units = first.out_features
     levels = torch.special.ndtri((torch.arange(units, dtype=torch.float64) + 0.5) / units)
-    cuts = found.mean() + found.std() * levels.to(found)
+    cuts = result.mean() + result.std() * levels.to(result)
     first.weight.copy_(measure.expand_as(first.weight))
     first.bias.copy_(-cuts)
     rows = torch.randn(second.out_features, generator=rng, dtype=torch.float64)
-    second.weight.copy_((WEIGHT * rows / units / found.std().cpu()).to(second.weight)[:, None].expand_as(second.weight))
+    second.weight.copy_(
+        (WEIGHT * rows / units / result.std().cpu()).to(second.weight)[:, None].expand_as(second.weight)
+    )
     return crafted
 
 
@@ -76,4 +78,4 @@ def read_imprint(leak: Leak, path: str) -> Tensor:
 def imprint_bin(model: nn.Module, path: str, inputs: Tensor) -> Tensor:
     """Return the number of crafted units that each record activates, which identifies its bin."""
     layer = layer_rows(dict(model.named_parameters()), path)
-    return (append_one(inputs) @ layer.T > 0).sum(1)
+    return (append_ones(inputs) @ layer.T > 0).sum(1)

@@ -81,10 +81,10 @@ def penalty(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tenso
 
     Each x is a random point on the line between a real and a fake image; `mix` contains the weights.
     """
-    between = (real + mix.view(-1, 1, 1, 1) * (fake - real)).requires_grad_()
-    (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-    found: Tensor = (slope.flatten(1).norm(dim=1) - 1).square().mean()
-    return found
+    interpolated = (real + mix.view(-1, 1, 1, 1) * (fake - real)).requires_grad_()
+    (slope,) = torch.autograd.grad(critic(interpolated).sum(), interpolated, create_graph=True)
+    result: Tensor = (slope.flatten(1).norm(dim=1) - 1).square().mean()
+    return result
 
 
 def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
@@ -156,12 +156,12 @@ def train_gan(
         random = source("gan", seed, epoch)
         order = torch.randperm(len(images), generator=random).to(images.device)
         batches = [rows for rows in torch.split(order, BATCH) if len(rows) > 1]
-        found = []
+        result = []
         for number, rows in enumerate(batches):
-            fifth = (epoch * len(batches) + number + 1) % CRITIC_STEPS == 0
-            found.append(_train_step(gan, optimizers, images[rows], random, train_generator=fifth))
+            trains_generator = (epoch * len(batches) + number + 1) % CRITIC_STEPS == 0
+            result.append(_train_step(gan, optimizers, images[rows], random, train_generator=trains_generator))
             progress((epoch + number / len(batches)) / epochs, f"generator, epoch {epoch + 1}/{epochs}")
-        distances.append(sum(found) / len(found))
+        distances.append(sum(result) / len(result))
         if path and (epoch % 2 or epoch + 1 == epochs):
             states = {"nets": [net.state_dict() for net in nets], "distances": distances}
             save_for(path, key, {**states, "optimizers": [optimizer.state_dict() for optimizer in optimizers]})

@@ -41,12 +41,12 @@ class Leak:
     simulate: Simulation | None = None  # what a client would send for inputs and targets; None for their mean gradient
 
     def gradients_of(self, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
-        """Return what a client with these records would send; if `graph`, it can be differentiated again."""
+        """Return the gradients that a client would send for these records; if `graph`, they are differentiable."""
         if self.simulate is not None:
             return self.simulate(inputs, targets, graph)
         return mean_gradients(self.model, self.loss, inputs, targets, graph=graph)
 
-    def divided(self, reach: float) -> "Leak":
+    def divide_by(self, reach: float) -> "Leak":
         """Return the leak with a client's difference replaced by its mean gradient (`Round.reach`)."""
         if reach == 1:
             return self
@@ -62,8 +62,8 @@ def mean_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor
     outputs = find_predictions(model, torch.func.functional_call(model, buffers, (inputs,)))
     value = loss.values(outputs, one_hot(targets, outputs)).mean()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = torch.autograd.grad(value, list(trained.values()), create_graph=graph)
-    return dict(zip(trained, found, strict=True))
+    result = torch.autograd.grad(value, list(trained.values()), create_graph=graph)
+    return dict(zip(trained, result, strict=True))
 
 
 def from_difference(observed: Observation, at: int = -2) -> Leak:
@@ -78,9 +78,11 @@ def from_difference(observed: Observation, at: int = -2) -> Leak:
     The attack needs round `at`, which the attacker must have answered, and the following round.
     """
     now, later = observed.consecutive(at)
-    own, before, after = own_gradients(observed, now), full_weights(now.model), full_weights(later.model)
-    change = sketch_weights(now.model, {name: (before[name] - after[name]) / observed.learning_rate for name in own})
-    others = {name: (change[name] - observed.share * own[name]) / (1 - observed.share) for name in own}
+    own_part, before, after = own_gradients(observed, now), full_weights(now.model), full_weights(later.model)
+    change = sketch_weights(
+        now.model, {name: (before[name] - after[name]) / observed.learning_rate for name in own_part}
+    )
+    others = {name: (change[name] - observed.share * own_part[name]) / (1 - observed.share) for name in own_part}
     return Leak(now.model, others, observed.loss)
 
 
@@ -122,8 +124,8 @@ def sketch_weights(model: nn.Module, values: Mapping[str, Tensor]) -> Gradients:
 
 def sketched_layers(model: nn.Module) -> list[tuple[str, SketchedLayer]]:
     """Return all sketched layers, each with the name of its weight."""
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, SketchedLayer)]
-    return [(f"{path}.weight" if path else "weight", module) for path, module in found]
+    result = [(path, module) for path, module in model.named_modules() if isinstance(module, SketchedLayer)]
+    return [(f"{path}.weight" if path else "weight", module) for path, module in result]
 
 
 def from_upload(observed_round: Round, upload: object, loss: Loss) -> Leak:
@@ -207,8 +209,8 @@ def batch_labels(leak: Leak, records: int, own_inputs: Tensor) -> list[int]:
     head, sums, has_bias = _head(leak)
     with torch.no_grad(), record_calls([head]) as calls:
         outputs = leak.model(own_inputs)
-    some = F.one_hot(outputs.new_zeros(len(outputs), dtype=torch.int64), outputs.shape[-1]).to(outputs)
-    slope = (leak.loss.gradient(outputs, some) + some).mean(0)
+    class_zero = F.one_hot(outputs.new_zeros(len(outputs), dtype=torch.int64), outputs.shape[-1]).to(outputs)
+    slope = (leak.loss.gradient(outputs, class_zero) + class_zero).mean(0)
     size = 1.0 if has_bias else float(calls[0].first_input.flatten(1).sum(1).mean())
     left = records * (slope - sums / (size or 1.0))
     labels = []
@@ -220,10 +222,10 @@ def batch_labels(leak: Leak, records: int, own_inputs: Tensor) -> list[int]:
 
 def _head(leak: Leak) -> tuple[nn.Linear, Tensor, bool]:
     """Return the last Linear, the gradient of its bias (or the row sums of its weight), and whether it has a bias."""
-    found = [(path, module) for path, module in leak.model.named_modules() if isinstance(module, nn.Linear)]
-    if not found:
+    result = [(path, module) for path, module in leak.model.named_modules() if isinstance(module, nn.Linear)]
+    if not result:
         raise BadArgument("labels", "the model has no Linear to read the labels from", "use --method dlg")
-    path, head = found[-1]
+    path, head = result[-1]
     weight, bias = (leak.gradients.get(f"{path}.{name}" if path else name) for name in ("weight", "bias"))
     if bias is not None:
         return head, bias, True

@@ -6,8 +6,8 @@ its outputs are close to 0 for any input. The c that minimises sum |y| is a weig
 tolerates the few outputs that are not close to 0. Neither labels nor a second broadcast are needed, so this also works
 if the noise is kept across rounds.
 
-With decoys, c is one of a few public candidates. The true one is that with which the model is most certain of its
-answers on records that it was trained on.
+With decoys, c is one of a few public candidates. The true one makes the model most certain of its predictions on its
+training records.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from fedveil.scheme.broadcast import Broadcast, PublicHead
 from fedveil.scheme.losses import SquaredError, one_hot
 from fedveil.scheme.outputs import values
 
-FAKES = 1000  # number of made-up inputs
+FAKES = 1000  # number of generated inputs
 DECAY = 1.5  # chosen among 0.5, 1 and 1.5 on CIFAR-10; photographs have about 1.2
 
 
@@ -39,7 +39,7 @@ def image_shape(shape: torch.Size) -> torch.Size | None:
 
 
 def fake_inputs(shape: torch.Size, count: int, low: float, high: float) -> Tensor:
-    """Make up records of this shape, always the same ones: smooth random images, or normal noise.
+    """Generate the same records of this shape on every call: smooth random images, or normal noise.
 
     The amplitude of a frequency f of an image is proportional to f^-1.5, similar to natural images (Field 1987). Each
     image is scaled so that its values extend from `low` to `high`.
@@ -82,7 +82,7 @@ def veiled_head(observed: Observation) -> tuple[Broadcast, PublicHead]:
 
 
 def fit_outputs(observed: Observation, inputs: Tensor) -> Observation:
-    """Remove the noise with which the outputs for `inputs` would not be mostly close to 0."""
+    """Remove the noise, given that most true outputs for `inputs` are close to 0."""
     broadcast, head = veiled_head(observed)
     if head.decoys or not isinstance(observed.loss, SquaredError):
         raise DoesNotApply("likely outputs", "only with squared error are most outputs close to 0")
@@ -93,7 +93,7 @@ def fit_outputs(observed: Observation, inputs: Tensor) -> Observation:
 
 
 def fit_fake_inputs(observed: Observation) -> Observation:
-    """Remove the noise with made-up inputs: one broadcast, no data; of records, only the shape and range are known."""
+    """Remove the noise with generated inputs, from one broadcast, knowing only the shape and range of the records."""
     low, high = float(observed.inputs.min()), float(observed.inputs.max())
     return fit_outputs(observed, fake_inputs(observed.inputs.shape[1:], FAKES, low, high).to(observed.inputs))
 
@@ -101,7 +101,7 @@ def fit_fake_inputs(observed: Observation) -> Observation:
 def fit_own_inputs(observed: Observation) -> Observation:
     """Remove the noise with the attacker's own records, but without their labels, from one broadcast.
 
-    With decoys, the function picks the candidate with the least loss if the model's own answers are the labels.
+    With decoys, the function picks the candidate with the smallest loss on the model's own predictions as labels.
     """
     broadcast, head = veiled_head(observed)
     if not head.decoys:

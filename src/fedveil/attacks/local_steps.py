@@ -1,7 +1,7 @@
 """Reconstruct records from an update that contains several local steps (FedAvg) instead of one gradient.
 
 A client that trains locally sends W_0 - W_T after T steps of SGD. The attacker repeats these steps with candidate
-records, differentiates through them, and searches for records whose update is close to the one it has (Geiping et al.
+records, differentiates through them, and searches for records whose update is close to the observed one (Geiping et al.
 2020, arXiv 2003.14053; Dimitrov et al. 2022, arXiv 2206.12395). Every search of `attacks.gradients` works.
 
 The attacker knows the number of epochs, the learning rate and the batch size, but not which records the client put into
@@ -66,8 +66,8 @@ def local_update(
         slopes = torch.autograd.grad(value, list(now.values()), create_graph=graph)
         now = {name: old - training.lr * slope for (name, old), slope in zip(now.items(), slopes, strict=True)}
     scale = 1 / (training.lr * training.steps(len(inputs)))
-    found = {name: (start[name] - end) * scale for name, end in now.items()}
-    return found if graph else {name: value.detach() for name, value in found.items()}
+    result = {name: (start[name] - end) * scale for name, end in now.items()}
+    return result if graph else {name: value.detach() for name, value in result.items()}
 
 
 def from_local_training(

@@ -84,20 +84,20 @@ class Shadows:
         return self.loss.values(torch.from_numpy(outputs), self.targets).double().numpy()
 
     def signals(self, outputs: Array) -> dict[str, tuple[Array, Array]]:
-        """Return numbers for the target, given its outputs, and for the shadows, by name.
+        """Return a number per record by name, for the target, given its outputs, and for the shadows.
 
         "loss" is divided by its mean for records outside the shadows' training sets. If a loss has negative values, as
         Poisson's does, it is counted from the smallest value of any model for the same record. "log-odds" are those of
         the true class, if there are classes.
         """
-        own, others = self.losses(outputs), np.stack([self.losses(each) for each in self.outputs])
-        lowest = np.minimum(own, others.min(0)) if min(own.min(), others.min()) < 0 else np.zeros(len(own))
+        target, others = self.losses(outputs), np.stack([self.losses(output) for output in self.outputs])
+        lowest = np.minimum(target, others.min(0)) if min(target.min(), others.min()) < 0 else np.zeros(len(target))
         scale = max(float((others - lowest)[~self.inside].mean()), np.finfo(np.float64).tiny)
-        found = {"loss": ((own - lowest) / scale, (others - lowest) / scale)}
+        result = {"loss": ((target - lowest) / scale, (others - lowest) / scale)}
         if (classes := self.classes) is not None:
             t = self.temperature
-            found["log-odds"] = confidence(outputs / t, classes), confidence(self.outputs / t, classes)
-        return found
+            result["log-odds"] = confidence(outputs / t, classes), confidence(self.outputs / t, classes)
+        return result
 
 
 class ShadowScores(NamedTuple):
@@ -125,16 +125,16 @@ class Form:
         member = inside[number][usable]
         if not member.any() or member.all():
             return math.nan
-        found = self.compare(self.shadow[number][usable], self.shadow[rest][:, usable], inside[rest][:, usable])
-        return auc(found[member], found[~member]).value
+        result = self.compare(self.shadow[number][usable], self.shadow[rest][:, usable], inside[rest][:, usable])
+        return auc(result[member], result[~member]).value
 
 
 def shadow_scores(outputs: Array, shadows: Shadows, *, include_lira: bool) -> dict[str, ShadowScores]:
     """Return the RMIA score of every record and, if `include_lira`, its LiRA score, given the target's outputs."""
-    found = {"RMIA": list(rmia_forms(outputs, shadows))}
+    result = {"RMIA": list(rmia_forms(outputs, shadows))}
     if include_lira:
-        found["LiRA"] = list(lira_forms(outputs, shadows))
-    chosen = {name: choose_form(forms, shadows.inside) for name, forms in found.items()}
+        result["LiRA"] = list(lira_forms(outputs, shadows))
+    chosen = {name: choose_form(forms, shadows.inside) for name, forms in result.items()}
     return {
         name: ShadowScores(form.compare(form.target, form.shadow, shadows.inside), form.name)
         for name, form in chosen.items()
@@ -158,14 +158,14 @@ def rmia_forms(outputs: Array, shadows: Shadows) -> Iterator[Form]:
     loss) for other losses. With squared error, most probabilities of a confident model round to 1.
     """
     signals = shadows.signals(outputs)
-    logs = {f"exp(-{scale} loss / mean)": [-scale * one for one in signals["loss"]] for scale in SCALES}
+    logs = {f"exp(-{scale} loss / mean)": [-scale * value for value in signals["loss"]] for scale in SCALES}
     if "log-odds" in signals:
-        probabilities = [-np.logaddexp(0, -one) for one in signals["log-odds"]]
+        probabilities = [-np.logaddexp(0, -value) for value in signals["log-odds"]]
         entropy = isinstance(shadows.loss, CrossEntropy)
         logs = {"probability": probabilities, **logs} if entropy else {**logs, "probability": probabilities}
     elif isinstance(shadows.loss, BinaryCrossEntropy):
-        own, others = shadows.losses(outputs), np.stack([shadows.losses(each) for each in shadows.outputs])
-        logs = {"probability": [-own, -others], **logs}
+        attacked, others = shadows.losses(outputs), np.stack([shadows.losses(output) for output in shadows.outputs])
+        logs = {"probability": [-attacked, -others], **logs}
     for a in (FALLBACK, *GRID):
         for name, (target, shadow) in logs.items():
             yield Form(f"{name}, a = {a:g}", target, shadow, partial(rmia, a=a))
@@ -175,7 +175,7 @@ def lira_forms(outputs: Array, shadows: Shadows) -> Iterator[Form]:
     """Yield forms of LiRA: online (if every record is in a shadow) and offline, for log-odds and for -log(loss)."""
     least = np.finfo(np.float64).eps
     signals = shadows.signals(outputs)
-    phis = {"-log loss": [-np.log(np.maximum(one, least)) for one in signals["loss"]]}
+    phis = {"-log loss": [-np.log(np.maximum(value, least)) for value in signals["loss"]]}
     if "log-odds" in signals:
         phis["log-odds"] = list(signals["log-odds"])
     if isinstance(shadows.loss, CrossEntropy):
@@ -207,12 +207,12 @@ def lira(phi: Array, shadow: Array, inside: Mask, *, online: bool = True) -> Arr
     to 1. The script released with the paper uses a two-sided density.
     """
     mean_out, sigma_out = _normal(shadow, ~inside)
-    far = (phi - mean_out) / sigma_out
+    out_score = (phi - mean_out) / sigma_out
     if not online:
-        return np.asarray(far)
+        return np.asarray(out_score)
     mean_in, sigma_in = _normal(shadow, inside)
-    near = (phi - mean_in) / sigma_in
-    return np.asarray((far**2 - near**2) / 2 + np.log(sigma_out / sigma_in))
+    in_score = (phi - mean_in) / sigma_in
+    return np.asarray((out_score**2 - in_score**2) / 2 + np.log(sigma_out / sigma_in))
 
 
 def _normal(shadow: Array, chosen: Mask) -> tuple[Array, Array]:

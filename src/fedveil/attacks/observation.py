@@ -76,6 +76,6 @@ def attempt(attacker: Callable[[Observation], T], observed: Observation) -> T | 
 
 def copy_with_values(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of a model with the given parameters and buffers replaced."""
-    found = copy.deepcopy(model)
-    found.load_state_dict(values, strict=False)
-    return found
+    result = copy.deepcopy(model)
+    result.load_state_dict(values, strict=False)
+    return result

@@ -86,8 +86,8 @@ def stealthy_deviations(clients: int, hostile: int) -> float:
     >>> round(stealthy_deviations(50, 24), 2)
     1.75
     """
-    beyond = clients // 2 + 1 - hostile
-    return NormalDist().inv_cdf((clients - beyond) / clients) if 0 < beyond < clients else 0.0
+    supporters = clients // 2 + 1 - hostile
+    return NormalDist().inv_cdf((clients - supporters) / clients) if 0 < supporters < clients else 0.0
 
 
 def little_is_enough(view: HostileView) -> Tensors:

@@ -21,7 +21,7 @@ from fedveil.attacks.first_layer import (
 )
 from fedveil.attacks.leaked_gradients import Leak, from_masked_difference
 from fedveil.attacks.observation import PUBLISHED, Observation, attempt
-from fedveil.defences.registry import OURS, Record
+from fedveil.defences.registry import INCLUDED, Record
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
 
@@ -115,13 +115,13 @@ ATTACKERS: Mapping[str, Attackers] = {
 def find_attackers(record: Record) -> Attackers:
     """Return the attackers declared in a record, or those for the built-in defence with the same target."""
     if record.attackers is None:
-        names = {own.target: own.name for own in OURS.values()}
+        names = {record.target: record.name for record in INCLUDED.values()}
         return ATTACKERS.get(names.get(record.target, ""), Attackers())
-    found = import_object(record.attackers, "a list of attackers", EXAMPLE)
-    if not isinstance(found, Attackers):
-        what = f"expected an instance of fedveil.attacks.registry.Attackers, got {type(found).__name__}"
+    result = import_object(record.attackers, "a list of attackers", EXAMPLE)
+    if not isinstance(result, Attackers):
+        what = f"expected an instance of fedveil.attacks.registry.Attackers, got {type(result).__name__}"
         raise BadArgument(record.attackers, what, f"refer to an instance, such as {EXAMPLE}")
-    return found
+    return result
 
 
 Views = tuple[dict[str, Observation], dict[str, str]]
@@ -130,11 +130,11 @@ Views = tuple[dict[str, Observation], dict[str, str]]
 
 def attacker_views(attackers: Attackers, observed: Observation) -> Views:
     """Run every attacker that estimates a model; the unchanged observation is labelled "as published"."""
-    found, left_out = {PUBLISHED: observed}, dict[str, str]()
+    observations, left_out = {PUBLISHED: observed}, dict[str, str]()
     for label, attacker in {**attackers.models, **attackers.generic}.items():
         result = attempt(attacker, observed)
         if isinstance(result, str):
             left_out[label] = result
         else:
-            found[label] = result
-    return found, left_out
+            observations[label] = result
+    return observations, left_out

@@ -52,9 +52,10 @@ class Estimate:
             ends = proportion(round(self.value * self.sample_size), self.sample_size, level=level)
             return replace(self, low=min(self.value, ends.low), high=max(self.value, ends.high))
         factor = self._quantile((1 + level) / 2) / self._quantile(0.975)
-        forth, back = self._scale
+        transform, inverse = self._scale
         low, high = (
-            back(forth(self.value) + factor * (forth(end) - forth(self.value))) for end in (self.low, self.high)
+            inverse(transform(self.value) + factor * (transform(end) - transform(self.value)))
+            for end in (self.low, self.high)
         )
         low, high = self.low if self.low == 0 else low, self.high if self.high == 1 else high  # ends of fractions
         return replace(self, low=low, high=high)
@@ -67,12 +68,12 @@ class Estimate:
                 middle = (low + high) / 2
                 low, high = (middle, high) if guess in self.at_level(1 - math.exp(middle)) else (low, middle)
             return math.exp(high)
-        forth, _ = self._scale
-        distance, reach = abs(forth(self.value) - forth(guess)), self._reach(guess)
+        transform, _ = self._scale
+        distance, reach = abs(transform(self.value) - transform(guess)), self._reach(guess)
         if distance == 0:
             return 1.0
-        far = distance / reach * self._quantile(0.975) if reach > 0 else math.inf
-        tail = float(stdtr(self.repeats - 1, -far)) if self._is_students else float(ndtr(-far))
+        quantile = distance / reach * self._quantile(0.975) if reach > 0 else math.inf
+        tail = float(stdtr(self.repeats - 1, -quantile)) if self._is_students else float(ndtr(-quantile))
         return max(2 * tail, SMALLEST)
 
     @property
@@ -81,13 +82,13 @@ class Estimate:
 
     @property
     def _scale(self) -> tuple[Callable[[float], float], Callable[[float], float]]:
-        """The function after which the interval is symmetric, and its inverse."""
+        """The transform that makes the interval symmetric, and its inverse."""
         return (_logit, _expit) if self.method == "logit" and 0 < self.value < 1 else (float, float)
 
     def _reach(self, guess: float) -> float:
         """Return the half-width of the interval on the side of `guess`."""
-        forth, _ = self._scale
-        return abs(forth(self.value) - forth(self.low if guess < self.value else self.high))
+        transform, _ = self._scale
+        return abs(transform(self.value) - transform(self.low if guess < self.value else self.high))
 
     def _quantile(self, probability: float) -> float:
         return float(stdtrit(self.repeats - 1, probability) if self._is_students else ndtri(probability))
@@ -104,13 +105,13 @@ def _expit(value: float) -> float:
 
 def check_scores(members: ArrayLike, others: ArrayLike) -> tuple[Scores, Scores]:
     """Return both arrays of scores as flat float64 arrays; reject empty arrays and NaN."""
-    found = np.asarray(members, np.float64).ravel(), np.asarray(others, np.float64).ravel()
-    for name, scores in zip(("members", "others"), found, strict=True):
+    result = np.asarray(members, np.float64).ravel(), np.asarray(others, np.float64).ravel()
+    for name, scores in zip(("members", "others"), result, strict=True):
         if not len(scores):
             raise BadArgument("scores", f"there are no scores for {name}", "score at least one record of each kind")
         if np.isnan(scores).any():
             raise BadArgument("scores", f"a score for {name} is NaN")
-    return found
+    return result
 
 
 def proportion(hits: int, trials: int, *, level: float = 0.95) -> Estimate:
@@ -139,8 +140,8 @@ def average(values: Sequence[float], *, minimum: float = -math.inf, maximum: flo
 def placements(scores: Scores, reference: Scores) -> Scores:
     """For each score, return the fraction of `reference` scores below it; ties count half."""
     order = np.sort(reference)
-    below, upto = np.searchsorted(order, scores, "left"), np.searchsorted(order, scores, "right")
-    return np.asarray((below + upto) / (2 * len(order)))
+    below, at_or_below = np.searchsorted(order, scores, "left"), np.searchsorted(order, scores, "right")
+    return np.asarray((below + at_or_below) / (2 * len(order)))
 
 
 def auc(members: ArrayLike, others: ArrayLike, *, level: float = 0.95) -> Estimate:
@@ -194,8 +195,8 @@ def best_threshold(members: ArrayLike, others: ArrayLike) -> float:
     ins, outs = check_scores(members, others)
     values = np.unique(np.concatenate([ins, outs]))
     right = len(ins) - np.searchsorted(np.sort(ins), values, "left")
-    wrong = len(outs) - np.searchsorted(np.sort(outs), values, "left")
-    gain = right / len(ins) - wrong / len(outs)
+    false_positives = len(outs) - np.searchsorted(np.sort(outs), values, "left")
+    gain = right / len(ins) - false_positives / len(outs)
     best = int(gain.argmax())
     if best == 0 or gain[best] <= 0:
         return -math.inf

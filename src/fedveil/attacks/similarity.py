@@ -40,8 +40,8 @@ def ssim(reconstructed: Tensor, true: Tensor) -> list[float]:
     """
     size = 11 if min(true.shape[-2:]) >= 16 else 7
     a, b = (image.double().flatten(0, 1).unsqueeze(1) for image in (reconstructed, true))
-    away = torch.arange(size, dtype=torch.float64, device=a.device) - size // 2
-    line = torch.exp(-(away**2) / (2 * SIGMA**2))
+    offsets = torch.arange(size, dtype=torch.float64, device=a.device) - size // 2
+    line = torch.exp(-(offsets**2) / (2 * SIGMA**2))
     window = torch.outer(line, line).expand(1, 1, size, size)
     window = window / window.sum()
     mean = partial(F.conv2d, weight=window)

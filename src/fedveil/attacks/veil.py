@@ -84,7 +84,7 @@ def remove_noise(observed: Observation, broadcasts: int = 2) -> Observation:
         raise DoesNotApply("broadcasts", "the attack needs two broadcasts from different rounds")
     forms, (last, head) = canonical_heads(observed, list(rounds.values())), list(rounds.values())[-1]
     if head.decoys:
-        candidates = [own.candidates.double() for _, own in rounds.values()]
+        candidates = [head.candidates.double() for _, head in rounds.values()]
         offset = candidates[-1][pick_candidates(forms, candidates)[-1]]
     else:
         offset = fit_noise(forms)[-1].to(head.direction.device)
@@ -111,9 +111,9 @@ def minimise(value: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
 
     def closure() -> Tensor:
         search.zero_grad()
-        found = value(free)
-        found.backward()  # type: ignore[no-untyped-call]
-        return found
+        result = value(free)
+        result.backward()  # type: ignore[no-untyped-call]
+        return result
 
     search.step(closure)  # type: ignore[no-untyped-call]
     return free.detach()
@@ -129,10 +129,10 @@ def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, lo
     if isinstance(loss, SquaredError):
         return (((outputs - targets) * alpha).sum(0) @ rows.T) / energy
     unit = 1 / (energy / len(outputs)).sqrt()
-    found = minimise(
+    result = minimise(
         lambda free: loss.values(outputs - alpha * ((free * unit) @ rows), targets).mean(), torch.zeros_like(unit)
     )
-    return found * unit
+    return result * unit
 
 
 def calibrate(observed: Observation, broadcast: Broadcast) -> nn.Module:
@@ -166,12 +166,12 @@ class CanonicalHead(NamedTuple):
 
 def head_noise(plan: Plan, architecture: nn.Module, head: PublicHead) -> Tensor:
     """Return the change in the flat vector of all tensors caused by noise of size 1 in each group."""
-    found = []
+    result = []
     for row in group_rows(head):
         model = copy.deepcopy(architecture).double()  # all values are zero
         move_head(model, head, row)
-        found.append(flat_values(plan, model))
-    return torch.stack(found)
+        result.append(flat_values(plan, model))
+    return torch.stack(result)
 
 
 def canonical_heads(observed: Observation, rounds: Sequence[VeiledHead]) -> list[CanonicalHead]:
@@ -181,12 +181,12 @@ def canonical_heads(observed: Observation, rounds: Sequence[VeiledHead]) -> list
     flats = [flatten({**broadcast.parameters, **broadcast.buffers}, plan.layout.entries) for broadcast, _ in rounds]
     forms = [canonical_form(plan, flat, exclude=names) for flat in flats]
     inside = torch.cat([torch.arange(e.start, e.stop) for e in plan.layout.entries if e.name in names])
-    found = []
+    result = []
     for (_, head), form in zip(rounds, forms, strict=True):
         elements = sources(plan, form.flat, forms[-1].flat, exclude=names)[inside.to(form.flat.device)]
         noise = head_noise(plan, observed.architecture, head) * form.factors
-        found.append(CanonicalHead(form.flat[elements], noise[:, elements]))
-    return found
+        result.append(CanonicalHead(form.flat[elements], noise[:, elements]))
+    return result
 
 
 def fit_noise(heads: Sequence[CanonicalHead]) -> Tensor:
@@ -205,25 +205,25 @@ def fit_noise(heads: Sequence[CanonicalHead]) -> Tensor:
     change = torch.stack([now.values - later.values for now, later in itertools.pairwise(heads)]).cpu()
     size = torch.stack([head.values.norm() / head.noise.norm(dim=1).clamp_min(TINY) for head in heads]).flatten().cpu()
     prior, nothing = torch.diag(1 / size.clamp_min(TINY)), torch.zeros(len(size), dtype=torch.float64)
-    spread, found = torch.ones(change.shape[1], dtype=torch.float64) * change.square().mean(), nothing
+    spread, result = torch.ones(change.shape[1], dtype=torch.float64) * change.square().mean(), nothing
     for _ in range(TURNS):
         weight = spread.clamp_min(TINY).rsqrt()
         left = torch.cat([(design * weight[:, None]).flatten(0, 1), prior])
         right = torch.cat([(change * weight).flatten(), nothing])
-        found = torch.linalg.lstsq(left, right[:, None], driver="gelsd").solution[:, 0]
-        spread = (change - design @ found).square().mean(0)
+        result = torch.linalg.lstsq(left, right[:, None], driver="gelsd").solution[:, 0]
+        spread = (change - design @ result).square().mean(0)
         spread = spread + SMOOTHING * spread.mean()
-    return found.reshape(rounds, groups)
+    return result.reshape(rounds, groups)
 
 
 def pick_candidates(heads: Sequence[CanonicalHead], candidates: Sequence[Tensor]) -> list[int]:
     """Return the most likely candidate's index in each round: the path along which the heads change least (Viterbi)."""
     models = [head.values - offsets @ head.noise for head, offsets in zip(heads, candidates, strict=True)]
-    cost, back = torch.zeros(len(models[0]), dtype=torch.float64, device=models[0].device), list[Tensor]()
+    cost, slopes = torch.zeros(len(models[0]), dtype=torch.float64, device=models[0].device), list[Tensor]()
     for now, later in itertools.pairwise(models):
         best = (cost[:, None] + torch.cdist(now, later, p=1)).min(0)
-        cost, back = best.values, [*back, best.indices]
+        cost, slopes = best.values, [*slopes, best.indices]
     path = [int(cost.argmin())]
-    for step in reversed(back):
+    for step in reversed(slopes):
         path.insert(0, int(step[path[0]]))
     return path

@@ -54,8 +54,8 @@ class MembershipNetwork(nn.Module):
     def forward(self, features: Features) -> Tensor:
         """Return the predicted probability of being a member."""
         joined = torch.cat([branch(features[name]) for name, branch in self.branches.items()], 1)
-        found: Tensor = self.encoder(joined).squeeze(1)
-        return found
+        result: Tensor = self.encoder(joined).squeeze(1)
+        return result
 
 
 def _dense(*widths: int) -> list[nn.Module]:
@@ -139,8 +139,8 @@ def train_attack(
 
     @torch.no_grad()
     def score(features: Features) -> Tensor:
-        found: Tensor = network(prepare(features))
-        return found.double().cpu()
+        result: Tensor = network(prepare(features))
+        return result.double().cpu()
 
     best = -1.0
     optimizer = torch.optim.Adam(network.parameters(), recipe.lr)

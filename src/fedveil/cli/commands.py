@@ -67,8 +67,8 @@ def find_command(name: str) -> Any:
 
 def attack_names() -> dict[str, str]:
     """Return the attacks in this library and in installed packages, each with a summary."""
-    theirs = {name: f"{spec}, from an installed package" for name, spec in list_installed(GROUP).items()}
-    return theirs | {name: summary for name, (_, summary) in ATTACKS.items()}
+    installed = {name: f"{spec}, from an installed package" for name, spec in list_installed(GROUP).items()}
+    return installed | {name: summary for name, (_, summary) in ATTACKS.items()}
 
 
 def find_attack(name: str) -> "AttackStudy[Any, Any]":
@@ -79,10 +79,10 @@ def find_attack(name: str) -> "AttackStudy[Any, Any]":
     if ":" not in name:
         check_choice("fedveil attack", "attack", name, attack_names())
         spec = ATTACKS[name][0] if name in ATTACKS else list_installed(GROUP)[name]
-    found = import_object(spec, "an attack", "my_package.attacks:GUESS")
-    if isinstance(found, type) and issubclass(found, AttackStudy):
-        found = found()
-    if not isinstance(found, AttackStudy):
+    result = import_object(spec, "an attack", "my_package.attacks:GUESS")
+    if isinstance(result, type) and issubclass(result, AttackStudy):
+        result = result()
+    if not isinstance(result, AttackStudy):
         fix = "use an instance or a subclass of fedveil.studies.attack.AttackStudy"
-        raise BadArgument(spec, f"is {type(found).__name__}, not an attack", fix)
-    return found
+        raise BadArgument(spec, f"is {type(result).__name__}, not an attack", fix)
+    return result

@@ -31,9 +31,9 @@ def keys(
         identity.save(out / f"{name}.key")
         print(identity.line())
         return
-    own = Identity.load(Path(name))
+    loaded = Identity.load(Path(name))
     if what == "show":
-        print(own.line())
+        print(loaded.line())
         return
     if what == "ledger":
         _print_ledger(Path(name).with_suffix(".policy"))
@@ -42,7 +42,7 @@ def keys(
     if not HEX.fullmatch(key):
         raise BadArgument("--server", "the server's public key must be 64 hexadecimal digits", "run fedveil keys show")
     path = Policy(server=bytes.fromhex(key)).write(Path(name).with_suffix(".policy"))
-    print(f"{path}: {own.name} answers only the server {key[:8]}...; edit the file to change its limits")
+    print(f"{path}: {loaded.name} answers only the server {key[:8]}...; edit the file to change its limits")
 
 
 def _print_ledger(path: Path) -> None:

@@ -56,9 +56,9 @@ def example_inputs(texts: Sequence[str], dtype: str = "float32") -> "Inputs":
     names = [name for name, _ in parsed if name]
     if not names:
         return tuple([tensor for _, tensor in parsed])
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice or len(names) < len(parsed):
-        what = f"{twice} is given twice" if twice else "some arguments are named and some are not"
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate or len(names) < len(parsed):
+        what = f"{duplicate} is given twice" if duplicate else "some arguments are named and some are not"
         raise BadArgument("--input", what, "use --input ids=128:int --input mask=128")
     return dict(parsed)
 
@@ -75,6 +75,11 @@ def parse_input(text: str, dtype: str) -> "tuple[str, Tensor]":
         raise BadArgument("--input", f"unknown type {kind!r} in {text!r}", f"use one of {', '.join(TYPES)}")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", sizes) and (sizes or not (equals or colon)):
         raise BadArgument("--input", f"{sizes!r} is not a list of sizes", "use --input 3,32,32 (without the batch)")
-    shape, own = [int(size) for size in sizes.split(",") if size], getattr(torch, TYPES[kind if colon else dtype])
-    with require_memory("--input", f"two records of {sizes}", "use smaller sizes", 2 * math.prod(shape) * own.itemsize):
-        return name, torch.zeros((2, *shape), dtype=own)
+    shape, tensor_dtype = (
+        [int(size) for size in sizes.split(",") if size],
+        getattr(torch, TYPES[kind if colon else dtype]),
+    )
+    with require_memory(
+        "--input", f"two records of {sizes}", "use smaller sizes", 2 * math.prod(shape) * tensor_dtype.itemsize
+    ):
+        return name, torch.zeros((2, *shape), dtype=tensor_dtype)

@@ -15,7 +15,9 @@ from fedveil.lookup import import_object
 from fedveil.runs.settings import Value, format_flags
 
 WHERE = "fedveil audit"
-RECORDS = "CSV file of numbers, .npz file with arrays inputs and targets, or folder with a folder of images per class"
+RECORDS = (
+    "CSV file of numbers, .npz file with arrays inputs and targets, or folder with one subfolder of images per class"
+)
 TRAIN = "function that trains a shadow: my_package:train, called with (inputs, targets), returns a model"
 
 
@@ -48,11 +50,11 @@ class ModelAuditCommand:
         from fedveil.studies.model_audit.files import load_weights, read_both
 
         if not (self.model and self.weights and self.members and self.others):
-            given = {
+            flags = {
                 "--model": self.model,
                 **dict(zip(MODEL_AUDIT, (self.weights, self.members, self.others), strict=True)),
             }
-            missing = ", ".join(flag for flag, value in given.items() if not value)
+            missing = ", ".join(flag for flag, value in flags.items() if not value)
             raise BadArgument(WHERE, f"{missing} missing", "pass --model, --weights, --members and --others")
         train = import_object(self.train, "a function that trains", "my_package:train") if self.train else None
         if train is not None and not callable(train):
@@ -60,7 +62,7 @@ class ModelAuditCommand:
         model = load_weights(load_factory(self.model), self.weights)
         members, others = read_both(self.members, self.others, target=self.target, task=self.task, size=self.size)
         with print_progress() as show:
-            found = audit_model(
+            result = audit_model(
                 model,
                 members,
                 others,
@@ -72,15 +74,17 @@ class ModelAuditCommand:
                 progress=lambda share, what: show("audit", share, what),
             )
         command = f"{WHERE} {format_flags(self.changes())}"
-        shown, page, table = found.present(), self.out / "report.html", self.out / "records.csv"
-        write(shown.page(command), page)
-        found.write_records(table)
-        print_result(shown, f"\n{found.sentence}\n", f"report: {page}", f"records: {table}", as_json=self.as_json)
+        presentation, page, table = result.present(), self.out / "report.html", self.out / "records.csv"
+        write(presentation.page(command), page)
+        result.write_records(table)
+        print_result(
+            presentation, f"\n{result.sentence}\n", f"report: {page}", f"records: {table}", as_json=self.as_json
+        )
 
     def changes(self) -> dict[str, Value]:
         """Return the flags that differ from their defaults, for the command that repeats the audit."""
-        every = {name: value for name, value in vars(self).items() if name != "as_json"}
-        changed = {name: value for name, value in every.items() if value != getattr(ModelAuditCommand, name)}
+        values = {name: value for name, value in vars(self).items() if name != "as_json"}
+        changed = {name: value for name, value in values.items() if value != getattr(ModelAuditCommand, name)}
         return {name: value if isinstance(value, int) else str(value) for name, value in changed.items()}
 
 

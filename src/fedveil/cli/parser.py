@@ -27,7 +27,7 @@ Json = Annotated[Switch, conf.arg(name="json", help="print the result as JSON", 
 TABLES = (".csv", ".tsv", ".tab", ".xls", ".xlsx", ".parquet")
 HELP = ("-h", "--help", HELP_ALL)
 FILE = "TOML file or config.json of a run; flags override its values (attack and audit also accept a run's folder)"
-TRUST = "import code that the file or run names; use only if you trust it"
+TRUST = "let the file or run import code; use only if you trust it"
 MORE = f"`{HELP_ALL}` also lists advanced flags and the flags of other data sets, models and defences."
 SIZES = ("train_size", "test_size")  # their defaults for one data set do not apply to another
 
@@ -48,9 +48,9 @@ class FlagSet:
 
     def registry(self) -> ConstructorRegistry:
         """Return a registry with the rule that converts a section of the configuration to flags."""
-        found = ConstructorRegistry()
-        found.struct_rule(self.section_rule)
-        return found
+        result = ConstructorRegistry()
+        result.struct_rule(self.section_rule)
+        return result
 
     def section_rule(self, info: StructTypeInfo) -> StructConstructorSpec | None:
         """Return the flags of a section; the error for an invalid value names its flag."""
@@ -58,13 +58,13 @@ class FlagSet:
         if not (isinstance(kind, type) and issubclass(kind, Settings)):
             return None
         base = {name: getattr(info.default, name) for name in kind.model_fields}
-        own = self.settings if kind is DefenceSettings else None
-        defaults = {one.name: one.default for one in fields(own)} if own else {}
+        settings = self.settings if kind is DefenceSettings else None
+        defaults = {setting.name: setting.default for setting in fields(settings)} if settings else {}
 
         def build(**values: Value) -> Settings:
-            if own:
-                given = {name: values.pop(name) for name in defaults}
-                changed = {name: value for name, value in given.items() if value != defaults[name]}
+            if settings:
+                selected = {name: values.pop(name) for name in defaults}
+                changed = {name: value for name, value in selected.items() if value != defaults[name]}
                 values["settings"] = tuple(f"{name}={value}" for name, value in changed.items())
             try:
                 return kind.model_validate(base | values)
@@ -75,15 +75,17 @@ class FlagSet:
 
         build.__doc__, hints, specs = kind.__doc__, get_type_hints(kind), []
         for key, field in kind.model_fields.items():
-            if self.accepts(key) and not (own and key == "settings"):
+            if self.accepts(key) and not (settings and key == "settings"):
                 names = owners(key) if self.show_owners else []
                 text = f"{', '.join(names)}: {field.description}" if names else field.description
                 hint: Any = Annotated[hints[key], NO_DEFAULT] if base[key] is None else hints[key]
                 specs.append(StructFieldSpec(key, hint, base[key], text))
-        if own:
-            hints = get_type_hints(own)
-            for one in fields(own):
-                specs.append(StructFieldSpec(one.name, hints[one.name], one.default, one.metadata.get("help")))
+        if settings:
+            hints = get_type_hints(settings)
+            for setting in fields(settings):
+                specs.append(
+                    StructFieldSpec(setting.name, hints[setting.name], setting.default, setting.metadata.get("help"))
+                )
         return StructConstructorSpec(build, tuple(specs))
 
 
@@ -131,8 +133,8 @@ class FederationCommand:
         if self.file and self.file.suffix.lower() in TABLES:
             fix = f"use --data csv --path {shlex.quote(str(self.file))} --target COLUMN"
             raise BadArgument(str(self.file), "this is a table of records, not the configuration of a run", fix)
-        found = read_values(self.file) if self.file and not self.file.is_dir() else {}
-        return {key: value for key, value in found.items() if key != "defence" or not self.defence_flag}
+        result = read_values(self.file) if self.file and not self.file.is_dir() else {}
+        return {key: value for key, value in result.items() if key != "defence" or not self.defence_flag}
 
 
 F = TypeVar("F", bound=FederationCommand)
@@ -147,42 +149,44 @@ def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
     quiet = [word for word in words if word not in HELP]
     flags = flag_names(words)
     check_flags(flags, prog)
-    own = own_settings(last_value(quiet, f"--{start.defence_flag or 'defence'}").split(","))
+    settings = own_settings(last_value(quiet, f"--{start.defence_flag or 'defence'}").split(","))
     hidden = "defence" if start.defence_flag else ""
-    found = parse(start, prog, quiet, about, FlagSet(lambda key: key != hidden, own))
-    values, where = found.file_values(), str(found.file or prog)
-    if not found.trust_code:
+    result = parse(start, prog, quiet, about, FlagSet(lambda key: key != hidden, settings))
+    values, where = result.file_values(), str(result.file or prog)
+    if not result.trust_code:
         refuse_code(values, where, flags)
-    given = {key: value for key, value in found.config.flat().items() if key in flags}
+    given = {key: value for key, value in result.config.flat().items() if key in flags}
     defaults = {**Config().flat(), **start.defaults}
     other_data = given.get("data", values.get("data", defaults["data"])) != defaults["data"]
     lower = {key: value for key, value in start.defaults.items() if not (other_data and key in SIZES)} | values
     base = configure(lower, where)
-    if own:
-        given["settings"] = (*base.defence.settings, *found.config.defence.settings)
+    if settings:
+        given["settings"] = (*base.defence.settings, *result.config.defence.settings)
     config = configure(base.given() | given, where)
-    found = replace(found, config=config, used_flags=tuple(flags))
-    choices = Choices(config.data.name, config.model.name, found.defences)
+    result = replace(result, config=config, used_flags=tuple(flags))
+    choices = Choices(config.data.name, config.model.name, result.defences)
     choices.refuse_others(flags, prog)
-    _check_file(found, values, choices)
+    _check_file(result, values, choices)
     if len(quiet) < len(words):
-        shown = FlagSet(lambda key: key != hidden and choices.accepts(key), own or own_settings(found.defences))
-        _print_help(replace(start, config=base), prog, about, shown, everything=HELP_ALL in words)
-    return found
+        flag_set = FlagSet(
+            lambda key: key != hidden and choices.accepts(key), settings or own_settings(result.defences)
+        )
+        _print_help(replace(start, config=base), prog, about, flag_set, everything=HELP_ALL in words)
+    return result
 
 
-def _print_help(start: FederationCommand, prog: str, about: str, shown: FlagSet, everything: bool) -> None:
+def _print_help(start: FederationCommand, prog: str, about: str, flag_set: FlagSet, everything: bool) -> None:
     """Print all flags, or only those that apply and are not rare, and exit."""
     if everything:
-        more = replace(shown, accepts=lambda key: shown.accepts(key) or key != "defence", show_owners=True)
+        more = replace(flag_set, accepts=lambda key: flag_set.accepts(key) or key != "defence", show_owners=True)
         parse(start, prog, ["--help"], about, more)
-    accepts = lambda key: key not in RARE and shown.accepts(key)  # noqa: E731
-    parse(start, prog, ["--help"], f"{about}\n\n{MORE}", replace(shown, accepts=accepts))
+    accepts = lambda key: key not in RARE and flag_set.accepts(key)  # noqa: E731
+    parse(start, prog, ["--help"], f"{about}\n\n{MORE}", replace(flag_set, accepts=accepts))
 
 
 def own_settings(defences: Sequence[str]) -> type | None:
     """Return the settings class of the first defence that has one."""
-    return next((found for name in defences if name and (found := settings_class(name))), None)
+    return next((result for name in defences if name and (result := settings_class(name))), None)
 
 
 def flag_names(words: Sequence[str]) -> list[str]:
@@ -193,9 +197,9 @@ def flag_names(words: Sequence[str]) -> list[str]:
 
 def last_value(words: Sequence[str], flag: str) -> str:
     """Return the last value of a flag on a command line, or an empty string."""
-    found = [after for word, after in itertools.pairwise([*words, ""]) if word == flag]
-    found += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
-    return found[-1] if found else ""
+    result = [after for word, after in itertools.pairwise([*words, ""]) if word == flag]
+    result += [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+    return result[-1] if result else ""
 
 
 def _check_file(command: FederationCommand, values: Mapping[str, object], choices: Choices) -> None:
@@ -205,8 +209,8 @@ def _check_file(command: FederationCommand, values: Mapping[str, object], choice
     defence = str(values.get("defence", ""))
     # do not import code that the file refers to
     defences = choices.defences if refers_to_code(defence) else (defence or choices.defences[0],)
-    own = Choices(str(values.get("data", choices.data)), str(values.get("model", choices.model)), defences)
-    own.refuse_others([key for key in values if not choices.accepts(key)], str(command.file))
+    allowed = Choices(str(values.get("data", choices.data)), str(values.get("model", choices.model)), defences)
+    allowed.refuse_others([key for key in values if not choices.accepts(key)], str(command.file))
 
 
 def run_command(name: str, words: Sequence[str]) -> None:
@@ -227,17 +231,17 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], conf.arg(help="s
         command = find_command(name)
         if isinstance(command, type):
             variants: dict[str, object] = command.variants()  # type: ignore[attr-defined]
-            own = [
-                Annotated[type(one), conf.subcommand(label or name, description=summary, default=one)]
-                for label, one in variants.items()
+            options = [
+                Annotated[type(variant), conf.subcommand(label or name, description=summary, default=variant)]
+                for label, variant in variants.items()
             ]
-            command = own[0] if len(own) == 1 else _choose(name, own)
+            command = options[0] if len(options) == 1 else _choose(name, options)
         else:
             command = Annotated[Any, conf.subcommand(name, description=summary, constructor=command)]
         kinds.append(command)
-    every: Any = Union[tuple(kinds)]  # noqa: UP007
+    union: Any = Union[tuple(kinds)]  # noqa: UP007
     words = ["--tyro-print-completion", shell]
-    tyro.cli(every, prog="fedveil", args=words, config=MARKERS, registry=EVERYTHING.registry())
+    tyro.cli(union, prog="fedveil", args=words, config=MARKERS, registry=EVERYTHING.registry())
 
 
 def _choose(name: str, kinds: Sequence[Any]) -> Any:

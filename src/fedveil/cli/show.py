@@ -30,17 +30,17 @@ def print_progress(urgent: str | None = None) -> Iterator[Show]:
     if not sys.stderr.isatty():
         yield log_progress(urgent)
         return
-    form, done, doing = "{percentage:3.0f}% |{bar}| [{elapsed}<{remaining}]{postfix}", {}, {}
+    form, done, running = "{percentage:3.0f}% |{bar}| [{elapsed}<{remaining}]{postfix}", {}, {}
     with tqdm(total=0, bar_format=form, file=sys.stderr) as bar:
 
         def show(name: str, share: float, what: str) -> None:
             if urgent and what.startswith(urgent):
                 bar.write(f"{name}: {what}", file=sys.stderr)
-            done[name], doing[name] = share, f"{name}: {what}"
+            done[name], running[name] = share, f"{name}: {what}"
             if share >= 1:
-                del doing[name]
+                del running[name]
             bar.total = len(done)
-            bar.set_postfix_str("; ".join(doing.values()), refresh=False)
+            bar.set_postfix_str("; ".join(running.values()), refresh=False)
             bar.update(sum(done.values()) - bar.n)
 
         yield show
@@ -60,7 +60,7 @@ def log_progress(urgent: str | None = None) -> Show:
 
 
 @contextlib.contextmanager
-def ignore_shown() -> Iterator[Show]:
+def hide_progress() -> Iterator[Show]:
     """Yield a function that shows nothing."""
     yield lambda name, share, what: None
 
@@ -69,12 +69,12 @@ def round_callback(show: Show, epochs: int, monitor: str | None = None) -> "Call
     """Return a function that shows the epoch and the latest metrics after each round."""
     from fedveil.federation.history import headlines
 
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
 
     def show_record(record: "RoundRecord") -> None:
-        shown = headlines(record.metrics, *([monitor] if monitor else []))
-        found.update({name: f", {name} {value:.4f}" for name, value in shown.items()})
-        show("epoch", record.epoch / epochs, f"{record.epoch:.1f}/{epochs}{''.join(found.values())}")
+        main_metrics = headlines(record.metrics, *([monitor] if monitor else []))
+        result.update({name: f", {name} {value:.4f}" for name, value in main_metrics.items()})
+        show("epoch", record.epoch / epochs, f"{record.epoch:.1f}/{epochs}{''.join(result.values())}")
 
     return show_record
 
@@ -87,22 +87,24 @@ def print_table(lines: Sequence[Sequence[str]], texts: int) -> None:
         print("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
 
 
-def print_result(shown: "Presentation", *last: str, as_json: bool = False) -> None:
+def print_result(presentation: "Presentation", *last: str, as_json: bool = False) -> None:
     """Print the table, paragraphs, note and last lines; as JSON, print only the table."""
     from fedveil.report import Answers, Text
 
     if as_json:
-        print(json.dumps([dict(zip(shown.header, row, strict=True)) for row in shown.rows]))
+        print(json.dumps([dict(zip(presentation.header, row, strict=True)) for row in presentation.rows]))
         return
-    print_table([shown.header, *shown.rows] if shown.rows else [], 2)
-    for section in (*shown.first, *shown.sections):
+    print_table([presentation.header, *presentation.rows] if presentation.rows else [], 2)
+    for section in (*presentation.first, *presentation.sections):
         if isinstance(section, Answers):
             for question, paragraphs in section.answers.items():
                 print(
-                    f"\n{question}", *(textwrap.indent(textwrap.fill(one, 106), "  ") for one in paragraphs), sep="\n"
+                    f"\n{question}",
+                    *(textwrap.indent(textwrap.fill(paragraph, 106), "  ") for paragraph in paragraphs),
+                    sep="\n",
                 )
         if isinstance(section, Text):
             print(f"\n{section.title}")
             for paragraph in section.paragraphs:
                 print(textwrap.fill(paragraph, 110, initial_indent="  ", subsequent_indent="    "))
-    print(f"\n{textwrap.fill(shown.note, 110)}", *last, sep="\n")
+    print(f"\n{textwrap.fill(presentation.note, 110)}", *last, sep="\n")

@@ -32,19 +32,19 @@ def status(
 
     runs = find_runs(run)
     if not runs:
-        what = "there is no run in this folder: no status.json in it or below"
+        what = "neither this folder nor its subfolders contain a status.json"
         raise BadArgument(str(run), what, "use the folder that was passed to fit(folder=...) or --out")
     for number, folder in enumerate(runs):
-        found = read_status(folder)
+        result = read_status(folder)
         if as_json:
-            print(json.dumps({"folder": str(folder), "expected_end": found.expected_end, **asdict(found)}))
+            print(json.dumps({"folder": str(folder), "expected_end": result.expected_end, **asdict(result)}))
             continue
         print(*([""] if number else []), folder, sep="\n" if number else "")
-        for name, value in describe_status(found, time.time()).items():
+        for name, value in describe_status(result, time.time()).items():
             print(f"  {name:<14}{value}")
-        rows = [list(CLIENT_COLUMNS), *list_clients(found)[:MAX_CLIENTS]] if found.clients else []
+        rows = [list(CLIENT_COLUMNS), *list_clients(result)[:MAX_CLIENTS]] if result.clients else []
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             print(("    " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))).rstrip())
-        if len(found.clients) > MAX_CLIENTS:
-            print(f"    and {len(found.clients) - MAX_CLIENTS:,} more (--json prints all)")
+        if len(result.clients) > MAX_CLIENTS:
+            print(f"    and {len(result.clients) - MAX_CLIENTS:,} more (--json prints all)")

@@ -33,7 +33,7 @@ SCALES = "quick: minutes, on built-in data; cpu: up to two hours per table on tw
 RUN = "attack the run in this folder"
 MEASURE = "repeat a private run with canaries, and bound its true epsilon; --epsilon without a number does the same"
 MODEL_AUDIT = ("--weights", "--members", "--others")  # any of these chooses the audit of a single model
-ANY_MODEL = """To audit a trained model of any kind, given records that it was trained on and others:
+ANY_MODEL = """To audit any trained model, given its training records and others from the same source:
   fedveil audit --model my_package:Net --weights final.pt --members in.csv --others out.csv"""
 OUT = "folder for the results, from which an interrupted command resumes; by default a folder in runs"
 Out = Annotated[Path | None, arg(help=OUT, help_behavior_hint="")]
@@ -52,9 +52,9 @@ def run_study(study: "Study[S, Any]", request: S, folder: Path, command: str, wo
     with lock_folder(folder):
         with print_progress(AGAIN) as show:
             results = gather(study, request, folder, workers=workers, show=show)
-        shown = publish(study, request, results, folder, command)
-    verdict = f"\n{textwrap.fill(shown.verdict, 110)}\n"
-    print_result(shown, verdict, f"report: {folder / 'report.html'}", f"repeat: {command}", as_json=as_json)
+        presentation = publish(study, request, results, folder, command)
+    verdict = f"\n{textwrap.fill(presentation.verdict, 110)}\n"
+    print_result(presentation, verdict, f"report: {folder / 'report.html'}", f"repeat: {command}", as_json=as_json)
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class AttackCommand(FederationCommand):
     @property
     def defences(self) -> tuple[str, ...]:
         """Names of the defences."""
-        every = [record.name for record in registry.BUILT_IN]
-        return tuple(every if self.defence == "all" else self.defence.split(","))
+        names = [record.name for record in registry.BUILT_IN]
+        return tuple(names if self.defence == "all" else self.defence.split(","))
 
     def run(self) -> None:
         """Attack the federation of a run or of a configuration."""
@@ -126,9 +126,9 @@ class AttackCommand(FederationCommand):
             raise BadArgument(self.where, "the defence of a run cannot be changed", f"leave out --defence, or {run}")
         config = read_config(run, trust_code=self.trust_code, named_keys=named)
         for key, value in named.items():
-            if value != (own := config.flat()[key]):
+            if value != (configured := config.flat()[key]):
                 raise BadArgument(
-                    self.where, f"the existing run has {key} = {own!r}, not {value!r}", f"leave out --{key}"
+                    self.where, f"the existing run has {key} = {configured!r}, not {value!r}", f"leave out --{key}"
                 )
         return config
 
@@ -146,8 +146,8 @@ class AttackCommand(FederationCommand):
             values: dict[str, Value] = {"run": str(run)} | ({"trust_code": True} if self.trust_code else {})
             values |= {key: config.flat()[key] for key in CODE if key in self.used_flags}
         else:
-            shown = {"data", *config.changes(), *self.defaults} - {"defence"}
-            values = {name: value for name, value in config.flat().items() if name in shown}
+            keys = {"data", *config.changes(), *self.defaults} - {"defence"}
+            values = {name: value for name, value in config.flat().items() if name in keys}
             values |= {"defence": ",".join(defences)}
         values |= {name: value for name, value in plain_values(self.attack).items() if value != defaults[name]}
         notes = tuple(describe_run(config, run)) if run else ()
@@ -186,11 +186,11 @@ class AuditCommand(AttackCommand):
         if any(word.partition("=")[0] in MODEL_AUDIT for word in words):
             return replace(cls.for_attack(AUDIT, prog), model_words=tuple(words), about=about)
         about = f"{about}\n\n{ANY_MODEL}"
-        found = [
+        result = [
             "--measure-epsilon" if word == "--epsilon" and not after[:1].isdigit() else word
             for word, after in pairwise([*words, ""])
         ]
-        return parse_command(cls.for_attack(AUDIT, prog), prog, found, about)
+        return parse_command(cls.for_attack(AUDIT, prog), prog, result, about)
 
     @property
     def is_suite(self) -> bool:
@@ -210,13 +210,13 @@ class AuditCommand(AttackCommand):
         elif self.is_suite:
             self.audit_suite(self.out or Path("runs/audit"))
         elif (run := self.run_folder or self.file) and run.is_dir() and not _is_repeatable(run):
-            self.audit_described(run)
+            self.audit_from_description(run)
         else:
             super().run()
 
-    def audit_described(self, run: Path) -> None:
-        """Audit a run made from Python, Flower or FLARE, on given records or on stand-ins."""
-        from fedveil.studies.audit.call import audit_described
+    def audit_from_description(self, run: Path) -> None:
+        """Audit a run from Python, Flower or FLARE, on given records or on stand-ins."""
+        from fedveil.studies.audit.call import audit_from_description
         from fedveil.studies.audit.folder import parts_from_flags
         from fedveil.studies.audit.run import AuditOptions
 
@@ -229,7 +229,9 @@ class AuditCommand(AttackCommand):
         with lock_folder(folder):
             with print_progress() as show:
                 given = parts_from_flags(run, config, self.used_flags, self.trust_code)
-                report = audit_described(run, given, options, lambda done, step: show("audit", done, step), command)
+                report = audit_from_description(
+                    run, given, options, lambda done, step: show("audit", done, step), command
+                )
             page = report.page(folder)
         last = f"\n{textwrap.fill(report.presentation.verdict, 110)}\n", f"report: {page}", f"repeat: {command}"
         print_result(report.presentation, *last, as_json=self.as_json)
@@ -252,9 +254,9 @@ class AuditCommand(AttackCommand):
 
         if self.run_folder or self.file:
             raise BadArgument(self.where, "--harden trains its own federations", "pass flags instead of a run")
-        values, own = {**self.config.flat(), "defence": self.defence}, plain_values(self.attack)
+        values, attack_values = {**self.config.flat(), "defence": self.defence}, plain_values(self.attack)
         given = {name: values[name] for name in self.used_flags if name in SECTION_OF}
-        options: dict[str, Any] = {name: own[name] for name in self.used_flags if name in own}
+        options: dict[str, Any] = {name: attack_values[name] for name in self.used_flags if name in attack_values}
         base, seeds = base_values(given), check_count(self.where, "--seeds", self.seeds)
         request = Hardening(base, seeds, replace(default_options(base), **options))
         folder = self.out or Path("runs/hardening")
@@ -318,9 +320,9 @@ def reproduce(
     from fedveil.studies.basis import AGAIN
     from fedveil.studies.paper.reproduce import reproduce as run
 
-    def print_exhibit(plan: "ExhibitPlan", shown: "Presentation") -> None:
+    def print_exhibit(plan: "ExhibitPlan", presentation: "Presentation") -> None:
         print(f"\n{plan.title}\n{textwrap.fill(plan.settings.about, 110)}\n")
-        print_result(shown)
+        print_result(presentation)
 
     folder = out or Path("runs") / f"paper-{scale}"
     with print_progress(AGAIN) as show:

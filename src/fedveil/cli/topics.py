@@ -16,15 +16,15 @@ def find_topics() -> dict[str, Path]:
     """Return the pages by topic: the name of the file or, if an earlier page has that name, its path."""
     home = next((place for place in PLACES if place.is_dir()), PLACES[0])
     paths = sorted(home.rglob("*.md"), key=lambda path: (_order(path.relative_to(home)), path))
-    found: dict[str, Path] = {}
+    result: dict[str, Path] = {}
     for path in paths:
         if GENERATED in path.read_text(encoding="utf-8"):
             continue
         name = path.relative_to(home).with_suffix("")
         if name.parent != Path() and name.name in ("README", "index"):
             name = name.parent
-        found[name.as_posix() if name.name in found else name.name] = path
-    return found
+        result[name.as_posix() if name.name in result else name.name] = path
+    return result
 
 
 def _order(path: Path) -> int:

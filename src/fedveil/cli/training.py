@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 from tyro.conf import Positional, arg
 
 from fedveil.cli.parser import FederationCommand, Json, Switch, parse_command
-from fedveil.cli.show import ignore_shown, print_progress, print_table, round_callback
+from fedveil.cli.show import hide_progress, print_progress, print_table, round_callback
 from fedveil.defences.registry import refers_to_code
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
@@ -41,20 +41,20 @@ class TrainCommand(FederationCommand):
     @classmethod
     def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
         """Return the command with its flags parsed; to resume a run, flags override the configuration in its folder."""
-        found = parse_command(cls(), prog, words, about)
-        if found.file and found.file.is_dir():
-            name = f"{found.file / 'config.json'}"
-            fix = f"use {name} to repeat the run in it, or {name} --out {found.file} --resume to continue it"
-            raise BadArgument(str(found.file), "this is a folder, not a file", fix)
-        check_names(found.config)  # report errors before torch is imported
+        result = parse_command(cls(), prog, words, about)
+        if result.file and result.file.is_dir():
+            name = f"{result.file / 'config.json'}"
+            fix = f"use {name} to repeat the run in it, or {name} --out {result.file} --resume to continue it"
+            raise BadArgument(str(result.file), "this is a folder, not a file", fix)
+        check_names(result.config)  # report errors before torch is imported
         with kill_on_interrupt():
             import fedveil.runs.folder  # noqa: F401
-        if found.resume and not found.file:
-            folder = found.out or default_folder(found.config, resume=True)
-            own = folder / "config.json"
-            if own.is_file():
-                found = replace(parse_command(cls(), prog, [str(own), *words], about), out=folder)
-        return found
+        if result.resume and not result.file:
+            folder = result.out or default_folder(result.config, resume=True)
+            configuration = folder / "config.json"
+            if configuration.is_file():
+                result = replace(parse_command(cls(), prog, [str(configuration), *words], about), out=folder)
+        return result
 
     def run(self) -> None:
         """Train and show progress on stderr; if training is stopped, print the command that resumes it."""
@@ -80,7 +80,7 @@ class TrainCommand(FederationCommand):
             flags = format_flags({key: value for key, value in config.flat().items() if key in dict(chosen)})
             why = "privacy based on the number of records" if has_privacy(config) else "local training"
             print(f"chosen for {why}: {flags}", file=sys.stderr)
-        with ignore_shown() if self.quiet else print_progress() as show:
+        with hide_progress() if self.quiet else print_progress() as show:
             on_round = round_callback(show, config.training.epochs, config.training.monitor)
             summary = train(config, folder, resume=self.resume, on_round=on_round, data=data)
         if self.as_json:
@@ -91,9 +91,12 @@ class TrainCommand(FederationCommand):
         width = max(14, *map(len, lines))
         for name, value in lines.items():
             print(f"{name:<{width}} {value:.6g}" if isinstance(value, float) else f"{name:<{width}} {value}")
-        rows = [[one.name, one.precision, one.recall, one.f1, one.records] for one in summary.by_class]
+        rows = [
+            [figures.name, figures.precision, figures.recall, figures.f1, figures.records]
+            for figures in summary.by_class
+        ]
         if 0 < len(rows) <= MAX_SHOWN:
-            cells = [[f"{own:.3f}" if isinstance(own, float) else str(own) for own in row] for row in rows]
+            cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
             print_table([["\nclass", "precision", "recall", "f1", "records"], *cells], 1)
 
 
@@ -101,8 +104,8 @@ def format_resume_hint(folder: Path, config: Config) -> str:
     """Return a message with the last saved round of a stopped run and the command that resumes it."""
     from fedveil.federation import checkpoint
 
-    found = checkpoint.found_in(folder)
-    header = checkpoint.read_tag(found[0]) if found else None
+    result = checkpoint.found_in(folder)
+    header = checkpoint.read_tag(result[0]) if result else None
     if header is None:
         return "no round was completed; run the same command again"
     words = ["fedveil", "train", "--resume", "--out", str(folder)]
@@ -120,13 +123,13 @@ def label_values(summary: Mapping[str, int | float | str | None]) -> dict[str, i
     if "rmse" in summary:
         labels |= {"mse": "mse, scaled", "rmse": "rmse, unscaled", "mae": "mae, unscaled"}
         labels |= {"best": "best, scaled"} if metric.endswith(("mse", "loss")) else {}
-    found: dict[str, int | float | str | None] = {}
+    result: dict[str, int | float | str | None] = {}
     for name, value in summary.items():
         if name == SHARES[0]:
-            found["veil"] = parts
+            result["veil"] = parts
         elif name not in (*SHARES, "schema"):
-            found[labels.get(name, name)] = value
-    return found
+            result[labels.get(name, name)] = value
+    return result
 
 
 def default_folder(config: Config, resume: bool) -> Path:

@@ -123,7 +123,7 @@ def load(name: str, *, path: str | Path | None = None, **options: object) -> "Da
         Data('digits', train=1438, test=359, input (64,), 10 classes)
     """
     loader, where = find_loader(name), f"load({name!r})"
-    hints = {option: found.annotation for option, found in inspect.signature(loader).parameters.items()}
+    hints = {option: parameter.annotation for option, parameter in inspect.signature(loader).parameters.items()}
     for option, value in options.items():
         hint = hints[check_choice(where, "option", option, hints)]
         try:
@@ -194,11 +194,11 @@ def _find_files(info: DatasetInfo, path: Path | None) -> Path:
         fix = f"put {info.expected_files} into {where}, set FEDVEIL_DATA, pass path=, "
         fix += f"or run `fedveil data get {info.name}`"
         if path is None or path.is_dir():
-            found = _find_inside(info, folder)
-            if found is None:
+            result = _find_inside(info, folder)
+            if result is None:
                 what = f"it does not contain {info.name!r}" if folder.is_dir() else "there is no such folder"
                 raise BadArgument(str(folder), what, fix)
-            return found
+            return result
     elif path is None:
         example = info.expected_files
         fix = f"use --path {example} (in Python load({info.name!r}, path={example!r}))"
@@ -214,14 +214,14 @@ def _find_files(info: DatasetInfo, path: Path | None) -> Path:
 def _find_inside(info: DatasetInfo, folder: Path) -> Path | None:
     """Return the best source of a data set in a folder; None if the folder has none."""
     for pattern in info.files:
-        found = sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
-        if found and pattern.startswith("./"):
+        result = sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+        if result and pattern.startswith("./"):
             return folder
-        if len(found) > 1:
-            what = f"several archives could contain {info.name!r}: {shorten(path.name for path in found)}"
+        if len(result) > 1:
+            what = f"several archives could contain {info.name!r}: {shorten(path.name for path in result)}"
             raise BadArgument(str(folder), what, "pass one of them as path=, or unpack them into this folder")
-        if found:
-            return found[0]
+        if result:
+            return result[0]
     return None
 
 

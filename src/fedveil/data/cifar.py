@@ -74,11 +74,11 @@ def _load(
     else:
         archive = open_archive(path)
         images = read_files(archive, find_image_files(archive), SIDE, variant.classes)
-    found = assemble(variant.name, images, (variant.mean, variant.deviation), (train_size, test_size))
+    result = assemble(variant.name, images, (variant.mean, variant.deviation), (train_size, test_size))
     if size == SIDE:
-        return found
-    small = [DataPart(avg_pool2d(part.tensor, SIDE // size), part.targets) for part in (found.train, found.test)]
-    return dataclasses.replace(found, train=small[0], test=small[1])
+        return result
+    small = [DataPart(avg_pool2d(part.tensor, SIDE // size), part.targets) for part in (result.train, result.test)]
+    return dataclasses.replace(result, train=small[0], test=small[1])
 
 
 cifar10, cifar100 = functools.partial(_load, TEN), functools.partial(_load, HUNDRED)
@@ -87,9 +87,9 @@ cifar10, cifar100 = functools.partial(_load, TEN), functools.partial(_load, HUND
 def _read_batches(variant: _Variant, source: Path) -> Arrays:
     """Read all batches from the published archive or its unpacked folder."""
     contents = _read_members(source, variant.batches)
-    found = [_read_batch(variant, f"{source}, member {name}", contents.get(name)) for name in variant.batches]
-    pixels, targets = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    train, test = np.split(np.arange(len(targets)), [-len(found[-1][1])])
+    result = [_read_batch(variant, f"{source}, member {name}", contents.get(name)) for name in variant.batches]
+    pixels, targets = (np.concatenate(parts) for parts in zip(*result, strict=True))
+    train, test = np.split(np.arange(len(targets)), [-len(result[-1][1])])
     return {"pixels": pixels, "targets": targets, "train": train, "test": test}
 
 
@@ -106,8 +106,8 @@ def _read_members(source: Path, names: tuple[str, ...]) -> dict[str, bytes]:
         if len(content) > MAX_UNPACKED:
             raise OSError(f"it is larger than {MAX_UNPACKED} bytes")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as opened:
-            found = {PurePosixPath(member.name).name: member for member in opened if member.isfile()}
-            batches = {name: opened.extractfile(found[name]) for name in names if name in found}
+            result = {PurePosixPath(member.name).name: member for member in opened if member.isfile()}
+            batches = {name: opened.extractfile(result[name]) for name in names if name in result}
             return {name: batch.read() for name, batch in batches.items() if batch}
     except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError) as error:
         what = f"not a readable tar archive: {error}"

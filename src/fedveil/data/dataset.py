@@ -199,9 +199,9 @@ def from_records(
     return Data(name, first, second, third, tuple(classes or map(str, range(count))))
 
 
-def read_part(where: str, given: UserRecords) -> DataPart:
+def read_part(where: str, records: UserRecords) -> DataPart:
     """Read records in any of the accepted forms into a `DataPart`."""
-    source = as_source(where, given)
+    source = as_source(where, records)
     if not len(source):
         raise BadArgument(where, "there are no records", "pass at least one record")
     batch = (
@@ -233,5 +233,5 @@ def _note_classes(targets: Tensor) -> tuple[str, ...]:
     values = np.unique(targets.cpu().numpy())
     if len(values) > FEW or (values != np.rint(values)).any():
         return ()
-    found = f"targets are floating-point numbers with {len(values)} distinct integer values"
-    return (f"{found} and are treated as regression targets; pass them as int64 if they are classes",)
+    result = f"targets are floating-point numbers with {len(values)} distinct integer values"
+    return (f"{result} and are treated as regression targets; pass them as int64 if they are classes",)

@@ -21,9 +21,9 @@ def digits(*, flat: bool = True, train_size: Positive | None = None, test_size: 
     """
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    inputs = (found.images / 16.0).reshape((-1, 64) if flat else (-1, 1, 8, 8))
-    targets = found.target.astype(np.int64)
+    result = load_digits()
+    inputs = (result.images / 16.0).reshape((-1, 64) if flat else (-1, 1, 8, 8))
+    targets = result.target.astype(np.int64)
     train, test = divide(len(targets), (0.8, 0.2))
     if train_size is not None:
         _check_size("train_size", train_size, len(targets) - 1)

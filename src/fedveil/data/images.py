@@ -86,9 +86,9 @@ def images(
         test = sum(file.purpose == "test" for file in files)
         parts = f"{len(files) - test:,} images for training, {test:,} for testing"
         notes = [f"divided at random within each class: {parts}"]
-    found = read_files(archive, files, size)
-    scale = PUBLIC if scaling == "public" else _statistics(found.pixels[found.train])
-    data = assemble(path.stem, found, scale, (train_size, test_size))
+    result = read_files(archive, files, size)
+    scale = PUBLIC if scaling == "public" else _statistics(result.pixels[result.train])
+    data = assemble(path.stem, result, scale, (train_size, test_size))
     return replace(data, notes=(*notes, *_note_left_out(archive, files)))
 
 
@@ -100,8 +100,8 @@ def read_class_folders(path: Path, size: int, classes: Sequence[str] = ()) -> tu
     archive = open_archive(path)
     files = _find_class_folders(archive)
     known = tuple(classes or sorted({file.label for file in files}))
-    if strange := sorted({file.label for file in files} - set(known)):
-        raise BadArgument(str(path), f"it has unknown classes: {shorten(strange)}", f"use {shorten(known, 10)}")
+    if unknown := sorted({file.label for file in files} - set(known)):
+        raise BadArgument(str(path), f"it has unknown classes: {shorten(unknown)}", f"use {shorten(known, 10)}")
     pixels = torch.from_numpy(decode_images(archive, [file.name for file in files], size))
     return DataPart(pixels.float() / 255, torch.tensor([known.index(file.label) for file in files])), known
 
@@ -132,9 +132,9 @@ def assemble(
 
 def read_files(archive: Archive, files: Sequence[ImageFile], side: int, classes: Sequence[str] = ()) -> ImageSet:
     """Decode images; if `classes` is given, the names of the folders must be exactly these classes."""
-    found = {purpose: {file.label for file in files if file.purpose == purpose} for purpose in PURPOSES}
-    known = tuple(classes or sorted(found["train"]))
-    _check_classes(archive, found, known, complete=bool(classes))
+    result = {purpose: {file.label for file in files if file.purpose == purpose} for purpose in PURPOSES}
+    known = tuple(classes or sorted(result["train"]))
+    _check_classes(archive, result, known, complete=bool(classes))
     targets = np.array([known.index(file.label) for file in files], dtype=np.int64)
     pixels = decode_images(archive, [file.name for file in files], side)
     train, test = (np.flatnonzero([file.purpose == purpose for file in files]) for purpose in PURPOSES)
@@ -143,7 +143,7 @@ def read_files(archive: Archive, files: Sequence[ImageFile], side: int, classes:
 
 def find_image_files(archive: Archive) -> list[ImageFile]:
     """Return the files in folders called train or test, at any depth."""
-    found = []
+    result = []
     for name in archive.names:
         parts = PurePosixPath(name).parts
         start = next((index for index, part in enumerate(parts[:-1]) if part in PURPOSES), None)
@@ -152,8 +152,8 @@ def find_image_files(archive: Archive) -> list[ImageFile]:
         if len(parts) - start != 3:
             fix = f"use {FORM}; if train or test is a class here, rename its folder"
             raise BadArgument(archive.where(name), "an image must be in the folder of its class", fix)
-        found.append(ImageFile(name, parts[start], parts[start + 1]))
-    return found
+        result.append(ImageFile(name, parts[start], parts[start + 1]))
+    return result
 
 
 def _find_class_folders(archive: Archive) -> list[ImageFile]:
@@ -189,18 +189,20 @@ def _note_left_out(archive: Archive, files: Sequence[ImageFile]) -> list[str]:
     folders = {PurePosixPath(name).parent for name in names}
     left = [PurePosixPath(name) for name in archive.names if name not in names]
     left = [path for path in left if path.suffix.lower() in SUFFIXES or path.parent in folders]
-    many = f"{len(left):,} file{'s' * (len(left) > 1)}"
-    return [f"left out {many}, such as {left[0]}: not in train/ or test/, or no image suffix"] if left else []
+    description = f"{len(left):,} file{'s' * (len(left) > 1)}"
+    return [f"left out {description}, such as {left[0]}: not in train/ or test/, or no image suffix"] if left else []
 
 
-def _check_classes(archive: Archive, found: dict[str, set[str]], known: tuple[str, ...], *, complete: bool) -> None:
+def _check_classes(
+    archive: Archive, by_purpose: dict[str, set[str]], known: tuple[str, ...], *, complete: bool
+) -> None:
     """Refuse parts without images, folders that are not known classes and, if `complete`, missing classes."""
-    for purpose, labels in found.items():
-        strange, missing = sorted(labels - set(known)), sorted(set(known) - labels)
+    for purpose, labels in by_purpose.items():
+        unknown, missing = sorted(labels - set(known)), sorted(set(known) - labels)
         if not labels:
             what, fix = f"there are no images in {purpose}/", f"use {FORM}"
-        elif strange:
-            what, fix = f"{purpose}/ has unknown classes: {shorten(strange)}", f"use the classes {shorten(known, 10)}"
+        elif unknown:
+            what, fix = f"{purpose}/ has unknown classes: {shorten(unknown)}", f"use the classes {shorten(known, 10)}"
         elif missing and complete:
             what, fix = f"{purpose}/ has no images of {shorten(missing)}", "download the archive again"
         else:

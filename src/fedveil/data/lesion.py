@@ -52,12 +52,12 @@ def lesion(
 def _read_metadata(archive: Archive) -> CsvTable:
     """Read the metadata from the archive or from the file next to it."""
     inside = [name for name in archive.names if PurePosixPath(name).name == METADATA]
-    beside = archive.path.parent / METADATA
+    sibling = archive.path.parent / METADATA
     if inside:
         with archive.reader() as read:
             table = parse_table(archive.where(inside[0]), read(inside[0]))
-    elif beside.is_file():
-        table = read_table(beside)
+    elif sibling.is_file():
+        table = read_table(sibling)
     else:
         what, fix = f"there is no {METADATA} in it or next to it", f"put {METADATA} next to it"
         raise BadArgument(str(archive.path), what, fix)

@@ -139,10 +139,11 @@ def divide_classes(targets: Indices, share: float, seed: int) -> tuple[Indices, 
 def hold_out(data: Data, share: float) -> Data:
     """Move a fraction of the training records of a data set to its validation part, with a fixed seed.
 
-    Each class keeps its share. Statistics that the loader computed from the training records include both parts.
+    The proportions of the classes stay the same. Statistics that the loader computed from the training records include
+    both parts.
     """
     if data.validation is not None:
-        raise BadArgument("validation", f"{data.name!r} has validation records of its own", "use --validation own")
+        raise BadArgument("validation", f"{data.name!r} already has validation records", "use --validation own")
     targets = data.train.targets
     train, held = (
         divide_classes(targets.numpy(), share, SEED)
@@ -197,7 +198,7 @@ def parse_labels(text: str, classes: int) -> tuple[int, ...]:
     middle = classes // 2
     if text in HALVES:
         return tuple(range(middle) if text == HALVES[0] else range(middle, classes))
-    found: set[int] = set()
+    result: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
@@ -206,8 +207,8 @@ def parse_labels(text: str, classes: int) -> tuple[int, ...]:
         if not low <= high < classes:
             what = f"{part.strip()!r} is not a class or a range of classes: classes range from 0 to {classes - 1}"
             raise BadArgument("labels", what, LABELS)
-        found |= set(range(low, high + 1))
-    return tuple(sorted(found))
+        result |= set(range(low, high + 1))
+    return tuple(sorted(result))
 
 
 def other_labels(labels: Sequence[int], classes: int) -> tuple[int, ...]:

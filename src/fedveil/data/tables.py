@@ -96,12 +96,12 @@ class CsvTable:
         values = np.stack([self.numbers(column) for column in columns], 1)
         self._refuse_first(np.abs(values) > LARGEST, columns)
         if public is None:
-            found, mean, deviation = standardise(values, train)
+            result, mean, deviation = standardise(values, train)
         else:
             mean, deviation = np.array([public[column] for column in columns], dtype=np.float64).T
-            found = (values - mean) / deviation
-        self._refuse_first(np.abs(found) > np.finfo(np.float32).max, columns)
-        return found, mean, deviation
+            result = (values - mean) / deviation
+        self._refuse_first(np.abs(result) > np.finfo(np.float32).max, columns)
+        return result, mean, deviation
 
     def _refuse_first(self, bad: NDArray[np.bool_], columns: Sequence[str]) -> None:
         for row, index in np.argwhere(bad)[:1].tolist():
@@ -146,26 +146,28 @@ class CsvTable:
         masks = {name: np.isin(self.columns[name], list(column.gaps)) for name, column in columns.items()}
         if masks and missing == "refuse":
             self._refuse_missing(masks, columns)
-        lost, records = masks.pop(target.name, np.zeros(len(self), dtype=np.bool_)), f"{len(self):,} records"
-        if lost.any():
-            notes.append(f"left out {int(lost.sum()):,} of {records} because the target is missing")
-        masks = {name: mask & ~lost for name, mask in masks.items() if (mask & ~lost).any()}
+        dropped, records = masks.pop(target.name, np.zeros(len(self), dtype=np.bool_)), f"{len(self):,} records"
+        if dropped.any():
+            notes.append(f"left out {int(dropped.sum()):,} of {records} because the target is missing")
+        masks = {name: mask & ~dropped for name, mask in masks.items() if (mask & ~dropped).any()}
         if missing == "drop" and masks:
             incomplete = np.any(list(masks.values()), 0)
             notes.append(f"left out {int(incomplete.sum()):,} of {records} because of missing cells ({_counts(masks)})")
-            lost = lost | incomplete
-            if lost.all():
+            dropped = dropped | incomplete
+            if dropped.all():
                 fix = f"use {flag('missing', 'impute')}, or ignore the columns with the most missing cells"
                 raise BadArgument(self.path, f"every record has missing cells ({_counts(masks)})", fix)
-        return self.take(np.flatnonzero(~lost))
+        return self.take(np.flatnonzero(~dropped))
 
     def _refuse_missing(self, masks: Masks, columns: Mapping[str, Column]) -> NoReturn:
         """Raise an error that names the first missing cell, counts all of them and lists the options."""
         name = min(masks, key=lambda column: int(masks[column].argmax()))
-        row, every = int(masks[name].argmax()), np.stack(list(masks.values()))
+        row, stacked = int(masks[name].argmax()), np.stack(list(masks.values()))
         cell = self.columns[name][row]
         what = f"{cell!r} counts as missing" if cell.strip() else "the cell is empty"
-        what += f". {int(every.any(0).sum()):,} of {len(self):,} records have missing cells: {int(every.sum()):,} in "
+        what += (
+            f". {int(stacked.any(0).sum()):,} of {len(self):,} records have missing cells: {int(stacked.sum()):,} in "
+        )
         what += f"{len(masks)} column{'s' * (len(masks) > 1)} ({_counts(masks)})"
         fix = "use --missing drop to leave these records out, or --missing impute to fill in the cells"
         fix += ' (in Python missing="drop" or missing="impute")'
@@ -177,7 +179,7 @@ class CsvTable:
         """Replace missing numbers with the median of the training rows, and missing words with a category."""
         table, counts, changes = self, 0, []
         for column in inputs:
-            cells, value, shown = self.columns[column.name], CATEGORY, f"the category {CATEGORY!r}"
+            cells, value, label = self.columns[column.name], CATEGORY, f"the category {CATEGORY!r}"
             count = int(np.isin(cells, list(column.gaps)).sum())
             if count and column.numeric:
                 known = [size for cell in cells[train] if (size := number(cell, self.decimal)) is not None]
@@ -185,10 +187,10 @@ class CsvTable:
                     fix = f"use {flag('ignore', column.name)}"
                     self.refuse_column(column.name, "every cell in the training part is missing", fix)
                 median = float(np.median(known))
-                value, shown = repr(median).replace(".", self.decimal), f"the median {median:.4g}"
+                value, label = repr(median).replace(".", self.decimal), f"the median {median:.4g}"
             if count:
                 table = table.replace_cells(column.name, dict.fromkeys(column.gaps, value))
-                changes.append(f"{column.name}: {count:,} with {shown}")
+                changes.append(f"{column.name}: {count:,} with {label}")
                 counts += count
         if changes:
             notes.append(f"filled in {counts:,} missing cells ({shorten(changes)})")

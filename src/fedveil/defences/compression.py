@@ -45,11 +45,11 @@ class TopK(Plain):
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PlainServer:
         """Prepare the server for a run."""
-        server, own = PlainServer(model), list(trainable_tensors(model).values())
+        server, parameters = PlainServer(model), list(trainable_tensors(model).values())
         if self.fraction < 1:
-            total = sum(tensor.numel() for tensor in own)
+            total = sum(tensor.numel() for tensor in parameters)
             count = max(1, round(self.fraction * total))
-            size = count * own[0].element_size() + min(4 * count, math.ceil(total / 8))
+            size = count * parameters[0].element_size() + min(4 * count, math.ceil(total / 8))
             server.figures["bytes_up"] = size + count_bytes(model.buffers())
         return server
 
@@ -59,7 +59,7 @@ class TopK(Plain):
 
 
 class TopKClient(PlainClient):
-    """Selects elements, and stores what each client has not sent yet."""
+    """Selects elements, and stores each client's unsent ones."""
 
     def __init__(self, fraction: float, model: nn.Module, loss: Loss) -> None:
         super().__init__(model, loss)
@@ -67,20 +67,20 @@ class TopKClient(PlainClient):
         self._unsent: dict[int, Tensor] = {}
 
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
-        """Add what the client has not sent yet, and return the largest elements of the sum."""
+        """Add the client's unsent elements, and return the largest elements of the sum."""
         check_finite(f"client {client}", "gradient", update.gradients)
-        whole = torch.cat([own.reshape(-1) for own in update.gradients.values()])
-        count = max(1, round(self._fraction * len(whole)))
-        if count == len(whole):
+        flat = torch.cat([gradient.reshape(-1) for gradient in update.gradients.values()])
+        count = max(1, round(self._fraction * len(flat)))
+        if count == len(flat):
             return update
         if client in self._unsent:
-            whole = whole + self._unsent[client].to(whole)
-        sent = torch.where(select_largest(whole, count), whole, torch.zeros_like(whole))
-        self._unsent[client] = whole - sent
+            flat = flat + self._unsent[client].to(flat)
+        sent = torch.where(select_largest(flat, count), flat, torch.zeros_like(flat))
+        self._unsent[client] = flat - sent
         return replace(update, gradients=split_vector(sent, update.gradients))
 
     def state(self, client: int) -> State:
-        """Return what the client has not sent yet."""
+        """Return the client's unsent elements."""
         return {"unsent": self._unsent[client]} if client in self._unsent else {}
 
     def restore(self, client: int, state: Mapping[str, StateValue]) -> None:
@@ -101,7 +101,7 @@ class Int8(Plain):
     fusable = linear = False
 
     def __init__(self) -> None:
-        """Leave the name that the class defines; `Plain` would replace it."""
+        """Keep the class's name, which `Plain` would replace."""
 
     @property
     def codec(self) -> "Int8Codec":
@@ -133,7 +133,7 @@ class Int8Client(PlainClient):
     def upload(self, update: PlainUpdate, client: int = 0) -> Int8Update:
         """Quantise each tensor; refuse one that is not finite."""
         check_finite(f"client {client}", "gradient", update.gradients)
-        pairs = {name: quantise_tensor(own) for name, own in update.gradients.items()}
+        pairs = {name: quantise_tensor(gradient) for name, gradient in update.gradients.items()}
         levels, scales = ({name: pair[part] for name, pair in pairs.items()} for part in (0, 1))
         return Int8Update(restore_tensors(levels, scales), update.buffers, levels, scales)
 
@@ -148,14 +148,14 @@ def quantise_tensor(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def restore_tensors(levels: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> Tensors:
     """Return levels times scales."""
-    return {name: own.to(scales[name].dtype) * scales[name] for name, own in levels.items()}
+    return {name: level.to(scales[name].dtype) * scales[name] for name, level in levels.items()}
 
 
 def template(model: nn.Module) -> Tensors:
     """Return levels and scales with the shapes and dtypes of those that a client sends."""
-    own = trainable_tensors(model)
-    levels = {name: torch.zeros_like(value, dtype=torch.int8) for name, value in own.items()}
-    return add_prefix("level", levels) | add_prefix("scale", {name: v.new_zeros(()) for name, v in own.items()})
+    parameters = trainable_tensors(model)
+    levels = {name: torch.zeros_like(value, dtype=torch.int8) for name, value in parameters.items()}
+    return add_prefix("level", levels) | add_prefix("scale", {name: v.new_zeros(()) for name, v in parameters.items()})
 
 
 class Int8Codec(PlainCodec):
@@ -165,8 +165,8 @@ class Int8Codec(PlainCodec):
         """Encode levels, scales and buffers."""
         if not isinstance(update, Int8Update):
             raise BadArgument("int8", "the update is not quantised", "send what the client's upload returns")
-        found = add_prefix("level", update.levels) | add_prefix("scale", update.scales)
-        return {}, found | add_prefix("buffer", update.buffers)
+        result = add_prefix("level", update.levels) | add_prefix("scale", update.scales)
+        return {}, result | add_prefix("buffer", update.buffers)
 
     def decode_update(
         self, defence_round: AnyPlainRound, model: nn.Module, values: Values, tensors: Tensors, position: int
@@ -174,12 +174,12 @@ class Int8Codec(PlainCodec):
         """Decode an update; refuse levels or scales that do not match the model, and scales that are not finite."""
         client, like = f"client {position}", self.template(defence_round, model)[1]
         device = next(model.parameters()).device
-        own = {name: tensor.to(device) for name, tensor in tensors.items()}
-        check_tensors(client, "tensor", own, {name: (t.shape, t.dtype) for name, t in like.items()}, device)
-        check_finite(client, "tensor", own)
-        gradients = restore_tensors(strip_prefix("level", own), strip_prefix("scale", own))
+        on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
+        check_tensors(client, "tensor", on_device, {name: (t.shape, t.dtype) for name, t in like.items()}, device)
+        check_finite(client, "tensor", on_device)
+        gradients = restore_tensors(strip_prefix("level", on_device), strip_prefix("scale", on_device))
         check_finite(client, "gradient", gradients)
-        return PlainUpdate(gradients, strip_prefix("buffer", own))
+        return PlainUpdate(gradients, strip_prefix("buffer", on_device))
 
     def template(self, defence_round: AnyPlainRound, model: nn.Module) -> Packed:
         """Return an example of an encoded update."""

@@ -67,8 +67,8 @@ class Sketch:
 
     def down(self, rows: Tensor) -> Tensor:
         """Return X S for rows X of shape (..., n); the result has shape (..., s)."""
-        taken = rows.index_select(-1, self.inputs.flatten()) * self.signs.flatten()
-        return taken.reshape(*rows.shape[:-1], *self.inputs.shape).sum(-2)
+        selected = rows.index_select(-1, self.inputs.flatten()) * self.signs.flatten()
+        return selected.reshape(*rows.shape[:-1], *self.inputs.shape).sum(-2)
 
     def up(self, rows: Tensor) -> Tensor:
         """Return C S^T for rows C of shape (..., s); the result has shape (..., n), with 0 for dropped inputs."""
@@ -198,14 +198,14 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "DBCLServer":
         """Prepare the server for a run: choose the weights to sketch."""
-        twin = copy.deepcopy(model).eval()
-        paths = {module: path for path, module in twin.named_modules()}
+        copied = copy.deepcopy(model).eval()
+        paths = {module: path for path, module in copied.named_modules()}
         with torch.no_grad(), record_calls(m for m in paths if isinstance(m, nn.Conv2d | nn.Linear)) as calls:
-            call(twin, example)
-        convs = [paths[each.module] for each in calls if isinstance(each.module, nn.Conv2d)]
-        linears = [paths[each.module] for each in calls if isinstance(each.module, nn.Linear)]
-        kept = (convs[:1] if self.skip_first_conv else []) + (linears[-1:] if self.skip_last else [])
-        return DBCLServer(self.q, self.seed, _choose_weights(model, self.q, kept, self.skip))
+            call(copied, example)
+        convs = [paths[call.module] for call in calls if isinstance(call.module, nn.Conv2d)]
+        linears = [paths[call.module] for call in calls if isinstance(call.module, nn.Linear)]
+        plain = (convs[:1] if self.skip_first_conv else []) + (linears[-1:] if self.skip_last else [])
+        return DBCLServer(self.q, self.seed, _choose_weights(model, self.q, plain, self.skip))
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "DBCLClient":
         """Prepare clients for a run."""
@@ -284,8 +284,8 @@ class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
 
     def step(self, broadcast: SketchedBroadcast, samples: Samples, client: int = 0) -> SketchedUpdate:
         """Compute Gamma = delta^T X~ for sketched weights, and plain gradients for all others."""
-        found = self._plain.step(broadcast.network, samples, client)
-        return SketchedUpdate(found.gradients, found.buffers, broadcast.number)
+        result = self._plain.step(broadcast.network, samples, client)
+        return SketchedUpdate(result.gradients, result.buffers, broadcast.number)
 
     def accumulate(
         self, broadcast: SketchedBroadcast, total: SketchedUpdate | None, update: SketchedUpdate
@@ -300,15 +300,15 @@ def _choose_weights(model: nn.Module, q: int, kept: Sequence[str], skip: Sequenc
     named = dict(model.named_parameters(remove_duplicate=False))
     uses = Counter(id(parameter) for parameter in named.values())
 
-    def is_under(path: str, name: str) -> bool:
+    def is_below(path: str, name: str) -> bool:
         return path in ("", name) or name.startswith(path + ".")
 
     for path in skip:
-        if not any(is_under(path, name) for name in named):
+        if not any(is_below(path, name) for name in named):
             raise BadArgument("dbcl", f"skip contains {path!r}, but the model has no parameters there")
     chosen = []
     for name, parameter in named.items():
-        if parameter.dim() < 2 or any(is_under(path, name) for path in (*kept, *skip)):
+        if parameter.dim() < 2 or any(is_below(path, name) for path in (*kept, *skip)):
             continue
         path, _, last = name.rpartition(".")
         layer = model.get_submodule(path)
@@ -354,9 +354,9 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
 
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> SketchedBroadcast:
         """Decode the sketched network, with a `SketchedLayer` in place of each sketched layer."""
-        found = check_fields("broadcast", values, {"number": int, "sketched": list[str]})
+        result = check_fields("broadcast", values, {"number": int, "sketched": list[str]})
         layers, sketches = dict(model.named_modules()), dict[str, Sketch]()
-        for name in found["sketched"]:
+        for name in result["sketched"]:
             path = name.rpartition(".")[0]
             layer = layers.pop(path, None)  # a layer cannot be sketched twice
             inputs, signs = (tensors.get(f"{kind}/{name}") for kind in ("inputs", "signs"))
@@ -369,7 +369,7 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
         for module in filled.modules():
             if isinstance(module, SketchedLayer):
                 module.sketch = module.sketch.to(module.weight.detach())
-        return SketchedBroadcast(found["number"], filled)
+        return SketchedBroadcast(result["number"], filled)
 
     def encode_update(self, update: SketchedUpdate) -> Packed:
         """Encode gradients, buffers and the number of the broadcast."""

@@ -24,10 +24,10 @@ def describe_defence(defence: AnyDefence) -> dict[str, JsonValue]:
     """
     record = find_record(defence.requested)
     try:
-        found = _describe(defence)
+        result = _describe(defence)
     except TypeError:
-        found = {CLASS: class_name(type(defence)), ARGUMENTS: None}
-    return {"name": defence.name, "base": record.name if record else defence.requested.name, **found}
+        result = {CLASS: class_name(type(defence)), ARGUMENTS: None}
+    return {"name": defence.name, "base": record.name if record else defence.requested.name, **result}
 
 
 def class_name(kind: type) -> str:
@@ -37,7 +37,7 @@ def class_name(kind: type) -> str:
 
 def _describe(value: object) -> dict[str, JsonValue]:
     arguments = value.arguments() if isinstance(value, Defence) else vars(value)
-    return {CLASS: class_name(type(value)), ARGUMENTS: {name: _plain(own) for name, own in arguments.items()}}
+    return {CLASS: class_name(type(value)), ARGUMENTS: {name: _plain(argument) for name, argument in arguments.items()}}
 
 
 def _plain(value: object) -> JsonValue:
@@ -50,7 +50,7 @@ def _plain(value: object) -> JsonValue:
     raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
-def build_described(values: Mapping[str, object], where: str, *, trust_code: bool = False) -> AnyDefence:
+def build_from_description(values: Mapping[str, object], where: str, *, trust_code: bool = False) -> AnyDefence:
     """Build the defence that a description specifies.
 
     Args:
@@ -58,10 +58,10 @@ def build_described(values: Mapping[str, object], where: str, *, trust_code: boo
         where: its origin, for error messages.
         trust_code: whether to import a class of another package, which runs that package's code.
     """
-    found = _build(values, where, trust_code)
-    if not isinstance(found, Defence):
-        raise BadArgument(where, f"its defence is {found!r:.60}, which is not a defence", FIX)
-    return found
+    result = _build(values, where, trust_code)
+    if not isinstance(result, Defence):
+        raise BadArgument(where, f"its defence is {result!r:.60}, which is not a defence", FIX)
+    return result
 
 
 def _build(values: Mapping[str, object], where: str, trust_code: bool) -> object:
@@ -73,27 +73,27 @@ def _build(values: Mapping[str, object], where: str, trust_code: bool) -> object
         raise BadArgument(where, f"the arguments of {spec} are not known", FIX)
     kind = import_object(spec, "a defence", "my_package.defences:Mine")
     if not (isinstance(kind, type) and issubclass(kind, Defence | Privacy)):
-        raise BadArgument(where, f"{spec} is neither a defence nor settings of privacy", FIX)
-    own = {
+        raise BadArgument(where, f"{spec} is neither a defence nor privacy settings", FIX)
+    built = {
         name: _build(value, where, trust_code) if isinstance(value, dict) else value
         for name, value in arguments.items()
     }
     make = cast(Callable[..., object], kind)  # type: ignore[explicit-any]
     try:
-        return make(**own)
+        return make(**built)
     except TypeError as error:
         raise BadArgument(where, f"{spec} cannot be built: {error}", FIX) from error
 
 
-def simulated(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+def adapt_to_simulation(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the description of a defence for a simulation: without a budget, and with noise added by the server.
 
     The noise in a sum stays the same. An audit may then observe rounds after the budget of the run is spent.
     """
-    found = {name: simulated(value) if isinstance(value, dict) else value for name, value in values.items()}
-    spends = found.get("noise") is not None
+    result = {name: adapt_to_simulation(value) if isinstance(value, dict) else value for name, value in values.items()}
+    spends = result.get("noise") is not None
     changes: dict[str, JsonValue] = {"budget": None, "epsilon": None} if spends else {}
-    return found | {name: value for name, value in (changes | {"noise_by": "server"}).items() if name in found}
+    return result | {name: value for name, value in (changes | {"noise_by": "server"}).items() if name in result}
 
 
 def copy_defence(defence: AnyDefence) -> AnyDefence:
@@ -102,5 +102,5 @@ def copy_defence(defence: AnyDefence) -> AnyDefence:
     A defence whose arguments are not plain values is copied with its state.
     """
     with contextlib.suppress(BadArgument):
-        return build_described(simulated(describe_defence(defence)), defence.name, trust_code=True)
+        return build_from_description(adapt_to_simulation(describe_defence(defence)), defence.name, trust_code=True)
     return copy.deepcopy(defence)

@@ -52,14 +52,14 @@ def pack_model(model: nn.Module) -> Packed:
 
 def unpack_model(model: nn.Module, values: Values, tensors: Tensors) -> nn.Module:
     """Return a copy of a client's model with the values of a broadcast; refuse a broadcast of a different model."""
-    found = check_fields("broadcast", values, {"trainable": list[str], "training": list[str]})
-    trainable, training = set(found["trainable"]), set(found["training"])
+    result = check_fields("broadcast", values, {"trainable": list[str], "training": list[str]})
+    trainable, training = set(result["trainable"]), set(result["training"])
     parameters, buffers = strip_prefix("parameter", tensors), strip_prefix("buffer", tensors)
     inside = ModelState.read(model)
     match_model(inside, parameters, buffers, complete=True)
-    check_trainable(found["trainable"], parameters)
+    check_trainable(result["trainable"], parameters)
     unknown = sorted(training - {path for path, _ in inside.modes})
-    if unknown or len(training) < len(found["training"]):
+    if unknown or len(training) < len(result["training"]):
         what = f"there is no module {unknown[0][:80]!a}" if unknown else "training lists a module twice"
         raise ModelMismatch("broadcast", what, SAME_CODE)
     filled = copy.deepcopy(model)

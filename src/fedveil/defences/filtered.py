@@ -1,4 +1,4 @@
-"""Base classes of defences in which clients send their update through a filter, such as one of another framework."""
+"""Base classes for defences that filter clients' updates, such as with another framework's filter."""
 
 import contextlib
 import logging
@@ -27,9 +27,9 @@ _NUMPY = threading.Lock()  # held while the state of NumPy's global generator is
 
 
 class Filtered(Plain):
-    """Clients send their update through a filter; the server averages what it receives.
+    """Clients filter their updates; the server averages the results.
 
-    The update is whatever the client computes: a gradient, or the difference of two models. Buffers are not filtered.
+    The update is a gradient, or the difference of two models. Buffers are not filtered.
     A defence whose claim would not hold for them sets `covers_buffers` to refuse a model with buffers that depend on
     the data.
     """
@@ -38,7 +38,7 @@ class Filtered(Plain):
     covers_buffers = False
 
     def __init__(self) -> None:
-        """Leave the name that the class defines; `Plain` would replace it."""
+        """Keep the class's name, which `Plain` would replace."""
 
     def create_filter(self) -> Filter:
         """Return a function that transforms an update, as arrays with at least one dimension."""
@@ -63,12 +63,12 @@ class FilteredClient(PlainClient):
         self._apply = apply
 
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
-        """Filter an update; refuse one that is not finite, which filters of other packages may pass on."""
+        """Filter an update; refuse non-finite updates, which other packages' filters may pass on."""
         if not are_overflow_safe(list(update.gradients.values())):
             check_finite(f"client {client}", "gradient", update.gradients)
             raise NonFiniteUpdate(f"client {client}", "the norm of its gradient overflows")
-        found = self._apply(to_arrays(update.gradients))
-        return replace(update, gradients=from_arrays(found, update.gradients))
+        result = self._apply(to_arrays(update.gradients))
+        return replace(update, gradients=from_arrays(result, update.gradients))
 
 
 def refuse_buffers(name: str, model: nn.Module, example: Inputs) -> None:
@@ -82,12 +82,12 @@ def refuse_buffers(name: str, model: nn.Module, example: Inputs) -> None:
 
 def to_arrays(gradients: Mapping[str, Tensor]) -> Arrays:
     """Return copies as arrays with at least one dimension: filters of other packages exempt scalars."""
-    return {name: np.atleast_1d(own.detach().cpu().numpy()).copy() for name, own in gradients.items()}
+    return {name: np.atleast_1d(gradient.detach().cpu().numpy()).copy() for name, gradient in gradients.items()}
 
 
 def from_arrays(arrays: Mapping[str, Array], like: Mapping[str, Tensor]) -> Tensors:
     """Return tensors with the shapes, dtypes and devices of `like`."""
-    return {name: torch.from_numpy(arrays[name]).reshape(own.shape).to(own) for name, own in like.items()}
+    return {name: torch.from_numpy(arrays[name]).reshape(tensor.shape).to(tensor) for name, tensor in like.items()}
 
 
 @contextlib.contextmanager

@@ -43,8 +43,8 @@ class FlarePercentile(Filtered):
 class FlareSVT(Filtered):
     """Clients share a random selection of elements with Laplace noise (FLARE's `SVTPrivacy`).
 
-    FLARE's accounting is for a change of one element by at most 2 gamma. A record changes all elements, so this is no
-    epsilon for a record. A server cannot choose the settings of clients on a network.
+    FLARE's accounting is for a change of one element by at most 2 gamma. A record changes all elements, so this does
+    not bound the privacy loss of a record. A server cannot choose the settings of clients on a network.
 
     Args:
         fraction: fraction of the elements to share.
@@ -80,17 +80,19 @@ class FlareSVT(Filtered):
         return self.epsilon + self.noise_var * math.ceil(elements * self.fraction)
 
 
-def flare_filter(own: DXOFilter) -> Filter:
+def flare_filter(component: DXOFilter) -> Filter:
     """Return a function that calls a filter as FLARE does, on the weight difference in a client's reply."""
 
     def apply(arrays: Arrays) -> Arrays:
         reply: Shareable = DXO(DataKind.WEIGHT_DIFF, data=arrays).to_shareable()
         reply.set_return_code(ReturnCode.OK)
         with fresh_numpy_noise():
-            found = from_shareable(own.process(reply, FLContext()))
-        if type(own).__name__ not in found.get_filter_history():
-            raise BadArgument(type(own).__name__, "FLARE did not apply the filter", "use the supported nvflare version")
-        filtered: Arrays = found.data
+            result = from_shareable(component.process(reply, FLContext()))
+        if type(component).__name__ not in result.get_filter_history():
+            raise BadArgument(
+                type(component).__name__, "FLARE did not apply the filter", "use the supported nvflare version"
+            )
+        filtered: Arrays = result.data
         return filtered
 
     return apply

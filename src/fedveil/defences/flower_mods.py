@@ -52,7 +52,7 @@ class FlowerLocalDp(Filtered):
 
     Args:
         clipping_norm: maximum norm of an update.
-        sensitivity: the change of the update that the noise is to hide; by default, the clipping norm.
+        sensitivity: the change in the update that the noise should hide; by default, the clipping norm.
         epsilon: claimed epsilon of one message.
         delta: claimed delta of one message.
     """
@@ -64,8 +64,8 @@ class FlowerLocalDp(Filtered):
         self, clipping_norm: float = 1.0, sensitivity: float | None = None, epsilon: float = 10.0, delta: float = 1e-5
     ) -> None:
         self.clipping_norm = check_positive(self.name, "clipping_norm", clipping_norm, "use clipping_norm=1")
-        given = self.clipping_norm if sensitivity is None else sensitivity
-        self.sensitivity = check_positive(self.name, "sensitivity", given, "use twice the clipping norm")
+        change = self.clipping_norm if sensitivity is None else sensitivity
+        self.sensitivity = check_positive(self.name, "sensitivity", change, "use twice the clipping norm")
         self.epsilon = check_positive(self.name, "epsilon", epsilon, "use epsilon=10")
         self.delta = check_delta(self.name, delta)
 
@@ -131,9 +131,9 @@ class ClippingRound(PlainRound):
 
     def recover(self, updates: Sequence[PlainUpdate], weights: Sequence[float]) -> Aggregate:
         """Return Flower's weighted mean with noise; buffers, which do not depend on the data, are averaged."""
-        mean, own = average(updates, weights, self._figures), self._settings
+        mean, settings = average(updates, weights, self._figures), self._settings
         strategy = DifferentialPrivacyClientSideFixedClipping(
-            FedAvg(), own.noise_multiplier, own.clipping_norm, len(updates)
+            FedAvg(), settings.noise_multiplier, settings.clipping_norm, len(updates)
         )
         replies = [
             reply_to(instruction({}), to_arrays(update.gradients), weight)
@@ -142,7 +142,7 @@ class ClippingRound(PlainRound):
         with quiet_logger("flwr"), fresh_numpy_noise():
             record, _ = strategy.aggregate_train(1, replies)
         if record is None:
-            raise BadArgument(own.name, "Flower's strategy returned no arrays", "use the supported flwr version")
+            raise BadArgument(settings.name, "Flower's strategy returned no arrays", "use the supported flwr version")
         return replace(mean, gradients=from_arrays(read_arrays(record), mean.gradients))
 
     def recover_each(self, updates: Sequence[PlainUpdate]) -> list[Aggregate | UpdateRefused]:
@@ -151,17 +151,17 @@ class ClippingRound(PlainRound):
 
     def combine(self, results: Sequence[Aggregate]) -> Aggregate:
         """Return the mean with noise, with equal weights; no other rule has a guarantee."""
-        found = [PlainUpdate(dict(result.gradients), dict(result.buffers)) for result in results]
-        return self.recover(found, [1.0] * len(found))
+        clipped = [PlainUpdate(dict(result.gradients), dict(result.buffers)) for result in results]
+        return self.recover(clipped, [1.0] * len(clipped))
 
 
 def mod_filter(mod: Mod, config: dict[str, float]) -> Filter:
     """Return a function that calls a mod as a Flower client does, with a received model of zeros."""
 
     def apply(arrays: Arrays) -> Arrays:
-        if all(not own.any() for own in arrays.values()):
+        if all(not array.any() for array in arrays.values()):
             next(iter(arrays.values())).flat[0] = TINY
-        received = instruction(config, {name: np.zeros_like(own) for name, own in arrays.items()})
+        received = instruction(config, {name: np.zeros_like(array) for name, array in arrays.items()})
         context = Context(run_id=1, node_id=CLIENT, node_config={}, state=RecordDict(), run_config={})
         with quiet_logger("flwr"), fresh_numpy_noise():
             reply = mod(received, context, lambda message, _: reply_to(message, arrays, 1.0))
@@ -176,8 +176,8 @@ def instruction(config: dict[str, float], arrays: Arrays | None = None) -> Messa
     """Return the server's message to a client."""
     content = RecordDict({"arrays": to_record(arrays or {}), "config": ConfigRecord(dict(config))})
     metadata = Metadata(1, "instruction", SERVER, CLIENT, "", "", time.time(), TTL, MessageType.TRAIN)
-    found: Message = Message(content=content, metadata=metadata)  # type: ignore[call-overload]  # outside a Flower task
-    return found
+    result: Message = Message(content=content, metadata=metadata)  # type: ignore[call-overload]  # outside a Flower task
+    return result
 
 
 def reply_to(message: Message, arrays: Arrays, weight: float) -> Message:
@@ -188,7 +188,7 @@ def reply_to(message: Message, arrays: Arrays, weight: float) -> Message:
 
 def to_record(arrays: Arrays) -> ArrayRecord:
     """Return arrays as a Flower record."""
-    return ArrayRecord({name: FlowerArray(own) for name, own in arrays.items()})
+    return ArrayRecord({name: FlowerArray(array) for name, array in arrays.items()})
 
 
 def read_arrays(record: ArrayRecord) -> Arrays:

@@ -69,9 +69,9 @@ class LocalTraining:
         """Return the settings in `NAMES`, or None if there are no local epochs; None stands for the default."""
         epochs, lr, batch_size, momentum = (values.get(name) for name in cls.NAMES)
         if epochs is None:
-            given = [name for name in cls.NAMES if values.get(name) is not None]
-            if given:
-                raise BadArgument(where, f"{given[0]} has no effect without local epochs", "set local_epochs=1 or more")
+            names = [name for name in cls.NAMES if values.get(name) is not None]
+            if names:
+                raise BadArgument(where, f"{names[0]} has no effect without local epochs", "set local_epochs=1 or more")
             return None
         fix = f"use 1 to {MAX_LOCAL_EPOCHS:,} local epochs"
         if check_count(where, "local_epochs", epochs, 1, fix) > MAX_LOCAL_EPOCHS:
@@ -313,7 +313,7 @@ class Defence(ABC, Generic[B, U]):
         return None
 
     def arguments(self) -> Mapping[str, object]:
-        """Return the arguments that build this defence again, by default attributes with the names of arguments.
+        """Return the arguments that recreate this defence: by default, the attributes named like its parameters.
 
         Sources of secrets (`entropy`, `seed`) are left out.
         """

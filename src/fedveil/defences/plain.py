@@ -95,8 +95,8 @@ class Plain(Defence[nn.Module, PlainUpdate]):
         self.frozen = frozen
         self._rounding = rounding
         self._set_local_training("Plain", local_epochs, local_lr, local_batch, local_momentum)
-        own = "plain" if self.local_training is None else "fedavg"
-        self.name = own if rounding is None else "rounding baseline"
+        base_name = "plain" if self.local_training is None else "fedavg"
+        self.name = base_name if rounding is None else "rounding baseline"
 
     def _set_local_training(
         self, where: str, epochs: int | None, lr: float | None, batch: int | None, momentum: float | None
@@ -157,18 +157,18 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
 
     def sum_template(self) -> Tensors:
         """Return one tensor per trainable parameter, with a single row."""
-        own = encoding.trainable_tensors(self.broadcast)
-        return {name: p.new_empty((1, *p.shape), device="meta", dtype=torch.float64) for name, p in own.items()}
+        parameters = encoding.trainable_tensors(self.broadcast)
+        return {name: p.new_empty((1, *p.shape), device="meta", dtype=torch.float64) for name, p in parameters.items()}
 
     def from_sums(self, sums: Tensors) -> PlainUpdate:
         """Return an update with the sums as gradients."""
-        own = encoding.trainable_tensors(self.broadcast)
-        return PlainUpdate({name: sums[name][0].to(p.dtype) for name, p in own.items()}, {})
+        parameters = encoding.trainable_tensors(self.broadcast)
+        return PlainUpdate({name: sums[name][0].to(p.dtype) for name, p in parameters.items()}, {})
 
     def expect(self, update: PlainUpdate, last: Mapping[str, Tensor] | None = None) -> Tensors:
         """Predict the gradients; each has a single row."""
         rows = {name: gradient.unsqueeze(0) for name, gradient in update.gradients.items()}
-        return {name: smooth(own, last[name] if last else None) for name, own in rows.items()}
+        return {name: smooth(row, last[name] if last else None) for name, row in rows.items()}
 
     def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
         """Bound gradients by the predicted values, and buffers by their current values."""
@@ -177,7 +177,7 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
     def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
         """Bound the gradient error, given an equal error in every element of a row."""
         sizes = {name: math.sqrt(p.numel()) for name, p in self.broadcast.named_parameters()}
-        return math.hypot(*(own * sizes[name] for name, (own,) in strip_prefix("gradient", rows).items()))
+        return math.hypot(*(value * sizes[name] for name, (value,) in strip_prefix("gradient", rows).items()))
 
 
 class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
@@ -191,7 +191,7 @@ class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
         frozen: Frozen = "sent",
     ) -> None:
         up = encoding.count_bytes(encoding.template(model).values())
-        sent = [own for own in model.parameters() if own.requires_grad or frozen == "sent"]
+        sent = [parameter for parameter in model.parameters() if parameter.requires_grad or frozen == "sent"]
         self.figures = {"bytes_down": encoding.count_bytes([*sent, *model.buffers()]), "bytes_up": up}
         self._noise = None if rounding is None else torch.Generator().manual_seed(rounding)
         self._round_type = round_type
@@ -219,7 +219,7 @@ def _average(clients: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -
         return dict(clients[0])
     mean = {}
     for name, first in clients[0].items():
-        tensors = [own[name] for own in clients]
+        tensors = [client[name] for client in clients]
         if first.is_floating_point():
             mean[name] = torch.stack([t * share for t, share in zip(tensors, shares, strict=True)]).sum(0)
         else:
@@ -237,10 +237,10 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
 
     def step(self, broadcast: nn.Module, samples: Samples, client: int = 0) -> PlainUpdate:
         """Compute gradients for one batch; the buffers of the broadcast are copied, not changed."""
-        parameters, own = self._tensors
+        parameters, values = self._tensors
         if broadcast is not self._model:
-            parameters, own = dict(broadcast.named_parameters()), dict(broadcast.named_buffers())
-        buffers = {name: buffer.clone() for name, buffer in own.items()}  # a forward pass may change them
+            parameters, values = dict(broadcast.named_parameters()), dict(broadcast.named_buffers())
+        buffers = {name: buffer.clone() for name, buffer in values.items()}  # a forward pass may change them
         outputs = compute_outputs(broadcast, samples.inputs, buffers)
         with torch.no_grad():
             share = sample_weights(outputs, samples.weights, self.loss)
@@ -288,11 +288,11 @@ def compute_gradients(
     """Return the gradient of each trainable parameter; it is 0 if the outputs do not depend on the parameter."""
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
     used = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
-    found: Sequence[Tensor | None] = [None] * len(trainable)
+    result: Sequence[Tensor | None] = [None] * len(trainable)
     if used:
         roots, slopes = zip(*used, strict=True)
-        found = torch.autograd.grad(roots, list(trainable.values()), slopes, allow_unused=True)
-    pairs = zip(trainable.items(), found, strict=True)
+        result = torch.autograd.grad(roots, list(trainable.values()), slopes, allow_unused=True)
+    pairs = zip(trainable.items(), result, strict=True)
     return {name: torch.zeros_like(p) if gradient is None else gradient for (name, p), gradient in pairs}
 
 

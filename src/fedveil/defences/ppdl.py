@@ -147,7 +147,7 @@ class PPDL(Plain):
             if value is not None:
                 values[name] = value
         clip = "median" if "sigma" in values else None
-        found = cls(
+        result = cls(
             values.get("fraction", 1.0),
             values.get("sigma", 0.0),
             clip,
@@ -157,8 +157,8 @@ class PPDL(Plain):
             local_batch=local_batch,
             local_momentum=local_momentum,
         )
-        found.name = f"ppdl-{setting}"
-        return found
+        result.name = f"ppdl-{setting}"
+        return result
 
     @property
     def codec(self) -> "PPDLCodec":
@@ -224,8 +224,12 @@ class PPDLClient(PlainClient):
         """Return the client's noise key and first norms, or an empty state if it has used neither."""
         if client not in self._states:
             return {}
-        own = self._states[client]
-        return {"key": torch.tensor(list(own.key), dtype=torch.uint8), "draws": own.draws, "norms": list(own.norms)}
+        state = self._states[client]
+        return {
+            "key": torch.tensor(list(state.key), dtype=torch.uint8),
+            "draws": state.draws,
+            "norms": list(state.norms),
+        }
 
     def restore(self, client: int, state: Mapping[str, StateValue]) -> None:
         """Continue from `state`. A repeated round uses the same noise, so that it cannot be averaged out."""
@@ -242,19 +246,21 @@ class PPDLRound(PlainRound):
     def recover(self, updates: Sequence[PlainUpdate], weights: Sequence[float]) -> Aggregate:
         """Return sum_k |D_k| / |D| times client k's upload and floating-point buffers."""
         result = super().recover(updates, weights)
-        found = [update.measurement for update in updates if isinstance(update, PPDLUpdate) and update.measurement]
-        if len(found) < len(updates):
+        measurements = [
+            update.measurement for update in updates if isinstance(update, PPDLUpdate) and update.measurement
+        ]
+        if len(measurements) < len(updates):
             return result
-        figures, first = dict(result.figures), found[0]
+        figures, first = dict(result.figures), measurements[0]
         if first.sent_bytes is not None:
             figures["bytes_up"] = first.sent_bytes + count_bytes(updates[0].buffers.values())
-        size = sum(w * m.size for w, m in zip(weights, found, strict=True))
-        change = sum(w * m.change for w, m in zip(weights, found, strict=True))
-        rms = math.sqrt(statistics.fmean(m.rms**2 for m in found))
+        size = sum(w * m.size for w, m in zip(weights, measurements, strict=True))
+        change = sum(w * m.change for w, m in zip(weights, measurements, strict=True))
+        rms = math.sqrt(statistics.fmean(m.rms**2 for m in measurements))
         if first.noise and rms:
             figures["noise_over_rms"] = first.noise / rms
         if first.clipped is not None:
-            figures["clipped"] = statistics.fmean(bool(m.clipped) for m in found)
+            figures["clipped"] = statistics.fmean(bool(m.clipped) for m in measurements)
         return replace(result, error=change / size if size else 0.0, figures=figures)
 
 
@@ -266,10 +272,10 @@ def select_largest(flat: Tensor, count: int) -> Tensor:
     """Return a mask of the `count` largest magnitudes. NaN counts as the largest, so that it is always sent."""
     sizes = flat.abs().nan_to_num(nan=math.inf, posinf=math.inf)
     least = sizes.topk(count, sorted=False).values.min()
-    found = sizes > least
-    ties = (sizes == least).nonzero()[: count - int(found.sum()), 0]
-    found[ties] = True
-    return found
+    result = sizes > least
+    ties = (sizes == least).nonzero()[: count - int(result.sum()), 0]
+    result[ties] = True
+    return result
 
 
 class PPDLCodec(PlainCodec):
@@ -295,7 +301,7 @@ class PPDLCodec(PlainCodec):
         """Decode an update; elements that were not selected are 0."""
         if self._fraction < 1:
             gradients = _scatter(tensors, trainable_tensors(model))
-            others = {name: own for name, own in tensors.items() if name not in ("selected", "indices")}
+            others = {name: tensor for name, tensor in tensors.items() if name not in ("selected", "indices")}
             tensors = add_prefix("gradient", gradients) | others
         return super().decode_update(defence_round, model, values, tensors, position)
 
@@ -313,4 +319,4 @@ def _scatter(tensors: Tensors, like: Tensors) -> Tensors:
         raise BadArgument("update", f"invalid indices for {len(numbers)} elements selected from {count}")
     flat = torch.zeros(count, dtype=numbers.dtype)
     flat[indices.long()] = numbers
-    return split_vector(flat, {name: own.to(numbers) for name, own in like.items()})
+    return split_vector(flat, {name: tensor.to(numbers) for name, tensor in like.items()})

@@ -102,10 +102,10 @@ class PrivateServer(DefenceServer[B, U]):
 
     def restore(self, state: Mapping[str, StateValue]) -> None:
         """Continue from `state`; refuse a state with different settings."""
-        for name, own in self.defence.settings().items():
-            spent = read_state("privacy", state, name, type(own))
-            if spent != own:
-                what = f"previous rounds used {name} = {spent}, not {own}"
+        for name, setting in self.defence.settings().items():
+            spent = read_state("privacy", state, name, type(setting))
+            if spent != setting:
+                what = f"previous rounds used {name} = {spent}, not {setting}"
                 raise BadArgument("privacy", what, "resume with the settings of the previous rounds")
         self.inner.restore(read_state("privacy", state, "inner", dict))
         self.accountant.restore(read_state("privacy", state, "rounds", int), read_state("privacy", state, "own", dict))
@@ -216,12 +216,12 @@ class ClientPrivateRound(PrivateRound[B, U]):
 
     def recover(self, updates: Sequence[U], weights: Sequence[float]) -> Aggregate:
         """Clip and sum the clients' gradients, add noise, and divide by the number of clients; ignore `weights`."""
-        found = []
+        measurements = []
         for result in self.inner.recover_each(updates):
             if isinstance(result, UpdateRefused):
                 raise result
-            found.append(result)
-        return self.combine(found)
+            measurements.append(result)
+        return self.combine(measurements)
 
     @property
     def base(self) -> DefenceRound[B, U]:
@@ -234,21 +234,21 @@ class ClientPrivateRound(PrivateRound[B, U]):
             raise BadArgument("Private", "a round needs at least one update")
         like = results[0].gradients
         flat = [torch.cat([result.gradients[name].reshape(-1).double() for name in like]) for result in results]
-        clipped = [clip_vector(own, self._clip, f"client {position}") for position, own in enumerate(flat)]
+        clipped = [clip_vector(gradient, self._clip, f"client {position}") for position, gradient in enumerate(flat)]
         gradients = self._add_noise(torch.stack([vector for vector, _, _ in clipped]).sum(0), len(results), like)
         keys = results[0].figures
         figures = {key: sum(result.figures.get(key, 0.0) for result in results) / len(results) for key in keys}
         figures["dp_clipped"] = sum(was_clipped for _, _, was_clipped in clipped) / len(results)
         size = sum(size for _, size, _ in clipped)
-        wrong = sum(result.error * size for result, (_, size, _) in zip(results, clipped, strict=True))
-        return Aggregate(gradients, {}, wrong / size if size else 0.0, figures | self._spent())
+        error = sum(result.error * size for result, (_, size, _) in zip(results, clipped, strict=True))
+        return Aggregate(gradients, {}, error / size if size else 0.0, figures | self._spent())
 
     def finish_sum(self, mean: Aggregate, total: Tensors, clients: int) -> Aggregate:
         """Add noise to a sum from secure aggregation, for which clients have clipped their gradients.
 
-        The sum is not rounded to the model's dtype before: the rounding error could exceed what the noise allows for.
+        The sum is not rounded to the model's dtype first: the rounding error could exceed the margin of the noise.
         """
-        flat = torch.cat([total[name].to(own.device).reshape(-1) for name, own in mean.gradients.items()])
+        flat = torch.cat([total[name].to(gradient.device).reshape(-1) for name, gradient in mean.gradients.items()])
         gradients = self._add_noise(flat, clients, mean.gradients)
         return Aggregate(gradients, {}, mean.error, {**mean.figures, **self._spent()}, mean.notes)
 
@@ -271,11 +271,11 @@ class ClientPrivateRound(PrivateRound[B, U]):
 
 def find_moving_tensors(model: nn.Module, example: Inputs) -> list[str]:
     """Return the buffers and parameters that a forward pass would change or write to, without changing them."""
-    parameters = {name: own.detach().clone() for name, own in model.named_parameters()}
+    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     buffers, dtype = copy_buffers(model), next(model.parameters()).dtype
-    inputs = each(lambda own: own.to(dtype) if own.is_floating_point() else own, example)
+    inputs = each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, example)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         compute_outputs(model, inputs, parameters | buffers)
-    moving = [f"buffer {name}" for name, own in model.named_buffers() if not torch.equal(own, buffers[name])]
+    moving = [f"buffer {name}" for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
     changed = [n for n, p in model.named_parameters() if parameters[n]._version or not torch.equal(p, parameters[n])]
     return moving + [f"parameter {name}" for name in changed]

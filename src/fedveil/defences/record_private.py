@@ -90,10 +90,14 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
         """Refuse a model or a loss in which records influence one another."""
         refuse_coupling(loss)
         refuse_batch_norm(model)
-        dtypes = {own.dtype for own in model.parameters() if own.is_floating_point() or own.is_complex()}
+        dtypes = {
+            parameter.dtype
+            for parameter in model.parameters()
+            if parameter.is_floating_point() or parameter.is_complex()
+        }
         if dtypes - {torch.float32, torch.float64}:
-            found = " and ".join(sorted(map(str, dtypes)))
-            what = f"the model has dtype {found}, in which gradients overflow or underflow before they are clipped"
+            result = " and ".join(sorted(map(str, dtypes)))
+            what = f"the model has dtype {result}, in which gradients overflow or underflow before they are clipped"
             raise BadArgument("privacy", what, "use model.float()")
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PrivateServer[object, SumUpdate]:
@@ -144,8 +148,8 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         client = f"client {position}"
         forms = {name: (like.shape, torch.float64) for name, like in self.template.items()}
         check_tensors(client, "sum", update.sums, forms, self._device)
-        for name, own in update.sums.items():
-            if not bool((own.abs() < LARGEST).all()):  # also refuses NaN
+        for name, tensor in update.sums.items():
+            if not bool((tensor.abs() < LARGEST).all()):  # also refuses NaN
                 raise NonFiniteUpdate(client, f"sum {name} is not finite or too large")
 
     def recover(self, updates: Sequence[SumUpdate], weights: Sequence[float]) -> Aggregate:
@@ -174,15 +178,15 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         grid = privacy.grid(self._numbers, len(next(iter(self.template.values()))), members)
         self._accountant.count(self._members)  # count the round first, in case drawing the noise is interrupted
         if privacy.noise and not by_clients:
-            total = {name: add_noise(own, self._entropy) for name, own in total.items()}
+            total = {name: add_noise(tensor, self._entropy) for name, tensor in total.items()}
         assert privacy.rate is not None
         share = grid.unit / (privacy.rate * records)
-        update = self.inner.from_sums({name: own.double() * share for name, own in total.items()})
-        found = self.inner.recover([update], [1.0])
+        update = self.inner.from_sums({name: tensor.double() * share for name, tensor in total.items()})
+        result = self.inner.recover([update], [1.0])
         spent: dict[str, float] = {} if members is None else {"records": records}
         if privacy.noise:
             spent["epsilon"] = self._accountant.epsilon(running=True)
-        return Aggregate(found.gradients, {}, found.error, {**found.figures, **spent})
+        return Aggregate(result.gradients, {}, result.error, {**result.figures, **spent})
 
     def count_lost(self) -> None:
         """Count the round if clients add the noise, because the server may have seen the sum."""
@@ -212,28 +216,31 @@ class RecordPrivateClient(DefenceClient[object, SumUpdate]):
 
     def step(self, broadcast: object, samples: Samples, client: int = 0) -> SumUpdate:
         """Compute the sum of clipped gradients over a sample; records with weight 0 are excluded."""
-        own, count = self._privacy, len(samples.targets)
+        privacy, count = self._privacy, len(samples.targets)
         included = torch.ones(count, dtype=torch.bool) if samples.weights is None else samples.weights > 0
         task, device = self._inner.record_gradients(broadcast), samples.targets.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout must be unpredictable
             torch.manual_seed(int(self._entropy.words(1)[0] >> 1))
-            found = clipped_sums(task, samples.inputs, samples.targets, included.to(device), own.clip, own.memory)
-        return SumUpdate(found)
+            result = clipped_sums(
+                task, samples.inputs, samples.targets, included.to(device), privacy.clip, privacy.memory
+            )
+        return SumUpdate(result)
 
     def accumulate(self, broadcast: object, total: SumUpdate | None, update: SumUpdate) -> tuple[object, SumUpdate]:
         """Add the sums of the next batch."""
         if total is not None:
-            update = SumUpdate({name: total.sums[name] + own for name, own in update.sums.items()})
+            update = SumUpdate({name: total.sums[name] + tensor for name, tensor in update.sums.items()})
         return broadcast, update
 
     def prepare_sum(self, update: SumUpdate, members: int | None) -> SumUpdate:
         """Round the sums to the grid, and add a share of the noise if clients add noise."""
         candidates = len(next(iter(update.sums.values())))
-        numbers = sum(own[0].numel() for own in update.sums.values())  # a server chooses which parameters are trained
+        # a server chooses which parameters are trained
+        numbers = sum(tensor[0].numel() for tensor in update.sums.values())
         grid = self._privacy.grid(numbers, candidates, members)
-        sums = {name: quantise(own, grid) for name, own in update.sums.items()}
+        sums = {name: quantise(tensor, grid) for name, tensor in update.sums.items()}
         if self._privacy.noise and self._privacy.noise_by == "clients":
-            sums = {name: add_noise(own, self._entropy) for name, own in sums.items()}
+            sums = {name: add_noise(tensor, self._entropy) for name, tensor in sums.items()}
         return SumUpdate(sums)
 
 

@@ -119,19 +119,19 @@ DEPLOYED = (
     ),
     Record("int8", "clients round their update to 8 bits", f"{_HERE}.compression:Int8", claim="none: compression"),
 )
-"""Defences that people deploy, and compression. Those with a package in their name use its code, if it is installed."""
-OURS = {record.name: record for record in (*BUILT_IN, *DEPLOYED)}
-_KNOWN = dict(OURS)  # defences from other packages are added on first use
+"""Deployed defences, and compression. Names with a package prefix stand for that package's code, if it is installed."""
+INCLUDED = {record.name: record for record in (*BUILT_IN, *DEPLOYED)}
+_KNOWN = dict(INCLUDED)  # defences from other packages are added on first use
 
 
 def names() -> list[str]:
     """Return the names of all defences, including those registered by installed packages."""
-    return list(dict.fromkeys([*OURS, *list_installed(GROUP)]))
+    return list(dict.fromkeys([*INCLUDED, *list_installed(GROUP)]))
 
 
 def refers_to_code(name: str) -> bool:
     """Return whether a name is `package.module:Name`, which runs code of another package when it is imported."""
-    return ":" in name and name not in OURS
+    return ":" in name and name not in INCLUDED
 
 
 def find(name: str) -> Record:
@@ -141,13 +141,13 @@ def find(name: str) -> Record:
     spec = list_installed(GROUP).get(name, name)
     if ":" not in spec:
         check_choice("defence", "defence", name, names())
-    found = import_object(spec, "a defence", EXAMPLE)
-    if isinstance(found, Record):
-        record = dataclasses.replace(found, name=name)
-    elif callable(found):
-        record = Record(name, (inspect.getdoc(found) or name).partition("\n")[0], spec)
+    result = import_object(spec, "a defence", EXAMPLE)
+    if isinstance(result, Record):
+        record = dataclasses.replace(result, name=name)
+    elif callable(result):
+        record = Record(name, (inspect.getdoc(result) or name).partition("\n")[0], spec)
     else:
-        raise BadArgument(spec, f"it is {type(found).__name__}, not a record, class or function", f"use {EXAMPLE}")
+        raise BadArgument(spec, f"it is {type(result).__name__}, not a record, class or function", f"use {EXAMPLE}")
     _KNOWN[name] = record
     return record
 
@@ -190,11 +190,11 @@ def add_privacy(defence: "str | AnyDefence", privacy: "Privacy", default_rate: f
     from fedveil.defences.private import Private
     from fedveil.defences.record_private import RecordPrivate
 
-    own, found = build(defence) if isinstance(defence, str) else defence, privacy.resolve(default_rate)
-    assert found.noise is not None
+    inner, result = build(defence) if isinstance(defence, str) else defence, privacy.resolve(default_rate)
+    assert result.noise is not None
     if privacy.unit == "client":
-        return Private(own, found.clip, found.noise, delta=found.delta, budget=found.epsilon)
-    return RecordPrivate(own.for_records() if isinstance(defence, str) else own, found)
+        return Private(inner, result.clip, result.noise, delta=result.delta, budget=result.epsilon)
+    return RecordPrivate(inner.for_records() if isinstance(defence, str) else inner, result)
 
 
 def protect_records(defence: "AnyDefence", terms: "Values") -> "AnyDefence":
@@ -214,10 +214,10 @@ def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
     """
     check_choice(ASK, "defence", name, names())  # never import code that a server names
     kind = _find_class(name, find(name).target)
-    own = vars(kind)  # without inherited attributes: each class must explicitly allow servers to use it
-    if not {"codec", "remote_settings"} & own.keys():
+    attributes = vars(kind)  # without inherited attributes: each class must explicitly allow servers to use it
+    if not {"codec", "remote_settings"} & attributes.keys():
         raise BadArgument(ASK, f"servers may not ask for {name}", "define codec or remote_settings in its class")
-    allowed = own.get("remote_settings", ())
+    allowed = attributes.get("remote_settings", ())
     for key, value in settings.items():
         if key not in allowed:
             fix = f"send only {', '.join(allowed)}" if allowed else "send no settings"
@@ -266,7 +266,7 @@ def import_target(record: Record) -> object:
         return import_object(record.target, "a defence", EXAMPLE)
     except BadArgument as error:
         extra, missing = record.name.partition(":")[0], error.__cause__
-        if record.name not in OURS or not isinstance(missing, ModuleNotFoundError):
+        if record.name not in INCLUDED or not isinstance(missing, ModuleNotFoundError):
             raise
         what = f"needs the package {str(missing.name).partition('.')[0]}, which is not installed"
         raise BadArgument(record.name, what, f"pip install 'fedveil[{extra}]'") from missing
@@ -274,8 +274,8 @@ def import_target(record: Record) -> object:
 
 def _import_target(target: str) -> object:
     """Import the target of a record; for a class method, return its class."""
-    found = import_object(target, "a defence", EXAMPLE)
-    return getattr(found, "__self__", found)
+    result = import_object(target, "a defence", EXAMPLE)
+    return getattr(result, "__self__", result)
 
 
 @lru_cache(maxsize=64)

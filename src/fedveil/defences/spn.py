@@ -123,12 +123,12 @@ class SPNClient(PlainClient):
             outputs = compute_outputs(broadcast, samples.inputs, buffers)
         hidden = calls[0].first_input
         with torch.no_grad():
-            wanted = self.loss.dense(samples.targets, outputs)
-            delta = self.loss.gradient(outputs, wanted) * sample_weights(outputs, samples.weights, self.loss)
+            expected = self.loss.dense(samples.targets, outputs)
+            delta = self.loss.gradient(outputs, expected) * sample_weights(outputs, samples.weights, self.loss)
             features = hidden.detach().reshape(-1, self.split.features)
             shares = (torch.ones_like(outputs) * sample_weights(outputs, samples.weights)).reshape(len(features), -1)
             private = self._find_head(client, hidden)
-            classes = find_classes(wanted, len(features), self.split.outputs, client)
+            classes = find_classes(expected, len(features), self.split.outputs, client)
             pull = private.pull(features, classes, self._settings.margin) * (self._settings.weight * shares[:, :1])
             cotangents = delta, (pull @ private.head).reshape(hidden.shape)
         gradients = compute_gradients(dict(broadcast.named_parameters()), (outputs, hidden), cotangents)
@@ -139,8 +139,8 @@ class SPNClient(PlainClient):
             seed = self._settings.seed
             entropy = Entropy() if seed is None else Entropy.for_tests(seed << 32 | client)
             self._heads[client] = draw_head(self.split, self._settings.bits, entropy)
-        own = self._heads[client]
-        self._heads[client] = PrivateHead(own.head.to(like), own.codes.to(like))
+        head = self._heads[client]
+        self._heads[client] = PrivateHead(head.head.to(like), head.codes.to(like))
         return self._heads[client]
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
@@ -164,9 +164,11 @@ class SPNClient(PlainClient):
         """Continue with the head and codes in `state`."""
         head, codes = (read_state("SPN", state, name, Tensor) for name in ("head", "codes"))
         bits = self._settings.bits
-        wanted = (bits, self.split.features), (self.split.classes, bits)
-        if (head.shape, codes.shape) != wanted:
-            what = f"client {client}'s head and codes have shapes {(*head.shape,)} and {(*codes.shape,)}, not {wanted}"
+        expected = (bits, self.split.features), (self.split.classes, bits)
+        if (head.shape, codes.shape) != expected:
+            what = (
+                f"client {client}'s head and codes have shapes {(*head.shape,)} and {(*codes.shape,)}, not {expected}"
+            )
             raise BadArgument("SPN", what, "resume with the same model and bits as before")
         self._heads[client] = PrivateHead(head, codes)
 

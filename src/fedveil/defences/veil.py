@@ -125,10 +125,10 @@ class Veil(Defence[Broadcast, Update]):
 
     def for_records(self) -> "Veil":
         """Return a veil with decoys and without factors, which would change the norms of gradients."""
-        found = copy.copy(self)
-        found.noise = dataclasses.replace(self.noise, multiplicative=1.0, decoys=self.noise.decoys or DEFAULT_DECOYS)
-        found.largest_factor = 1.0
-        return found
+        result = copy.copy(self)
+        result.noise = dataclasses.replace(self.noise, multiplicative=1.0, decoys=self.noise.decoys or DEFAULT_DECOYS)
+        result.largest_factor = 1.0
+        return result
 
     def client_view(self, model: nn.Module, broadcast: Broadcast) -> nn.Module:
         """Return the perturbed model as in the paper: base plus offset."""
@@ -178,13 +178,13 @@ class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
     def sum_template(self) -> Tensors:
         """Return tensors with one row per pass."""
         passes = self.perturbation.template().passes
-        return {name: own.to(torch.float64) for name, own in passes.items()}
+        return {name: tensor.to(torch.float64) for name, tensor in passes.items()}
 
     def from_sums(self, sums: Tensors) -> Update:
         """Return an update with these sums as passes and with the buffers of the broadcast."""
         like = self.perturbation.template()
-        passes = {name: own.to(like.passes[name].dtype) for name, own in sums.items()}
-        buffers = {name: self.broadcast.buffers[name].expand(own.shape) for name, own in like.buffers.items()}
+        passes = {name: tensor.to(like.passes[name].dtype) for name, tensor in sums.items()}
+        buffers = {name: self.broadcast.buffers[name].expand(buffer.shape) for name, buffer in like.buffers.items()}
         return dataclasses.replace(like, passes=passes, buffers=buffers)
 
     def release(self, *, reuse: bool = False) -> None:
@@ -199,7 +199,7 @@ class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
         """Bound passes by the predicted values with the new noise, and buffers by their perturbed values."""
         passes = bound_passes(self.perturbation.recovery, expected)
         buffers = bound_magnitudes(add_prefix("buffer", self.broadcast.buffers))
-        return {f"passes/{name}": own for name, own in passes.items()} | buffers
+        return {f"passes/{name}": tensor for name, tensor in passes.items()} | buffers
 
     def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
         """Bound the gradient error, given the error of each pass."""

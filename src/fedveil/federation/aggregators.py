@@ -47,8 +47,8 @@ def geometric_median(rows: Tensor, hostile: int) -> Tensor:
     for _ in range(WEISZFELD):
         distance = distances(rows, centre)
         weights = 1 / distance.clamp_min(max(SMOOTHING * float(distance.median()), torch.finfo(distance.dtype).tiny))
-        moved = (weights / weights.sum()).to(rows) @ rows
-        step, centre = float(torch.linalg.vector_norm(moved - centre, dtype=torch.float64)), moved
+        mean = (weights / weights.sum()).to(rows) @ rows
+        step, centre = float(torch.linalg.vector_norm(mean - centre, dtype=torch.float64)), mean
         if step <= SMOOTHING * float(distance.median()):
             break
     return centre
@@ -79,8 +79,8 @@ def clipped_mean(rows: Tensor, hostile: int) -> Tensor:
 def _scores(rows: Tensor, hostile: int) -> Tensor:
     """Return each row's sum of squared distances to its n - hostile - 2 nearest neighbours."""
     squares = torch.stack([distances(rows, row) for row in rows]).square()
-    near = max(1, len(rows) - hostile - 2)
-    return squares.sort(1).values[:, 1 : 1 + near].sum(1)  # the first distance is from the row to itself
+    neighbours = max(1, len(rows) - hostile - 2)
+    return squares.sort(1).values[:, 1 : 1 + neighbours].sum(1)  # the first distance is from the row to itself
 
 
 def krum(rows: Tensor, hostile: int) -> Tensor:

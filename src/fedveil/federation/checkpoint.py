@@ -71,8 +71,8 @@ def save_values(path: Path, state: Mapping[str, Tensor], number: int) -> None:
 def read_round(path: Path) -> int:
     """Return the round in which a model's values were written, or -1 if the file does not contain it."""
     with safe_open(path, "pt") as file:
-        found = (file.metadata() or {}).get(ROUND, "")
-    return int(found) if found.isdecimal() else -1
+        result = (file.metadata() or {}).get(ROUND, "")
+    return int(result) if result.isdecimal() else -1
 
 
 def read(path: Path, device: torch.device = CPU) -> tuple[StateTag, Content]:
@@ -93,8 +93,8 @@ def read(path: Path, device: torch.device = CPU) -> tuple[StateTag, Content]:
 
 def load(path: Path, device: torch.device = CPU, tag: StateTag | None = None) -> Content:
     """Return a state; if a tag is given, refuse a state from another run or round."""
-    found, state = read(path, device)
-    if tag is not None and found != tag:
+    result, state = read(path, device)
+    if tag is not None and result != tag:
         raise Damaged(str(path), "it belongs to another run or round", RESTORE)
     return state
 
@@ -176,15 +176,15 @@ def save_last(
 
 def _keep_as(last: Path, previous: Path) -> None:
     """Link `previous` to the file `last`, which exists at all times."""
-    half = temporary_name(previous)
+    temporary = temporary_name(previous)
     try:
-        os.link(last, half)
+        os.link(last, temporary)
     except OSError:  # the file system does not support hard links
         write_atomically(previous, last.read_bytes(), OWNER)
         return
-    os.replace(half, previous)
+    os.replace(temporary, previous)
     with contextlib.suppress(FileNotFoundError):  # os.replace does nothing if both are links to the same file
-        half.unlink()
+        temporary.unlink()
 
 
 def found_in(folder: Path) -> list[Path]:

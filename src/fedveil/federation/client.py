@@ -287,7 +287,7 @@ class ClientSession:
         return task.codec.encode_update(update), shards.sizes[0], client.state(0)
 
     def _sum_sample(self, task: ClientTask, model: nn.Module, private: State) -> tuple[Packed, int, State]:
-        """Compute a sum for privacy of records, leaving out those for which the computation fails."""
+        """Compute a sum with differential privacy for records, leaving out records on which it fails."""
         from fedveil.federation.record_sums import sum_sample
 
         source = read_own_records(self._data, check=False)

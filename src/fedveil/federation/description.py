@@ -140,20 +140,20 @@ def _has_factory(kind: type[nn.Module]) -> bool:
     except ValueError:  # some classes have no signature
         return False
     free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(each.default is not each.empty or each.kind in free for each in parameters)
+    return all(parameter.default is not parameter.empty or parameter.kind in free for parameter in parameters)
 
 
 def _plain_settings(values: Mapping[str, object]) -> Plain | None:
     """Return settings that are plain values, or None if one of them is not; tensors become lists."""
-    found: Plain = {}
+    result: Plain = {}
     for name, value in values.items():
         plain = value.tolist() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
         if isinstance(plain, float) and not math.isfinite(plain):
             return None
         if plain is not None and not isinstance(plain, bool | int | float | str | list):
             return None
-        found[name] = plain
-    return found
+        result[name] = plain
+    return result
 
 
 def _optimizer_settings(optimizer: torch.optim.Optimizer) -> Plain | None:

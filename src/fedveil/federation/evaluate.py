@@ -63,22 +63,24 @@ def predict_source(model: nn.Module, source: Source, *, batch_size: int = 256) -
     first = next(model.parameters())
     if isinstance(source, Rows):
         return predict(model, move_inputs(source.inputs, first.device, first.dtype)), source.targets.to(first.device)
-    found = []
+    result = []
     for start in range(0, len(source), batch_size):
         numbers = range(start, min(start + batch_size, len(source)))
         inputs, targets = source.take(numbers)
         check_finite(source.owner, (inputs, targets), numbers)
         check_range(source.owner, (inputs, targets), numbers, first.dtype)
-        found.append((predict(model, move_inputs(inputs, first.device, first.dtype)), targets.to(first.device)))
-    return _join_rows([outputs for outputs, _ in found], 0), _join_rows([targets for _, targets in found], IGNORED)
+        result.append((predict(model, move_inputs(inputs, first.device, first.dtype)), targets.to(first.device)))
+    return _join_rows([outputs for outputs, _ in result], 0), _join_rows([targets for _, targets in result], IGNORED)
 
 
 def _join_rows(parts: list[Tensor], filler: int) -> Tensor:
-    """Concatenate batches; those of class indices and their outputs may be padded to different lengths."""
+    """Concatenate batches; class indices and their outputs may be padded to different lengths."""
     if filler and parts[0].is_floating_point():
         return torch.cat(parts)
-    sizes = [max(own) for own in zip(*(part.shape[1:] for part in parts), strict=True)]
-    widths = [[n for size, own in zip(sizes, part.shape[1:], strict=True) for n in (size - own, 0)] for part in parts]
+    sizes = [max(lengths) for lengths in zip(*(part.shape[1:] for part in parts), strict=True)]
+    widths = [
+        [n for size, length in zip(sizes, part.shape[1:], strict=True) for n in (size - length, 0)] for part in parts
+    ]
     return torch.cat([F.pad(part, width[::-1], value=filler) for part, width in zip(parts, widths, strict=True)])
 
 
@@ -100,55 +102,55 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
     outputs, targets, loss = select_positions(outputs, targets, loss)
     classes = find_classes(outputs, targets, loss, axis)
     if classes is not None:
-        found = {"accuracy": float((classes.predicted == classes.expected).double().mean())}
+        result = {"accuracy": float((classes.predicted == classes.expected).double().mean())}
         if (ranking := rank_outputs(outputs, targets, loss)) is not None:
-            found |= roc_auc(ranking, classes.expected.reshape(ranking.shape) == 1)
+            result |= roc_auc(ranking, classes.expected.reshape(ranking.shape) == 1)
     elif targets.numel() == outputs.numel():
-        found = {"mse": float((outputs.reshape(targets.shape) - targets).double().pow(2).mean())}
+        result = {"mse": float((outputs.reshape(targets.shape) - targets).double().pow(2).mean())}
     elif isinstance(loss, AUTOGRAD_LOSSES):
-        found = {}
+        result = {}
     else:
         what = f"shape is {tuple(targets.shape)}, but the model's outputs have shape {tuple(outputs.shape)}"
         raise BadArgument("targets", what, "use class indices without the class axis, or numbers in the outputs' shape")
     if loss is None or isinstance(loss, SquaredError):
-        return found
+        return result
     if isinstance(loss, AUTOGRAD_LOSSES):  # tensors of the loss, such as class weights, have the training dtype
         expected = targets.to(outputs.dtype) if targets.is_floating_point() else targets
-        return found | {"loss": float(values(loss, outputs, expected, axis).double().mean())}
-    return found | {"loss": float(values(loss, outputs.double(), targets, axis).mean())}
+        return result | {"loss": float(values(loss, outputs, expected, axis).double().mean())}
+    return result | {"loss": float(values(loss, outputs.double(), targets, axis).mean())}
 
 
 def measure(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis: int | None = None) -> dict[str, float]:
     """Return `metrics`, and the balanced accuracy and mean F1 of classes, or the MAE and R2 of quantities.
 
-    Class figures are those of scikit-learn: the balanced accuracy is the mean recall of the classes that targets
-    contain, and F1 is the mean over all classes that targets or predictions contain. R2 is the fraction of the
+    Metrics of classes are defined as in scikit-learn: the balanced accuracy is the mean recall of the classes that
+    targets contain, and F1 is the mean over all classes that targets or predictions contain. R2 is the fraction of the
     targets' variance that the outputs explain; it is left out if all targets are equal.
     """
-    found = metrics(outputs, targets, loss, axis=axis)
+    result = metrics(outputs, targets, loss, axis=axis)
     outputs, targets, loss = select_positions(outputs, targets, loss)
     classes = find_classes(outputs, targets, loss, axis)
     if classes is not None and classes.exclusive:
         scores = score_classes(classes)
         present, used = scores.records > 0, scores.records + scores.predictions > 0
-        return found | {
+        return result | {
             "balanced_accuracy": float(scores.recall[present].mean()),
             "f1": float(scores.f1[used].mean()),
         }
-    if "mse" not in found or isinstance(loss, Poisson):  # its outputs are logarithms
-        return found
-    wanted = targets.double()
-    errors = outputs.reshape(targets.shape).double() - wanted
-    found |= {"mae": float(errors.abs().mean())}
-    total = float((wanted - wanted.mean(0)).pow(2).sum())
-    return found | ({"r2": 1 - float(errors.pow(2).sum()) / total} if total > 0 else {})
+    if "mse" not in result or isinstance(loss, Poisson):  # its outputs are logarithms
+        return result
+    expected = targets.double()
+    errors = outputs.reshape(targets.shape).double() - expected
+    result |= {"mae": float(errors.abs().mean())}
+    total = float((expected - expected.mean(0)).pow(2).sum())
+    return result | ({"r2": 1 - float(errors.pow(2).sum()) / total} if total > 0 else {})
 
 
 def metric_names(outputs: Tensor, targets: Tensor, loss: Loss, *, axis: int | None = None) -> set[str]:
-    """Return the names of the metrics of an evaluation, including those that few records do not determine."""
-    found = set(measure(outputs, targets, loss, axis=axis))
-    found |= {"auc"} if rank_outputs(outputs, targets, loss) is not None else set()
-    return found | ({"r2"} if "mae" in found else set())
+    """Return the names of an evaluation's metrics, including those that are undefined for some records."""
+    result = set(measure(outputs, targets, loss, axis=axis))
+    result |= {"auc"} if rank_outputs(outputs, targets, loss) is not None else set()
+    return result | ({"r2"} if "mae" in result else set())
 
 
 def select_positions(outputs: Tensor, targets: Tensor, loss: Loss | None) -> tuple[Tensor, Tensor, Loss | None]:
@@ -174,7 +176,7 @@ def is_binary_loss(loss: Loss | None) -> bool:
 
 
 def find_classes(outputs: Tensor, targets: Tensor, loss: Loss | None, axis: int | None) -> Classes | None:
-    """Return the predicted and true classes, for a binary target 0 and 1; None if the targets are not classes."""
+    """Return the predicted and true classes, 0 and 1 for binary targets; None if the targets are not classes."""
     if is_binary_loss(loss):
         expected = match_targets(outputs, targets)
         return Classes((outputs > 0).long(), (expected > 0.5).long(), 2, outputs[0].numel() == 1)
@@ -187,7 +189,7 @@ def find_classes(outputs: Tensor, targets: Tensor, loss: Loss | None, axis: int 
 
 
 def rank_outputs(outputs: Tensor, targets: Tensor, loss: Loss | None) -> Tensor | None:
-    """Return one number per record that is larger the more likely class 1 is; None unless there are two classes."""
+    """Return a score for class 1 per record, for ranking; None unless there are two classes."""
     if is_binary_loss(loss):
         return outputs.flatten() if outputs[0].numel() == 1 else None
     two = outputs.shape[1:] == (2,) and are_class_indices(outputs, targets)
@@ -196,7 +198,7 @@ def rank_outputs(outputs: Tensor, targets: Tensor, loss: Loss | None) -> Tensor 
 
 @dataclass(frozen=True)
 class ClassScores:
-    """Figures by class; those of a class that is never predicted or does not occur are 0, as in scikit-learn."""
+    """Scores by class; a class that is never predicted or does not occur scores 0, as in scikit-learn."""
 
     precision: Tensor
     recall: Tensor
@@ -209,8 +211,8 @@ def score_classes(classes: Classes) -> ClassScores:
     """Return the precision, recall and F1 of each class; positions without a class, such as -100, do not count."""
     known = (classes.expected >= 0) & (classes.expected < classes.count)
     predicted, expected = classes.predicted[known], classes.expected[known]
-    every = (expected[predicted == expected], expected, predicted)
-    hits, records, predictions = (torch.bincount(own, minlength=classes.count).double() for own in every)
+    parts = (expected[predicted == expected], expected, predicted)
+    hits, records, predictions = (torch.bincount(indices, minlength=classes.count).double() for indices in parts)
     precision, recall = hits / predictions.clamp(min=1), hits / records.clamp(min=1)
     f1 = 2 * hits / (records + predictions).clamp(min=1)
     return ClassScores(precision, recall, f1, records, predictions)

@@ -34,7 +34,7 @@ UNDEFINED = ("auc", "r2")  # metrics that do not exist if all targets are equal
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The records on which a run is evaluated, and what is measured.
+    """The records on which a run is evaluated, and the metrics.
 
     Attributes:
         validation: the validation data; the monitored metric is measured on these or, without them, on the test data.
@@ -64,25 +64,25 @@ class Evaluation:
         """Measure once before the first round, so that a metric that fails is refused before training."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # an untrained model may never predict a class
-            found = self.measure(server)
-        if self.monitor.name not in found:
+            result = self.measure(server)
+        if self.monitor.name not in result:
             what = f"{self.monitor.name} is not defined for these records: all targets are equal"
             raise BadArgument("fit", what, "use more records, or monitor another metric")
 
     def _measure(self, server: "Server", source: Source) -> dict[str, float]:
         (outputs, targets), axis = predict_source(server.model, source), head_axis(server.model)
         with attribute_targets(source.owner):
-            found = measure(outputs, targets, server.loss, axis=axis)
+            result = measure(outputs, targets, server.loss, axis=axis)
         if self.metrics:
             from fedveil.federation.user_metrics import compute_metrics
 
-            found |= compute_metrics(self.metrics, outputs, targets, server.loss, axis)
-        return found
+            result |= compute_metrics(self.metrics, outputs, targets, server.loss, axis)
+        return result
 
 
 @dataclass(frozen=True)
 class MetricChoices:
-    """The user's choices of what to measure and to monitor; see `Server.fit`."""
+    """The metrics that the user chose to measure and to monitor; see `Server.fit`."""
 
     metrics: "Mapping[str, Metric]"
     monitor: str | None
@@ -91,11 +91,11 @@ class MetricChoices:
     track_test: bool
 
     def plan(self, server: "Server", validation: "HeldOut | None", test: "HeldOut | None") -> Evaluation | None:
-        """Return what to evaluate, or None without held-out data; refuse metrics that are unknown or fail."""
+        """Return the evaluation to run, or None without held-out data; refuse metrics that are unknown or fail."""
         check_boolean("fit", "track_test", self.track_test)
         decisive, prefix = validation or test, VALIDATION if validation else ""
-        given = {"patience": self.patience, "monitor": self.monitor, "metrics": self.metrics}
-        check_monitored(decisive is not None, server.schedule, **given)
+        requested = {"patience": self.patience, "monitor": self.monitor, "metrics": self.metrics}
+        check_monitored(decisive is not None, server.schedule, **requested)
         if decisive is None:
             return None
         if self.metrics:
@@ -104,11 +104,11 @@ class MetricChoices:
             check_metrics(self.metrics)
         known = {*decisive.names, *self.metrics}
         monitor = choose_monitor(self.monitor, self.mode, known, server.schedule, prefix)
-        sources = [own and own.source for own in (validation, test)]
-        found = Evaluation(sources[0], sources[1], self.track_test, monitor, self.metrics)
+        sources = [part and part.source for part in (validation, test)]
+        result = Evaluation(sources[0], sources[1], self.track_test, monitor, self.metrics)
         if self.metrics or monitor.name in UNDEFINED:
-            found.check(server)
-        return found
+            result.check(server)
+        return result
 
 
 class Tracker(ABC):
@@ -125,7 +125,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def __call__(self, record: RoundRecord) -> None:
-        """Note the record of a round."""
+        """Receive the record of a round."""
 
     @abstractmethod
     def finish(self, folder: Path | None, failed: bool) -> None:
@@ -158,8 +158,8 @@ class FitPlan:
     def saves(self, number: int) -> bool:
         """Return whether a checkpoint is due after a round."""
         requested = self.checkpoint_every > 0 and number % self.checkpoint_every == 0
-        late = time.monotonic() - self.saved >= checkpoint.INTERVAL_SECONDS
-        return self.durable or requested or late or self.ends_interval(number)
+        overdue = time.monotonic() - self.saved >= checkpoint.INTERVAL_SECONDS
+        return self.durable or requested or overdue or self.ends_interval(number)
 
     def has_stalled(self, records: Sequence[RoundRecord]) -> bool:
         """Return whether to stop because the monitored metric has not improved."""
@@ -209,7 +209,7 @@ def list_callbacks(on_round: Callback | Sequence[Callback] | None) -> list[Callb
 
 
 @contextlib.contextmanager
-def follow(server: "Server", plan: FitPlan, details: "RunDetails | None") -> Iterator[None]:
+def track_run(server: "Server", plan: FitPlan, details: "RunDetails | None") -> Iterator[None]:
     """Write the files of a run to its folder, if it has one, and tell trackers when it begins and ends."""
     server.planned = plan.last
     trackers = [call for call in plan.callbacks if isinstance(call, Tracker)]

@@ -1,8 +1,9 @@
 """Frozen parameters that clients have: the server sends a digest of them instead of their values.
 
-A client takes part only if it was told to (`frozen="local"`); otherwise, it refuses before it reads its own values. The
-digest covers all parameters that are frozen in the client's own model: a server cannot have other parameters treated as
-frozen, and an answer reveals at most whether the client has exactly the server's base, not whether it has a part of it.
+A client takes part only if it was configured to (`frozen="local"`); otherwise, it refuses before reading its own
+values. The digest covers all parameters that are frozen in the client's own model: a server cannot have other
+parameters treated as frozen, and an answer reveals at most whether the client has exactly the server's base, not
+whether it has a part of it.
 """
 
 import hashlib
@@ -23,19 +24,19 @@ FIX = 'load the base that the server uses, freeze it with requires_grad_(False),
 
 def digest_parameters(parameters: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 digest of the names, dtypes, shapes and bytes of these parameters."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for name, tensor in sorted(parameters.items()):
         plain = tensor.detach().cpu().contiguous()
-        found.update(repr((name, str(plain.dtype), tuple(plain.shape))).encode())
-        found.update(plain.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        result.update(repr((name, str(plain.dtype), tuple(plain.shape))).encode())
+        result.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return result.hexdigest()
 
 
 def omit_local(packed: Packed, names: Mapping[str, Tensor]) -> Packed:
     """Return an encoded broadcast without the values of these parameters."""
     values, tensors = packed
-    left = add_prefix("parameter", dict(names))
-    return values, {name: tensor for name, tensor in tensors.items() if name not in left}
+    omitted = add_prefix("parameter", dict(names))
+    return values, {name: tensor for name, tensor in tensors.items() if name not in omitted}
 
 
 def restore_local(ask: Ask, model: nn.Module, frozen: Frozen) -> Ask:
@@ -44,19 +45,19 @@ def restore_local(ask: Ask, model: nn.Module, frozen: Frozen) -> Ask:
     Args:
         ask: the server's ask.
         model: the client's model.
-        frozen: whether the client was told to use its own frozen parameters.
+        frozen: whether the client is configured to use its own frozen parameters.
     """
     if frozen != "local":
-        what = "the server does not send the frozen parameters, and this client was not told to use its own"
+        what = "the server does not send the frozen parameters, and this client is not configured to use its own"
         raise BadArgument("ask", what, FIX)
-    own = local_parameters(model)
-    sent = add_prefix("parameter", own)
+    parameters = local_parameters(model)
+    sent = add_prefix("parameter", parameters)
     trained = ask.values.get("trainable")
-    apart = isinstance(trained, list) and own.keys().isdisjoint(map(str, trained))
-    if not own or not apart or sent.keys() & ask.tensors.keys():
+    disjoint = isinstance(trained, list) and parameters.keys().isdisjoint(map(str, trained))
+    if not parameters or not disjoint or sent.keys() & ask.tensors.keys():
         what = "the parameters that the server sends or trains are not those that are trainable in this client's model"
         raise ModelMismatch("ask", what, FIX)
-    if not hmac.compare_digest(digest_parameters(own), ask.local):
+    if not hmac.compare_digest(digest_parameters(parameters), ask.local):
         what = "the frozen parameters of this client's model differ from the server's in name, shape, dtype or value"
         raise ModelMismatch("ask", what, FIX)
     return replace(ask, tensors={**ask.tensors, **sent})

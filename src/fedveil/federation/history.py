@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 NO_EVALUATION = "the model was not evaluated: pass test= or validation= to fit"
-VALIDATION = "validation_"  # what precedes a metric on the validation data
+VALIDATION = "validation_"  # prefix of metrics on the validation data
 HEADLINES = ("accuracy", "auc", "mse", "loss")
 Value = int | float | Note
 
 
 def headlines(metrics: Mapping[str, float], *more: str) -> dict[str, float]:
     """Return the main metrics, for a short line of text, and those named in `more`."""
-    shown = (*HEADLINES, *more)
-    return {name: value for name, value in metrics.items() if name.removeprefix(VALIDATION) in shown}
+    selected = (*HEADLINES, *more)
+    return {name: value for name, value in metrics.items() if name.removeprefix(VALIDATION) in selected}
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class RoundRecord(Mapping[str, Value]):
         lr: learning rate of the step.
         seconds: seconds since the start of the run.
         evaluated: whether the evaluation is complete; None if no evaluation was due.
-        metrics: metrics on the test data and, preceded by "validation_", on the validation data.
+        metrics: metrics on the test data and, with the prefix "validation_", on the validation data.
         figures: other numbers, such as the number of replies, bytes sent and epsilon.
         notes: faults, clients whose weight was capped, or the reason why no step was taken.
     """
@@ -51,17 +51,17 @@ class RoundRecord(Mapping[str, Value]):
 
     def to_dict(self) -> dict[str, Value]:
         """Return all values in a flat dict, as in a line of metrics.jsonl."""
-        found: dict[str, Value] = {"round": self.round, "epoch": self.epoch, "error": self.error, "lr": self.lr}
-        found |= {**self.figures, **self.notes, "seconds": self.seconds, **self.metrics}
-        return found if self.evaluated is None else {**found, "evaluated": self.evaluated}
+        result: dict[str, Value] = {"round": self.round, "epoch": self.epoch, "error": self.error, "lr": self.lr}
+        result |= {**self.figures, **self.notes, "seconds": self.seconds, **self.metrics}
+        return result if self.evaluated is None else {**result, "evaluated": self.evaluated}
 
     def __getitem__(self, name: str) -> Value:
-        found = self.to_dict()
-        if name not in found and not self.evaluated:
+        result = self.to_dict()
+        if name not in result and not self.evaluated:
             raise KeyError(f"{name}: {NO_EVALUATION}")
-        if name not in found and VALIDATION + name in found:
+        if name not in result and VALIDATION + name in result:
             raise KeyError(f"{name}: the test data are evaluated at the end; use {VALIDATION}{name}")
-        return found[name]
+        return result[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.to_dict())

@@ -75,7 +75,7 @@ class Limits:
         if self.norm_factor is not None and not check_positive(where, "norm_factor", self.norm_factor) >= 1:
             raise BadArgument(where, f"norm_factor must be at least 1, got {self.norm_factor!r}", "set norm_factor=10")
 
-    def needed(self, refused: int = 0) -> int:
+    def min_clients(self, refused: int = 0) -> int:
         """Return the minimum number of updates in a round, not counting the `refused` updates."""
         return 1 if self.aggregator == MEAN else RULES[self.aggregator].min_rows(max(0, self.hostile - refused))
 
@@ -117,8 +117,8 @@ def bounded_shares(records: Sequence[float], max_share: float) -> list[float]:
             break
         cap = bound * sum(ordered[: len(records) - above]) / (1 - above * bound)
         if ordered[len(records) - above - 1] <= cap:
-            counted = [min(own, cap) for own in records] if above else records
-            return [own / sum(counted) for own in counted]
+            counted = [min(record, cap) for record in records] if above else records
+            return [count / sum(counted) for count in counted]
     return [1 / len(records)] * len(records)
 
 
@@ -146,19 +146,19 @@ def aggregate(
         min_updates: minimum number of updates.
     """
     clients, claims = [reply.members[0] for reply in replies], {reply.members[0]: reply.records for reply in replies}
-    found = judge(defence_round, [reply.update for reply in replies], model, limits, past)
-    judged = dict(zip(clients, found, strict=True))
-    refused = {client: one for client, one in judged.items() if isinstance(one, UpdateRefused)}
-    kept = {client: one for client, one in judged.items() if isinstance(one, Aggregate)}
+    judgements = judge(defence_round, [reply.update for reply in replies], model, limits, past)
+    judged = dict(zip(clients, judgements, strict=True))
+    refused = {client: judgement for client, judgement in judged.items() if isinstance(judgement, UpdateRefused)}
+    accepted = {client: judgement for client, judgement in judged.items() if isinstance(judgement, Aggregate)}
     out = left_out + len(refused)
-    if len(kept) < max(min_updates, limits.needed(out)):
+    if len(accepted) < max(min_updates, limits.min_clients(out)):
         return None, refused
-    records = {client: limits.records(client, claims[client]) for client in kept}
-    shares = bounded_shares(list(records.values()), limits.max_share if len(kept) >= MIN_UPDATES else 1.0)
-    due = {client: own / sum(records.values()) - 1e-12 for client, own in records.items()}
-    private = defence_round.combine(list(kept.values()))
-    result = private or combine(list(kept.values()), shares, limits, model)
-    capped = [c for c, own in zip(kept, shares, strict=True) if own < due[c] or records[c] < claims[c]]
+    records = {client: limits.records(client, claims[client]) for client in accepted}
+    shares = bounded_shares(list(records.values()), limits.max_share if len(accepted) >= MIN_UPDATES else 1.0)
+    due = {client: record / sum(records.values()) - 1e-12 for client, record in records.items()}
+    private = defence_round.combine(list(accepted.values()))
+    result = private or combine(list(accepted.values()), shares, limits, model)
+    capped = [c for c, share in zip(accepted, shares, strict=True) if share < due[c] or records[c] < claims[c]]
     if capped and limits.aggregator == MEAN and private is None:
         result = dataclasses.replace(result, notes={**result.notes, "capped": capped})
     return result, refused
@@ -180,25 +180,25 @@ def judge(
         limits: bounds on each update.
         past: records of the previous rounds.
     """
-    found = defence_round.base.recover_each(updates)
-    norms = [None if isinstance(one, UpdateRefused) else _norms(one, model) for one in found]
-    bounds = _bounds([own for own in norms if own], model, limits, past)
+    result = defence_round.base.recover_each(updates)
+    norms = [None if isinstance(judgement, UpdateRefused) else _norms(judgement, model) for judgement in result]
+    bounds = _bounds([norm for norm in norms if norm], model, limits, past)
     judged: list[Aggregate | UpdateRefused] = []
-    for position, (one, own) in enumerate(zip(found, norms, strict=True)):
-        if isinstance(one, UpdateRefused) or own is None:
-            judged.append(one)
+    for position, (judgement, norm) in enumerate(zip(result, norms, strict=True)):
+        if isinstance(judgement, UpdateRefused) or norm is None:
+            judged.append(judgement)
             continue
-        why = _refusal(f"client {position}", one, own, bounds, model)
-        reported = own if defence_round.base is defence_round else {}  # norms without noise would leak information
-        judged.append(why or dataclasses.replace(one, figures={**one.figures, **reported}))
+        why = _refusal(f"client {position}", judgement, norm, bounds, model)
+        reported = norm if defence_round.base is defence_round else {}  # norms without noise would leak information
+        judged.append(why or dataclasses.replace(judgement, figures={**judgement.figures, **reported}))
     return judged
 
 
-def _norms(found: Aggregate, model: nn.Module) -> dict[str, float]:
+def _norms(result: Aggregate, model: nn.Module) -> dict[str, float]:
     """Return those norms in `NORMS` that apply to the model."""
     before = dict(model.named_buffers())
-    parts = {"update_norm": list(found.gradients.values()), "buffer_norm": [], "counter_norm": []}
-    for name, buffer in found.buffers.items():
+    parts = {"update_norm": list(result.gradients.values()), "buffer_norm": [], "counter_norm": []}
+    for name, buffer in result.buffers.items():
         kind = "buffer_norm" if before[name].is_floating_point() else "counter_norm"
         parts[kind].append(buffer.double() - before[name].double())
     return {key: norm(tensors) for key, tensors in parts.items() if tensors}
@@ -206,8 +206,8 @@ def _norms(found: Aggregate, model: nn.Module) -> dict[str, float]:
 
 def norm(tensors: Sequence[Tensor]) -> float:
     """Return the joint norm of the tensors, in float64."""
-    own = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
-    return float(torch.linalg.vector_norm(torch.stack(own)))
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def _bounds(
@@ -221,9 +221,9 @@ def _bounds(
     if limits.norm_factor is None or limits.aggregator != MEAN or len(norms) < MIN_UPDATES:
         return bounds
     for key, factor in {"update_norm": 1.0, "buffer_norm": BUFFER_FACTOR}.items():
-        own = [each[key] for each in norms if key in each]
+        values = [norm[key] for norm in norms if key in norm]
         recent = [record.figures[key] for record in past[-PAST_ROUNDS:] if key in record.figures]
-        reference = max([_median(own), *recent]) if own else 0.0
+        reference = max([_median(values), *recent]) if values else 0.0
         if reference:  # if most gradients are zero, there is no bound
             bounds[key] = min(bounds[key], factor * limits.norm_factor * reference)
     if not bounds["buffer_norm"] < largest:  # the median client changed no buffers, up to rounding
@@ -238,7 +238,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _refusal(
-    client: str, found: Aggregate, norms: Mapping[str, float], bounds: Mapping[str, float], model: nn.Module
+    client: str, result: Aggregate, norms: Mapping[str, float], bounds: Mapping[str, float], model: nn.Module
 ) -> UpdateRefused | None:
     for key, value in norms.items():
         if not math.isfinite(value):
@@ -248,7 +248,7 @@ def _refusal(
             return ExcessiveUpdate(client, f"its {NORMS[key]} {what} {value:.3g}, above the bound of {bounds[key]:.3g}")
     for path, module in model.named_modules():
         name = f"{path}.running_var" if path else "running_var"
-        if isinstance(module, _NormBase) and name in found.buffers and float(found.buffers[name].min()) < 0:
+        if isinstance(module, _NormBase) and name in result.buffers and float(result.buffers[name].min()) < 0:
             return ExcessiveUpdate(client, f"buffer {name} is a variance, but contains negative values")
     return None
 
@@ -288,7 +288,7 @@ def _limit_counters(clients: Sequence[Tensor], before: Tensor, factor: float | N
     largest = torch.stack(list(clients)).amax(0)
     if factor is None or len(clients) < MIN_UPDATES or before.dtype == torch.bool:
         return largest
-    growth = torch.stack([own.double() - before.double() for own in clients])
+    growth = torch.stack([client.double() - before.double() for client in clients])
     most = factor * growth.sort(0).values[(len(clients) - 1) // 2].clamp_min(0)
     within = torch.minimum(largest.double() - before.double(), most).clamp_max(2.0**40).to(before.dtype)
     return before + within
@@ -300,21 +300,21 @@ def _combine_by_name(
     first = clients[0]
     if not first:
         return {}
-    flat = combine_vectors([torch.cat([own[name].reshape(-1) for name in first]) for own in clients])
+    flat = combine_vectors([torch.cat([client[name].reshape(-1) for name in first]) for client in clients])
     return split_vector(flat, first)
 
 
 def _error(results: Sequence[Aggregate], shares: Sequence[float]) -> float:
     """Return the mean of the relative errors, weighted by the norm of each contribution."""
-    sizes = [part * float(own.figures["update_norm"]) for own, part in zip(results, shares, strict=True)]
-    wrong = sum(own.error * size for own, size in zip(results, sizes, strict=True))
-    return wrong / sum(sizes) if sum(sizes) else 0.0
+    sizes = [part * float(result.figures["update_norm"]) for result, part in zip(results, shares, strict=True)]
+    error = sum(result.error * size for result, size in zip(results, sizes, strict=True))
+    return error / sum(sizes) if sum(sizes) else 0.0
 
 
 def _combine_figures(results: Sequence[Aggregate]) -> dict[str, float]:
     """Return the mean of each figure over the clients; for norms, the median."""
     combined = {}
     for key in results[0].figures:
-        own = [each.figures[key] for each in results if key in each.figures]
-        combined[key] = _median(own) if key in NORMS else sum(own) / len(own)
+        values = [result.figures[key] for result in results if key in result.figures]
+        combined[key] = _median(values) if key in NORMS else sum(values) / len(values)
     return combined

@@ -102,8 +102,11 @@ class LocalEngine(Generic[B, U]):
 
     def updates(self, broadcast: B, clients: Sequence[int], number: int, members: int | None = None) -> list[U]:
         """Compute each client's update in a round; `members` is the number of clients in a secure sum."""
-        own, shards, dtype, whole = self.client, self.shards, self.dtype, self.whole_shard
-        return [compute_update(own, broadcast, shards, dtype, client, number, whole, members) for client in clients]
+        defence_client, shards, dtype, whole = self.client, self.shards, self.dtype, self.whole_shard
+        return [
+            compute_update(defence_client, broadcast, shards, dtype, client, number, whole, members)
+            for client in clients
+        ]
 
     def claim_records(self, client: int) -> int:
         """Return the number of records that a client claims."""
@@ -114,7 +117,7 @@ class LocalEngine(Generic[B, U]):
         rows = [self.shards.rows(client, number) for client in clients]
         inputs, targets = self.shards.take(torch.cat(rows))
         sizes = tuple([self.shards.sizes[client] for client in clients])
-        weights = _weights(sizes, tuple([len(own) for own in rows]), self.dtype, targets.device)
+        weights = _weights(sizes, tuple([len(row) for row in rows]), self.dtype, targets.device)
         return self.client.upload(self.client.step(broadcast, Samples(inputs, targets, weights)))
 
     def create_parties(self, codec: AnyCodec, integers: bool = False) -> "Roster":
@@ -123,9 +126,9 @@ class LocalEngine(Generic[B, U]):
 
         self._codec, self._integers = codec, integers
         identities = [Identity.new(f"client-{client}") for client in self.members()]
-        roster = Roster({own.name: own.public() for own in identities})
+        roster = Roster({identity.name: identity.public() for identity in identities})
         policy = Policy(min_records=1, max_sums_per_run=2**53, max_sums_per_day=2**53, key_hours=24 * 365)
-        self._parties = {client: Party(own, roster, policy=policy) for client, own in enumerate(identities)}
+        self._parties = {client: Party(identity, roster, policy=policy) for client, identity in enumerate(identities)}
         return roster
 
     def ask_masked(
@@ -151,10 +154,10 @@ class LocalEngine(Generic[B, U]):
         return digest, uploads()
 
     def take_step(
-        self, step: Step, own: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
+        self, step: Step, messages: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
         """Yield the replies of the clients' parties to a step of secure aggregation."""
-        for member, extra in own.items():
+        for member, extra in messages.items():
             yield member, take_step(step, extra, self._parties[member], lambda: 1)
 
     def close(self) -> None:
@@ -190,7 +193,7 @@ class Federation(Server):
             be given. A loss that does not fit the targets is refused (docs/losses.md). Targets may have positions
             (pixels, tokens): losses are summed over positions and averaged over samples.
         output: the predictions in what the model's forward method returns: the name of an entry, such as
-            "last_hidden_state", or a function of it. By default, "logits" or the only tensor of floats.
+            "last_hidden_state", or a function of it. By default, "logits" or the only floating-point tensor.
         whole_shard: whether each client goes through all its records in a round, in batches, with the same noise.
             Clients that train locally always do.
         participation: fraction of the clients that take part in a round.
@@ -261,8 +264,8 @@ class Federation(Server):
         client = self.defence.start_client(model, self.example, self.loss)
         self.use_engine(LocalEngine(client, self.shards, self.dtype, whole_shard=whole_shard, fused=fused))
         taking_part = max(1, round(participation * len(sources)))
-        if limits is not None and taking_part < limits.needed():
-            what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.needed()} clients in a round"
+        if limits is not None and taking_part < limits.min_clients():
+            what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.min_clients()} clients in a round"
             raise BadArgument(where, f"{what}, not {taking_part}", "use more clients, or a smaller value for hostile")
         if secure_aggregation:
             from fedveil.secagg import threshold
@@ -347,14 +350,14 @@ class Federation(Server):
 
     def _private_states(self, folder: Path, tag: StateTag, state: CheckpointState) -> dict[int, State]:
         """Load the private states of the checkpoint's round for all clients that had one."""
-        found = {}
+        result = {}
         for client in state.get("private", []):
             path = _private_file(folder, client, state["round"])
             if not path.exists():
                 what = f"client {client}'s private state is missing"
                 raise checkpoint.Damaged(str(path), what, checkpoint.RESTORE)
-            found[client] = checkpoint.load(path, self.device, tag)
-        return found
+            result[client] = checkpoint.load(path, self.device, tag)
+        return result
 
 
 def _couples_samples(model: nn.Module, loss: Loss) -> bool:

@@ -53,48 +53,48 @@ def scores(views: Mapping[str, nn.Module], test: Source, loss: Loss | None = Non
     return {name: metrics(*predict_source(view, test), loss, axis=head_axis(view)) for name, view in views.items()}
 
 
-def confusions(views: Mapping[str, nn.Module], test: Source, classes: int) -> dict[str, list[list[int]]]:
+def confusion_counts(views: Mapping[str, nn.Module], test: Source, classes: int) -> dict[str, list[list[int]]]:
     """Return the confusion matrices of the first two views: a row per true class, a column per predicted class."""
-    found = {}
+    result = {}
     for name, view in list(views.items())[:2]:
         outputs, targets = predict_source(view, test)
         answers = predict_classes(outputs, targets, head_axis(view))
         cells = torch.bincount((targets * classes + answers).flatten(), minlength=classes**2)
-        found[name] = cells.reshape(classes, classes).tolist()
-    return found
+        result[name] = cells.reshape(classes, classes).tolist()
+    return result
 
 
 def view_sections(
-    views: Mapping[str, nn.Module], test: Source, classes: Sequence[str], name: str, found: Mapping[str, float]
+    views: Mapping[str, nn.Module], test: Source, classes: Sequence[str], name: str, values: Mapping[str, float]
 ) -> list[Section]:
     """Return sections that compare a metric of the server's model with the same metric of a client's copies."""
-    rows = [[view, f"{value:.4f}"] for view, value in found.items()]
+    rows = [[view, f"{value:.4f}"] for view, value in values.items()]
     sections: list[Section] = [Table("The server's model and a client's copy", ["model", f"test {name}"], rows)]
     if name == "accuracy" and 0 < len(classes) <= MAX_CLASSES:
-        parts = [Matrix(view, classes, counts) for view, counts in confusions(views, test, len(classes)).items()]
+        parts = [Matrix(view, classes, counts) for view, counts in confusion_counts(views, test, len(classes)).items()]
         sections.append(SideBySide("Predictions on the test data", parts))
     return sections
 
 
-def quality(name: str, value: float) -> str:
+def format_metric(name: str, value: float) -> str:
     """Format a metric: accuracy in per cent, any other metric as a number."""
     return f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.3g}"
 
 
-def verdict(name: str, found: Mapping[str, float], budget: str = "") -> str:
+def verdict(name: str, values: Mapping[str, float], budget: str = "") -> str:
     """Summarise a run in one sentence, given the same metric for each view, in the order of `client_models`."""
-    server, received, *removed = (quality(name, value) for value in found.values())
-    without = f", {removed[0]} with the offset removed" if removed else ""
-    copy = f"a client's copy has {received} as received{without} (fedveil audit measures adaptive clients)"
+    server, received, *removed = (format_metric(name, value) for value in values.values())
+    suffix = f", {removed[0]} with the offset removed" if removed else ""
+    copy = f"a client's copy has {received} as received{suffix} (fedveil audit measures adaptive clients)"
     return f"Test {name} {server}{budget}; {copy}."
 
 
 def class_sections(summary: RunSummary) -> list[Section]:
-    """Return a table of the results by class, and what chose the best model."""
+    """Return a table of the results by class, and the metric that chose the best model."""
     header = ["class", "precision", "recall", "F1", "records"]
     rows = [
-        [one.name, f"{one.precision:.3f}", f"{one.recall:.3f}", f"{one.f1:.3f}", str(one.records)]
-        for one in summary.by_class
+        [figures.name, f"{figures.precision:.3f}", f"{figures.recall:.3f}", f"{figures.f1:.3f}", str(figures.records)]
+        for figures in summary.by_class
     ]
     chosen = [Text("The best model", (f"Chosen by {summary.best_on}.",))] if summary.best_on else []
     return [*([Table("Test results by class", header, rows)] if 0 < len(rows) <= MAX_CLASSES else []), *chosen]
@@ -105,8 +105,8 @@ def veil_sections(plan: Plan, draws: int = 0) -> list[Section]:
     rows = [[kind, f"{100 * plan.shares[kind]:.1f} %", TEXTS[kind]] for kind in ("scaled", "signed", "moved", "bare")]
     note = "Each value is counted once, under the strongest perturbation. " + (describe_known_values(plan) or "")
     table = Table("What the veil perturbs", ["kind of value", "fraction", "in each broadcast"], rows, note.strip())
-    kept = [TEXTS["kept"], TEXTS["redrawn"].format(draws)][:draws]
-    return [table, Text("What is and is not protected", (*PROTECTION, *kept))]
+    noise = [TEXTS["kept"], TEXTS["redrawn"].format(draws)][:draws]
+    return [table, Text("What is and is not protected", (*PROTECTION, *noise))]
 
 
 def curve_sections(histories: Mapping[str, History], note: str = TEXTS["error"]) -> list[Section]:
@@ -117,7 +117,7 @@ def curve_sections(histories: Mapping[str, History], note: str = TEXTS["error"])
         held_out = {"Validation": VALIDATION + name, "Test": name}
         for kind, key in held_out.items():
             series = {run: history.curve(key) for run, history in histories.items() if key in history.names}
-            at_end = key == name and VALIDATION + name in names and all(len(own) == 1 for own in series.values())
+            at_end = key == name and VALIDATION + name in names and all(len(value) == 1 for value in series.values())
             if series and not at_end:
                 sections.append(Curves(f"{kind} {name}", "round", name, series))
     spent = {run: history.curve("epsilon") for run, history in histories.items() if "epsilon" in history.names}
@@ -142,8 +142,8 @@ def error_section(errors: Mapping[str, Sequence[tuple[int, float]]], note: str) 
             bands.setdefault(run, []).append((low, high))
     if size > 1:
         note = f"Each point is the median of {size} rounds; the band contains 80 % of them. {note}"
-    shown = bands if size > 1 else {}
-    return Curves(ERRORS, "round", "error", lines, True, note, bands=shown)
+    drawn_bands = bands if size > 1 else {}
+    return Curves(ERRORS, "round", "error", lines, True, note, bands=drawn_bands)
 
 
 def cost_section(histories: Mapping[str, History]) -> Section:
@@ -157,7 +157,10 @@ def cost_section(histories: Mapping[str, History]) -> Section:
 
 def settings_section(settings: Mapping[str, Setting]) -> Section:
     """Return the settings of a run."""
-    texts = {key: ", ".join(own) if isinstance(own, tuple | list) else str(own) for key, own in settings.items()}
+    texts = {
+        key: ", ".join(setting) if isinstance(setting, tuple | list) else str(setting)
+        for key, setting in settings.items()
+    }
     return Facts("Configuration", {key: text for key, text in texts.items() if text})
 
 
@@ -176,7 +179,7 @@ def live_page(server: "Server", title: str, status: RunStatus, settings: Mapping
     latest = ""
     if monitor is not None and monitor.key in history.metrics:
         kind = "Validation" if monitor.prefix else "Test"
-        value = quality(monitor.name, history.metrics[monitor.key])
+        value = format_metric(monitor.name, history.metrics[monitor.key])
         latest = f" {kind} {monitor.name} {value} after round {history.last.round}."
     known = ("state", *(f"test {name}" for name in status.metrics))
     facts = {name: text for name, text in describe_status(status).items() if name not in known}
@@ -209,18 +212,18 @@ def run_page(
     settings: Mapping[str, Setting],
 ) -> Page:
     """Return the page of a run that has ended."""
-    name, own = server.defence.name, server.defence_server
+    name, defence_server = server.defence.name, server.defence_server
     histories = {name: server.history}
     # count draws before client_models draws again
-    veil = veil_sections(own.plan, own.draws) if own.plan is not None else []
-    found: dict[str, float] = {}
+    veil = veil_sections(defence_server.plan, defence_server.draws) if defence_server.plan is not None else []
+    result: dict[str, float] = {}
     metric, views = "", list[Section]()
     if test is not None and server.round:
         models = client_models(server)
-        every = scores(models, test, server.loss)
-        metric = primary_metric(next(iter(every.values())))
-        found = {view: values[metric] for view, values in every.items()}
-        views = view_sections(models, test, details.classes, metric, found)
+        all_scores = scores(models, test, server.loss)
+        metric = primary_metric(next(iter(all_scores.values())))
+        result = {view: values[metric] for view, values in all_scores.items()}
+        views = view_sections(models, test, details.classes, metric, result)
     sections = [
         *(curve_sections(histories) if server.round else []),
         *views,
@@ -233,16 +236,18 @@ def run_page(
     ]
     budget, epsilon = summary.budget, summary.budget.epsilon if summary.budget else None
     clients = server.terms.clients
-    lead = f"{count(summary.rounds, 'round')}" + (f" with {count(clients, 'client')}." if clients else ".")
-    lead += f" Stopped {summary.stopped}." if summary.stopped else ""
+    summary_text = f"{count(summary.rounds, 'round')}" + (f" with {count(clients, 'client')}." if clients else ".")
+    summary_text += f" Stopped {summary.stopped}." if summary.stopped else ""
     if budget and epsilon is not None:
-        lead += f" Epsilon {epsilon:.3g} at delta {budget.delta:g}."
-    shown = f" at epsilon {epsilon:.3g}" if epsilon is not None else ""
+        summary_text += f" Epsilon {epsilon:.3g} at delta {budget.delta:g}."
+    epsilon_text = f" at epsilon {epsilon:.3g}" if epsilon is not None else ""
     return Page(
         f"{details.title or type(server.model).__name__}, {name}",
-        verdict(metric, found, shown) if found else f"{count(summary.rounds, 'round')}, without an evaluation{shown}.",
+        verdict(metric, result, epsilon_text)
+        if result
+        else f"{count(summary.rounds, 'round')}, without an evaluation{epsilon_text}.",
         sections,
         summary.repeat,
-        lead,
-        f"test {metric} {quality(metric, found[SERVER])}" if found else "",
+        summary_text,
+        f"test {metric} {format_metric(metric, result[SERVER])}" if result else "",
     )

@@ -31,7 +31,7 @@ OwnRecords = UserRecords | Callable[[], UserRecords]
 def make_shards(
     model: nn.Module, loss: Loss, clients: Sequence[Source], batch_size: int, seed: int, dtype: torch.dtype
 ) -> Shards:
-    """Convert the clients' records to the form that the model and the loss expect; in memory if all of them are.
+    """Convert the clients' records to the form that the model and the loss expect; in memory if all records are.
 
     Args:
         model: determines the device and the shape of the outputs.
@@ -45,9 +45,9 @@ def make_shards(
     check_integer(WHERE, "seed", seed)
     make, device = target_maker(model, loss, clients[0].take([0])), next(model.parameters()).device
 
-    def prepare(who: str, batch: Batch, numbers: Sequence[int]) -> Batch:
-        check_range(who, batch, numbers, dtype)
-        with attribute_targets(who):
+    def prepare(owner: str, batch: Batch, numbers: Sequence[int]) -> Batch:
+        check_range(owner, batch, numbers, dtype)
+        with attribute_targets(owner):
             targets = make(batch[1])
         return move_inputs(batch[0], device, dtype), targets.to(device, dtype if targets.is_floating_point() else None)
 
@@ -56,15 +56,15 @@ def make_shards(
     stored = [client for client in clients if isinstance(client, Rows)]
     if len(stored) < len(clients):
         return StreamShards(*common, tuple(clients), prepare)
-    parts = [prepare(own.owner, (own.inputs, own.targets), range(len(own))) for own in stored]
+    parts = [prepare(source.owner, (source.inputs, source.targets), range(len(source))) for source in stored]
     return MemoryShards(*common, *join_batches(parts))
 
 
 def read_own_records(data: OwnRecords, *, check: bool = True) -> Source:
     """Return the client's records; refuse unusable records, if `check`, without revealing their values."""
-    given = data if isinstance(data, Dataset) or not callable(data) else data()
+    records = data if isinstance(data, Dataset) or not callable(data) else data()
     try:
-        source = as_source("this client", given)
+        source = as_source("this client", records)
         return check_sources([source])[0] if check else source
     except FedveilError as error:  # its text may contain values from records, and errors are sent to the server
         print(f"fedveil: {error}", file=sys.stderr)
@@ -156,37 +156,37 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-def _create(name: str, given: T | Callable[[A], T], kind: type[T], argument: A, fix: str) -> T:
+def _create(name: str, value: T | Callable[[A], T], kind: type[T], argument: A, fix: str) -> T:
     """Return the given object, or the object that a factory creates; refuse settings that torch rejects."""
-    if isinstance(given, kind):
-        return given
-    if not callable(given):
-        raise BadArgument(WHERE, f"{name} is {given!r}", fix)
+    if isinstance(value, kind):
+        return value
+    if not callable(value):
+        raise BadArgument(WHERE, f"{name} is {value!r}", fix)
     try:
-        found = given(argument)
+        result = value(argument)
     except (TypeError, ValueError) as error:
         raise BadArgument(WHERE, f"{name} cannot be created: {error}", f"pass all its settings: {fix}") from error
-    if not isinstance(found, kind):
-        raise BadArgument(WHERE, f"{name} created a {type(found).__name__}, not a {kind.__name__}", fix)
-    return found
+    if not isinstance(result, kind):
+        raise BadArgument(WHERE, f"{name} created a {type(result).__name__}, not a {kind.__name__}", fix)
+    return result
 
 
-def make_optimizer(given: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+def make_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
     """Create an optimizer for these parameters, or return the given optimizer if it already has them."""
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    found = _create("optimizer", given, torch.optim.Optimizer, trained, FACTORY)
+    result = _create("optimizer", optimizer, torch.optim.Optimizer, trained, FACTORY)
     ours = {id(parameter) for parameter in parameters.values()}
-    if any(id(parameter) not in ours for group in found.param_groups for parameter in group["params"]):
+    if any(id(parameter) not in ours for group in result.param_groups for parameter in group["params"]):
         what = "the optimizer has parameters that do not belong to this model"
         raise BadArgument(WHERE, what, f"create it after the last change to the model, or {FACTORY}")
-    return found
+    return result
 
 
-def make_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+def make_schedule(schedule: Schedule | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     """Create a schedule for this optimizer, or return the given schedule if it already has it."""
-    if given is None:
+    if schedule is None:
         return None
-    found = _create("schedule", given, LRScheduler, optimizer, COSINE)
-    if found.optimizer is not optimizer:
+    result = _create("schedule", schedule, LRScheduler, optimizer, COSINE)
+    if result.optimizer is not optimizer:
         raise BadArgument(WHERE, "the schedule is for another optimizer", f"pass that optimizer as well, or {COSINE}")
-    return found
+    return result

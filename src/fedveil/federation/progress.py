@@ -79,8 +79,8 @@ def show_bar(callbacks: list[Callable[[RoundRecord], object]], rounds: int, moni
             if monitor is not None and monitor.key in record.metrics:
                 value = record.metrics[monitor.key]
                 best = value if monitor.improves(value, best) else best
-                found = {monitor.key: f"{value:.4g}"} | ({} if best is None else {"best": f"{best:.4g}"})
-                bar.set_postfix(found, refresh=False)
+                result = {monitor.key: f"{value:.4g}"} | ({} if best is None else {"best": f"{best:.4g}"})
+                bar.set_postfix(result, refresh=False)
             bar.update(record.round - bar.n)
 
         callbacks.append(show)

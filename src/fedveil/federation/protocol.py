@@ -130,7 +130,7 @@ HINTS: Mapping[type, dict[str, object]] = {  # the types of each message's field
 
 def write(message: Ask | Answer | MaskedAnswer | Step) -> bytes:
     """Encode a message."""
-    values = {each.name: getattr(message, each.name) for each in fields(message) if each.name != "tensors"}
+    values = {item.name: getattr(message, item.name) for item in fields(message) if item.name != "tensors"}
     return to_bytes(type(message).__name__.lower(), values, message.tensors)
 
 
@@ -139,15 +139,15 @@ def read(data: bytes, kind: type[Message], max_tensors: int | None = None) -> Me
     where = kind.__name__.lower()
     head = MAX_ASK_HEAD if kind is Ask else MAX_HEADER
     values, tensors = from_bytes(data, where, 1 if kind is Step else max_tensors, head)
-    found: Message = kind(**check_fields(where, values, HINTS[kind]), tensors=tensors)
-    if isinstance(found, Answer):
-        if not 1 <= found.records <= MAX_COUNT:
-            raise BadArgument(where, f"records must be from 1 to 2^53, got {found.records}")
-        if not 0 <= found.seconds < MAX_SECONDS:
-            raise BadArgument(where, f"seconds must be from 0 to {MAX_SECONDS:g}, got {found.seconds}")
-    elif isinstance(found, Ask):
-        _check_ask(found)
-    return found
+    result: Message = kind(**check_fields(where, values, HINTS[kind]), tensors=tensors)
+    if isinstance(result, Answer):
+        if not 1 <= result.records <= MAX_COUNT:
+            raise BadArgument(where, f"records must be from 1 to 2^53, got {result.records}")
+        if not 0 <= result.seconds < MAX_SECONDS:
+            raise BadArgument(where, f"seconds must be from 0 to {MAX_SECONDS:g}, got {result.seconds}")
+    elif isinstance(result, Ask):
+        _check_ask(result)
+    return result
 
 
 def _check_ask(ask: Ask) -> None:
@@ -292,9 +292,9 @@ class FaultLog:
 
     def too_few_answers(self, what: str) -> TooFewAnswers:
         """Return the error of a round without enough answers, with the last faults."""
-        shown = "; ".join(map(str, self.faults[-MAX_SHOWN:]))
+        faults = "; ".join(map(str, self.faults[-MAX_SHOWN:]))
         fix = "check the clients' logs, then resume from the checkpoint"
-        return TooFewAnswers(f"round {self.round}", f"{what}: {shown}" if shown else what, fix)
+        return TooFewAnswers(f"round {self.round}", f"{what}: {faults}" if faults else what, fix)
 
 
 @dataclass
@@ -318,9 +318,9 @@ class Traffic:
     def figures(self) -> dict[str, float]:
         """Return the figures for the round's record; bytes_down and bytes_up are averages per client."""
         down, up = round(self.down / self.asked), round(self.up / self.asked)
-        found = {"bytes_total": self.down + self.up, "bytes_down": down, "bytes_up": up}
-        further = {"exchanges": self.exchanges if self.exchanges > 1 else 0, "seconds_work": self.seconds_work}
-        return found | {name: value for name, value in further.items() if value}
+        result = {"bytes_total": self.down + self.up, "bytes_down": down, "bytes_up": up}
+        figures = {"exchanges": self.exchanges if self.exchanges > 1 else 0, "seconds_work": self.seconds_work}
+        return result | {name: value for name, value in figures.items() if value}
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,16 +127,16 @@ class RecordRound:
         if self.privacy.noise_by == "server" or not self.privacy.noise:
             return no_words(opening)
         values = discrete_gaussian(Entropy(), sum(opening.rows)).astype(np.float64)
-        found = encode_rows(values, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
+        result = encode_rows(values, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
         records = 0 if self.policy.privacy is None else self.policy.privacy.records
-        return np.concatenate([np.array([1, records], np.uint64), found])
+        return np.concatenate([np.array([1, records], np.uint64), result])
 
 
 def check_modes(model: nn.Module, broadcast: nn.Module) -> None:
-    """Refuse a broadcast that changes a module between training and evaluation: it could couple records."""
-    own = {path: module.training for path, module in model.named_modules()}
+    """Refuse a broadcast that switches a module between training and evaluation mode, which could couple records."""
+    modes = {path: module.training for path, module in model.named_modules()}
     for path, module in broadcast.named_modules():
-        if module.training != own[path]:
+        if module.training != modes[path]:
             what = f"{path or 'the model'} is in {'training' if module.training else 'evaluation'} mode on the server"
             raise BadArgument("ask", f"{what}, but not on this client", "use the same mode on both")
 
@@ -153,14 +153,16 @@ def sum_sample(
         prepare: a function that returns all records in the form that the loss expects.
         members: with secure aggregation, the number of clients in the sum.
     """
-    own = task.defence.client(model, (), task.loss)
-    sample = own.sample(len(source))
+    client = task.defence.client(model, (), task.loss)
+    sample = client.sample(len(source))
     assert sample is not None
-    _, total = own.accumulate(task.broadcast, None, own.step(task.broadcast, Samples(torch.empty(0), torch.empty(0))))
+    _, total = client.accumulate(
+        task.broadcast, None, client.step(task.broadcast, Samples(torch.empty(0), torch.empty(0)))
+    )
     for batch, used in read_slots(task, model, source, prepare, *sample):
-        if (update := add_up(own, task, batch, used)) is not None:
-            _, total = own.accumulate(task.broadcast, total, update)
-    return task.codec.encode_update(own.prepare_sum(total, members))
+        if (update := compute_partial_update(client, task, batch, used)) is not None:
+            _, total = client.accumulate(task.broadcast, total, update)
+    return task.codec.encode_update(client.prepare_sum(total, members))
 
 
 def read_slots(
@@ -188,7 +190,7 @@ def read_slots(
     except Exception:
         yield from _read_each(task, model, source, rows, included)
         return
-    yield blank(batch, included & finite), included & finite
+    yield zero_unused(batch, included & finite), included & finite
 
 
 def _read_each(
@@ -202,12 +204,12 @@ def _read_each(
         batch = read_record(task, model, source, row)
         if batch is not None and used and bool(are_finite(batch)):
             slots.setdefault(describe_exactly(batch), []).append((slot, batch))
-    for found in slots.values():
+    for entries in slots.values():
         used = torch.zeros(len(rows), dtype=torch.bool)
-        used[[slot for slot, _ in found]] = True
+        used[[slot for slot, _ in entries]] = True
         numbers = torch.zeros(len(rows), dtype=torch.int64)
-        numbers[used] = torch.arange(len(found))
-        yield blank(take_rows(join_batches([batch for _, batch in found]), numbers), used), used
+        numbers[used] = torch.arange(len(entries))
+        yield zero_unused(take_rows(join_batches([batch for _, batch in entries]), numbers), used), used
 
 
 def read_record(task: "ClientTask", model: nn.Module, source: Source, row: int) -> Batch | None:
@@ -222,40 +224,42 @@ def read_record(task: "ClientTask", model: nn.Module, source: Source, row: int) 
 def are_finite(batch: Batch) -> Tensor:
     """Return, for each record, whether it contains neither NaN nor infinity."""
     leaves = [*tensors_by_path(batch[0]).values(), batch[1]]
-    found = [torch.isfinite(own).flatten(1).all(1) if own.dim() > 1 else torch.isfinite(own) for own in leaves]
-    return torch.stack([own.cpu() for own in found]).all(0)
+    result = [torch.isfinite(leaf).flatten(1).all(1) if leaf.dim() > 1 else torch.isfinite(leaf) for leaf in leaves]
+    return torch.stack([tensor.cpu() for tensor in result]).all(0)
 
 
 def take_rows(batch: Batch, rows: Tensor) -> Batch:
     """Return the records with these indices."""
-    return map_tensors(lambda own: own[rows.to(own.device)], batch[0]), batch[1][rows.to(batch[1].device)]
+    return map_tensors(lambda tensor: tensor[rows.to(tensor.device)], batch[0]), batch[1][rows.to(batch[1].device)]
 
 
-def blank(batch: Batch, used: Tensor) -> Batch:
+def zero_unused(batch: Batch, used: Tensor) -> Batch:
     """Replace the records that are not used with zeros."""
     unused = ~used
 
-    def clear(own: Tensor) -> Tensor:
-        own = own.clone()
-        own[unused.to(own.device)] = 0
-        return own
+    def clear(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor[unused.to(tensor.device)] = 0
+        return tensor
 
     return map_tensors(clear, batch[0]), clear(batch[1])
 
 
-def add_up(own: AnyClient, task: "ClientTask", batch: Batch, used: Tensor) -> object:
-    """Return the update for a batch; if the computation fails, leave out the records for which it fails alone.
+def compute_partial_update(client: AnyClient, task: "ClientTask", batch: Batch, used: Tensor) -> object:
+    """Return the update for a batch; if the computation fails, leave out each record on which it fails.
 
     The result is None if no records are left.
     """
     try:
-        return own.step(task.broadcast, Samples(*batch, used.to(task.dtype)))
+        return client.step(task.broadcast, Samples(*batch, used.to(task.dtype)))
     except Exception:
         used = used.clone()
         for slot in used.nonzero()[:, 0].tolist():
-            one = torch.tensor([slot])
+            index = torch.tensor([slot])
             try:
-                own.step(task.broadcast, Samples(*take_rows(batch, one), used[one].to(task.dtype)))
+                client.step(task.broadcast, Samples(*take_rows(batch, index), used[index].to(task.dtype)))
             except Exception:
                 used[slot] = False
-        return own.step(task.broadcast, Samples(*blank(batch, used), used.to(task.dtype))) if used.any() else None
+        if not used.any():
+            return None
+        return client.step(task.broadcast, Samples(*zero_unused(batch, used), used.to(task.dtype)))

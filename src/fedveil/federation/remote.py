@@ -144,10 +144,10 @@ class RemoteEngine:
         """Send a step of secure aggregation; yield the bodies of the replies."""
 
         def decode(member: Member, data: bytes) -> tuple[Member, bytes]:
-            found = protocol.read(data, Step, 1)
-            if (found.session, found.step) != (step.session, step.step):
+            result = protocol.read(data, Step, 1)
+            if (result.session, result.step) != (step.session, step.step):
                 raise BadArgument("step", "it is a reply to another step")
-            return member, found.body
+            return member, result.body
 
         label = f"{self._server.round} {step.step}"
         return self._send(protocol.write(step), extras, channels, label, decode, timeout=timeout)
@@ -184,11 +184,11 @@ class RemoteEngine:
                 continue
             self.traffic.up += len(reply)
             try:
-                found: R | Fault = decode(member, reply)
+                result: R | Fault = decode(member, reply)
                 self.traffic.seconds[member] = time.monotonic() - began
             except Exception as error:  # nothing that a client sends may end the run
-                found = protocol.describe_refusal(member, error)
-            yield found
+                result = protocol.describe_refusal(member, error)
+            yield result
 
     def _make_ask(self, number: int, defence_round: AnyRound, terms: SecureTerms | None = None) -> Ask:
         packed, digest = self.codec.encode_broadcast(defence_round.broadcast), ""
@@ -305,8 +305,8 @@ class RemoteServer(Server, Generic[C]):
         self.example = example = move_inputs(example, self.device)
         self._whole_shard, self._batch_size = whole_shard, batch_size
         self.defence_server = self.defence.server(model, example, self.loss)
-        own, roster = load_server_files()
-        identity = identity or own
+        server_identity, roster = load_server_files()
+        identity = identity or server_identity
         transport = self._connect(connection)
         engine = RemoteEngine(transport, self, identity, whole_shard, check_count(where, "batch_size", batch_size))
         self.engine = engine

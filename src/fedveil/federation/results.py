@@ -109,7 +109,7 @@ class RunSummary:
     stopped: str | None = None
 
     def values(self) -> dict[str, int | float | str | None]:
-        """Return plain values by name, without those by class."""
+        """Return plain values by name, without the results by class."""
         has_best, budget = self.best is not None, self.budget
         return {
             "schema": SCHEMA,
@@ -140,8 +140,8 @@ def is_repeatable(folder: Path) -> bool:
     path = folder / CONFIG
     if not path.is_file():
         return False
-    found = read_json(path)
-    return not (isinstance(found, dict) and PYTHON in found)
+    result = read_json(path)
+    return not (isinstance(result, dict) and PYTHON in result)
 
 
 def read_rounds(folder: Path) -> int | None:
@@ -162,7 +162,7 @@ def summarise(
     metrics, stalled = dict(history.metrics), has_stalled(history.records, server.monitor, patience)
     by_class = () if test is None else figures_by_class(server, details, test)
     if by_class:
-        metrics |= {name: fmean([getattr(one, name) for one in by_class]) for name in ("precision", "recall")}
+        metrics |= {name: fmean([getattr(figures, name) for figures in by_class]) for name in ("precision", "recall")}
     best_on, best_test = "", {}
     if server.best is not None and server.monitor is not None:
         best_on = f"{server.monitor.key} on " + ("validation records" if server.monitor.prefix else OPTIMISTIC)
@@ -203,9 +203,9 @@ def figures_by_class(server: "Server", details: RunDetails, test: Source) -> tup
     names = details.classes or [str(number) for number in range(classes.count)]
     if classes.count != len(names):
         return ()
-    found = score_classes(classes)
-    rows = zip(names, found.precision.tolist(), found.recall.tolist(), found.f1.tolist(), strict=True)
-    return tuple(ClassFigures(*row, int(count)) for row, count in zip(rows, found.records.tolist(), strict=True))
+    result = score_classes(classes)
+    rows = zip(names, result.precision.tolist(), result.recall.tolist(), result.f1.tolist(), strict=True)
+    return tuple(ClassFigures(*row, int(count)) for row, count in zip(rows, result.records.tolist(), strict=True))
 
 
 class MetricsFile:

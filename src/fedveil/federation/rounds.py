@@ -99,7 +99,7 @@ class ClearRound(RoundKind):
     ) -> None:
         self.engine, self._model, self._history, self._limits = engine, model, history, limits
         self.min_answers, self.answered = min_answers, 0.0
-        self.min_clients = limits.needed() if limits else 1
+        self.min_clients = limits.min_clients() if limits else 1
 
     def collect(
         self,
@@ -112,11 +112,11 @@ class ClearRound(RoundKind):
         """Ask clients once and aggregate their replies; return None if there are too few."""
         left_out = len(faults.wrong_members.difference(members)) if faults.faults else 0
         replies: list[AnyReply] = []
-        for found in self.engine.ask(number, defence_round, members):
-            if isinstance(found, Fault):
-                faults.add(found)
+        for answer in self.engine.ask(number, defence_round, members):
+            if isinstance(answer, Fault):
+                faults.add(answer)
             else:
-                replies.append(found)
+                replies.append(answer)
         self.answered = time.perf_counter()
         if sum([len(reply.members) for reply in replies]) < self.min_answers:
             return None

@@ -31,49 +31,49 @@ INTERVAL = 5.0  # seconds between updates of the page and the status while train
 
 
 def read_settings(folder: Path) -> dict[str, Setting]:
-    """Return the settings in a folder's config.json by name, whatever made the run; empty if there is none."""
+    """Return the settings in a folder's config.json by name, however the run was started; empty if there is none."""
     path = folder / CONFIG
-    found = read_json(path) if path.is_file() else {}
-    sections = found.values() if isinstance(found, dict) else ()
+    result = read_json(path) if path.is_file() else {}
+    sections = result.values() if isinstance(result, dict) else ()
     return {name: value for section in sections if isinstance(section, dict) for name, value in section.items()}
 
 
 def list_settings(server: "Server") -> dict[str, Setting]:
     """Return the settings of a server as plain values; those that are None or unknown are left out."""
-    found = describe_run(server)
-    terms, (_, _, kind) = found.terms, found.optimizer.rpartition(".")
+    result = describe_run(server)
+    terms, (_, _, kind) = result.terms, result.optimizer.rpartition(".")
     values: dict[str, object] = {
-        "server": found.server,
+        "server": result.server,
         "clients": terms.clients or None,
-        "model": found.model,
-        "parameters": found.parameters,
-        "defence": found.defence["name"],
-        **_flatten(found.defence.get("arguments"), ""),
-        "loss": found.loss,
+        "model": result.model,
+        "parameters": result.parameters,
+        "defence": result.defence["name"],
+        **_flatten(result.defence.get("arguments"), ""),
+        "loss": result.loss,
         "optimizer": kind.rpartition(":")[2],
-        **{name: value for name, value in (found.optimizer_settings or {}).items() if value},
-        "clip_norm": found.clip_norm,
+        **{name: value for name, value in (result.optimizer_settings or {}).items() if value},
+        "clip_norm": result.clip_norm,
         "batch_size": terms.batch_size,
         "whole_shard": terms.whole_shard,
-        "participation": found.participation,
-        "rounds_per_epoch": found.rounds_per_epoch,
-        "secure_aggregation": found.secure_aggregation,
-        "seed": found.seed,
-        **{f"limits.{name}": value for name, value in (found.limits or {}).items()},
+        "participation": result.participation,
+        "rounds_per_epoch": result.rounds_per_epoch,
+        "secure_aggregation": result.secure_aggregation,
+        "seed": result.seed,
+        **{f"limits.{name}": value for name, value in (result.limits or {}).items()},
     }
-    plain = {name: tuple(map(str, own)) if isinstance(own, list) else own for name, own in values.items()}
-    return {name: own for name, own in plain.items() if isinstance(own, bool | int | float | str | tuple)}
+    plain = {name: tuple(map(str, value)) if isinstance(value, list) else value for name, value in values.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, bool | int | float | str | tuple)}
 
 
 def _flatten(arguments: JsonValue, prefix: str) -> dict[str, JsonValue]:
     """Return the arguments of a described defence, with those of an inner object named `outer.inner`."""
-    found: dict[str, JsonValue] = {}
+    result: dict[str, JsonValue] = {}
     for name, value in arguments.items() if isinstance(arguments, dict) else ():
         if isinstance(value, dict):
-            found |= _flatten(value.get("arguments"), f"{prefix}{name}.")
+            result |= _flatten(value.get("arguments"), f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            result[f"{prefix}{name}"] = value
+    return result
 
 
 class RunFolder:
@@ -100,8 +100,8 @@ class RunFolder:
         engine = self._server.engine
         names = [] if engine.traffic is None else [str(member) for member in engine.members()]
         more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
-        there = f"connected at the start: {', '.join(names[:MAX_NAMES])}{more}" if names else ""
-        self._show("training" if self._server.round else "waiting", there)
+        connected = f"connected at the start: {', '.join(names[:MAX_NAMES])}{more}" if names else ""
+        self._show("training" if self._server.round else "waiting", connected)
         return self
 
     def append(self, record: RoundRecord) -> None:

@@ -26,7 +26,7 @@ from fedveil.secagg.policy import Policy
 
 RENEWAL = Policy.key_rounds  # number of attempts after which clients replace their keys by default
 FAREWELL = 5.0  # seconds that clients have to confirm the end of the run
-Found = TypeVar("Found")
+R = TypeVar("R")
 Messages = tuple[bytes, Mapping[str, bytes]]  # bytes for all clients, and additional bytes for each client by name
 
 
@@ -178,10 +178,10 @@ class SecureRound:
         self, attempt: _Attempt, step: str, messages: Messages, take: Callable[[str, bytes], None], faults: FaultLog
     ) -> None:
         """Send a step to the clients in `messages`; clients without a valid reply count as dropped out."""
-        common, own = messages
-        wanted = {attempt.names[name]: extra for name, extra in own.items()}
+        common, individual = messages
+        expected = {attempt.names[name]: extra for name, extra in individual.items()}
         message = Step.make(self._session, step, common)
-        for member, body in self._receive(self.engine.take_step(message, wanted, self._channels(wanted)), faults):
+        for member, body in self._receive(self.engine.take_step(message, expected, self._channels(expected)), faults):
             self._take(member, partial(take, self._name(member), body), faults)
 
     def _decode(self, defence_round: AnyRound, total: Words | None, opening: Opening, why: str) -> Aggregate:
@@ -213,7 +213,7 @@ class SecureRound:
         """Verify a client's hello and return it. A client may reconnect as another member."""
         try:
             values = json.loads(body)
-            hello, shown = Hello.from_values(values), bytes.fromhex(str(values.get("proof")))
+            hello, sent_proof = Hello.from_values(values), bytes.fromhex(str(values.get("proof")))
         except (ValueError, AttributeError, RecursionError) as error:
             raise BadArgument("hello", "it cannot be read") from error
         if hello.run != self._session:
@@ -221,7 +221,7 @@ class SecureRound:
         proof = hello.proof(challenge)
         for signature, covered in (
             (hello.signature, Hello.signed_bytes(hello.run, hello.name, hello.key)),
-            (shown[:SIGNATURE], proof),
+            (sent_proof[:SIGNATURE], proof),
         ):
             if len(signature) != SIGNATURE or not self._roster.verifies(hello.name, signature, covered):
                 self._impostors[member] = f"its hello is not signed by {hello.name}"
@@ -230,7 +230,7 @@ class SecureRound:
             self.conduct.exclude(hello.name, "its key is of small order")
             raise BadArgument("hello", f"the key of {hello.name} is of small order")
         tag = tag_message(channel_key(self._key, hello.key, self._session), proof)
-        if not hmac.compare_digest(shown[SIGNATURE:], tag):
+        if not hmac.compare_digest(sent_proof[SIGNATURE:], tag):
             self.conduct.exclude(hello.name, "it does not own the key that it presents")
             raise BadArgument("hello", f"{hello.name} does not own the key that it presents")
         for other in [other for other in self._greetings if self._name(other) == hello.name and other != member]:
@@ -251,14 +251,14 @@ class SecureRound:
         self, replies: Iterable[tuple[Member, bytes] | Fault], faults: FaultLog
     ) -> Iterator[tuple[Member, bytes]]:
         """Yield replies and record faults; clients with faults may have lost their keys and are greeted again."""
-        for found in replies:
-            if isinstance(found, Fault):
-                faults.add(found)
-                self._doubtful.add(found.member)
+        for reply in replies:
+            if isinstance(reply, Fault):
+                faults.add(reply)
+                self._doubtful.add(reply.member)
             else:
-                yield found
+                yield reply
 
-    def _take(self, member: Member, take: Callable[[], Found], faults: FaultLog) -> Found | None:
+    def _take(self, member: Member, take: Callable[[], R], faults: FaultLog) -> R | None:
         """Return the result of `take`; if it raises, record a fault and return None."""
         try:
             return take()

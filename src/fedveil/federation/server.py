@@ -212,7 +212,7 @@ class Server(StoredServer):
         return dataclasses.replace(result, figures=figures, notes=notes)
 
     def _choose_members(self, faults: FaultLog, deadline: float) -> list[Member]:
-        """Wait for enough clients and choose among them, without those that sent wrong replies if possible."""
+        """Wait for enough clients and choose among them, if possible without those that sent wrong replies."""
         policy = self.policy
         needed = policy.min_answers
         if not self._started:
@@ -253,7 +253,7 @@ class Server(StoredServer):
 
     def _apply(self, result: Aggregate) -> None:
         """Step the optimizer and replace the buffers; raise if the model is no longer finite."""
-        aftermath = NOT_RESTORED if self._before is None else RESTORED
+        state = NOT_RESTORED if self._before is None else RESTORED
         for name, parameter in self._parameters.items():
             parameter.grad = result.gradients.get(name)
         if self.clip_norm is not None:
@@ -263,14 +263,14 @@ class Server(StoredServer):
         except (RuntimeError, OverflowError) as error:
             if "overflow" not in str(error):
                 raise
-            raise self._divergence(f"the optimizer's step overflows; {aftermath}", LOWER) from error
+            raise self._divergence(f"the optimizer's step overflows; {state}", LOWER) from error
         for name, value in result.buffers.items():
             self._buffers[name].copy_(value)
         infinite = find_non_finite(self._changing)
         if infinite is None and self._undoable:
             infinite = find_non_finite_state(self.optimizer.state_dict())
         if infinite is not None:
-            raise self._divergence(f"after the step, {infinite} contains NaN or infinity; {aftermath}", LOWER)
+            raise self._divergence(f"after the step, {infinite} contains NaN or infinity; {state}", LOWER)
 
     def fit(
         self,
@@ -329,19 +329,19 @@ class Server(StoredServer):
         for name, interval, least in (("evaluate_every", evaluate_every, 1), ("checkpoint_every", checkpoint_every, 0)):
             if interval is not None:
                 check_count("fit", name, interval, least, f"set {name} to a number of rounds")
-        given = {VALIDATION_DATA: validation, TEST: test}
-        held_out = {who: None if own is None else self._read_held_out(who, own) for who, own in given.items()}
+        parts = {VALIDATION_DATA: validation, TEST: test}
+        held_out = {name: None if part is None else self._read_held_out(name, part) for name, part in parts.items()}
         evaluation = MetricChoices(metrics or {}, monitor, mode, patience, track_test).plan(self, *held_out.values())
         if resume and home is None:
             raise BadArgument("fit", "resume=True needs the folder of the run", "pass folder= as well")
-        every = evaluate_every or self.rounds_per_epoch
-        plan = FitPlan(last, every, evaluation, patience, callbacks, home, checkpoint_every or 0, self.defence.durable)
+        period = evaluate_every or self.rounds_per_epoch
+        plan = FitPlan(last, period, evaluation, patience, callbacks, home, checkpoint_every or 0, self.defence.durable)
         self.monitor = evaluation.monitor if evaluation else None
         with self._alone, lock_folder(home) if home else contextlib.nullcontext(), plan.show_progress(verbose):
             self._undo()
             if home is not None:
                 self._open(home, resume)
-            with fitting.follow(self, plan, details), self._saving(home) if home else contextlib.nullcontext():
+            with fitting.track_run(self, plan, details), self._saving(home) if home else contextlib.nullcontext():
                 self._train(plan)
         return self.history
 
@@ -382,16 +382,16 @@ class Server(StoredServer):
 
     def _evaluate(self, plan: FitPlan, evaluation: Evaluation, record: RoundRecord, started: float) -> RoundRecord:
         """Return the record with the metrics that are due; update the best model and a plateau schedule."""
-        found, monitor = evaluation.measure(self), evaluation.monitor
-        value = found[monitor.name]
+        result, monitor = evaluation.measure(self), evaluation.monitor
+        value = result[monitor.name]
         if math.isnan(value) and monitor.name in PRIMARY:
             raise self._divergence(f"{monitor.name} is NaN, although the held-out data are finite", LOWER)
         if self._undoable:
             self._before = Snapshot(self)  # the round is complete, but its evaluation is not
         self._keep_if_best(monitor, value)
         if isinstance(self.schedule, ReduceLROnPlateau):
-            self.schedule.step(plateau_value(self.schedule, found, monitor))
-        measured = {monitor.prefix + name: metric for name, metric in found.items()}
+            self.schedule.step(plateau_value(self.schedule, result, monitor))
+        measured = {monitor.prefix + name: metric for name, metric in result.items()}
         record = dataclasses.replace(record, metrics=measured, evaluated=True)
         stops = plan.has_stalled([*self.history.records[:-1], record]) or not self.defence_server.has_budget
         measured |= evaluation.measure_test(self, self.round >= plan.last or stops)

@@ -67,11 +67,11 @@ def find_non_finite_state(optimizer: StateDict) -> str | None:
     named: dict[str, object] = {}
     for index, state in optimizer["state"].items():
         named |= {f"the optimizer's {key} of parameter {index}": value for key, value in state.items()}
-    floats, found = select_floats(named), None
+    floats, result = select_floats(named), None
     for device in {tensor.device for tensor in floats.values()}:  # step counters may be on the CPU
-        there = {name: tensor for name, tensor in floats.items() if tensor.device == device}
-        found = found or find_non_finite(there)
-    return found
+        on_device = {name: tensor for name, tensor in floats.items() if tensor.device == device}
+        result = result or find_non_finite(on_device)
+    return result
 
 
 def _copy_state(state: T) -> T:
@@ -111,15 +111,15 @@ def checksum_records(shards: Shards, key: bytes) -> str | None:
     """Return a short keyed checksum of all clients' records, or None if they are read batch by batch."""
     if not isinstance(shards, MemoryShards):
         return None
-    found = hashlib.blake2b(key=key, digest_size=CHECKSUM)
+    result = hashlib.blake2b(key=key, digest_size=CHECKSUM)
     for leaf in [*pytree.tree_leaves(shards.inputs), shards.targets]:
         if not isinstance(leaf, Tensor):
-            found.update(repr(leaf).encode())
+            result.update(repr(leaf).encode())
             continue
-        found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+        result.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
         for values in torch.split(leaf.detach().reshape(-1), CHUNK):
-            found.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            result.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return result.hexdigest()
 
 
 class StoredServer(ABC):
@@ -265,22 +265,22 @@ class StoredServer(ABC):
             self.defence_server.accountant.count()
 
     def _restore(self, folder: Path, state: CheckpointState, private: Mapping[int, State]) -> None:
-        own = {"defence": self.defence.name, OPTIMIZER: type(self.optimizer).__name__}
-        wrote = {"defence": state["defence"]["name"], OPTIMIZER: state["setting"].get(OPTIMIZER, own[OPTIMIZER])}
-        for name in own:
-            if wrote[name] != own[name]:
-                what = f"the checkpoint was written with the {name} {wrote[name]!r}, not {own[name]!r}"
+        expected = {"defence": self.defence.name, OPTIMIZER: type(self.optimizer).__name__}
+        saved = {"defence": state["defence"]["name"], OPTIMIZER: state["setting"].get(OPTIMIZER, expected[OPTIMIZER])}
+        for name in expected:
+            if saved[name] != expected[name]:
+                what = f"the checkpoint was written with the {name} {saved[name]!r}, not {expected[name]!r}"
                 raise BadArgument(str(folder), what, f"resume with the same {name}")
-        asked = self._first_rate()
+        configured = self._first_rate()
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise BadArgument(str(folder), f"the checkpoint is for another model or optimizer: {error}") from error
         restored = self._first_rate()
-        if None not in (restored, asked) and restored != asked:
+        if None not in (restored, configured) and restored != configured:
             how = 'set federation.optimizer.param_groups[0]["lr"] after resume(folder), then call fit'
-            rates = f"{restored}, not {asked}; to change it, {how}"
+            rates = f"{restored}, not {configured}; to change it, {how}"
             LOG.warning("fedveil: using the checkpoint's learning rate, %s", rates)
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
@@ -311,13 +311,13 @@ class StoredServer(ABC):
 
     def _open(self, folder: Path, resume: bool) -> None:
         """Resume the run in a folder, if there is one, or refuse to mix it with this run."""
-        found = checkpoint.found_in(folder)
-        tag = checkpoint.read_tag(found[0]) if found else None
-        own = tag.run == self._run if tag else self.round > 0
-        if found and not own and not (resume and self.round == 0):
+        result = checkpoint.found_in(folder)
+        tag = checkpoint.read_tag(result[0]) if result else None
+        is_same_run = tag.run == self._run if tag else self.round > 0
+        if result and not is_same_run and not (resume and self.round == 0):
             fix = "pass resume=True before the first round to continue it, or choose another folder"
             raise BadArgument(str(folder), "there is another run in this folder", fix)
-        if found and not own:
+        if result and not is_same_run:
             self.resume(folder)
             LOG.info("fedveil: %s: resumed after round %d", folder, self.round)
         if self._behind:

@@ -25,7 +25,7 @@ FAULT = re.compile(r"client (.+?): (.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class ClientStatus:
-    """A remote client, since the server's process was started.
+    """The status of a remote client since the server process started.
 
     Attributes:
         asked: number of rounds in which it was asked.
@@ -33,7 +33,7 @@ class ClientStatus:
         last: the last round in which it answered; 0 if it has not.
         seconds: duration of its last answer; None with differential privacy or secure aggregation, because it depends
             on the client's records.
-        fault: its last fault, and why it does not count.
+        fault: its last fault, with the reason.
         fault_round: the round of this fault.
     """
 
@@ -117,8 +117,8 @@ def find_runs(folder: Path) -> list[Path]:
     """Return a folder if it holds a run, or else the runs below it, latest first, as in the workspace of FLARE."""
     if (folder / STATUS).is_file():
         return [folder]
-    found = sorted(folder.rglob(STATUS), key=lambda path: path.stat().st_mtime, reverse=True)
-    return [path.parent for path in found]
+    result = sorted(folder.rglob(STATUS), key=lambda path: path.stat().st_mtime, reverse=True)
+    return [path.parent for path in result]
 
 
 def measure_pace(records: Sequence[RoundRecord]) -> float | None:
@@ -147,21 +147,21 @@ def update_clients(
         faults: the faults in the round's record.
         show_seconds: whether the duration may be stored.
     """
-    found = dict(clients)
+    result = dict(clients)
     for member in asked:
-        one = found.get(str(member), ClientStatus())
-        one = replace(one, asked=one.asked + 1)
+        client = result.get(str(member), ClientStatus())
+        client = replace(client, asked=client.asked + 1)
         if member in seconds:
-            own = round(seconds[member], 3) if show_seconds else None
-            one = replace(one, answered=one.answered + 1, last=number, seconds=own)
-        found[str(member)] = one
+            duration = round(seconds[member], 3) if show_seconds else None
+            client = replace(client, answered=client.answered + 1, last=number, seconds=duration)
+        result[str(member)] = client
     for match in map(FAULT.fullmatch, faults):
-        if match and match[1] in found:
-            one = found[match[1]]
-            refused = one.last == number and match[2].startswith("refused")
-            answered, last = one.answered - refused, 0 if refused else one.last
-            found[match[1]] = replace(one, fault=match[2], fault_round=number, answered=answered, last=last)
-    return found
+        if match and match[1] in result:
+            client = result[match[1]]
+            refused = client.last == number and match[2].startswith("refused")
+            answered, last = client.answered - refused, 0 if refused else client.last
+            result[match[1]] = replace(client, fault=match[2], fault_round=number, answered=answered, last=last)
+    return result
 
 
 def _median(numbers: Sequence[float]) -> float:
@@ -170,25 +170,28 @@ def _median(numbers: Sequence[float]) -> float:
 
 def list_clients(status: RunStatus) -> list[list[str]]:
     """Return a row per client for `CLIENT_COLUMNS`; clients with missing answers come first, then slow ones."""
-    times = [one.seconds for one in status.clients.values() if one.seconds is not None]
+    times = [client.seconds for client in status.clients.values() if client.seconds is not None]
     slow = max(NOTICED, SLOW * _median(times)) if times else 0.0
     order = sorted(
         status.clients.items(),
         key=lambda item: (item[1].fault_round != status.round, -(item[1].seconds or 0.0), item[0]),
     )
-    return [[name, f"{one.answered} of {one.asked}", _describe_client(one, status.round, slow)] for name, one in order]
+    return [
+        [name, f"{client.answered} of {client.asked}", _describe_client(client, status.round, slow)]
+        for name, client in order
+    ]
 
 
-def _describe_client(one: ClientStatus, number: int, slow: float) -> str:
+def _describe_client(client: ClientStatus, number: int, slow: float) -> str:
     """Describe what a client did in the last round; a text that begins with "failed" is highlighted."""
-    before = f"last answer in round {one.last}" if one.last else "no answer yet"
-    if one.fault_round == number and one.last != number:
-        return f"failed: {one.fault}; {before}"
-    if one.last != number:
+    before = f"last answer in round {client.last}" if client.last else "no answer yet"
+    if client.fault_round == number and client.last != number:
+        return f"failed: {client.fault}; {before}"
+    if client.last != number:
         return before
-    seconds = "" if one.seconds is None else f" in {one.seconds:.3g} s"
-    text = f"{'slow: ' if one.seconds is not None and one.seconds > slow else ''}answered{seconds}"
-    return text + (f"; fault in round {one.fault_round}: {one.fault}" if one.fault else "")
+    seconds = "" if client.seconds is None else f" in {client.seconds:.3g} s"
+    text = f"{'slow: ' if client.seconds is not None and client.seconds > slow else ''}answered{seconds}"
+    return text + (f"; fault in round {client.fault_round}: {client.fault}" if client.fault else "")
 
 
 def format_time(seconds: float) -> str:
@@ -218,17 +221,17 @@ def format_duration(seconds: float) -> str:
 def describe_status(status: RunStatus, now: float | None = None) -> dict[str, str]:
     """Return named facts about a run; `now` adds how long ago the status was updated."""
     age = "" if now is None else f" ({format_duration(max(0.0, now - status.updated))} ago)"
-    found = {"state": status.headline, "started": format_time(status.started)}
-    found["ended" if status.ended else "updated"] = f"{format_time(status.updated)}{age}"
+    result = {"state": status.headline, "started": format_time(status.started)}
+    result["ended" if status.ended else "updated"] = f"{format_time(status.updated)}{age}"
     if (end := status.expected_end) is not None and status.pace is not None:
-        rest = format_duration(end - status.updated if now is None else max(0.0, end - now))
-        found["expected end"] = f"{format_time(end)}, in {rest} ({status.pace:.3g} s per round)"
-    found |= {f"test {name}": f"{value:.4g}" for name, value in status.metrics.items()}
+        remaining = format_duration(end - status.updated if now is None else max(0.0, end - now))
+        result["expected end"] = f"{format_time(end)}, in {remaining} ({status.pace:.3g} s per round)"
+    result |= {f"test {name}": f"{value:.4g}" for name, value in status.metrics.items()}
     if status.delta is not None:
-        of = "" if status.budget is None else f" of {status.budget:g}"
+        limit = "" if status.budget is None else f" of {status.budget:g}"
         spent = "0" if not status.round else "infinite" if status.epsilon is None else f"{status.epsilon:.3g}"
-        found["epsilon spent"] = f"{spent}{of}, at delta {status.delta:g}"
+        result["epsilon spent"] = f"{spent}{limit}, at delta {status.delta:g}"
     if status.clients:
-        there = sum(one.last == status.round for one in status.clients.values())
-        found["clients"] = f"{len(status.clients)}; {there} answered in the last round"
-    return found | ({"note": status.message} if status.message else {})
+        answered = sum(client.last == status.round for client in status.clients.values())
+        result["clients"] = f"{len(status.clients)}; {answered} answered in the last round"
+    return result | ({"note": status.message} if status.message else {})

@@ -52,7 +52,7 @@ def choose_monitor(
 
     Args:
         monitor: the user's choice.
-        mode: "min" or "max"; by default what suits a metric of Fedveil's.
+        mode: "min" or "max"; by default, the mode of Fedveil's metric.
         known: the names of the metrics in an evaluation.
         schedule: the learning-rate schedule; a plateau schedule must have the same mode.
         prefix: the prefix of the metrics in records.
@@ -73,11 +73,11 @@ def choose_monitor(
     return Monitor(monitor, mode, prefix, True)
 
 
-def check_monitored(evaluated: bool, schedule: LRScheduler | None, **given: object) -> None:
+def check_monitored(evaluated: bool, schedule: LRScheduler | None, **requested: object) -> None:
     """Refuse settings that need a metric if there are neither validation nor test data."""
-    if (patience := given["patience"]) is not None:
+    if (patience := requested["patience"]) is not None:
         check_count("fit", "patience", patience)
-    needs = [name for name, value in given.items() if value]
+    needs = [name for name, value in requested.items() if value]
     needs += ["ReduceLROnPlateau"] if isinstance(schedule, ReduceLROnPlateau) else []
     if needs and not evaluated:
         fix = "pass validation=validation or test=test to fit"

@@ -65,9 +65,11 @@ class Packing:
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Packing":
         """Return the packing of an encoded update."""
-        rows = {name: len(own) if name.startswith(PASSES) else 1 for name, own in tensors.items()}
+        rows = {name: len(tensor) if name.startswith(PASSES) else 1 for name, tensor in tensors.items()}
         ordered = sorted(tensors.items())
-        return cls(tuple([PackedTensor(name, tuple(own.shape), own.dtype, rows[name]) for name, own in ordered]))
+        return cls(
+            tuple([PackedTensor(name, tuple(tensor.shape), tensor.dtype, rows[name]) for name, tensor in ordered])
+        )
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -87,8 +89,8 @@ class Packing:
         if not np.abs(values).max(initial=0.0) < LARGEST:  # also true if there is a NaN
             return no_words(opening)
         weighted = values * records if weigh else values
-        found = encode_rows(weighted, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
-        return np.concatenate([np.array([1, records], np.uint64), found])
+        result = encode_rows(weighted, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
+        return np.concatenate([np.array([1, records], np.uint64), result])
 
     def unpack(self, total: Words, opening: Opening, *, weigh: bool = True) -> tuple[int, Tensors]:
         """Return the number of records in a sum and the weighted mean of its updates, with counters rounded.
@@ -104,11 +106,11 @@ class Packing:
             raise Aborted("sum", "the sum", f"its clients have {records} records in total", "look for a hostile client")
         if not weigh:
             return records, self._split(total[HEAD : HEAD + sum(opening.rows)].view(np.int64))
-        found = self.sums(total, opening)
+        result = self.sums(total, opening)
         for part in self.parts:
-            own = found[part.name] / records
-            found[part.name] = own.to(part.dtype) if part.dtype.is_floating_point else own.round().to(part.dtype)
-        return records, found
+            mean = result[part.name] / records
+            result[part.name] = mean.to(part.dtype) if part.dtype.is_floating_point else mean.round().to(part.dtype)
+        return records, result
 
     def sums(self, total: Words, opening: Opening) -> Tensors:
         """Return the sums of all tensors in float64."""
@@ -116,20 +118,20 @@ class Packing:
 
     def _split(self, values: NDArray[np.float64] | NDArray[np.int64]) -> Tensors:
         """Return the values of each tensor."""
-        found, start = Tensors(), 0
+        result, start = Tensors(), 0
         for part in self.parts:
-            found[part.name] = torch.from_numpy(values[start : start + part.size]).reshape(part.shape)
+            result[part.name] = torch.from_numpy(values[start : start + part.size]).reshape(part.shape)
             start += part.size
-        return found
+        return result
 
     def bound_rounding(self, exponents: Sequence[int], clients: int, records: int) -> dict[str, list[float]]:
         """Bound the rounding error of the mean's values in each row: half a unit per client."""
-        rest, found = list(exponents), {}
+        rest, result = list(exponents), {}
         unit = clients * 2.0 ** -(secagg.bits(clients, 0) + 1) / records  # the bound for exponent 0
         for part in self.parts:
-            own, rest = rest[: part.rows], rest[part.rows :]
-            found[part.name] = [unit * 2.0**e for e in own]
-        return found
+            rows, rest = rest[: part.rows], rest[part.rows :]
+            result[part.name] = [unit * 2.0**e for e in rows]
+        return result
 
     def choose_exponents(self, sizes: Mapping[str, Sequence[float]], records: int, headroom: int) -> tuple[int, ...]:
         """Return an exponent for each row, given the largest magnitudes in the mean over `records` records.
@@ -142,8 +144,8 @@ class Packing:
         for kind, row, size in rows:
             largest[kind, row] = max(largest.get((kind, row), 0.0), size)
         least = [max(size, SMALLEST * largest[kind, row]) for kind, row, size in rows]
-        found = [secagg.exponent(size) if 0 < size < math.inf else FIRST_EXPONENT for size in least]
-        return tuple([min(max(own + headroom, LOWEST), HIGHEST) for own in found])
+        result = [secagg.exponent(size) if 0 < size < math.inf else FIRST_EXPONENT for size in least]
+        return tuple([min(max(value + headroom, LOWEST), HIGHEST) for value in result])
 
 
 def row_bits(opening: Opening) -> list[int]:
@@ -193,10 +195,10 @@ def encode_words(
         integers: whether the update is a sum of integers, which is not weighted.
     """
     if clip is not None:
-        if not all(bool(own.isfinite().all()) for own in tensors.values()):
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             return no_words(opening)
-        gradients = {name: own for name, own in tensors.items() if name.startswith("gradient/")}
-        flat, _, _ = clip_vector(torch.cat([own.reshape(-1).double() for own in gradients.values()]), clip)
+        gradients = {name: tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
+        flat, _, _ = clip_vector(torch.cat([gradient.reshape(-1).double() for gradient in gradients.values()]), clip)
         tensors, records = split_vector(flat, gradients), 1
     return Packing.from_tensors(tensors).pack(tensors, records, opening, weigh=not integers)
 
@@ -234,7 +236,7 @@ class Sums:
         """Return the format of the words in an attempt with `clients` clients."""
         _, template = self.codec.template(defence_round.base, self.model)
         if self.clip is not None and not self.integers:
-            template = {name: own for name, own in template.items() if name.startswith("gradient/")}
+            template = {name: tensor for name, tensor in template.items() if name.startswith("gradient/")}
         self.packing = packing = Packing.from_tensors(template)
         if self.integers:
             return (secagg.bits(clients, 0),) * len(packing.rows), packing.rows, False  # no fractional bits
@@ -262,7 +264,7 @@ class Sums:
                     expected = self._expect_update(defence_round, samples)
             except Exception:  # the loss expects targets of another kind
                 continue
-            if all(bool(own.isfinite().all()) for own in expected.values()):
+            if all(bool(tensor.isfinite().all()) for tensor in expected.values()):
                 self._expected = expected
                 return
 
@@ -273,7 +275,7 @@ class Sums:
             return ranges.expect(self._client.step(defence_round.broadcast, samples))
         first = ranges.expect(self._client.train(defence_round.broadcast, [samples], local))
         growth = local.reach(self._steps) / local.reach(1)
-        return {name: own * growth for name, own in first.items()}
+        return {name: tensor * growth for name, tensor in first.items()}
 
     def aggregate(self, defence_round: AnyRound, total: Words, opening: Opening) -> Aggregate:
         """Compute the round's result from the sum of its words; abort if the sum wrapped around or is empty."""
@@ -288,8 +290,8 @@ class Sums:
         if self.integers:
             return defence_round.recover_total(strip_prefix("sum", tensors), records, clients, int(total[0]))
         values, template = self.codec.template(defence_round.base, self.model)
-        own = add_prefix("buffer", dict(self.model.named_buffers())) if self.clip is not None else {}
-        tensors = {name: (tensors | own)[name] for name in template}  # in the model's order
+        buffers = add_prefix("buffer", dict(self.model.named_buffers())) if self.clip is not None else {}
+        tensors = {name: (tensors | buffers)[name] for name in template}  # in the model's order
         update = self.codec.decode_update(defence_round.base, self.model, values, tensors, 0)
         rows = self.packing.bound_rounding(opening.exponents, clients, records)
         ranges = _find_ranges(defence_round)

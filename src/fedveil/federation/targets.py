@@ -23,14 +23,14 @@ PER_CLASS = "a model with one output per class"
 
 
 @contextmanager
-def attribute_targets(who: str) -> Iterator[None]:
+def attribute_targets(owner: str) -> Iterator[None]:
     """Add the owner of the targets to errors about them."""
     try:
         yield
     except BadArgument as error:
         if error.where != "targets":
             raise
-        raise BadArgument(f"{who}: targets", error.what, error.fix) from error
+        raise BadArgument(f"{owner}: targets", error.what, error.fix) from error
 
 
 @contextmanager
@@ -53,9 +53,13 @@ def default_loss(output: Tensor, sources: Sequence[Source]) -> str:
     """
     targets, single = sources[0].take([0])[1], output.numel() == 1
     known = [source.targets for source in sources if isinstance(source, Rows)]
-    binary = len(known) == len(sources) and all(is_binary(own) for own in known)
+    binary = len(known) == len(sources) and all(is_binary(targets) for targets in known)
     if targets.is_floating_point():
-        if not binary or not any(bool(own.any()) for own in known) or all(bool(own.all()) for own in known):
+        if (
+            not binary
+            or not any(bool(targets.any()) for targets in known)
+            or all(bool(targets.all()) for targets in known)
+        ):
             return "squared_error"
         what = "all targets are floats 0 or 1: are they classes or quantities?"
         fix = f"pass {YES_NO}, loss='cross_entropy' for one-hot rows of classes, {QUANTITIES}"
@@ -79,10 +83,10 @@ def target_maker(model: nn.Module, loss: Loss, example: Batch) -> Callable[[Tens
     """
     if isinstance(loss, AUTOGRAD_LOSSES):
         return lambda targets: targets
-    one, axis = one_output(model, example[0]), head_axis(model)
+    output, axis = one_output(model, example[0]), head_axis(model)
 
     def make(targets: Tensor) -> Tensor:
-        template = one.expand(len(targets), *one.shape[1:])
+        template = output.expand(len(targets), *output.shape[1:])
         if isinstance(loss, CLASS_LOSSES):
             _check_classes(loss, targets, template, axis)
         elif isinstance(loss, BinaryCrossEntropy):
@@ -102,20 +106,20 @@ def one_output(model: nn.Module, inputs: Inputs) -> Tensor:
     return try_model(model, inputs, "the clients' records", fix)[:1].cpu()
 
 
-def try_model(model: nn.Module, inputs: Inputs, who: str, fix: str, client_inputs: Inputs | None = None) -> Tensor:
+def try_model(model: nn.Module, inputs: Inputs, owner: str, fix: str, client_inputs: Inputs | None = None) -> Tensor:
     """Return the model's outputs for the first two records, in evaluation mode; refuse records for which it fails.
 
     Args:
         model: the model, in any mode.
         inputs: the records' inputs.
-        who: name of the records in the error.
+        owner: name of the records in the error.
         fix: the fix that the error suggests.
         client_inputs: clients' inputs, which the error also describes.
     """
     first = next(model.parameters())
     what = f"{type(model).__name__} does not accept them ({_describe_inputs(inputs)})"
     what += "" if client_inputs is None else f"; the clients have {_describe_inputs(client_inputs)}"
-    with refuse_failure(who, what, fix):
+    with refuse_failure(owner, what, fix):
         return predict(model, move_inputs(slice_inputs(inputs, 0, 2), first.device, first.dtype))
 
 
@@ -134,9 +138,9 @@ def _dense(loss: Loss, targets: Tensor, template: Tensor, axis: int | None) -> T
         return loss.dense(targets, template)
     targets = targets.long()
     if not are_class_indices(template, targets):
-        wanted = " or ".join(sorted({str(tuple(remove_axis(template.shape, dim))) for dim in (-1, 1)}))
+        expected = " or ".join(sorted({str(tuple(remove_axis(template.shape, dim))) for dim in (-1, 1)}))
         fix = "use targets[:, 0] for a column, or the argmax of one-hot rows"
-        raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but class indices need shape {wanted}", fix)
+        raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but class indices need shape {expected}", fix)
     if not isinstance(loss, CLASS_LOSSES) or template.dim() < 3:
         return expand_classes(targets, template, axis).contiguous()
     losses.check_classes(targets, template.shape[class_axis(template, targets, axis)])
@@ -157,8 +161,8 @@ def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | Non
     if not floats:
         return
     if targets.shape != outputs.shape and not _has_positions(targets, outputs):
-        wanted = f"class indices, or probabilities of shape {tuple(outputs.shape)}"
-        what = f"they are {targets.dtype} of shape {tuple(targets.shape)}, but {loss.name} expects {wanted}"
+        expected = f"class indices, or probabilities of shape {tuple(outputs.shape)}"
+        what = f"they are {targets.dtype} of shape {tuple(targets.shape)}, but {loss.name} expects {expected}"
         fix = f"use targets.long() of shape {tuple(remove_axis(outputs.shape, dim))} for classes, or {QUANTITIES}"
         raise BadArgument("targets", what, f"{fix} with one output per quantity")
     if isinstance(loss, losses.Hinge) and not is_binary(targets):
@@ -166,8 +170,8 @@ def _check_classes(loss: Loss, targets: Tensor, outputs: Tensor, axis: int | Non
         raise BadArgument("targets", what, "use loss='cross_entropy'")
     if bool((targets < 0).any()) or bool(((targets.double().sum(dim) - 1).abs() > MAX_ROUNDING).any()):
         what = f"{loss.name} expects probabilities, but some rows have negative values or do not sum to 1"
-        several = "loss='binary_cross_entropy' for several binary targets per record"
-        raise BadArgument("targets", what, f"use class indices or rows that sum to 1, {several}, or {QUANTITIES}")
+        binary_loss = "loss='binary_cross_entropy' for several binary targets per record"
+        raise BadArgument("targets", what, f"use class indices or rows that sum to 1, {binary_loss}, or {QUANTITIES}")
 
 
 def _has_positions(targets: Tensor, outputs: Tensor) -> bool:
@@ -199,9 +203,9 @@ def _check_quantities(loss: Loss, targets: Tensor, outputs: Tensor) -> None:
 
 def warn_about_activation(model: nn.Module, loss: Loss, outputs: Tensor) -> None:
     """Warn if the model outputs probabilities but the loss expects logits: the activation would be applied twice."""
-    found, last = outputs.double(), list(model.modules())[-1]
-    inside = bool(((found >= 0) & (found <= 1)).all())
-    rows = bool(((found.sum(-1) - 1).abs() <= outputs.shape[-1] * torch.finfo(outputs.dtype).eps).all())
+    result, last = outputs.double(), list(model.modules())[-1]
+    inside = bool(((result >= 0) & (result <= 1)).all())
+    rows = bool(((result.sum(-1) - 1).abs() <= outputs.shape[-1] * torch.finfo(outputs.dtype).eps).all())
     softmax = isinstance(loss, losses.CrossEntropy) and inside and rows
     if softmax or (isinstance(loss, BinaryCrossEntropy) and inside and isinstance(last, nn.Sigmoid)):
         layer = "softmax" if softmax else "sigmoid"

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 RESERVED = ("accuracy", "loss", "mse", "round", "epoch", "error", "lr", "seconds", "evaluated", "epsilon")
 PREDICTIONS = ("input", "logits", "output", "outputs", "pred", "predictions", "preds", "y_pred", "y_prob", "y_score")
 PROBABILITIES = ("y_prob", "y_proba", "y_score")  # second parameters of functions that do not take classes
-LOG_PROBABILITIES = ("torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss")  # losses whose outputs softmax turns into these
+LOG_PROBABILITIES = ("torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss")  # losses whose outputs are passed to softmax
 
 
 @runtime_checkable
@@ -59,7 +59,7 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
     for name, metric in metrics.items():
         where = f"metrics[{name!r}]"
         if not isinstance(name, str) or not name or name in RESERVED or name.startswith("validation_"):
-            raise BadArgument(where, "a record already uses this name, or it is not a word", "choose another name")
+            raise BadArgument(where, "this name is reserved or empty", "choose another name")
         if isinstance(metric, type):
             raise BadArgument(where, f"{metric.__name__} is a class", f"pass an instance: {metric.__name__}(...)")
         if isinstance(metric, MetricObject):
@@ -72,18 +72,18 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
 
 
 def _check_order(where: str, function: MetricFunction, probabilities: bool) -> None:
-    """Refuse a function whose parameters have the names of predictions and targets, in this order, or of scores."""
+    """Refuse a function whose parameter names show that it expects (predictions, targets) or scores."""
     try:
         names = list(inspect.signature(function).parameters)[:2]
     except (TypeError, ValueError):  # some built-in functions have no signature
         return
-    called, shown = getattr(function, "__name__", "f"), ", ".join(names)
+    called, parameters = getattr(function, "__name__", "f"), ", ".join(names)
     if names and names[0] in PREDICTIONS:
-        what = f"its parameters are ({shown}), but a function is called as f(targets, predictions)"
+        what = f"its parameters are ({parameters}), but a function is called as f(targets, predictions)"
         fix = f"pass lambda targets, predictions: {called}(predictions, targets), or an object with update and compute"
         raise BadArgument(where, what, fix)
     if not probabilities and (called == "log_loss" or (names[1:] and names[1] in PROBABILITIES)):
-        what = f"its parameters are ({shown}), but a function receives predicted classes, not scores"
+        what = f"its parameters are ({parameters}), but a function receives predicted classes, not scores"
         raise BadArgument(where, what, f"pass fedveil.federation.Probabilities({called})")
 
 
@@ -101,7 +101,7 @@ def compute_metrics(
     expected = targets if classes is None else classes.expected
     if classes is None and outputs.numel() == targets.numel():
         outputs = outputs.reshape(targets.shape)
-    found = {}
+    result = {}
     for name, metric in metrics.items():
         where = f"metrics[{name!r}]"
         if isinstance(metric, Probabilities):
@@ -112,8 +112,8 @@ def compute_metrics(
         else:
             predicted = outputs if classes is None else classes.predicted
             value = _call(where, metric, expected, predicted.reshape(expected.shape))
-        found[name] = _as_number(where, value)
-    return found
+        result[name] = _as_number(where, value)
+    return result
 
 
 def _as_torchmetrics(outputs: Tensor, expected: Tensor, classes: bool, axis: int | None) -> Tensor:
@@ -132,8 +132,8 @@ def _probabilities(where: str, outputs: Tensor, targets: Tensor, loss: Loss, axi
         raise BadArgument(where, what, 'train with loss="cross_entropy", or pass an object that takes outputs')
     if (ranking := rank_outputs(outputs, targets, loss)) is not None:
         return ranking.double().sigmoid()
-    moved = outputs.double().movedim(class_axis(outputs, targets, axis), -1)
-    return moved.softmax(-1).reshape(-1, moved.shape[-1])
+    moved_outputs = outputs.double().movedim(class_axis(outputs, targets, axis), -1)
+    return moved_outputs.softmax(-1).reshape(-1, moved_outputs.shape[-1])
 
 
 def _call(where: str, function: MetricFunction, targets: Tensor, predictions: Tensor) -> object:
@@ -149,9 +149,9 @@ def _update(where: str, metric: MetricObject, outputs: Tensor, targets: Tensor) 
     with refuse_failure(where, what, fix), torch.no_grad():
         metric.reset()
         metric.update(outputs.to(device), targets.to(device))
-        found = metric.compute()
+        result = metric.compute()
         metric.reset()
-    return found
+    return result
 
 
 def _as_number(where: str, value: object) -> float:

@@ -49,7 +49,7 @@ def analyse(
         frozen: "local" for parameters that do not require gradients and that every client has: they are neither
             perturbed nor sent, so only what is trained and the layers between frozen ones can be perturbed.
         output: the name of the predictions in what forward returns, such as "last_hidden_state", or a function of it;
-            by default, "logits" or the only tensor of floats.
+            by default, "logits" or the only floating-point tensor.
 
     Returns:
         The plan. `print(plan)` shows axes, symmetries and pinned operations; `plan.coverage` is the fraction of
@@ -122,7 +122,7 @@ def make_plan(
     frozen: Frozen = "sent",
     output: Output | None = None,
 ) -> Plan:
-    """Return the plan for inputs of this form and number of samples, however little it covers.
+    """Return the plan for inputs of this form and number of samples, regardless of its coverage.
 
     The model returns its predictions, as chosen; the plan repeats `output`.
     """

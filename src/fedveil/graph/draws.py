@@ -31,7 +31,7 @@ class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Run the operation, and replace what it draws."""
+        """Run the operation, and replace the random numbers that it draws."""
         self.operations += 1
         kwargs = {} if kwargs is None else kwargs
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):

@@ -22,7 +22,7 @@ from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
 from fedveil.graph.outputs import return_predictions
 
 SAMPLES = 2  # batch size of the example: torch.export treats 1 as a special case, and BatchNorm needs at least 2
-EXPORTING = threading.RLock()  # two threads would each restore what the other has set for the process
+EXPORTING = threading.RLock()  # exporting changes global state, so two threads would interfere
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def copy_model(model: nn.Module) -> nn.Module:
         model_copy = copy.deepcopy(model, memo)
     except Exception as error:  # an attribute may raise any exception
         what = f"it cannot be copied: {str(error)[:200] or type(error).__name__}"
-        fix = "store only what copy.deepcopy copies in its attributes; call functions by their name in forward"
+        fix = "store only objects that copy.deepcopy accepts as attributes, and call functions by name in forward"
         raise AnalysisError(type(model).__name__, what, fix) from error
     for module in model_copy.modules():
         if getattr(module, "momentum", 0) is None:  # a cumulative average depends on the number of batches
@@ -63,7 +63,7 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 
 def find_computed(model: nn.Module) -> dict[int, Tensor]:
-    """Return what replaces attributes that a pre-hook computes, such as a pruned weight, which cannot be copied."""
+    """Return replacements for attributes that a pre-hook computes, such as a pruned weight, which cannot be copied."""
     found = [own for module in model.modules() for own in vars(module).values() if isinstance(own, Tensor)]
     return {id(tensor): tensor.detach() for tensor in found if not tensor.is_leaf}
 

@@ -1,4 +1,4 @@
-"""Check that a plan holds for a batch whose size or form is not that of the example.
+"""Check that a plan holds for a batch whose size or form differs from the example's.
 
 Forward may depend on the number of samples or on the length of a sequence. Sizes are compared with those of the
 analysis at every step. For a new number of samples, forward runs on fake tensors at three sizes, and must perform the
@@ -59,7 +59,7 @@ def check_sizes(
 
 def _compare(model: nn.Module, plan: Plan, signature: str, sizes: str) -> None:
     if plan.signature != signature:
-        what = f"its forward method does something else with {sizes}, for which the model was analysed"
+        what = f"its forward method behaves differently with {sizes}, for which the model was analysed"
         raise NotExact(type(model).__name__, what, ANALYSE)
 
 

@@ -65,7 +65,7 @@ def count(inputs: Inputs) -> int:
 
 
 def describe_form(inputs: Inputs) -> str:
-    """Describe what must not differ between batches: the structure of the inputs, and all dims but the first."""
+    """Describe the form that all batches must have: the structure of the inputs, and all dims but the first."""
     leaves, structure = pytree.tree_flatten(as_dicts(inputs))
     return f"{structure}: {'; '.join(map(_describe_leaf, leaves))}"
 

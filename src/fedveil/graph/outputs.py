@@ -1,7 +1,7 @@
 """Find the tensor of predictions in what a model's forward method returns.
 
 A model may return a tensor, or a tuple, a dict, a named tuple or a dataclass (such as the outputs of Hugging Face
-models) that contains it. Without a choice, the predictions are the entry "logits" or the only tensor of floats;
+models) that contains it. Without a choice, the predictions are the entry "logits" or the only floating-point tensor;
 otherwise, they are the entry with the chosen name, or the result of the chosen function.
 """
 
@@ -51,7 +51,7 @@ def choose_output(model: nn.Module, output: Output | None) -> nn.Module:
 
 
 def find_viewed(model: nn.Module) -> nn.Module:
-    """Return the model of which this is a view by name; otherwise, the model itself."""
+    """Return the original of a model that is a view by name; otherwise, the model itself."""
     found = _VIEWED[model]() if model in _VIEWED else None
     return model if found is None else found
 
@@ -103,11 +103,11 @@ def find_predictions(model: nn.Module, returned: object, output: Output | None =
     if output is not None:
         if output in floats:
             return floats[output]
-        what = f"forward returns {_describe(returned)} with no tensor of floats {output[:40]!r}, but with {names}"
+        what = f"forward returns {_describe(returned)} with no floating-point tensor {output[:40]!r}, but with {names}"
         raise BadArgument(name, what, "choose one of these, or pass output=function")
     chosen = LOGITS if LOGITS in rows else rows[0] if len(rows) == 1 else None
     if chosen is None:
-        several = f"several tensors of floats: {names}" if rows else "no tensor of floats"
+        several = f"several floating-point tensors: {names}" if rows else "no floating-point tensor"
         what = f"its forward method returns {_describe(returned)} with {several}"
         fix = 'choose one by name, such as output="last_hidden_state", or with a function: output=lambda out: out[0]'
         raise BadArgument(name, what, fix if rows else "return the outputs that the loss needs as one tensor")
@@ -136,7 +136,7 @@ def chosen_output(model: nn.Module) -> Output | None:
 
 
 def describe_output(output: Output | None) -> str:
-    """Return the text that is sent for a choice: a name, or that of a function, which is not sent; "" for None."""
+    """Return the text that is sent for a choice: the name of the entry or of the function; "" for None."""
     if output is None or isinstance(output, str):
         return output or ""
     return str(getattr(output, "__qualname__", type(output).__qualname__)) + FUNCTION

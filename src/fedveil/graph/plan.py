@@ -366,7 +366,7 @@ class Plan:
 
     @cached_property
     def signature(self) -> str:
-        """A short identifier of what the plan does to the parameters."""
+        """A short identifier of how the plan acts on the parameters."""
         from fedveil.graph.signature import identify
 
         return identify(self)

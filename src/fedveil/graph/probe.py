@@ -1,4 +1,4 @@
-"""Run forward on fake tensors, to see what its exported graph does not show.
+"""Run forward on fake tensors, to detect code that its exported graph does not show.
 
 A probe refuses code that changes gradients, and records the operations of a forward pass. Two records that agree show
 that forward does not depend on what differs between the two passes, such as the number of samples.

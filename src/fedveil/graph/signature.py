@@ -1,4 +1,4 @@
-"""Identify what a plan does to a model's parameters, however its classes are numbered."""
+"""Identify how a plan acts on a model's parameters, regardless of how its classes are numbered."""
 
 import hashlib
 from typing import TYPE_CHECKING

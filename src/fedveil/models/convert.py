@@ -29,18 +29,18 @@ def with_group_norm(model: nn.Module, groups: int = GROUPS) -> nn.Module:
     check_count("with_group_norm", "groups", groups)
     if isinstance(model, _NormBase) and not isinstance(model, _InstanceNorm):
         return _convert(model, groups)
-    found = copy.deepcopy(model)
-    for parent in list(found.modules()):
+    result = copy.deepcopy(model)
+    for parent in list(result.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, _NormBase) and not isinstance(child, _InstanceNorm):
                 setattr(parent, name, _convert(child, groups))
-    return found
+    return result
 
 
 def _convert(norm: _NormBase, groups: int) -> nn.GroupNorm:
     channels = norm.num_features
-    found = nn.GroupNorm(math.gcd(groups, channels), channels, norm.eps, affine=norm.affine)
-    found.train(norm.training)
+    result = nn.GroupNorm(math.gcd(groups, channels), channels, norm.eps, affine=norm.affine)
+    result.train(norm.training)
     if norm.affine:
-        found.weight, found.bias = norm.weight, norm.bias
-    return found
+        result.weight, result.bias = norm.weight, norm.bias
+    return result

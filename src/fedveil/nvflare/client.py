@@ -176,10 +176,10 @@ class Client(ABC):
             self._session = self._start_session()
         if self._session.party is not None:
             require_secure_transport()
-        found = self._session.reply(common, extra)
+        result = self._session.reply(common, extra)
         if self._file is not None and self._session.state.private:
             save_private(self._file, self._session.state.private)
-        return found
+        return result
 
     def _start_session(self) -> ClientSession:
         party = self.party or load_own_party()

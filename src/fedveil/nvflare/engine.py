@@ -47,13 +47,13 @@ class FlareTransport:
         missing = dict.fromkeys(extras)
         while missing:
             try:
-                name, found = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
+                name, result = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
                 break
-            if isinstance(found, RunAborted):
-                raise found
+            if isinstance(result, RunAborted):
+                raise result
             del missing[name]
-            yield name, found
+            yield name, result
         for name in missing:
             self._leave_out(name)
             yield name, Fault(name, FaultKind.SILENT, f"no answer within {timeout:g} s")
@@ -64,7 +64,7 @@ class FlareTransport:
 
     def _call(self, name: Member, common: bytes, extra: bytes, timeout: float) -> bytes | Fault | RunAborted:
         try:
-            found = self._sites[name](timeout=timeout).answer(common, extra)
+            result = self._sites[name](timeout=timeout).answer(common, extra)
         except RunAborted as error:
             return error
         except CollabCallError as error:
@@ -74,11 +74,11 @@ class FlareTransport:
             return Fault(name, FaultKind.UNREACHABLE, str(error.cause))
         except Exception as error:  # FLARE's decoder may raise anything on malformed bytes
             return Fault(name, FaultKind.UNREADABLE, f"{type(error).__name__}: {error}")
-        if isinstance(found, bytes):
-            return found
-        if isinstance(found, str):  # the client's reason for not answering
-            return Fault(name, FaultKind.RAISED, found)
-        return Fault(name, FaultKind.MALFORMED, f"the site answered with {type(found).__name__}, not with bytes")
+        if isinstance(result, bytes):
+            return result
+        if isinstance(result, str):  # the client's reason for not answering
+            return Fault(name, FaultKind.RAISED, result)
+        return Fault(name, FaultKind.MALFORMED, f"the site answered with {type(result).__name__}, not with bytes")
 
     def _leave_out(self, name: Member) -> None:
         if name not in self._away:

@@ -126,8 +126,10 @@ class _Admin:
         sessions, reported, asked = self._sessions, "", time.monotonic()
         while not (status := str(self.do("get_job_status", job_id))).startswith("FINISHED"):
             if status == RunStatus.SUBMITTED and time.monotonic() - asked > SLOW_START:
-                there = ", ".join(sorted(str(site.name) for site in self.do("get_system_info").client_info)) or "none"
-                status += f", waiting for sites; connected: {there}"
+                connected = (
+                    ", ".join(sorted(str(site.name) for site in self.do("get_system_info").client_info)) or "none"
+                )
+                status += f", waiting for sites; connected: {connected}"
             if self._sessions > sessions and status in (RunStatus.RUNNING, RunStatus.DISPATCHED):
                 if job_id not in [job.job_id for job in self.do("get_system_info").job_info]:
                     return "LOST, because the server was restarted"
@@ -142,9 +144,9 @@ class _Admin:
 
     def progress(self, job_id: str) -> str:
         """Return the progress of a running job's server; empty if it is not known or the user may not see it."""
-        with contextlib.suppress(Exception):  # FLARE raises many, and the next call of `do` notices a lost server
-            found = self._session.show_stats(job_id, TargetType.SERVER)
-            return str(found[TargetType.SERVER][GROUP][PROGRESS])
+        with contextlib.suppress(Exception):  # the next call of `do` notices a lost server
+            result = self._session.show_stats(job_id, TargetType.SERVER)
+            return str(result[TargetType.SERVER][GROUP][PROGRESS])
         return ""
 
     def do(self, method: str, *arguments: str) -> Any:

@@ -23,19 +23,19 @@ def configure(kit: Path, *packages: str) -> Path:
         packages: names of installed packages whose classes a job may use without sending code, such as "bank_flare".
     """
     local = Path(kit) / "local"
-    found: dict[str, Any] = {"format_version": 2}
+    result: dict[str, Any] = {"format_version": 2}
     if file := next((local / name for name in NAMES if (local / name).exists()), None):
         try:
-            found = dict(json.loads(file.read_text()))
+            result = dict(json.loads(file.read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise BadArgument(str(file), f"cannot be read: {error}", "provision the kit again") from error
-    found["allow_log_streaming"] = False
+    result["allow_log_streaming"] = False
     if packages:
         for package in packages:
             if not all(part.isidentifier() for part in package.split(".")):
                 what = f"{package!r} is not the name of a package"
                 raise BadArgument("packages", what, "use a name such as bank_flare")
-        listed = found.get("class_allow_list", DEFAULT_CLASS_ALLOW_LIST)
-        own = ("nvflare.collab.", *(f"{package}." for package in packages))
-        found["class_allow_list"] = list(dict.fromkeys([*listed, *own]))
-    return write_atomically(local / NAMES[0], json.dumps(found, indent=2) + "\n")
+        listed = result.get("class_allow_list", DEFAULT_CLASS_ALLOW_LIST)
+        allowed = ("nvflare.collab.", *(f"{package}." for package in packages))
+        result["class_allow_list"] = list(dict.fromkeys([*listed, *allowed]))
+    return write_atomically(local / NAMES[0], json.dumps(result, indent=2) + "\n")

@@ -241,9 +241,9 @@ class Accountant:
         """Return the numbers of rounds."""
         return {"rounds": self._all, "own": dict(self._by_client)}
 
-    def restore(self, rounds: int, own: Mapping[int | str, int]) -> None:
+    def restore(self, rounds: int, counts: Mapping[int | str, int]) -> None:
         """Continue from the numbers of rounds in a state."""
-        self._all, self._by_client = rounds, dict(own)
+        self._all, self._by_client = rounds, dict(counts)
 
 
 def check_delta(where: str, delta: float) -> float:

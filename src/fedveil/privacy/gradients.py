@@ -11,7 +11,7 @@ candidate. The norm is over all parameters. The sum is computed in one of three 
 - Models that vmap does not support, and operations after a veiled head, are run for one record at a time.
 
 One record must not affect how the others are computed, because a server that chooses the weights can make different
-rounding visible. The way is therefore chosen with a record of zeros, buffers are copied for every record, and the
+rounding visible. The method is therefore chosen with a record of zeros, buffers are copied for every record, and the
 position of a record in a batch should be random (`RecordPrivateClient.sample`).
 
 Gradients are computed in the model's dtype, then scaled and summed in float64. Each contribution has a norm of at most
@@ -73,22 +73,25 @@ class RecordGradients:
         """Return an object that computes the gradients of a plain model."""
         refuse_coupling(loss)
         axis = head_axis(model)
-        parameters = {name: own.detach() for name, own in model.named_parameters()}
-        buffers = {name: own.detach() for name, own in model.named_buffers()}
-        trainable = tuple([name for name, own in model.named_parameters() if own.requires_grad])
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
+        trainable = tuple([name for name, parameter in model.named_parameters() if parameter.requires_grad])
 
         def slopes(outputs: Tensor, targets: Tensor) -> Tensor:
             return output_gradient(loss, outputs, targets, axis).unsqueeze(0)
 
         def single(inputs: Inputs, targets: Tensor) -> Tensors:
             leaves = {name: parameters[name].requires_grad_() for name in trainable}
-            copies = {name: own.clone() for name, own in buffers.items()}  # a forward pass may change them
+            copies = {name: buffer.clone() for name, buffer in buffers.items()}  # a forward pass may change them
             with torch.enable_grad():
                 outputs = compute_outputs(model, inputs, parameters | leaves | copies)
                 back = slopes(outputs.detach(), targets)[0]
-                found = torch.autograd.grad(outputs, list(leaves.values()), back, allow_unused=True)
-            pairs = zip(leaves.items(), found, strict=True)
-            return {name: (torch.zeros_like(p) if own is None else own).unsqueeze(0) for (name, p), own in pairs}
+                result = torch.autograd.grad(outputs, list(leaves.values()), back, allow_unused=True)
+            pairs = zip(leaves.items(), result, strict=True)
+            return {
+                name: (torch.zeros_like(p) if gradient is None else gradient).unsqueeze(0)
+                for (name, p), gradient in pairs
+            }
 
         return cls(model, parameters | buffers, trainable, slopes, 1, None, single, loss)
 
@@ -109,8 +112,8 @@ class RecordGradients:
         def single(inputs: Inputs, targets: Tensor) -> Tensors:
             return client_step(model, broadcast, inputs, targets).passes
 
-        every, candidates = values | dict(broadcast.buffers), len(head.candidates) if head else 1
-        return cls(model, every, broadcast.trainable, slopes, candidates, head, single, broadcast.loss)
+        values_with_buffers, candidates = values | dict(broadcast.buffers), len(head.candidates) if head else 1
+        return cls(model, values_with_buffers, broadcast.trainable, slopes, candidates, head, single, broadcast.loss)
 
     def fresh_values(self, leaves: Tensors) -> Tensors:
         """Return all values, with `leaves` as parameters and copies of the buffers, which a forward pass may change."""
@@ -167,13 +170,13 @@ def clipped_sums(
         memory: maximum number of bytes for per-record gradients; larger batches are processed in chunks.
     """
     links = find_links(task.model, inputs, task.values) if task.head is None or not task.head.is_inner else None
-    chunks: Iterable[tuple[slice, Found]] = _chunks(task, inputs, targets, included, memory)
+    chunks: Iterable[tuple[slice, GradientParts]] = _chunks(task, inputs, targets, included, memory)
     if links and isinstance(inputs, Tensor):
         chunks = _stack_chunks(task, links, inputs, targets, included, memory)
     total: Tensors = {}
-    for rows, found in chunks:
-        for name, own in _clip(task, *found, included[rows], clip).items():
-            total[name] = total[name].add_(own) if name in total else own
+    for rows, chunk in chunks:
+        for name, value in _clip(task, *chunk, included[rows], clip).items():
+            total[name] = total[name].add_(value) if name in total else value
     for name in () if total else task.trainable:  # there are no records
         total[name] = _no_gradient(task, name).double()
     return {name: total[name] for name in task.trainable}
@@ -187,15 +190,16 @@ def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> 
     return torch.where(included & squares.isfinite(), factors, torch.zeros_like(factors))
 
 
-Found = tuple[Tensors, list[Product]]  # gradients with dims (records, candidates, ...); products for other parameters
+# gradients with dims (records, candidates, ...), and products for the other parameters
+GradientParts = tuple[Tensors, list[Product]]
 
 
 def _stack_chunks(
     task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor, memory: int
-) -> Iterator[tuple[slice, Found]]:
+) -> Iterator[tuple[slice, GradientParts]]:
     """Yield chunks of records whose activations and cotangents in float64 need at most `memory` bytes."""
     widths = [task.values[f"{path}.weight"].shape for path in links if path is not None]
-    each_needs = 8 * sum(entered + (1 + task.candidates) * left for left, entered in widths)
+    each_needs = 8 * sum(inputs_size + (1 + task.candidates) * left for left, inputs_size in widths)
     size = max(1, min(CHEAP, memory) // each_needs)
     for start in range(0, len(inputs), size):
         rows = slice(start, start + size)
@@ -206,83 +210,90 @@ def _stack_products(
     task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor
 ) -> list[Product]:
     """Return the products of a stack of Linear and ReLU."""
-    seen = forward(links, task.values, inputs)
-    steps = walk_back(links, task.values, seen, separate_slopes(task, seen[-1], targets, included))
-    found = [Product.from_layer(task, f"{path}.weight", f"{path}.bias", *step) for path, *step in steps]
-    return [product for product in found if product.weight or product.bias]
+    activations = forward(links, task.values, inputs)
+    steps = walk_back(links, task.values, activations, separate_slopes(task, activations[-1], targets, included))
+    result = [Product.from_layer(task, f"{path}.weight", f"{path}.bias", *step) for path, *step in steps]
+    return [product for product in result if product.weight or product.bias]
 
 
 def _clip(task: RecordGradients, gradients: Tensors, products: list[Product], included: Tensor, clip: float) -> Tensors:
     """Return the clipped sums of a chunk; `gradients` is emptied to free memory."""
-    parts = [torch.square(norms(own.flatten(2))).T for own in gradients.values()]
+    parts = [torch.square(norms(gradient.flatten(2))).T for gradient in gradients.values()]
     squares = torch.stack(parts + [product.squares() for product in products]).sum(0)
     factors = clip_factors(squares, included, clip, task.parameters())
-    whole, found = bool(factors.all()), Tensors()
+    all_included, result = bool(factors.all()), Tensors()
     for name in list(gradients):
-        own = gradients.pop(name)  # to free memory
-        flat = own.flatten(2) if whole else own.flatten(2).masked_fill((factors.T == 0).unsqueeze(2), 0.0)
-        found[name] = torch.einsum("kr,rkp->kp", factors, flat.double()).view(own.shape[1:])
+        tensor = gradients.pop(name)  # to free memory
+        flat = tensor.flatten(2) if all_included else tensor.flatten(2).masked_fill((factors.T == 0).unsqueeze(2), 0.0)
+        result[name] = torch.einsum("kr,rkp->kp", factors, flat.double()).view(tensor.shape[1:])
     for product in products:
-        found |= product.sums(factors, whole)
-    return found
+        result |= product.sums(factors, all_included)
+    return result
 
 
 def _chunks(
     task: RecordGradients, inputs: Inputs, targets: Tensor, included: Tensor, memory: int
-) -> Iterator[tuple[slice, Found]]:
+) -> Iterator[tuple[slice, GradientParts]]:
     """Yield chunks of records whose gradients need at most `memory` bytes."""
     records = count(inputs)
-    way = choose_way(task, inputs, targets) if records else None
-    if way is not None and way.outputs is not None:
-        targets = dense_targets(task.loss, task.head, way.outputs.expand(records, -1), targets)
-    size = _chunk_size(task, way.layers if way else [], memory)
+    mode = choose_vmap(task, inputs, targets) if records else None
+    if mode is not None and mode.outputs is not None:
+        targets = dense_targets(task.loss, task.head, mode.outputs.expand(records, -1), targets)
+    size = _chunk_size(task, mode.layers if mode else [], memory)
     for start in range(0, records, size):
         rows = slice(start, min(start + size, records))
-        some, wanted = _take(inputs, rows), targets[rows]
+        chunk, row_targets = _take(inputs, rows), targets[rows]
         used = included[rows]
-        yield rows, (_run_vmap(task, way, some, wanted, used) if way else (_run_loop(task, some, wanted, used), []))
+        yield (
+            rows,
+            (
+                _run_vmap(task, mode, chunk, row_targets, used)
+                if mode
+                else (_run_loop(task, chunk, row_targets, used), [])
+            ),
+        )
 
 
-class Way(NamedTuple):
+class VmapMode(NamedTuple):
     """How vmap is used: the layers whose gradients are products, and outputs if vmap also computes the slopes."""
 
     layers: list[RowLayer]
     outputs: Tensor | None
 
 
-def choose_way(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Way | None:
+def choose_vmap(task: RecordGradients, inputs: Inputs, targets: Tensor) -> VmapMode | None:
     """Choose how to compute the gradients of records of this form; return None for one record at a time.
 
     The choice is made with zeros instead of records, because it affects rounding for all records. A model that changes
     its parameters is refused, because each record would then affect the next.
     """
-    zeros, target = each(lambda own: torch.zeros_like(own[:2]), inputs), torch.zeros_like(targets[:2])
-    before = {name: own._version for name, own in task.values.items()}
-    way = None if needs_loop(task) else _try_vmap(task, zeros, target)
-    if way is None:
+    zeros, target = each(lambda tensor: torch.zeros_like(tensor[:2]), inputs), torch.zeros_like(targets[:2])
+    before = {name: value._version for name, value in task.values.items()}
+    mode = None if needs_loop(task) else _try_vmap(task, zeros, target)
+    if mode is None:
         with contextlib.suppress(Exception):  # zeros may not be valid inputs
             task.single(_take(zeros, slice(1)), target[:1])
-    if changed := [name for name, own in task.values.items() if own._version != before[name]]:
+    if changed := [name for name, value in task.values.items() if value._version != before[name]]:
         raise BadArgument("privacy", f"forward changes {changed[0]}, so records affect one another", "remove this code")
-    return way
+    return mode
 
 
-def _try_vmap(task: RecordGradients, zeros: Inputs, target: Tensor) -> Way | None:
+def _try_vmap(task: RecordGradients, zeros: Inputs, target: Tensor) -> VmapMode | None:
     """Return how vmap computes gradients for records of zeros, or None if it does not support the model."""
     included = torch.ones(len(target), dtype=torch.bool)
     try:
         layers, outputs = find_row_layers(task, zeros)
         inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
         dense = dense_targets(task.loss, task.head, outputs.expand(len(target), -1), target) if inside else target
-        way = Way(layers, outputs if inside else None)
+        mode = VmapMode(layers, outputs if inside else None)
         try:
-            _run_vmap(task, way, zeros, dense, included)
+            _run_vmap(task, mode, zeros, dense, included)
         except ForwardVaries:
-            way = Way([], way.outputs)
-            _run_vmap(task, way, zeros, dense, included)
+            mode = VmapMode([], mode.outputs)
+            _run_vmap(task, mode, zeros, dense, included)
     except (RuntimeError, ValueError, IndexError, TypeError):  # vmap does not support an operation of `forward`
         return None
-    return way
+    return mode
 
 
 def separate_slopes(task: RecordGradients, outputs: Tensor, targets: Tensor, included: Tensor) -> Tensor:
@@ -292,29 +303,29 @@ def separate_slopes(task: RecordGradients, outputs: Tensor, targets: Tensor, inc
     """
     if not isinstance(task.loss, AUTOGRAD_LOSSES):
         return task.slopes(outputs, targets)
-    found = []
+    result = []
     for number, used in enumerate(included.tolist()):
         row = slice(number, number + 1)
         try:
-            found.append(task.slopes(outputs[row], targets[row]))
+            result.append(task.slopes(outputs[row], targets[row]))
         except Exception:
             if used:
                 raise
-            found.append(torch.zeros_like(outputs[row]).expand(task.candidates, *outputs[row].shape))
-    return torch.cat(found, dim=1)
+            result.append(torch.zeros_like(outputs[row]).expand(task.candidates, *outputs[row].shape))
+    return torch.cat(result, dim=1)
 
 
 def _chunk_size(task: RecordGradients, layers: list[RowLayer], memory: int) -> int:
     """Return the number of records per chunk; `memory` holds their gradients, and those of one parameter in float64."""
-    sizes = [task.values[name].numel() for name in set(task.trainable) - {own.weight for own in layers}]
-    rows = sum(task.values[own.weight].shape[1] + own.tap.numel() for own in layers)
-    item = max(own.dtype.itemsize for own in task.values.values()) * min(2, task.candidates)  # 2: stacking copies
+    sizes = [task.values[name].numel() for name in set(task.trainable) - {layer.weight for layer in layers}]
+    rows = sum(task.values[layer.weight].shape[1] + layer.tap.numel() for layer in layers)
+    item = max(value.dtype.itemsize for value in task.values.values()) * min(2, task.candidates)  # 2: stacking copies
     each_needs = task.candidates * (item * (sum(sizes) + rows) + 16 * max(sizes, default=0))
     return max(1, min(RECORDS, memory // each_needs), min(CHEAP, memory) // each_needs)
 
 
 def _take(inputs: Inputs, rows: slice) -> Inputs:
-    return each(lambda own: own[rows], inputs)
+    return each(lambda tensor: tensor[rows], inputs)
 
 
 def needs_loop(task: RecordGradients) -> bool:
@@ -322,9 +333,11 @@ def needs_loop(task: RecordGradients) -> bool:
     return task.head is not None and task.head.tail != "alike"
 
 
-def _run_vmap(task: RecordGradients, way: Way, inputs: Inputs, targets: Tensor, included: Tensor) -> Found:
+def _run_vmap(
+    task: RecordGradients, mode: VmapMode, inputs: Inputs, targets: Tensor, included: Tensor
+) -> GradientParts:
     """Compute the gradients of records with vmap, and products for layers with one row per record."""
-    layers, inside = way.layers, way.outputs is not None
+    layers, inside = mode.layers, mode.outputs is not None
     left_out = {name for layer in layers for name in (layer.weight, layer.bias)}
     leaves = {name: task.values[name] for name in task.trainable if name not in left_out}
     taps = {layer.weight: layer.tap for layer in layers}
@@ -336,34 +349,36 @@ def _run_vmap(task: RecordGradients, way: Way, inputs: Inputs, targets: Tensor, 
         targets = separate_slopes(task, outputs, targets, included).movedim(1, 0)
 
     def gradients(record: Inputs, target: Tensor) -> tuple[Tensors, Tensors, Tensors]:
-        run = torch.func.vjp(lambda own, taps: run_with_taps(task, own, taps, record), leaves, taps, has_aux=True)
-        outputs, back, entered = cast(tuple[Tensor, Back, Tensors], run)
+        run = torch.func.vjp(
+            lambda parameters, taps: run_with_taps(task, parameters, taps, record), leaves, taps, has_aux=True
+        )
+        outputs, back, layer_inputs = cast(tuple[Tensor, Back, Tensors], run)
         slopes = task.slopes(outputs.unsqueeze(0), target.unsqueeze(0)).squeeze(1) if inside else target
         rows = [back(row) for row in slopes]
         join = torch.cat if len(rows) > 1 else itemgetter(0)  # avoids a copy
-        found = {name: join([task.trim_alpha(name, row[0][name].unsqueeze(0)) for row in rows]) for name in leaves}
-        return found, {name: join([row[1][name].reshape(1, -1) for row in rows]) for name in taps}, entered
+        result = {name: join([task.trim_alpha(name, row[0][name].unsqueeze(0)) for row in rows]) for name in leaves}
+        return result, {name: join([row[1][name].reshape(1, -1) for row in rows]) for name in taps}, layer_inputs
 
     with sdpa_kernel(SDPBackend.MATH):  # vmap does not support the other backends
-        found, cotangents, entered = torch.func.vmap(gradients, randomness="different")(inputs, targets)
-    pairs = [(cotangents[own.weight].movedim(1, 0), entered[own.weight].flatten(1)) for own in layers]
-    return found, [
-        Product.from_layer(task, own.weight, own.bias, *pair) for own, pair in zip(layers, pairs, strict=True)
+        by_parameter, cotangents, layer_inputs = torch.func.vmap(gradients, randomness="different")(inputs, targets)
+    pairs = [(cotangents[layer.weight].movedim(1, 0), layer_inputs[layer.weight].flatten(1)) for layer in layers]
+    return by_parameter, [
+        Product.from_layer(task, layer.weight, layer.bias, *pair) for layer, pair in zip(layers, pairs, strict=True)
     ]
 
 
 def _run_loop(task: RecordGradients, inputs: Inputs, targets: Tensor, included: Tensor) -> Tensors:
     """Compute the gradients of one record at a time; ignore failures for records that are not included."""
-    found = []
+    result = []
     for number, used in enumerate(included.tolist()):
-        one = slice(number, number + 1)
+        rows = slice(number, number + 1)
         try:
-            found.append(task.single(_take(inputs, one), targets[one]))
+            result.append(task.single(_take(inputs, rows), targets[rows]))
         except Exception:
             if used:
                 raise
-            found.append({name: _no_gradient(task, name) for name in task.trainable})
-    return {name: torch.stack([record[name] for record in found]) for name in task.trainable}
+            result.append({name: _no_gradient(task, name) for name in task.trainable})
+    return {name: torch.stack([record[name] for record in result]) for name in task.trainable}
 
 
 def _no_gradient(task: RecordGradients, name: str) -> Tensor:

@@ -54,10 +54,10 @@ class PrivacyLedger:
             return {}
         try:
             with convert_os_errors(self.path, "read"):
-                found = json.loads(self.path.read_text())
-            if found["schema"] != SCHEMA:
+                result = json.loads(self.path.read_text())
+            if result["schema"] != SCHEMA:
                 raise ValueError
-            rounds = {(float(noise), float(rate)): int(count) for noise, rate, count in found["rounds"]}
+            rounds = {(float(noise), float(rate)): int(count) for noise, rate, count in result["rounds"]}
             if any(not noise > 0 or not 0 < rate <= 1 or count < 1 for (noise, rate), count in rounds.items()):
                 raise ValueError
         except (ValueError, KeyError, TypeError, RecursionError):

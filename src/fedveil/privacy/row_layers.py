@@ -30,8 +30,8 @@ def norms(rows: Tensor) -> Tensor:
     if not rows.shape[-1]:
         return rows.new_zeros(rows.shape[:-1], dtype=torch.float64)
     largest = rows.abs().amax(-1, keepdim=True).double().clamp_min(TINY)
-    found: Tensor = torch.linalg.vector_norm(rows.double() / largest, dim=-1)
-    return largest.squeeze(-1) * found
+    result: Tensor = torch.linalg.vector_norm(rows.double() / largest, dim=-1)
+    return largest.squeeze(-1) * result
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,41 +40,42 @@ class Product:
 
     Attributes:
         weight, bias: names of the parameters that receive a gradient.
-        own: cotangents, with dims (candidates, records, outputs).
-        entered: inputs, with dims (records, inputs).
+        cotangents: output cotangents, with dims (candidates, records, outputs).
+        inputs: layer inputs, with dims (records, inputs).
     """
 
     weight: str | None
     bias: str | None
-    own: Tensor
-    entered: Tensor
+    cotangents: Tensor
+    inputs: Tensor
 
     @classmethod
     def from_layer(
-        cls, task: "RecordGradients", weight: str, bias: str | None, own: Tensor, entered: Tensor
+        cls, task: "RecordGradients", weight: str, bias: str | None, cotangents: Tensor, inputs: Tensor
     ) -> "Product":
-        """Return the products of a layer, without alpha's part and without parameters that are not trained."""
+        """Return the products of a layer, without alpha's part and without frozen parameters."""
         if task.head is not None and weight == task.head.weight:
-            own = own[..., : len(task.head.direction)]
+            cotangents = cotangents[..., : len(task.head.direction)]
         names = [name if name in task.trainable else None for name in (weight, bias)]
-        return cls(names[0], names[1], own, entered)
+        return cls(names[0], names[1], cotangents, inputs)
 
     def squares(self) -> Tensor:
         """Return the squared norms, with dims (candidates, records)."""
-        own, entered = norms(self.own), norms(self.entered)  # not squared yet, because the squares may underflow
-        return torch.square(own * entered * bool(self.weight)) + torch.square(own * bool(self.bias))
+        # not squared yet, because the squares may underflow
+        cotangents, inputs = norms(self.cotangents), norms(self.inputs)
+        return torch.square(cotangents * inputs * bool(self.weight)) + torch.square(cotangents * bool(self.bias))
 
-    def sums(self, factors: Tensor, whole: bool) -> Tensors:
+    def sums(self, factors: Tensor, all_included: bool) -> Tensors:
         """Return sums weighted by factors with dims (candidates, records); a factor of 0 excludes a record."""
-        scaled, entered, found = self.own * factors.unsqueeze(2), self.entered.double(), Tensors()
-        if not whole:
+        scaled, inputs, result = self.cotangents * factors.unsqueeze(2), self.inputs.double(), Tensors()
+        if not all_included:
             scaled = scaled.masked_fill_((factors == 0).unsqueeze(2), 0.0)
-            entered = entered.nan_to_num(0.0, 0.0, 0.0)  # inputs of excluded records may not be finite
+            inputs = inputs.nan_to_num(0.0, 0.0, 0.0)  # inputs of excluded records may not be finite
         if self.weight:
-            found[self.weight] = torch.bmm(scaled.transpose(1, 2), entered.expand(len(scaled), -1, -1))
+            result[self.weight] = torch.bmm(scaled.transpose(1, 2), inputs.expand(len(scaled), -1, -1))
         if self.bias:
-            found[self.bias] = scaled.sum(1)
-        return found
+            result[self.bias] = scaled.sum(1)
+        return result
 
 
 class ReplaceLinear(TorchFunctionMode):
@@ -107,24 +108,24 @@ def find_row_layers(task: "RecordGradients", inputs: Inputs) -> tuple[list[RowLa
     uses them elsewhere.
     """
     leaves = {name: task.values[name].detach().requires_grad_() for name in task.trainable}
-    names = {id(own): name for name, own in leaves.items()}
+    names = {id(leaf): name for name, leaf in leaves.items()}
     layers: list[RowLayer] = []
 
-    def linear(entered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         name, other = names.get(id(weight)), names.get(id(bias))
-        if name is None or entered.numel() != entered.shape[-1]:
-            return F.linear(entered, weight, bias)
-        found = F.linear(entered, weight.detach(), bias.detach() if bias is not None and other else bias)
-        layers.append(RowLayer(name, other, torch.zeros_like(found)))
-        return found
+        if name is None or inputs.numel() != inputs.shape[-1]:
+            return F.linear(inputs, weight, bias)
+        result = F.linear(inputs, weight.detach(), bias.detach() if bias is not None and other else bias)
+        layers.append(RowLayer(name, other, torch.zeros_like(result)))
+        return result
 
     with ReplaceLinear(lambda input, weight, bias=None: linear(input, weight, bias)):
-        outputs = compute_outputs(task.model, each(lambda own: own[:1], inputs), task.fresh_values(leaves))
+        outputs = compute_outputs(task.model, each(lambda tensor: tensor[:1], inputs), task.fresh_values(leaves))
     used = Counter([name for layer in layers for name in (layer.weight, layer.bias) if name])
     if outputs.requires_grad and used:
         elsewhere = torch.autograd.grad(outputs.sum(), [leaves[name] for name in used], allow_unused=True)
-        used.update([name for name, own in zip(list(used), elsewhere, strict=True) if own is not None])
-    return [own for own in layers if used[own.weight] == used[own.bias or own.weight] == 1], outputs.detach()
+        used.update([name for name, value in zip(list(used), elsewhere, strict=True) if value is not None])
+    return [layer for layer in layers if used[layer.weight] == used[layer.bias or layer.weight] == 1], outputs.detach()
 
 
 class ForwardVaries(Exception):
@@ -134,19 +135,21 @@ class ForwardVaries(Exception):
 def run_with_taps(task: "RecordGradients", leaves: Tensors, taps: Tensors, record: Inputs) -> tuple[Tensor, Tensors]:
     """Run the model for one record, with taps added to layer outputs; return its outputs and the layers' inputs."""
     names = {id(task.values[name]): name for name in taps}
-    seen: Tensors = {}
+    inputs_by_layer: Tensors = {}
 
-    def linear(entered: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        found, name = F.linear(entered, weight, bias), names.get(id(weight))
+    def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        result, name = F.linear(inputs, weight, bias), names.get(id(weight))
         if name is None:
-            return found
-        if name in seen or found.shape != taps[name].shape:
+            return result
+        if name in inputs_by_layer or result.shape != taps[name].shape:
             raise ForwardVaries
-        seen[name] = entered
-        return found + taps[name]
+        inputs_by_layer[name] = inputs
+        return result + taps[name]
 
     with ReplaceLinear(lambda input, weight, bias=None: linear(input, weight, bias)):
-        outputs = compute_outputs(task.model, each(lambda own: own.unsqueeze(0), record), task.fresh_values(leaves))
-    if len(seen) != len(taps):
+        outputs = compute_outputs(
+            task.model, each(lambda tensor: tensor.unsqueeze(0), record), task.fresh_values(leaves)
+        )
+    if len(inputs_by_layer) != len(taps):
         raise ForwardVaries
-    return outputs.squeeze(0), seen
+    return outputs.squeeze(0), inputs_by_layer

@@ -29,20 +29,20 @@ def poisson_sample(entropy: Entropy, records: int, rate: float) -> Integers:
         return np.arange(records)
     drawn = (entropy.words(records) >> np.uint64(64 - _BITS)).astype(np.int64)
     threshold = Fraction(rate) * 2**_BITS  # exact: `rate` is a float
-    found = drawn < math.floor(threshold)
+    result = drawn < math.floor(threshold)
     for index in np.flatnonzero(drawn == math.floor(threshold)):  # the next bits decide
-        found[index] = _trial(entropy, threshold - math.floor(threshold))
-    return np.flatnonzero(found)
+        result[index] = _trial(entropy, threshold - math.floor(threshold))
+    return np.flatnonzero(result)
 
 
 def _trial(entropy: Entropy, probability: Fraction) -> bool:
     """Return True with the given rational probability."""
     while True:
         probability *= 2**64
-        word, whole = int(entropy.words(1)[0]), math.floor(probability)
-        if word != whole:
-            return word < whole
-        probability -= whole
+        word, integer = int(entropy.words(1)[0]), math.floor(probability)
+        if word != integer:
+            return word < integer
+        probability -= integer
 
 
 def exponential_trials(entropy: Entropy, numerators: NDArray[np.uint64], denominator: int) -> Booleans:
@@ -50,10 +50,10 @@ def exponential_trials(entropy: Entropy, numerators: NDArray[np.uint64], denomin
     words = entropy.words(len(numerators)) >> np.uint64(64 - _BITS)
     uniform = words.astype(np.float64) * 2.0**-_BITS  # the drawn number, rounded down by less than 2^-53
     chance = np.exp(-(numerators.astype(np.float64) / denominator))
-    found: Booleans = uniform + 2.0**-_BITS <= chance * (1 - _GUARD)
-    for index in np.flatnonzero(~found & (uniform < chance * (1 + _GUARD))):
-        found[index] = _exponential_trial(entropy, int(words[index]), Fraction(int(numerators[index]), denominator))
-    return found
+    result: Booleans = uniform + 2.0**-_BITS <= chance * (1 - _GUARD)
+    for index in np.flatnonzero(~result & (uniform < chance * (1 + _GUARD))):
+        result[index] = _exponential_trial(entropy, int(words[index]), Fraction(int(numerators[index]), denominator))
+    return result
 
 
 def _exponential_trial(entropy: Entropy, word: int, exponent: Fraction) -> bool:
@@ -80,15 +80,15 @@ def discrete_gaussian(entropy: Entropy, count: int) -> Integers:
     arXiv 2004.00010, algorithm 3). The tail is not truncated; only draws beyond 2^31, or 2,048 standard deviations,
     overflow.
     """
-    found, filled = np.empty(count, np.int64), 0
+    result, filled = np.empty(count, np.int64), 0
     while filled < count:
         laplace = _discrete_laplace(entropy, count - filled + (count - filled) // 2 + 16)
         distance = (np.abs(laplace) - SCALE).astype(np.int64)
-        kept = laplace[exponential_trials(entropy, np.square(distance).astype(np.uint64), 2 * SCALE**2)]
-        used = kept[: count - filled]
-        found[filled : filled + len(used)] = used
+        accepted = laplace[exponential_trials(entropy, np.square(distance).astype(np.uint64), 2 * SCALE**2)]
+        used = accepted[: count - filled]
+        result[filled : filled + len(used)] = used
         filled += len(used)
-    return found
+    return result
 
 
 def _discrete_laplace(entropy: Entropy, attempts: int) -> Integers:
@@ -96,18 +96,18 @@ def _discrete_laplace(entropy: Entropy, attempts: int) -> Integers:
     words = entropy.words(attempts)
     low = words % np.uint64(SCALE)  # uniform, because SCALE is a power of two
     negative = (words >> np.uint64(63)).astype(bool)
-    kept = exponential_trials(entropy, low, SCALE)
-    low, negative = low[kept], negative[kept]
+    accepted = exponential_trials(entropy, low, SCALE)
+    low, negative = low[accepted], negative[accepted]
     size = low.astype(np.int64) + SCALE * _geometric(entropy, len(low))
-    kept = ~(negative & (size == 0))  # otherwise, 0 would be twice as likely
-    found: Integers = np.where(negative, -size, size)[kept]
-    return found
+    accepted = ~(negative & (size == 0))  # otherwise, 0 would be twice as likely
+    result: Integers = np.where(negative, -size, size)[accepted]
+    return result
 
 
 def _geometric(entropy: Entropy, count: int) -> Integers:
     """Draw the number of successes before the first failure, with success probability exp(-1)."""
-    found, active = np.zeros(count, np.int64), np.arange(count)
+    result, active = np.zeros(count, np.int64), np.arange(count)
     while len(active):
         active = active[exponential_trials(entropy, np.ones(len(active), np.uint64), 1)]
-        found[active] += 1
-    return found
+        result[active] += 1
+    return result

@@ -124,10 +124,10 @@ def _check_numeric(name: str, array: Array) -> None:
         return
     for index, item in np.ndenumerate(array):
         if not isinstance(item, _NUMBERS) or (isinstance(item, int) and abs(item) >= 2**63):
-            shown = repr(str(item)) if isinstance(item, str) else str(item)
+            text = repr(str(item)) if isinstance(item, str) else str(item)
             at = f", at {list(index)}" if index else ""
             fix = NO_GAPS if item is None else "use integers that fit int64" if isinstance(item, int) else CODES
-            raise _NotNumericError(f"{name} contains {shown:.40}{at}", fix)
+            raise _NotNumericError(f"{name} contains {text:.40}{at}", fix)
     raise _NotNumericError(f"{name} has type {array.dtype}", "convert it: .astype(float)")
 
 

@@ -77,9 +77,9 @@ def check_same_form(owner: str, forms: Mapping[str, str], other: str, expected: 
         expected: the forms of the other owner's records.
     """
     for path in (*expected, *forms):
-        found, wanted = (each.get(path, "missing") for each in (forms, expected))
-        if found != wanted:
-            what = f"{path} is {found:.60}, but that of {other} is {wanted:.60}"
+        result, expected_form = (form_by_path.get(path, "missing") for form_by_path in (forms, expected))
+        if result != expected_form:
+            what = f"{path} is {result:.60}, but that of {other} is {expected_form:.60}"
             raise BadArgument(owner, what, "use the same structure, shape and kind of number for all records")
 
 
@@ -88,6 +88,7 @@ def join_batches(batches: Sequence[Batch]) -> Batch:
     if len(batches) == 1:
         return batches[0]
     inputs = pytree.tree_map(
-        lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *(own for own, _ in batches)
+        lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0],
+        *(batch for batch, _ in batches),
     )
     return cast(Inputs, inputs), torch.cat([targets for _, targets in batches])

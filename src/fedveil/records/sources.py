@@ -95,8 +95,8 @@ class Stream:
         return self._collate(rows, items)
 
     def _read_items(self, rows: Sequence[int]) -> list[object]:
-        read_many = getattr(self.dataset, "__getitems__", None)
-        items: list[object] = read_many(list(rows)) if read_many else [self.dataset[row] for row in rows]
+        read_batch = getattr(self.dataset, "__getitems__", None)
+        items: list[object] = read_batch(list(rows)) if read_batch else [self.dataset[row] for row in rows]
         if self.collate is not default_collate:
             return items
         for row, item in zip(rows, items, strict=True):
@@ -109,7 +109,11 @@ class Stream:
     def _read_fields(self, row: int, item: object) -> object:
         """Convert the numbers in a dict to tensors; other records are returned unchanged."""
         where = f"{self.owner}, record {row}"
-        return {name: as_tensor(where, name, own) for name, own in item.items()} if isinstance(item, Mapping) else item
+        return (
+            {name: as_tensor(where, name, field_value) for name, field_value in item.items()}
+            if isinstance(item, Mapping)
+            else item
+        )
 
     def _collate(self, rows: Sequence[int], items: list[object]) -> Batch:
         try:
@@ -124,8 +128,8 @@ class Stream:
             fix = "use records of the same shape, or a DataLoader whose collate_fn returns (inputs, targets)"
             raise BadArgument(self.owner, what, fix) from error
         if isinstance(batch, Mapping):
-            named, found = split_labels(self.owner, batch)
-            return named, as_tensor(self.owner, "labels", found)
+            named, result = split_labels(self.owner, batch)
+            return named, as_tensor(self.owner, "labels", result)
         if not inputs or not isinstance(targets, Tensor):
             fix = 'use a collate_fn that returns (inputs, targets), or a dict with "labels"'
             raise BadArgument(self.owner, "a batch does not end with a tensor of targets", fix)
@@ -137,11 +141,11 @@ class Stream:
         for row, item in zip(rows, items, strict=True):
             where = f"{self.owner}, record {row}"
             if isinstance(item, Mapping):
-                own, target = split_labels(where, item)
+                model_inputs, target = split_labels(where, item)
             else:
                 *inputs, target = cast(Sequence[object], item)
-                own = _join_arguments(inputs)
-            leaves = {**leaves_by_path(own), "target": target}
+                model_inputs = _join_arguments(inputs)
+            leaves = {**leaves_by_path(model_inputs), "target": target}
             forms = {path: describe(as_tensor(where, path, leaf)) for path, leaf in leaves.items()}
             first = first or forms
             check_same_form(where, forms, f"record {rows[0]}", first)
@@ -157,7 +161,7 @@ def split_labels(owner: str, batch: Mapping[str, object]) -> tuple[Inputs, objec
         keys = ", ".join(map(str, batch))
         what = f"a dict has {'several' if names else 'no'} targets: its keys are {keys:.200}"
         raise BadArgument(owner, what, 'name the targets "labels"')
-    return cast(Inputs, as_dicts({key: own for key, own in batch.items() if key != names[0]})), batch[names[0]]
+    return cast(Inputs, as_dicts({key: value for key, value in batch.items() if key != names[0]})), batch[names[0]]
 
 
 def _join_arguments(inputs: Sequence[object]) -> Inputs:
@@ -236,12 +240,12 @@ def _store(owner: str, inputs: object, targets: object) -> Rows:
         raise BadArgument(
             owner, what, "pass one pair (inputs, targets): concatenate all inputs, and all targets, with torch.cat"
         )
-    found = as_tensor(owner, "targets", targets)
+    result = as_tensor(owner, "targets", targets)
     if is_frame(targets):  # a single column of integers contains classes
-        found = found[:, 0] if found.shape[1] == 1 and not found.is_floating_point() else found.double()
-    if not found.dim():
+        result = result[:, 0] if result.shape[1] == 1 and not result.is_floating_point() else result.double()
+    if not result.dim():
         raise BadArgument(owner, "targets is a single number", "pass one target per record")
-    return Rows(owner, cast(Inputs, pytree.tree_map_with_path(convert, as_dicts(inputs))), found)
+    return Rows(owner, cast(Inputs, pytree.tree_map_with_path(convert, as_dicts(inputs))), result)
 
 
 def _check_loader(owner: str, loader: DataLoader[object], size: int) -> None:
@@ -272,7 +276,7 @@ def check_sources(sources: Sequence[Source]) -> list[Source]:
     """
     if not sources:
         raise BadArgument("Federation", "there are no clients", "pass records: Federation(model, [(inputs, targets)])")
-    found: list[Source] = []
+    result: list[Source] = []
     first: Batch | None = None
     sizes = all(isinstance(source, Rows) or source.collates_alike for source in sources)
     for source in sources:
@@ -282,15 +286,15 @@ def check_sources(sources: Sequence[Source]) -> list[Source]:
         batch = (stored.inputs, stored.targets) if stored else source.take(range(min(2, len(source))))
         check_form(source.owner, batch)
         first = first or batch
-        forms, wanted = (describe_forms(each, sizes=sizes) for each in (batch, first))
-        check_same_form(source.owner, forms, sources[0].owner, wanted)
+        forms, expected = (describe_forms(part, sizes=sizes) for part in (batch, first))
+        check_same_form(source.owner, forms, sources[0].owner, expected)
         check_finite(source.owner, batch, range(len(batch[1])))
         if stored:  # put keys in the same order
-            own, structure = leaves_by_path(batch[0]), pytree.tree_structure(first[0])
-            inputs = pytree.tree_unflatten([own[path] for path in leaves_by_path(first[0])], structure)
+            leaves, structure = leaves_by_path(batch[0]), pytree.tree_structure(first[0])
+            inputs = pytree.tree_unflatten([leaves[path] for path in leaves_by_path(first[0])], structure)
             source = replace(stored, inputs=cast(Inputs, inputs))
-        found.append(source)
-    return found
+        result.append(source)
+    return result
 
 
 def check_form(owner: str, batch: Batch) -> None:

@@ -106,11 +106,11 @@ class Picture:
     caption: str = ""
 
     def __post_init__(self) -> None:
-        wanted, given = self.width * self.height * self.channels, len(self.data)
+        expected, size = self.width * self.height * self.channels, len(self.data)
         fits = isinstance(self.data, bytes) and self.channels in (1, 3) and min(self.width, self.height) > 0
-        what = f"{self.width} x {self.height} pixels of {self.channels} channels need {wanted} bytes, got {given}"
+        what = f"{self.width} x {self.height} pixels of {self.channels} channels need {expected} bytes, got {size}"
         fix = "pass array.tobytes() of a uint8 array of shape (height, width, channels), with 1 or 3 channels"
-        _refuse_if(not fits or given != wanted, "Picture", what, fix)
+        _refuse_if(not fits or size != expected, "Picture", what, fix)
 
     def to_png(self) -> bytes:
         r"""Return the picture as a PNG file (https://www.w3.org/TR/png-3), without row filters.

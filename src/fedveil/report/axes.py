@@ -95,8 +95,8 @@ def linear_axis(low: float, high: float, *, max_intervals: int, extend: bool, mi
 def _log_ticks(low: float, high: float, max_intervals: int) -> Ticks:
     """Return powers of ten; if at most one fits, also 2 and 5 times a power of ten, or the ticks of a linear axis."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    every = max(1, math.ceil((last - first) / max_intervals))
-    decades = [power for power in range(first, last + 1) if power % every == 0]
+    step = max(1, math.ceil((last - first) / max_intervals))
+    decades = [power for power in range(first, last + 1) if power % step == 0]
     if len(decades) >= 2:
         return tuple((10.0**power, f"1e{power}" if power else "1") for power in decades)
     powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)

@@ -49,8 +49,8 @@ def _make_line(name: str, points: Sequence[Point], curves: Curves) -> Line:
     """Create a line, with y = NaN at points that cannot be drawn."""
     min_x, min_y = (1 / LARGEST if log else -LARGEST for log in (curves.log_x, curves.log_y))
     fits = [is_finite(x) and is_finite(y) and x >= min_x and y >= min_y for x, y in points]
-    kept = tuple((float(x), float(y) if fit else math.nan) for (x, y), fit in zip(points, fits, strict=True))
-    return Line(name, kept, fits.count(False))
+    finite = tuple((float(x), float(y) if fit else math.nan) for (x, y), fit in zip(points, fits, strict=True))
+    return Line(name, finite, fits.count(False))
 
 
 def thin(points: Sequence[Point], limit: int) -> tuple[Point, ...]:
@@ -61,13 +61,13 @@ def thin(points: Sequence[Point], limit: int) -> tuple[Point, ...]:
     """
     if len(points) <= limit:
         return tuple(points)
-    size, kept = math.ceil(len(points) / max(1, limit // 2)), {0, len(points) - 1}
+    size, chosen = math.ceil(len(points) / max(1, limit // 2)), {0, len(points) - 1}
     for start in range(0, len(points), size):
         heights = {index: y for index, (_, y) in enumerate(points[start : start + size], start)}
         drawn = [index for index, y in heights.items() if not math.isnan(y)]
-        kept |= {choose(drawn, key=heights.__getitem__) for choose in (min, max) if drawn}
-        kept |= set([index for index, y in heights.items() if math.isnan(y)][:1])  # the first gap
-    return tuple(points[index] for index in sorted(kept))
+        chosen |= {choose(drawn, key=heights.__getitem__) for choose in (min, max) if drawn}
+        chosen |= set([index for index, y in heights.items() if math.isnan(y)][:1])  # the first gap
+    return tuple(points[index] for index in sorted(chosen))
 
 
 def _split_gaps(points: Sequence[Point]) -> list[list[Point]]:
@@ -156,27 +156,29 @@ def _stroke(number: int, line: Line, axes: Axes, limit: int) -> dict[str, object
 
 def _remarks(curves: Curves, lines: Sequence[Line], bands: Sequence[Band], limit: int) -> list[str]:
     """Return sentences about everything that the chart leaves out."""
-    found = [f"{line.name}: no values." for line in lines if not line.points]
-    found += [f"{line.name}: {count(line.left_out, 'value')} {LEFT_OUT}." for line in lines if line.left_out]
+    result = [f"{line.name}: no values." for line in lines if not line.points]
+    result += [f"{line.name}: {count(line.left_out, 'value')} {LEFT_OUT}." for line in lines if line.left_out]
     for line, (lower, _) in zip(lines, bands, strict=True):
-        lost = sum(math.isnan(low) for _, low in lower) - sum(math.isnan(y) for _, y in line.points)
-        if lost and line.name in curves.bands:
-            found.append(f"{line.name}: band left out at {count(lost, 'point')}, where it reaches zero.")
+        omitted = sum(math.isnan(low) for _, low in lower) - sum(math.isnan(y) for _, y in line.points)
+        if omitted and line.name in curves.bands:
+            result.append(f"{line.name}: band left out at {count(omitted, 'point')}, where it reaches zero.")
     if any(len(line.points) > limit for line in lines):
-        found.append("Long lines are thinned to what a screen can show; minima and maxima are kept.")
-    return found
+        result.append("Long lines are thinned to what a screen can show; minima and maxima are kept.")
+    return result
 
 
 def _curve_table(curves: Curves, lines: Sequence[Line]) -> tuple[str, list[str], list[tuple[str, ...]]] | None:
     """Return the size, header and rows of the table behind the chart; for long lines, an evenly spaced selection."""
-    every = sorted({x for line in lines for x, _ in line.points if math.isfinite(x)})
-    if not every:
+    positions = sorted({x for line in lines for x, _ in line.points if math.isfinite(x)})
+    if not positions:
         return None
-    rows = min(len(every), DATA_ROWS)
-    chosen = [every[round(index * (len(every) - 1) / max(1, rows - 1))] for index in range(rows)]
+    rows = min(len(positions), DATA_ROWS)
+    chosen = [positions[round(index * (len(positions) - 1) / max(1, rows - 1))] for index in range(rows)]
     numbers = [chosen, *([known.get(x, math.nan) for x in chosen] for known in (dict(line.points) for line in lines))]
-    columns = [align([NOTHING if math.isnan(number) else format_number(number) for number in own]) for own in numbers]
-    size = (f"{len(chosen)} of " if len(chosen) < len(every) else "") + count(len(every), "row")
+    columns = [
+        align([NOTHING if math.isnan(number) else format_number(number) for number in column]) for column in numbers
+    ]
+    size = (f"{len(chosen)} of " if len(chosen) < len(positions) else "") + count(len(positions), "row")
     return size, [curves.x_label, *(line.name for line in lines)], list(zip(*columns, strict=True))
 
 
@@ -192,7 +194,7 @@ def draw_curves(curves: Curves, limit: int) -> Markup:
         if axes and line.drawn:
             look |= _stroke(number, line, axes, limit) | {"band": _outline(bands[number], axes, limit)}
         drawn.append(look)
-    same = _coincidences(lines, axes[1]) if axes else []
+    coincident = _coincidences(lines, axes[1]) if axes else []
     opening = f"Line chart of {', '.join(curves.series)}: {curves.y_label} over {curves.x_label}."
     ends = {line.drawn[-1][0] for line in lines if line.drawn}
     return fill(
@@ -202,8 +204,8 @@ def draw_curves(curves: Curves, limit: int) -> Markup:
         axes=axes,
         units=UNITS,
         at=f"{curves.x_label} = {format_number(ends.pop())}" if len(ends) == 1 else "last values",
-        words=" ".join([opening, *same, "The values are in the table below."]),
-        remarks=" ".join([*same, *_remarks(curves, lines, bands, limit)]),
+        words=" ".join([opening, *coincident, "The values are in the table below."]),
+        remarks=" ".join([*coincident, *_remarks(curves, lines, bands, limit)]),
         table=_curve_table(curves, lines),
     )
 
@@ -224,8 +226,8 @@ class Reference(NamedTuple):
 def place_references(references: Mapping[str, float], axis: ChartAxis) -> list[Reference]:
     """Return the reference lines with a level for each name; outer names are higher, so that few lines cross them."""
     positions = {f"{name} {format_number(value)}": axis.position(value) for name, value in references.items()}
-    outward = sorted(positions, key=lambda name: abs(positions[name] - 0.5))
-    return [Reference(name, positions[name], level) for level, name in enumerate(outward)]
+    by_distance = sorted(positions, key=lambda name: abs(positions[name] - 0.5))
+    return [Reference(name, positions[name], level) for level, name in enumerate(by_distance)]
 
 
 def build_axis(section: Intervals) -> ChartAxis:
@@ -255,7 +257,7 @@ def _interval_table(section: Intervals) -> tuple[str, list[str], list[list[str]]
     """Return the size, header and rows of the table behind the chart, with the references at the end."""
     rows = [*section.rows, *(Interval(name, value, group="reference") for name, value in section.references.items())]
     numbers = [[getattr(row, end) for row in rows] for end in ("value", "low", "high")]
-    columns = [align([NOTHING if number is None else format_number(number) for number in own]) for own in numbers]
+    columns = [align([NOTHING if number is None else format_number(number) for number in column]) for column in numbers]
     cells = [
         [f"{row.group}: {row.name}" if row.group else row.name, row.missing if row.value is None else value, low, high]
         for row, value, low, high in zip(rows, *columns, strict=True)

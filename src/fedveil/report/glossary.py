@@ -15,16 +15,16 @@ def explain_terms(body: Markup, glossary: Mapping[str, str]) -> Markup:
     >>> print(explain_terms(Markup("<p>An AUC of 0.5</p>"), {"AUC": "a chance"}).splitlines()[0])
     <p>An <abbr title="a chance">AUC</abbr> of 0.5</p>
     """
-    left, found, pieces, depth = dict(glossary), list[str](), list[str](), 0
+    remaining, result, pieces, depth = dict(glossary), list[str](), list[str](), 0
     for piece in TAG.split(str(body)):
         if piece.startswith("<"):
             depth += _change_of_depth(piece)
-        elif depth == 0 and left and piece.strip():
-            piece = _mark_terms(piece, left, found)
+        elif depth == 0 and remaining and piece.strip():
+            piece = _mark_terms(piece, remaining, result)
         pieces.append(piece)
-    if not found:
+    if not result:
         return body
-    rows = "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(glossary[term])}</dd></div>" for term in found)
+    rows = "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(glossary[term])}</dd></div>" for term in result)
     return Markup(f'{"".join(pieces)}\n<dl class="words" aria-label="Words used in this section">{rows}</dl>')
 
 
@@ -36,16 +36,16 @@ def _change_of_depth(tag: str) -> int:
     return -1 if tag.startswith("</") else 1
 
 
-def _mark_terms(text: str, left: dict[str, str], found: list[str]) -> str:
-    """Mark the first use of each term in a text, longest first; move these terms from `left` to `found`."""
-    pattern = "|".join(re.escape(str(escape(term))) for term in sorted(left, key=len, reverse=True))
-    terms = {str(escape(term)).lower(): term for term in left}
+def _mark_terms(text: str, remaining: dict[str, str], marked: list[str]) -> str:
+    """Mark the first use of each term in a text, longest first; move these terms from `remaining` to `marked`."""
+    pattern = "|".join(re.escape(str(escape(term))) for term in sorted(remaining, key=len, reverse=True))
+    terms = {str(escape(term)).lower(): term for term in remaining}
 
     def mark(match: re.Match[str]) -> str:
         term = terms[match[1].lower()]
-        if term not in left:
+        if term not in remaining:
             return match[0]
-        found.append(term)
-        return f'<abbr title="{escape(left.pop(term))}">{match[1]}</abbr>{match[2]}'
+        marked.append(term)
+        return f'<abbr title="{escape(remaining.pop(term))}">{match[1]}</abbr>{match[2]}'
 
     return re.sub(rf"(?i)(?<![\w-])({pattern})(s?)(?![\w-])", mark, text)

@@ -33,13 +33,23 @@ def fill(template: str, **values: object) -> Markup:
 def _environment() -> Environment:
     """Return the template environment: values are escaped unless they are markup, and undefined names are errors."""
     loader = PackageLoader("fedveil.report")
-    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {"prose": prose, "percent": lambda fraction: f"{100 * fraction:.2f}%", "brackets": split_brackets}
-    made.filters |= {"widths": display_widths, "description": describe_matrix, "numeric_columns": numeric_columns}
-    made.filters["base64"] = lambda content: base64.b64encode(content).decode()
-    made.tests["failed"] = is_failure
-    made.globals |= {"COLOURS": COLOURS, "MARKS": MARKS, "NOTHING": NOTHING}
-    return made
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "prose": prose,
+        "percent": lambda fraction: f"{100 * fraction:.2f}%",
+        "brackets": split_brackets,
+    }
+    environment.filters |= {
+        "widths": display_widths,
+        "description": describe_matrix,
+        "numeric_columns": numeric_columns,
+    }
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    environment.tests["failed"] = is_failure
+    environment.globals |= {"COLOURS": COLOURS, "MARKS": MARKS, "NOTHING": NOTHING}
+    return environment
 
 
 def prose(text: str) -> Markup:
@@ -59,8 +69,8 @@ def is_failure(text: str) -> bool:
 def numeric_columns(rows: Sequence[Sequence[str]], columns: int) -> list[bool]:
     """Return, for each column, whether it contains only numbers, apart from blanks and failures."""
     cells = ([row[index].strip() for row in rows] for index in range(columns))
-    informative = [[cell for cell in own if cell.lower() not in BLANK and not is_failure(cell)] for own in cells]
-    return [bool(own) and all(NUMERIC.fullmatch(cell) for cell in own) for own in informative]
+    informative = [[cell for cell in column if cell.lower() not in BLANK and not is_failure(cell)] for column in cells]
+    return [bool(column) and all(NUMERIC.fullmatch(cell) for cell in column) for column in informative]
 
 
 def split_brackets(cell: str) -> tuple[str, str]:
@@ -69,14 +79,14 @@ def split_brackets(cell: str) -> tuple[str, str]:
     >>> split_brackets("89.1% [87.7%, 90.4%]"), split_brackets("12.5")
     (('89.1%', '[87.7%, 90.4%]'), ('12.5', ''))
     """
-    found = RANGE.fullmatch(cell)
-    return (found[1], found[2]) if found else (cell, "")
+    result = RANGE.fullmatch(cell)
+    return (result[1], result[2]) if result else (cell, "")
 
 
 def display_widths(picture: Picture) -> str:
     """Return the displayed widths as CSS variables: integer multiples of the picture's width, so pixels stay square."""
     side = max(picture.width, picture.height)
-    wide, narrow = (picture.width * max(1, round(shown / side)) for shown in (WIDE, NARROW))
+    wide, narrow = (picture.width * max(1, round(width / side)) for width in (WIDE, NARROW))
     return f"--wide:{wide}px;--narrow:{narrow}px"
 
 
@@ -87,7 +97,7 @@ def describe_matrix(matrix: Matrix) -> str:
         return "No predictions."
     right = sum(matrix.counts[index][index] for index in size)
     accuracy = f"{right / total:.2%} correct: {right:,} of {count(total, 'prediction')}."
-    wrong = [(matrix.counts[truth][answer], truth, answer) for truth in size for answer in size if truth != answer]
-    most, truth, answer = max(wrong, default=(0, 0, 0))
+    mistakes = [(matrix.counts[truth][answer], truth, answer) for truth in size for answer in size if truth != answer]
+    most, truth, answer = max(mistakes, default=(0, 0, 0))
     mistake = f"{matrix.labels[truth]} predicted as {matrix.labels[answer]}, {count(most, 'time')}"
     return f"{accuracy} Most common mistake: {mistake}." if most else accuracy

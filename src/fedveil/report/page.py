@@ -45,7 +45,7 @@ def _body(section: Section, limit: int) -> Markup:
     return fill(f"{_kind(section)}.html", section=section)
 
 
-def _explained(section: Section, limit: int, glossary: Mapping[str, str]) -> Markup:
+def _explain(section: Section, limit: int, glossary: Mapping[str, str]) -> Markup:
     body = _body(section, limit)
     if not glossary or isinstance(section, Facts):
         return body
@@ -67,7 +67,7 @@ def render(page: Page) -> str:
     style, script = Markup(read_asset("page.css")), Markup("".join(map(read_asset, SCRIPTS)))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     sections = [
-        (_id(number, section.title), section.title, _kind(section), _explained(section, limit, page.glossary))
+        (_id(number, section.title), section.title, _kind(section), _explain(section, limit, page.glossary))
         for number, section in enumerate(page.sections, start=1)
     ]
     parts = {"icon": quote(read_asset("icon.svg")), "style": style, "script": script, "digest": digest}

@@ -72,31 +72,31 @@ def load_data(config: Config) -> Data:
         if options:
             what = f"--{next(iter(options)).replace('_', '-')} applies only to the library's data sets"
             raise BadArgument(settings.name, what, "leave it out, and apply it in the factory")
-        found = load_own_data(settings.name)
+        result = load_own_data(settings.name)
     else:
         if settings.name == "digits" and not config.model.name.startswith("mlp"):
             options["flat"] = False
         scaling = choose_scaling(config)
         if scaling == "public":
             options["scaling"] = scaling
-        found = datasets.load(settings.name, **options)
+        result = datasets.load(settings.name, **options)
         if has_privacy(config) and settings.name in SCALED.split():
-            found = replace(found, notes=(*found.notes, NOTES[scaling]))
+            result = replace(result, notes=(*result.notes, NOTES[scaling]))
     if settings.labels is not None:
-        found = datasets.keep_labels(found, datasets.parse_labels(settings.labels, len(found.classes)))
-    return _set_validation(config, found)
+        result = datasets.keep_labels(result, datasets.parse_labels(settings.labels, len(result.classes)))
+    return _set_validation(config, result)
 
 
 def _set_validation(config: Config, data: Data) -> Data:
     """Return the data with the validation records that a configuration asks for."""
     share = config.data.validation
     if share == "own" and data.validation is None:
-        what = f"{data.name!r} has no validation records of its own"
+        what = f"{data.name!r} has no validation records"
         raise BadArgument("--validation own", what, "pass a fraction of the training records: --validation 0.1")
-    found = hold_out(data, share) if isinstance(share, float) else data
+    result = hold_out(data, share) if isinstance(share, float) else data
     if share is None or not has_privacy(config):
-        return found
-    return replace(found, notes=(*found.notes, "epsilon does not cover the validation records"))
+        return result
+    return replace(result, notes=(*result.notes, "epsilon does not cover the validation records"))
 
 
 def choose_scaling(config: Config) -> Scaling:
@@ -169,30 +169,32 @@ def load_own_data(spec: str) -> Data:
     Validation records may follow. Each part is (inputs, targets) as tensors, arrays or data frames, a Dataset, or a
     DataLoader; see `fedveil.data.from_records`.
     """
-    found = _call_factory(spec, "data", "fedveil train --data my_package.data:load --model my_package.models:net", Data)
-    if isinstance(found, Data):
-        return found
-    if isinstance(found, tuple | list) and len(found) in (2, 3):
-        return datasets.from_records(spec, *found[:2], validation=found[2] if len(found) == 3 else None)
+    result = _call_factory(
+        spec, "data", "fedveil train --data my_package.data:load --model my_package.models:net", Data
+    )
+    if isinstance(result, Data):
+        return result
+    if isinstance(result, tuple | list) and len(result) in (2, 3):
+        return datasets.from_records(spec, *result[:2], validation=result[2] if len(result) == 3 else None)
     fix = "return (train, test) or (train, test, validation), each (inputs, targets), a Dataset or a DataLoader; "
     fix += "or return fedveil.data.Data"
-    raise BadArgument(spec, f"returned {type(found).__name__}, not data", fix)
+    raise BadArgument(spec, f"returned {type(result).__name__}, not data", fix)
 
 
 def _call_factory(spec: str, kind: str, example: str, expected: type) -> object:
     """Return the object at `spec` if it has the expected type, otherwise the result of calling it."""
-    found = import_object(spec, kind, example)
-    if isinstance(found, expected):
-        return found
+    result = import_object(spec, kind, example)
+    if isinstance(result, expected):
+        return result
     try:
-        if not callable(found):
-            raise TypeError(f"it is {type(found).__name__}")
+        if not callable(result):
+            raise TypeError(f"it is {type(result).__name__}")
         with contextlib.suppress(ValueError):  # built-in classes have no signature
-            inspect.signature(found).bind()
+            inspect.signature(result).bind()
     except TypeError as error:
         what, fix = f"cannot be called without arguments: {error}", "use a factory without required arguments"
         raise BadArgument(spec, what, fix) from error
-    return found()
+    return result()
 
 
 def build_defence(config: Config) -> AnyDefence:
@@ -213,10 +215,10 @@ def build_privacy(config: Config, largest: int) -> "Privacy | None":
 
 def sampling_rate(config: Config, largest: int) -> float | None:
     """Return the rate at which clients sample records for differential privacy for records; otherwise None."""
-    own, training = config.privacy, config.training
-    if not has_privacy(config) or own.unit == "client":
+    privacy_settings, training = config.privacy, config.training
+    if not has_privacy(config) or privacy_settings.unit == "client":
         return None
-    return own.rate or (1.0 if training.whole_shard else min(1.0, training.batch_size / largest))
+    return privacy_settings.rate or (1.0 if training.whole_shard else min(1.0, training.batch_size / largest))
 
 
 def rounds_per_epoch(config: Config, largest: int) -> int:
@@ -234,11 +236,11 @@ def choose_settings(config: Config, records: int) -> Config:
     unchanged.
     """
     given, training = config.given(), config.training
-    found: dict[str, Value] = {}
+    result: dict[str, Value] = {}
     if trains_locally(config) and given.get("optimizer") in (None, "sgd"):
-        found |= {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}  # the mean of the clients' models
+        result |= {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}  # the mean of the clients' models
     if has_privacy(config):
-        found |= {"norm": "group"}
+        result |= {"norm": "group"}
     if has_privacy(config) and config.privacy.unit == "record":
         from fedveil.privacy.defaults import CLIP, default_lr, default_rate, default_rounds
 
@@ -247,18 +249,18 @@ def choose_settings(config: Config, records: int) -> Config:
         rate = (sampling_rate(config, largest) if by_size else config.privacy.rate) or default_rate(records)
         per_epoch = math.ceil(1 / rate)
         epochs = training.epochs if "epochs" in given else max(1, round(default_rounds(rate) / per_epoch))
-        found |= {"rate": rate, "epochs": epochs, "clip": CLIP, "schedule": "cosine", "schedule_every": "round"}
-        found |= {"layers": 1}
+        result |= {"rate": rate, "epochs": epochs, "clip": CLIP, "schedule": "cosine", "schedule_every": "round"}
+        result |= {"layers": 1}
         if training.optimizer != "sgd":
-            found["lr"] = default_lr(epochs * per_epoch)
-    found = {key: value for key, value in found.items() if given.get(key) is None}
-    return config.changed(**found) if found else config
+            result["lr"] = default_lr(epochs * per_epoch)
+    result = {key: value for key, value in result.items() if given.get(key) is None}
+    return config.changed(**result) if result else config
 
 
 def build_limits(settings: LimitSettings) -> Limits | None:
     """Return the limits on clients; None if there are none."""
-    given = settings.model_dump(exclude_none=True)
-    return Limits(**given) if given else None
+    arguments = settings.model_dump(exclude_none=True)
+    return Limits(**arguments) if arguments else None
 
 
 def build_loss(settings: TrainingSettings) -> Loss | None:

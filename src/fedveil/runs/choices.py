@@ -69,7 +69,7 @@ def check_flags(flags: Sequence[str], where: str) -> None:
 
 def owners(key: str) -> list[str]:
     """Return the data sets, models or defences that a key applies to; empty if it applies to all."""
-    defences = registry.OURS.values() if SECTION_OF[key] == "defence" else ()
+    defences = registry.INCLUDED.values() if SECTION_OF[key] == "defence" else ()
     return [*ONLY[key], *(record.name for record in defences if key in record.settings)]
 
 
@@ -82,21 +82,21 @@ def defence_keys(name: str) -> frozenset[str]:
 
 def settings_class(name: str) -> type | None:
     """Return the settings class of a defence from another package: the dataclass in its attribute `Settings`."""
-    if name in registry.OURS or (":" not in name and name not in registry.names()):
+    if name in registry.INCLUDED or (":" not in name and name not in registry.names()):
         return None
-    found = getattr(import_object(registry.find(name).target, "a defence", registry.EXAMPLE), "Settings", None)
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+    result = getattr(import_object(registry.find(name).target, "a defence", registry.EXAMPLE), "Settings", None)
+    if not (isinstance(result, type) and dataclasses.is_dataclass(result)):
         return None
-    for field in dataclasses.fields(found):
+    for field in dataclasses.fields(result):
         if field.name in SECTION_OF:
             what = f"its setting {field.name!r} has the same name as a key in [{SECTION_OF[field.name]}]"
             raise BadArgument(name, what, "rename the setting")
-    return found
+    return result
 
 
 def parse_settings(words: Iterable[str]) -> dict[str, Scalar]:
     """Parse NAME=VALUE words into keyword arguments; convert numbers, true and false."""
-    found: dict[str, Scalar] = {}
+    result: dict[str, Scalar] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not name.isidentifier():
@@ -105,8 +105,8 @@ def parse_settings(words: Iterable[str]) -> dict[str, Scalar]:
             value = parse_json(word, text)
         except ValueError:
             value = text
-        found[name] = value if isinstance(value, bool | int | float) else text
-    return found
+        result[name] = value if isinstance(value, bool | int | float) else text
+    return result
 
 
 def applicable_values(config: Config) -> dict[str, Value]:

@@ -179,7 +179,7 @@ def _architecture(folder: Path, trust_code: bool) -> nn.Module:
 
 
 def _described_network(folder: Path, trust_code: bool) -> nn.Module:
-    """Build the network of a run that was made by a program, if its class can be built without arguments."""
+    """Build the network of a run that a program started, if its class can be built without arguments."""
     from fedveil.federation.description import DESCRIPTION, read_description
 
     if not (folder / DESCRIPTION).is_file():

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from fedveil.data.catalogue import Between, Positive, Task
-from fedveil.defences.registry import OURS
+from fedveil.defences.registry import INCLUDED
 from fedveil.errors import BadArgument
 from fedveil.plain_json import PYTHON, check_schema, read_json, read_toml
 
@@ -42,8 +42,8 @@ def _key(default: T, description: str, only: str = "", *, rare: bool = False) ->
     """
     strict = False if isinstance(default, tuple) else None  # convert lists in a file to tuples
     extra: dict[str, JsonValue] = {"only": only, "rare": rare}
-    found: T = Field(default, description=description, json_schema_extra=extra, strict=strict)
-    return found
+    result: T = Field(default, description=description, json_schema_extra=extra, strict=strict)
+    return result
 
 
 class Settings(BaseModel):
@@ -82,7 +82,7 @@ class DataSettings(NamedSettings):
         None, "fraction of the records to test on, unless they are already divided; by default 0.2", "csv images"
     )
     validation: Literal["own"] | Between | None = _key(
-        None, "fraction of the training records to validate on, or own (the data set's)"
+        None, "fraction of the training records to hold out, or own (the data set's)"
     )
     scaling: Literal["records", "public"] | None = _key(
         None, "standardise with the training records, or with constants; by default public with privacy", SCALED
@@ -126,7 +126,7 @@ class DefenceSettings(NamedSettings):
         False, "draw factors, permutation and direction once per run, not per round (fedveil help veil)", rare=True
     )
     local_epochs: Positive | None = _key(
-        None, "train on clients for this number of epochs per round (FedAvg); by default, they send one gradient"
+        None, "number of local epochs per round (FedAvg); by default, clients send one gradient"
     )
     local_lr: AboveZero | None = _key(None, "learning rate of local training; by default 0.1", rare=True)
     local_batch: Positive | None = _key(None, "number of records per local step; by default batch_size", rare=True)
@@ -135,14 +135,14 @@ class DefenceSettings(NamedSettings):
     fraction: Fraction | None = _key(None, "fraction of the gradient's entries to send; by default 0.1, or 1 for noise")
     sigma: NonNegative | None = _key(None, "standard deviation of the noise; by default 0.01, or 0 for sel")
     sketch: Annotated[int, Field(ge=2)] = _key(2, "number of inputs per bucket of the sketch")
-    percentile: Annotated[float, Field(ge=0, le=100)] = _key(10.0, "send only elements from this percentile on")
+    percentile: Annotated[float, Field(ge=0, le=100)] = _key(10.0, "send only elements above this percentile")
     gamma: AboveZero | None = _key(None, "maximum magnitude of an element; by default FLARE's, 0.01 or 1e-5 for SVT")
     tau: NonNegative = _key(1e-6, "threshold of the selection, at most gamma")
     noise_var: AboveZero = _key(0.1, "budget of each shared element; its noise has scale 2 gamma / noise_var")
     clipping_norm: AboveZero = _key(1.0, "maximum norm of an update")
-    sensitivity: AboveZero | None = _key(None, "change that the noise is to hide; by default clipping_norm")
-    message_epsilon: AboveZero | None = _key(None, "epsilon claimed for a message; by default 10, or 0.1 for SVT")
-    message_delta: Between = _key(1e-5, "delta claimed for a message")
+    sensitivity: AboveZero | None = _key(None, "change that the noise should hide; by default clipping_norm")
+    message_epsilon: AboveZero | None = _key(None, "claimed epsilon of a message; by default 10, or 0.1 for SVT")
+    message_delta: Between = _key(1e-5, "claimed delta of a message")
     noise_multiplier: NonNegative = _key(1.0, "standard deviation of the noise on the sum / clipping_norm")
     spn_weight: float = _key(0.1, "weight of the private head's loss")
     spn_bits: Positive = _key(32, "number of bits in the code of each class")
@@ -159,7 +159,7 @@ class TrainingSettings(Settings):
     momentum: BelowOne = _key(0.9, "for sgd: momentum; with local_epochs, by default 0", rare=True)
     weight_decay: NonNegative = _key(0.0, "weight decay", rare=True)
     schedule: Literal["constant", "cosine", "plateau"] = _key(
-        "constant", "learning-rate schedule (plateau: of the monitored metric)"
+        "constant", "learning-rate schedule; plateau follows --monitor"
     )
     schedule_every: Literal["epoch", "round"] = _key("epoch", "how often a cosine schedule changes the rate", rare=True)
     clip_norm: AboveZero | None = _key(None, "clip the gradient to this norm; by default, do not clip")
@@ -172,7 +172,7 @@ class TrainingSettings(Settings):
     whole_shard: bool = _key(False, "use all of a client's records in every round")
     participation: Fraction = _key(1.0, "fraction of the clients that take part in each round")
     fuse: bool = _key(True, "compute all clients' gradients in one pass if samples are independent", rare=True)
-    seed: int = _key(0, "seed for the initial model, the order of records and clients")
+    seed: int = _key(0, "seed for the initial model and the order of records and clients")
     device: str = _key("cpu", "device to compute on: cpu, cuda, cuda:1 ...")
     checkpoint_every: Annotated[int, Field(ge=0)] = _key(
         0, "number of rounds between checkpoints; 0 for one per epoch", rare=True
@@ -272,33 +272,37 @@ def format_flags(values: Mapping[str, Value]) -> str:
 
 def _sort_keys(values: Mapping[str, object], where: str) -> dict[str, dict[str, object]]:
     """Return keys by section; refuse a key that is unknown, in the wrong section or given twice."""
-    found: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
+    result: dict[str, dict[str, object]] = {section: {} for section in SECTIONS}
     for section, group in values.items():
         inside = isinstance(group, Mapping)
         if inside and section not in SECTIONS:
-            near = difflib.get_close_matches(section, SECTIONS, 1) or list(SECTIONS)
-            raise BadArgument(where, f"there is no section [{section}]", f"did you mean [{'], ['.join(near)}]?")
+            matches = difflib.get_close_matches(section, SECTIONS, 1) or list(SECTIONS)
+            raise BadArgument(where, f"there is no section [{section}]", f"did you mean [{'], ['.join(matches)}]?")
         for raw, value in group.items() if isinstance(group, Mapping) else [(section, group)]:
             key = section if inside and raw == "name" else raw.replace("-", "_")
             if key not in SECTION_OF:
-                near = difflib.get_close_matches(key, SECTION_OF, 1)
+                matches = difflib.get_close_matches(key, SECTION_OF, 1)
                 names = ", ".join(SECTION_OF)
-                fix = f"did you mean {near[0]!r} in [{SECTION_OF[near[0]]}]?" if near else f"use one of {names}"
+                fix = (
+                    f"did you mean {matches[0]!r} in [{SECTION_OF[matches[0]]}]?" if matches else f"use one of {names}"
+                )
                 raise BadArgument(where, f"there is no key {raw!r}", fix)
             home = SECTION_OF[key]
             if inside and section != home:
                 raise BadArgument(where, f"{raw!r} is in section [{section}]", f"move it to [{home}]")
-            if key in found[home]:
+            if key in result[home]:
                 raise BadArgument(where, f"{raw!r} is given twice", f"keep the one in [{home}]")
-            found[home][key] = value
-    return found
+            result[home][key] = value
+    return result
 
 
 def configure(values: Mapping[str, object], where: str = "configuration") -> Config:
     """Return a validated configuration from sections or keys; the error for an invalid value states what is allowed."""
     sections = _sort_keys(values, where)
     try:
-        config = Config.model_validate({name: SECTIONS[name].model_validate(own) for name, own in sections.items()})
+        config = Config.model_validate(
+            {name: SECTIONS[name].model_validate(section) for name, section in sections.items()}
+        )
     except ValidationError as error:
         raise BadArgument(where, *explain(error)) from None
     _check_together(config, where)
@@ -343,7 +347,7 @@ def refuse_code(values: Mapping[str, object], where: str, named_keys: Collection
             key not in named_keys
             and isinstance(value, str)
             and ":" in value
-            and not (key == "defence" and value in OURS)
+            and not (key == "defence" and value in INCLUDED)
         ):
             what = f"{key} = {value!r} refers to code, which runs when imported; this file could come from anyone"
             fix = f"pass --{key} {shlex.quote(value)} or --trust-code on the command line, or trust_code=True in Python"
@@ -354,15 +358,15 @@ def read_file(path: Path) -> dict[str, object]:
     """Read the sections of a TOML file or a run's config.json without validating them; leave out null values."""
     if path.suffix != ".json":
         return dict(read_toml(path))
-    found = check_schema(read_json(path), str(path))
-    if PYTHON in found:
-        what = "this run was made by a program, which Fedveil cannot repeat"
+    result = check_schema(read_json(path), str(path))
+    if PYTHON in result:
+        what = "this run was started by a program, which Fedveil cannot repeat"
         fix = "run the program again; fedveil audit, fedveil status and load_model(folder) accept the folder"
         raise BadArgument(str(path), what, fix)
-    for key, value in found.items():
+    for key, value in result.items():
         if isinstance(value, dict):
-            found[key] = {name: own for name, own in value.items() if own is not None}
-    return found
+            result[key] = {name: item for name, item in value.items() if item is not None}
+    return result
 
 
 def read_values(path: Path) -> dict[str, object]:

@@ -85,15 +85,15 @@ _BROADCAST: Mapping[str, object] = {"round": str, "model": str, "trainable": lis
     "local": bool,
 }
 _UPDATE = {"round": str, "model": str, "samples": int}
-_HEAD_TENSORS = tuple(each.name for each in fields(PublicHead) if each.type is Tensor)
-_HEAD = {each.name: each.type for each in fields(PublicHead) if each.type is not Tensor} | {"tail": str}
+_HEAD_TENSORS = tuple(field.name for field in fields(PublicHead) if field.type is Tensor)
+_HEAD = {field.name: field.type for field in fields(PublicHead) if field.type is not Tensor} | {"tail": str}
 
 
 def _split_tensors(where: str, values: Values, tensors: Mapping[str, Tensor], *prefixes: str) -> list[Tensors]:
     """Return the tensors for each prefix, without the prefix; refuse other tensors and invalid dicts."""
-    for what, found in (("values", values), ("tensors", tensors)):
-        if not isinstance(found, Mapping) or not all(type(name) is str for name in found):
-            raise BadArgument(where, f"{what} must be a dict with names as keys, got {type(found).__name__}")
+    for what, value in (("values", values), ("tensors", tensors)):
+        if not isinstance(value, Mapping) or not all(type(name) is str for name in value):
+            raise BadArgument(where, f"{what} must be a dict with names as keys, got {type(value).__name__}")
     parts = [strip_prefix(prefix, tensors) for prefix in prefixes]
     if sum(map(len, parts)) < len(tensors):
         extra = next(name for name in tensors if name.partition("/")[0] not in prefixes or "/" not in name)
@@ -115,7 +115,7 @@ def resolve_loss(where: str, loss: str, loss_settings: Values, custom: Loss | No
 def _build_loss(name: str, settings: Values) -> Loss:
     """Build a loss. Each setting must have the type of its default, or be a list of numbers if the default is None."""
     default = NAMED[name]() if name in NAMED else build_module(name, {})
-    known, found = default.settings(), dict[str, bool | int | float | str | tuple[float, ...] | None]()
+    known, result = default.settings(), dict[str, bool | int | float | str | tuple[float, ...] | None]()
     for key, value in settings.items():
         if key not in known:
             fix = f"use {', '.join(known)}" if known else "send no settings"
@@ -126,9 +126,9 @@ def _build_loss(name: str, settings: Values) -> Loss:
         if not fits or len(numbers) > MAX_CLASSES or not all(is_number(n) and abs(n) <= LARGEST for n in numbers):
             form = "a list of numbers or None" if known[key] is None else f"a {type(known[key]).__name__}"
             raise BadArgument("loss", f"{key} of {name} must be {form}, finite and not too large")
-        found[key] = tuple(map(float, value)) if listed else float(value) if single else value
+        result[key] = tuple(map(float, value)) if listed else float(value) if single else value
     try:
-        return build_module(name, found) if isinstance(default, TorchLoss) else type(default)(**found)
+        return build_module(name, result) if isinstance(default, TorchLoss) else type(default)(**result)
     except BadArgument:
         raise
     except ValueError as error:  # raised by torch
@@ -146,32 +146,34 @@ def match_model(state: ModelState, parameters: Tensors, buffers: Tensors, *, com
         buffers: the buffers received.
         complete: whether every parameter must have been received.
     """
-    alike = _match_shapes(parameters, state.parameters, complete=complete)
-    if _match_shapes(buffers, state.buffers, complete=True) and alike:
+    matches = _match_shapes(parameters, state.parameters, complete=complete)
+    if _match_shapes(buffers, state.buffers, complete=True) and matches:
         return
-    sent, wanted = parameters | buffers, state.parameters | state.buffers
+    sent, expected = parameters | buffers, state.parameters | state.buffers
     floats = {value.dtype for value in sent.values() if value.is_floating_point()}
     for name, value in sent.items():
-        kinds = value.dtype, wanted[name].dtype
+        kinds = value.dtype, expected[name].dtype
         other = all(kind.is_floating_point for kind in kinds) and len(floats) == 1 and value.dtype in FLOATS
         if kinds[0] != kinds[1] and not other:
             raise ModelMismatch(name, f"the broadcast has {kinds[0]}, but the model has {kinds[1]}", SAME_CODE)
 
 
-def _match_shapes(sent: Mapping[str, Tensor], own: Mapping[str, Tensor], *, complete: bool) -> bool:
+def _match_shapes(sent: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, complete: bool) -> bool:
     """Refuse tensors whose names or shapes do not match; return whether all dtypes match."""
-    alike = True
+    matches = True
     for name, value in sent.items():
-        tensor = own.get(name)
+        tensor = expected.get(name)
         if tensor is None or tensor.shape != value.shape:
-            found = "nothing" if tensor is None else str(tuple(tensor.shape))
-            what = f"the broadcast has {str(tuple(value.shape))[:80]}, but the model has {found}"
+            result = "nothing" if tensor is None else str(tuple(tensor.shape))
+            what = f"the broadcast has {str(tuple(value.shape))[:80]}, but the model has {result}"
             raise ModelMismatch(name[:80], what, SAME_CODE)
-        alike = alike and value.dtype == tensor.dtype
-    if complete and len(sent) < len(own):
-        name = next(name for name in own if name not in sent)
-        raise ModelMismatch(name, f"the broadcast has nothing, but the model has {tuple(own[name].shape)}", SAME_CODE)
-    return alike
+        matches = matches and value.dtype == tensor.dtype
+    if complete and len(sent) < len(expected):
+        name = next(name for name in expected if name not in sent)
+        raise ModelMismatch(
+            name, f"the broadcast has nothing, but the model has {tuple(expected[name].shape)}", SAME_CODE
+        )
+    return matches
 
 
 def check_trainable(trainable: Collection[str], parameters: Mapping[str, Tensor]) -> None:
@@ -244,25 +246,25 @@ class Broadcast:
         """Restore a message from the output of `pack`. A user's functions are not sent and must be passed."""
         where = "Broadcast.unpack"
         parameters, buffers, public = _split_tensors(where, values, tensors, "parameter", "buffer", "head")
-        found = check_fields(where, values, _BROADCAST)
-        found |= {name: tuple(found[name]) for name in ("trainable", "training")}
+        result = check_fields(where, values, _BROADCAST)
+        result |= {name: tuple(result[name]) for name in ("trainable", "training")}
         used = None if loss is None else find_loss(loss)
         if used is None or "loss" in values:
             used = resolve_loss(where, **check_fields(where, values, {"loss": str, "loss_settings": dict}), custom=used)
-        check_trainable(found["trainable"], parameters)
+        check_trainable(result["trainable"], parameters)
         chosen = output
         if "output" in values:
             sent = check_fields(where, values, {"output": str})["output"]
             chosen = read_choice(where, sent, output) if sent or output is not None else None
         has_head, head = values.get("head") is not None, None
         if public.keys() != set(_HEAD_TENSORS if has_head else ()):
-            wanted = ", ".join(_HEAD_TENSORS) if has_head else "none"
-            raise BadArgument(where, f"the head's tensors must be {wanted}, got {str(sorted(public))[:200]}")
+            expected = ", ".join(_HEAD_TENSORS) if has_head else "none"
+            raise BadArgument(where, f"the head's tensors must be {expected}, got {str(sorted(public))[:200]}")
         if has_head:
             head = _read_head(where, check_fields(where, values, {"head": dict})["head"], public, parameters)
             if not head.decoys and (head.tail in INNER_TAILS or not isinstance(used, SquaredError)):
                 raise BadArgument(where, f"the head has no candidates, but the loss {used.name} requires them")
-        return cls(loss=used, parameters=parameters, buffers=buffers, head=head, output=chosen, **found)
+        return cls(loss=used, parameters=parameters, buffers=buffers, head=head, output=chosen, **result)
 
 
 def _read_head(where: str, values: Values, public: Tensors, parameters: Tensors) -> PublicHead:
@@ -347,8 +349,8 @@ def check_broadcast(model: nn.Module, broadcast: Broadcast) -> ModelState:
     return state
 
 
-def _refuse_modes(model: nn.Module, own: Sequence[str], sent: Sequence[str]) -> NoReturn:
-    differing = sorted(set(own) ^ set(sent))
+def _refuse_modes(model: nn.Module, expected: Sequence[str], sent: Sequence[str]) -> NoReturn:
+    differing = sorted(set(expected) ^ set(sent))
     if not differing:
         raise ModelMismatch("broadcast", "it lists modules in training mode twice or in the wrong order", SAME_CODE)
     path, mode = differing[0][:80], "train" if differing[0] in sent else "eval"
@@ -362,8 +364,8 @@ def client_view(model: nn.Module, broadcast: Broadcast, *, centred: bool = False
     The head is base + offset, as in the paper. If `centred` is true, it is the base without the public offset. Any
     client can compute this model, and it predicts far better (docs/maths.md, "What a veil hides").
     """
-    own = find_original(model)
-    view = copy.deepcopy(own, dict[int, object](find_computed(own)))
+    original = find_original(model)
+    view = copy.deepcopy(original, dict[int, object](find_computed(original)))
     view.load_state_dict(dict(broadcast.parameters) | dict(broadcast.buffers), strict=False)
     head = broadcast.head
     if head and not centred:

@@ -45,10 +45,10 @@ NOT_CALLED = "forward did not call the layer with additive noise"
 
 def _check_outputs(head: PublicHead, outputs: Tensor) -> None:
     """Refuse outputs of the head, including alpha, whose shape does not match the broadcast."""
-    wanted = len(head.direction) + 1
-    if outputs.dim() <= max(head.axis, 0) or outputs.shape[head.axis] != wanted:
+    expected = len(head.direction) + 1
+    if outputs.dim() <= max(head.axis, 0) or outputs.shape[head.axis] != expected:
         shape = tuple(outputs.shape)
-        what = f"its outputs have shape {shape}, but the broadcast expects {wanted - 1} outputs on axis {head.axis}"
+        what = f"its outputs have shape {shape}, but the broadcast expects {expected - 1} outputs on axis {head.axis}"
         raise ModelMismatch(head.path[:80], what, SAME_CODE)
 
 
@@ -144,7 +144,7 @@ class _BatchRun:
     def __post_init__(self) -> None:
         self.values = {name: value.detach() for name, value in self.values.items()}
         self.leaves = {name: self.values[name].requires_grad_() for name in self.broadcast.trainable}
-        unsent = {name: own.shape for name, own in self.state.parameters.items() if name not in self.values}
+        unsent = {name: parameter.shape for name, parameter in self.state.parameters.items() if name not in self.values}
         if unsent:  # forward should not read them, and must not see the client's values
             zero = next(iter(self.values.values())).new_zeros(())
             self.values |= {name: zero.expand(shape) for name, shape in unsent.items()}
@@ -157,16 +157,16 @@ class _BatchRun:
             if head:
                 _check_outputs(head, outputs)
             with torch.no_grad():
-                backs = cotangents(self.broadcast.loss, head, outputs, self.targets, self.weights)
-            found = self._allocate(len(backs))
-            for number, cotangent in enumerate(backs):
-                self._run_backward(found, number, outputs, cotangent, last=number == len(backs) - 1)
-        return found, buffers
+                output_slopes = cotangents(self.broadcast.loss, head, outputs, self.targets, self.weights)
+            result = self._allocate(len(output_slopes))
+            for number, cotangent in enumerate(output_slopes):
+                self._run_backward(result, number, outputs, cotangent, last=number == len(output_slopes) - 1)
+        return result, buffers
 
     def compute_candidates(self, head: PublicHead) -> tuple[Tensors, Tensors]:
         """Subtract each candidate from the head's output, and run the layers after it; return gradients and buffers."""
         count, device = len(head.candidates), head.direction.device
-        found = self._allocate(count)
+        result = self._allocate(count)
         if head.tail == "stacked":
             buffers = self._copy_buffers()
             with self._load_values(buffers):
@@ -174,20 +174,20 @@ class _BatchRun:
                 if len(outputs) != count * len(self.targets):  # otherwise uninitialised rows would be sent
                     raise ModelMismatch(head.path[:80], "the layers after it couple samples", SAME_CODE)
                 for number, part in enumerate(outputs.chunk(count)):
-                    self._run_backward(found, number, part, self._cotangent(part), last=number == count - 1)
-            return found, buffers
-        left = []
+                    self._run_backward(result, number, part, self._cotangent(part), last=number == count - 1)
+            return result, buffers
+        buffer_states = []
         for number in range(count):
             buffers = self._copy_buffers(number)
             repeat = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=number < count - 1)
             with repeat, self._load_values(buffers):  # dropout drops the same units for every candidate
                 outputs = self._run_candidates(head, [number])
-                self._run_backward(found, number, outputs, self._cotangent(outputs), last=True)
-            left.append(buffers)
+                self._run_backward(result, number, outputs, self._cotangent(outputs), last=True)
+            buffer_states.append(buffers)
         if head.tail in INNER_TAILS:
             for name in [name for name, value in buffers.items() if value.is_floating_point()]:
-                buffers[name] = torch.stack([own[name] for own in left])
-        return found, buffers
+                buffers[name] = torch.stack([state[name] for state in buffer_states])
+        return result, buffers
 
     def _call(self) -> Tensor:
         """Return the model's output; convert an exception in forward to one that names the module."""
@@ -205,27 +205,27 @@ class _BatchRun:
         """Put the broadcast's values into the model, like torch.func.functional_call, but without traversing it."""
         values = self.values | buffers
         homes = [(home, name, value) for key, value in values.items() for home, name in self.state.homes[key]]
-        own = [home[name] for home, name, _ in homes]
+        tensors = [home[name] for home, name, _ in homes]
         try:
             for home, name, value in homes:
                 home[name] = value
             with torch.enable_grad():
                 yield
         finally:
-            for (home, name, _), mine in zip(homes, own, strict=True):
-                home[name] = mine
+            for (home, name, _), tensor in zip(homes, tensors, strict=True):
+                home[name] = tensor
 
     def _allocate(self, passes: int) -> Tensors:
         return {name: leaf.new_empty((passes, *leaf.shape)) for name, leaf in self.leaves.items()}
 
-    def _run_backward(self, found: Tensors, number: int, outputs: Tensor, cotangent: Tensor, *, last: bool) -> None:
-        """Run backward for one pass, and write the gradients to its row of `found`."""
+    def _run_backward(self, stacks: Tensors, number: int, outputs: Tensor, cotangent: Tensor, *, last: bool) -> None:
+        """Run backward for one pass, and write the gradients to its row of `stacks`."""
         leaves = list(self.leaves.values())
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if outputs.requires_grad:
             with attribute_failure(self.model, "its backward pass fails", BACKWARD):
                 gradients = torch.autograd.grad(outputs, leaves, cotangent, retain_graph=not last, allow_unused=True)
-        for stack, gradient in zip(found.values(), gradients, strict=True):
+        for stack, gradient in zip(stacks.values(), gradients, strict=True):
             if gradient is None:
                 stack[number].zero_()
             else:
@@ -263,8 +263,8 @@ class _BatchRun:
     def _cotangent(self, outputs: Tensor) -> Tensor:
         loss = self.broadcast.loss
         with torch.no_grad():
-            found = output_gradient(loss, outputs.detach(), self.targets, head_axis(self.model))
-            return found * sample_weights(outputs, self.weights, loss)
+            result = output_gradient(loss, outputs.detach(), self.targets, head_axis(self.model))
+            return result * sample_weights(outputs, self.weights, loss)
 
 
 class _HeadReached(BaseException):
@@ -287,10 +287,10 @@ def cotangents(
         dense = not isinstance(loss, AUTOGRAD_LOSSES) and targets.is_floating_point() and targets.dim() == outputs.dim()
         outputs, targets = outputs.movedim(axis, -1), targets.movedim(axis, -1) if dense else targets
     if head.decoys:
-        found = _candidate_passes(loss, head, outputs, targets, weights)
+        result = _candidate_passes(loss, head, outputs, targets, weights)
     else:
-        found = _squared_error_passes(head, outputs, targets, weights)
-    return found if axis == -1 else found.movedim(-1, axis + 1)
+        result = _squared_error_passes(head, outputs, targets, weights)
+    return result if axis == -1 else result.movedim(-1, axis + 1)
 
 
 def _squared_error_passes(head: PublicHead, outputs: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
@@ -323,8 +323,8 @@ def _candidate_passes(loss: Loss, head: PublicHead, outputs: Tensor, targets: Te
     rows = noise.view(len(noise), *[1] * (outputs.dim() - 1), -1)
     at = torch.addcmul(y, rows, alpha, value=-1)
     if isinstance(loss, AUTOGRAD_LOSSES):  # these may couple samples, or depend on their number
-        own = [loss.gradient(row.movedim(-1, head.axis), targets).movedim(head.axis, -1) for row in at]
-        delta = torch.stack(own)
+        slopes = [loss.gradient(row.movedim(-1, head.axis), targets).movedim(head.axis, -1) for row in at]
+        delta = torch.stack(slopes)
     else:
         delta = loss.gradient(at, targets)
     delta = delta * sample_weights(outputs, weights, loss)
@@ -342,7 +342,9 @@ def find_links(model: nn.Module, inputs: object, values: Collection[str]) -> lis
     for path, module in model._modules.items():
         if type(module) not in (nn.Linear, nn.ReLU) or module._forward_hooks or module._forward_pre_hooks:
             return None
-        if any(f"{path}.{name}" not in values for name, own in module._parameters.items() if own is not None):
+        if any(
+            f"{path}.{name}" not in values for name, parameter in module._parameters.items() if parameter is not None
+        ):
             return None  # a module or tensor that is used twice is listed only under its first name
         links.append(path if type(module) is nn.Linear else None)
     return None if model._forward_hooks or model._forward_pre_hooks else links
@@ -363,17 +365,17 @@ def walk_back(
     links: Sequence[str | None], values: Tensors, activations: Sequence[Tensor], cotangents: Tensor
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the path of each Linear, the cotangents of its output, and its input, from the last layer to the first."""
-    back, (passes, samples, _) = cotangents, cotangents.shape
+    cotangent, (passes, samples, _) = cotangents, cotangents.shape
     for number in reversed(range(len(links))):
         path = links[number]
         if path is None:
-            back.mul_(activations[number + 1].sign())  # the sign of a ReLU's output, 0 or 1, is its derivative
+            cotangent.mul_(activations[number + 1].sign())  # the sign of a ReLU's output, 0 or 1, is its derivative
             continue
-        yield path, back, activations[number]
+        yield path, cotangent, activations[number]
         if number:
             weight = values[f"{path}.weight"]
             rows, columns = weight.shape  # len is slower
-            back = (back.view(passes * samples, rows) @ weight).view(passes, samples, columns)
+            cotangent = (cotangent.view(passes * samples, rows) @ weight).view(passes, samples, columns)
 
 
 def backward(
@@ -384,11 +386,11 @@ def backward(
     trainable: Collection[str],
 ) -> Tensors:
     """Return the gradients of the trainable parameters, with one row for each cotangent of the last output."""
-    found, passes = dict[str, Tensor](), cotangents.shape[0]
-    for path, back, inputs in walk_back(links, values, activations, cotangents):
+    result, passes = dict[str, Tensor](), cotangents.shape[0]
+    for path, cotangent, inputs in walk_back(links, values, activations, cotangents):
         weight, bias = f"{path}.weight", f"{path}.bias"
         if weight in trainable:
-            found[weight] = torch.bmm(back.transpose(1, 2), inputs.expand(passes, -1, -1))
+            result[weight] = torch.bmm(cotangent.transpose(1, 2), inputs.expand(passes, -1, -1))
         if bias in trainable:
-            found[bias] = back.sum(1)
-    return {name: found[name] for name in trainable}
+            result[bias] = cotangent.sum(1)
+    return {name: result[name] for name in trainable}

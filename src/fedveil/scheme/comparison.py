@@ -1,11 +1,11 @@
 """Compare a recovered gradient with the plain one, and refuse a difference that rounding does not explain.
 
 The first round of a run compares them on one batch, at the cost of a step. Both passes draw the same constants in place
-of random numbers, because dropout drops other units of a permuted model.
+of random numbers, because dropout would drop different units of a permuted model.
 
-Rounding explains a difference of n e |g| with n operations, of which each rounds by the recorded error e. If it is
-larger, both gradients are computed again with parameters that differ in the last digit: each of the n operations may
-change the result as much as this change of its operands does. That accounts for cancellation, and for units so close to
+Rounding explains a difference of n e |g| for n operations that each round by the recorded error e. If the difference is
+larger, both gradients are computed again with parameters that differ in the last digit: rounding in each of the n
+operations may change the result as much as this change does. That accounts for cancellation, and for units so close to
 the kink of a ReLU that their derivative depends on rounding.
 """
 
@@ -70,17 +70,17 @@ def check_exact(
         targets = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
     pair = _Pair(perturbation, model, broadcast, inputs, targets)
     draws = FixedDraws()
-    found, error = pair.recovered(FixedDraws())
-    plain = pair.plain(draws)
-    if find_non_finite(found) or find_non_finite(plain) or draws.random:
+    recovered, error = pair.recover(FixedDraws())
+    plain = pair.compute_plain(draws)
+    if find_non_finite(recovered) or find_non_finite(plain) or draws.random:
         return None
     size = _distance(plain, {})
-    difference, allowed = _distance(found, plain), draws.operations * error * size
+    difference, allowed = _distance(recovered, plain), draws.operations * error * size
     if difference > allowed:
         generator = torch.Generator().manual_seed(0)
         for _ in range(DRAWS):
-            moved, truth = pair.recovered(FixedDraws(), generator)[0], pair.plain(FixedDraws(), generator)
-            allowed += draws.operations * (_distance(moved, found) + _distance(truth, plain))
+            perturbed, truth = pair.recover(FixedDraws(), generator)[0], pair.compute_plain(FixedDraws(), generator)
+            allowed += draws.operations * (_distance(perturbed, recovered) + _distance(truth, plain))
     result = Difference(difference / size if size else difference, allowed / size if size else allowed)
     if difference > allowed:
         what = f"on one batch, the recovered gradient differs from the plain one by {result.found:.2g} of its norm, but"
@@ -98,7 +98,7 @@ class _Pair:
     inputs: Inputs
     targets: Tensor
 
-    def recovered(self, draws: FixedDraws, last_digit: torch.Generator | None = None) -> tuple[Tensors, float]:
+    def recover(self, draws: FixedDraws, last_digit: torch.Generator | None = None) -> tuple[Tensors, float]:
         """Return the gradient recovered from a client's update, and its recorded error."""
         broadcast = self.broadcast
         if last_digit is not None:
@@ -108,7 +108,7 @@ class _Pair:
         result = self.perturbation.recover([update], [1.0])
         return dict(result.gradients), result.error
 
-    def plain(self, draws: FixedDraws, last_digit: torch.Generator | None = None) -> Tensors:
+    def compute_plain(self, draws: FixedDraws, last_digit: torch.Generator | None = None) -> Tensors:
         """Return the gradient of plain training."""
         model, loss = self.model, self.broadcast.loss
         values = {name: p.detach() for name, p in model.named_parameters()}
@@ -119,9 +119,9 @@ class _Pair:
         with torch.random.fork_rng(devices=[]), run_eagerly(model), draws, torch.enable_grad():
             outputs = compute_outputs(model, self.inputs, values | buffers)
             delta = _slope(loss, outputs.detach(), self.targets, head_axis(model))
-            found = torch.autograd.grad(outputs, list(leaves.values()), delta, allow_unused=True)
-        pairs = zip(leaves.items(), found, strict=True)
-        return {name: torch.zeros_like(own) if gradient is None else gradient for (name, own), gradient in pairs}
+            result = torch.autograd.grad(outputs, list(leaves.values()), delta, allow_unused=True)
+        pairs = zip(leaves.items(), result, strict=True)
+        return {name: torch.zeros_like(value) if gradient is None else gradient for (name, value), gradient in pairs}
 
 
 @torch.no_grad()
@@ -131,17 +131,17 @@ def _slope(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> Te
 
 def _change_last_digit(values: Tensors, generator: torch.Generator) -> Tensors:
     """Multiply each element by 1 + eps or 1 - eps."""
-    found = {}
+    result = {}
     for name, value in values.items():
         if not value.is_floating_point():
-            found[name] = value
+            result[name] = value
             continue
         signs = torch.randint(0, 2, value.shape, generator=generator).to(value) * 2 - 1
-        found[name] = value.detach() * (1 + torch.finfo(value.dtype).eps * signs)
-    return found
+        result[name] = value.detach() * (1 + torch.finfo(value.dtype).eps * signs)
+    return result
 
 
-def _distance(one: Tensors, other: Tensors) -> float:
+def _distance(first: Tensors, other: Tensors) -> float:
     """Return the norm of the difference; without another gradient, that of the first."""
-    parts = [own.double() - (other[name].double() if other else 0.0) for name, own in one.items()]
+    parts = [tensor.double() - (other[name].double() if other else 0.0) for name, tensor in first.items()]
     return float(torch.stack([part.norm() for part in parts]).norm())

@@ -71,13 +71,13 @@ def draw_candidates(
         fit = _fit_shuffled_heads(head, factors, along, bias, entropy)
     votes = along @ head / (along @ along)
     error, apart, unit = _estimates(votes[None], (head * head).sum(0)[None], factors)
-    rest = error - fit.slope @ apart
-    moved = (rest - [rest[0], *(fit.residuals.pop() for _ in range(decoys))]) * unit
-    if np.isfinite(moved).all() and not entropy.for_tests_only:  # the model has not diverged
+    residual = error - fit.slope @ apart
+    deviations = (residual - [residual[0], *(fit.residuals.pop() for _ in range(decoys))]) * unit
+    if np.isfinite(deviations).all() and not entropy.for_tests_only:  # the model has not diverged
         fits.append(fit)
     grid = 2.0 ** (np.floor(np.log2(votes.max() - votes.min() + TINY)) + GRID)  # the same for all candidates
-    found: Reals = np.round((offset + moved[:, None] * step) / grid) * grid
-    return found
+    result: Reals = np.round((offset + deviations[:, None] * step) / grid) * grid
+    return result
 
 
 def _fit_shuffled_heads(head: Reals, factors: Reals, along: Reals, bias: bool, entropy: Entropy) -> Fit:
@@ -94,8 +94,8 @@ def _fit_shuffled_heads(head: Reals, factors: Reals, along: Reals, bias: bool, e
     (a, b), (_, c) = apart @ apart.T + RIDGE * SHUFFLES * np.eye(2)
     weights = np.array([[c, -b], [-b, a]]) / (a * c - b * b) @ apart
     slope = weights @ error
-    rest = (error - slope @ apart) / (1 - (apart * weights).sum(0))
-    return Fit(slope, rest.tolist())
+    residual = (error - slope @ apart) / (1 - (apart * weights).sum(0))
+    return Fit(slope, residual.tolist())
 
 
 def _estimates(votes: Reals, squares: Reals, factors: Reals) -> tuple[Reals, Reals, Reals]:
@@ -123,16 +123,16 @@ def _draw_direction(rows: Reals, entropy: Entropy) -> Reals:
     if groups == 1:
         return np.ones(1, np.float64)
     scale: Reals = 1 / np.sqrt((rows * rows).sum(1))
-    found = entropy.normal(groups)
+    result = entropy.normal(groups)
     sums = scale * rows.sum(1)
     size = sums @ sums
     if size > 1e-12:
-        found = found - sums * (sums @ found / size)
-    return scale * found
+        result = result - sums * (sums @ result / size)
+    return scale * result
 
 
 def _draw_orders(size: int, moving: int, entropy: Entropy) -> NDArray[np.int64]:
     """Draw random permutations of the first `moving` indices, one per row."""
-    found = np.tile(np.arange(size), (SHUFFLES, 1))
-    found[:, :moving] = np.argsort(entropy.keys(SHUFFLES * moving).reshape(SHUFFLES, moving), axis=1)
-    return found
+    result = np.tile(np.arange(size), (SHUFFLES, 1))
+    result[:, :moving] = np.argsort(entropy.keys(SHUFFLES * moving).reshape(SHUFFLES, moving), axis=1)
+    return result

@@ -64,14 +64,14 @@ def match_targets(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return targets with the shape and dtype of the outputs; shapes (n,) and (n, 1) are equivalent."""
     if targets.shape == outputs.shape and targets.dtype == outputs.dtype:
         return targets
-    samples, wanted = outputs.shape[0], tuple(outputs.shape)
+    samples, shape = outputs.shape[0], tuple(outputs.shape)
     if targets.dim() and targets.shape[0] == samples and targets.numel() == outputs.numel():
-        return targets.reshape(wanted).to(outputs.dtype)
-    fix = f"use targets of shape {wanted}"
+        return targets.reshape(shape).to(outputs.dtype)
+    fix = f"use targets of shape {shape}"
     if targets.shape == outputs.shape[:1]:
         is_float = targets.is_floating_point()
-        fix = f"{fix}, or targets.long() for classes" if is_float else f"use F.one_hot(targets, {wanted[-1]})"
-    raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but the model's outputs have shape {wanted}", fix)
+        fix = f"{fix}, or targets.long() for classes" if is_float else f"use F.one_hot(targets, {shape[-1]})"
+    raise BadArgument("targets", f"shape is {tuple(targets.shape)}, but the model's outputs have shape {shape}", fix)
 
 
 def one_hot(targets: Tensor, outputs: Tensor) -> Tensor:
@@ -292,8 +292,8 @@ class CrossEntropy(ClassLoss):
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return softmax(y) times the sum of the weighted targets, minus the weighted targets."""
-        wanted = self._weigh(targets)
-        return outputs.softmax(-1) * wanted.sum(-1, keepdim=True) - wanted
+        weighted = self._weigh(targets)
+        return outputs.softmax(-1) * weighted.sum(-1, keepdim=True) - weighted
 
 
 class AutogradLoss(Loss):
@@ -306,8 +306,8 @@ class AutogradLoss(Loss):
             value = self.values(leaf, targets).sum()
             if not value.requires_grad:
                 raise BadArgument(f"loss {self.name}", "it does not depend on the outputs, so it has no gradient")
-            (found,) = torch.autograd.grad(value, leaf)
-        return found
+            (result,) = torch.autograd.grad(value, leaf)
+        return result
 
 
 @dataclass(frozen=True)
@@ -327,16 +327,16 @@ class Custom(AutogradLoss):
         Other shapes are refused. For example, (n, n) for outputs of shape (n, 1) means that each output was compared
         with the targets of all samples.
         """
-        found, first, others = self.function(outputs, targets), outputs.shape[:1], outputs.shape[1:]
+        result, first, others = self.function(outputs, targets), outputs.shape[:1], outputs.shape[1:]
         known = (first, first + others, first + others[:-1], first + others[1:])
-        if not isinstance(found, Tensor) or found.shape not in known:
+        if not isinstance(result, Tensor) or result.shape not in known:
             shape = tuple(outputs.shape)
-            what = f"it returned {_describe(found)} for outputs of shape {shape}, not one value per sample"
+            what = f"it returned {_describe(result)} for outputs of shape {shape}, not one value per sample"
             fix = "return a tensor of shape (samples,), with reduction='none' and a sum over the other dims"
-            if isinstance(found, Tensor) and not found.dim():
+            if isinstance(result, Tensor) and not result.dim():
                 fix += "; or, if it compares samples with each other, use fedveil.BatchLoss(function)"
             raise BadArgument(f"loss {self.name}", what, fix)
-        return found.flatten(1).sum(1) if found.dim() > 1 else found
+        return result.flatten(1).sum(1) if result.dim() > 1 else result
 
 
 class BatchLoss(Custom):
@@ -350,15 +350,15 @@ class BatchLoss(Custom):
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the batch's value, repeated for each sample, so that the mean is the loss."""
-        found = self.function(outputs, targets)
-        if not isinstance(found, Tensor) or found.dim():
-            what = f"it returned {_describe(found)}, not one number for the batch"
+        result = self.function(outputs, targets)
+        if not isinstance(result, Tensor) or result.dim():
+            what = f"it returned {_describe(result)}, not one number for the batch"
             raise BadArgument(f"loss {self.name}", what, "return a tensor of shape (), such as a mean over pairs")
-        return found.expand(outputs.shape[0])
+        return result.expand(outputs.shape[0])
 
 
-def _describe(found: object) -> str:
-    return f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+def _describe(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def couples_samples(loss: Loss) -> bool:

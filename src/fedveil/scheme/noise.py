@@ -74,8 +74,8 @@ class Entropy:
         A torch.Generator would derive all of them from one 32-bit seed.
         """
         uniform = ((self.words(count) >> np.uint64(12)) + 0.5) * 2.0**-52  # never 0 or 1
-        found: Reals = torch.special.ndtri(torch.from_numpy(uniform)).numpy()
-        return found
+        result: Reals = torch.special.ndtri(torch.from_numpy(uniform)).numpy()
+        return result
 
 
 @dataclass(frozen=True)
@@ -250,13 +250,13 @@ def anchor(head: Reals, direction: Reals, partition: NDArray[np.int64], groups: 
     rows = direction[None] if groups == 1 else (partition == np.arange(groups)[:, None]) * direction
     energy = rows @ direction
     votes = (rows @ head) / np.reshape(energy, (-1, 1))
-    misfit = head - rows.T @ votes
-    beside, columns = (misfit * misfit).sum(0) + TINY, head.shape[1]
+    residual = head - rows.T @ votes
+    residual_squares, columns = (residual * residual).sum(0) + TINY, head.shape[1]
     total = np.partition(votes, columns // 2, axis=1)[:, columns // 2]
     for _ in range(MAX_STEPS):
-        away = votes - total[:, None]
-        weights, small = column_weights(energy @ (away * away) + beside)
-        step = away @ weights / weights.sum()
+        deviations = votes - total[:, None]
+        weights, small = column_weights(energy @ (deviations * deviations) + residual_squares)
+        step = deviations @ weights / weights.sum()
         total = total + step
         if energy @ (step * step) <= TOLERANCE * small[0]:
             break

@@ -57,8 +57,8 @@ def are_class_indices(outputs: Tensor, targets: Tensor) -> bool:
 
 def expand_classes(targets: Tensor, outputs: Tensor, axis: int | None = None) -> Tensor:
     """Convert class indices to one-hot targets along the class axis, with the shape of the outputs."""
-    found = class_axis(outputs, targets, axis)
-    return one_hot(targets, outputs.movedim(found, -1)).movedim(-1, found)
+    result = class_axis(outputs, targets, axis)
+    return one_hot(targets, outputs.movedim(result, -1)).movedim(-1, result)
 
 
 def _move_classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None) -> tuple[Tensor, Tensor, int]:
@@ -67,9 +67,9 @@ def _move_classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int |
         second = isinstance(loss, CrossEntropy) and loss.average_positions and outputs.dim() > 2
         source = 1 if second else class_axis(outputs, targets, axis)
         if source != -1:
-            moved = outputs.movedim(source, -1)
-            wanted = targets.movedim(source, -1) if targets.shape == outputs.shape else targets
-            return moved, loss.dense(wanted, moved), source
+            moved_outputs = outputs.movedim(source, -1)
+            moved_targets = targets.movedim(source, -1) if targets.shape == outputs.shape else targets
+            return moved_outputs, loss.dense(moved_targets, moved_outputs), source
     elif (
         targets.numel() != outputs.numel()
         and not isinstance(loss, AUTOGRAD_LOSSES)
@@ -81,12 +81,12 @@ def _move_classes_last(loss: Loss, outputs: Tensor, targets: Tensor, axis: int |
 
 def output_gradient(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
     """Return the derivative of the loss with respect to the outputs."""
-    moved, wanted, source = _move_classes_last(loss, outputs, targets, axis)
-    found = loss.gradient(moved, wanted)
-    return found if source == -1 else found.movedim(-1, source)
+    moved_outputs, moved_targets, source = _move_classes_last(loss, outputs, targets, axis)
+    result = loss.gradient(moved_outputs, moved_targets)
+    return result if source == -1 else result.movedim(-1, source)
 
 
 def values(loss: Loss, outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
     """Return the loss of each sample, summed over positions."""
-    moved, wanted, _ = _move_classes_last(loss, outputs, targets, axis)
-    return loss.values(moved, wanted)
+    moved_outputs, moved_targets, _ = _move_classes_last(loss, outputs, targets, axis)
+    return loss.values(moved_outputs, moved_targets)

@@ -96,7 +96,7 @@ class Perturbation(MemoryOnly):
                 only if they are no longer in use.
         """
         if reuse and self._recovery is not None and self._recovery.memory is not None:
-            self._pool.put_back(self._recovery.memory)
+            self._pool.return_memory(self._recovery.memory)
         self._recovery = None
 
 
@@ -270,32 +270,32 @@ def _blur(base: Reals, V: Reals, dtype: torch.dtype, entropy: Entropy) -> Reals:
 @torch.no_grad()
 def _unscale(secret: Recovery, passes: Tensors) -> Tensors:
     """Multiply passes by R and restore the order of the true model; return them by name, with one row per pass."""
-    transform, found = secret.transform, dict[str, Tensor]()
+    transform, result = secret.transform, dict[str, Tensor]()
     for group in transform.group(secret.plan.layout.trainable):
-        own = [passes[entry.name] for entry in group.entries]
-        flat = torch.cat([rows.reshape(len(rows), -1) for rows in own], 1)
+        tensors = [passes[entry.name] for entry in group.entries]
+        flat = torch.cat([rows.reshape(len(rows), -1) for rows in tensors], 1)
         transform.multiply(group, flat)
         rows = [transform.restore_order(group, row) for row in flat]
-        found |= {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return found
+        result |= {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return result
 
 
 def _find_factors(secret: Recovery) -> Tensors:
     """Return R for each trainable tensor, in the order of the true model."""
     layout = secret.plan.layout
     ones = torch.ones(1, dtype=layout.dtype, device=layout.device)
-    found = _unscale(secret, {entry.name: ones.expand(1, *entry.shape) for entry in layout.trainable})
-    return {name: rows[0] for name, rows in found.items()}
+    result = _unscale(secret, {entry.name: ones.expand(1, *entry.shape) for entry in layout.trainable})
+    return {name: rows[0] for name, rows in result.items()}
 
 
 def predict_passes(secret: Recovery, update: Update, last: Mapping[str, Tensor] | None) -> Tensors:
     """Predict the next round's passes, without its factors, from an update; `last` is the previous prediction."""
     scales = [_input_scale(secret) ** -power for power in _alpha_powers(secret)]
-    found = {}
-    for name, own in _unscale(secret, update.passes).items():
-        scale = own.new_tensor(scales).view(-1, *[1] * (own.dim() - 1))
-        found[name] = smooth(own * scale, last[name] if last else None)
-    return found
+    result = {}
+    for name, tensor in _unscale(secret, update.passes).items():
+        scale = tensor.new_tensor(scales).view(-1, *[1] * (tensor.dim() - 1))
+        result[name] = smooth(tensor * scale, last[name] if last else None)
+    return result
 
 
 def bound_passes(secret: Recovery, passes: Mapping[str, Tensor]) -> dict[str, list[float]]:
@@ -305,14 +305,14 @@ def bound_passes(secret: Recovery, passes: Mapping[str, Tensor]) -> dict[str, li
     passes get; terms that depend on the sum of the head's inputs get more than others. With decoys, the true pass has a
     different index in every round, so all rows get the largest bound.
     """
-    factors, head, found = _find_factors(secret), _input_scale(secret), {}
+    factors, head, result = _find_factors(secret), _input_scale(secret), {}
     headroom = secret.multiplicative**0.25
-    for name, own in passes.items():
-        rows = (own / factors[name]).abs().flatten(1).amax(1).tolist()
+    for name, value in passes.items():
+        rows = (value / factors[name]).abs().flatten(1).amax(1).tolist()
         powers = _alpha_powers(secret)
         sizes = [headroom * size * (head * headroom) ** power for size, power in zip(rows, powers, strict=True)]
-        found[name] = [max(sizes)] * len(sizes) if secret.decoys else sizes
-    return found
+        result[name] = [max(sizes)] * len(sizes) if secret.decoys else sizes
+    return result
 
 
 def _alpha_powers(secret: Recovery) -> list[int]:
@@ -336,6 +336,6 @@ def bound_rounding(secret: Recovery, rounding: Mapping[str, Sequence[float]]) ->
     coefficients = [float(bool(c)) if secret.decoys else abs(c) for c in secret.coefficients]
     total = 0.0
     for name, factors in _find_factors(secret).items():
-        each = sum(c * own for c, own in zip(coefficients, rounding[name], strict=True))
-        total = math.hypot(total, each * float(torch.linalg.vector_norm(factors.double())))
+        error = sum(c * value for c, value in zip(coefficients, rounding[name], strict=True))
+        total = math.hypot(total, error * float(torch.linalg.vector_norm(factors.double())))
     return total

@@ -143,8 +143,8 @@ def are_overflow_safe(tensors: Iterable[Tensor]) -> bool:
 
 def select_floats(tensors: Mapping[str, object]) -> dict[str, Tensor]:
     """Return the floating-point tensors that are not empty."""
-    found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.numel()}
-    return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+    result = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor) and tensor.numel()}
+    return {name: tensor for name, tensor in result.items() if tensor.is_floating_point()}
 
 
 def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
@@ -244,8 +244,8 @@ def _average(group: Group, updates: Sequence[Update], shares: Sequence[float], p
     """Return the weighted mean of the clients' passes for a group of tensors, with one row per pass."""
     total: Tensor | None = None
     for update, share in zip(updates, shares, strict=True):
-        own = [update.passes[entry.name][passes.start : passes.stop] for entry in group.entries]
-        parts = [rows.reshape(len(passes), -1) for rows in own]
+        tensors = [update.passes[entry.name][passes.start : passes.stop] for entry in group.entries]
+        parts = [rows.reshape(len(passes), -1) for rows in tensors]
         flat = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         if total is None:
             total = flat * share if len(updates) > 1 or len(parts) == 1 else flat
@@ -259,12 +259,12 @@ def _recover_buffers(secret: Recovery, updates: Sequence[Update], shares: Sequen
     """Recover the buffers; for buffers with one row per candidate, only the given row."""
     layout, transform = secret.plan.layout, secret.transform
     clients = [select_row(update.buffers, row) if secret.has_rows else update.buffers for update in updates]
-    out: Tensors = {name: torch.stack([own[name] for own in clients]).amax(0) for name in layout.counters}
+    out: Tensors = {name: torch.stack([client[name] for client in clients]).amax(0) for name in layout.counters}
     if not layout.buffers:
         return out
     weights = torch.tensor(shares, dtype=layout.dtype, device=layout.device)
     for group in transform.group(layout.buffers):
-        mean = weights @ torch.stack([flatten(own, group.entries) for own in clients])
+        mean = weights @ torch.stack([flatten(client, group.entries) for client in clients])
         transform.divide(group, mean)
         out |= transform.restore_order(group, mean)
     return out
@@ -297,7 +297,7 @@ class _PassSums:
         if not self._size:
             return self._eps
         size = min(self._size, MAX_FLOAT)
-        terms = sum(c * (min(own, MAX_FLOAT) / size) for c, own in zip(self._coefficients, self._sizes, strict=True))
+        terms = sum(c * (min(part, MAX_FLOAT) / size) for c, part in zip(self._coefficients, self._sizes, strict=True))
         return min(self._eps * terms, MAX_FLOAT)
 
 
@@ -323,7 +323,7 @@ def _refuse_overflow(secret: Recovery, updates: Sequence[Update], shares: Sequen
         return
     alone = [position for position, update in enumerate(updates) if not _is_finite(secret, [update], [1.0])]
     tensors = [[*update.passes.values(), *update.buffers.values()] for update in updates]
-    sizes = [math.hypot(*(_norm(t) for t in own if t.is_floating_point())) for own in tensors]
+    sizes = [math.hypot(*(_norm(t) for t in tensor if t.is_floating_point())) for tensor in tensors]
     position = alone[0] if alone else sizes.index(max(sizes))
     what = f"its values are finite, but overflow {secret.plan.layout.dtype} when the noise is removed"
     raise NonFiniteUpdate(f"client {position}", what, DROP)
@@ -340,10 +340,10 @@ def _is_finite(secret: Recovery, updates: Sequence[Update], shares: Sequence[flo
 
 def _client_shares(updates: Sequence[Update], weights: Sequence[float] | None) -> list[float]:
     """Return w_k = |D_k| / |D|, given weights as a list, tuple, vector or any other sequence of numbers."""
-    given = [update.samples for update in updates] if weights is None else weights
+    counts = [update.samples for update in updates] if weights is None else weights
     try:
-        count = len(given)
-        numbers = np.asarray(given if count == len(updates) else [])  # not read if their count is wrong
+        count = len(counts)
+        numbers = np.asarray(counts if count == len(updates) else [])  # not read if their count is wrong
     except Exception as error:  # an invalid object may raise any exception
         raise BadArgument("recover", f"weights cannot be used: {type(error).__name__}", "pass numbers") from error
     if count != len(updates) or not count:

@@ -34,10 +34,10 @@ class Aggregate:
 
 def recover_each(recover_one: Callable[[T], Aggregate], updates: Sequence[T]) -> list[Aggregate | UpdateRefused]:
     """Recover the gradient from each update separately; for a refused update, return an error that names the client."""
-    found: list[Aggregate | UpdateRefused] = []
+    result: list[Aggregate | UpdateRefused] = []
     for position, update in enumerate(updates):
         try:
-            found.append(recover_one(update))
+            result.append(recover_one(update))
         except UpdateRefused as error:
-            found.append(type(error)(f"client {position}", error.what, error.fix))
-    return found
+            result.append(type(error)(f"client {position}", error.what, error.fix))
+    return result

@@ -61,12 +61,12 @@ class TokenCrossEntropy(AutogradLoss):
 
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the batch's mean, repeated for each sample."""
-        found, classes = self.select(outputs, targets)
+        result, classes = self.select(outputs, targets)
         if not len(classes):
             what = f"every label in a batch of {len(targets)} records is {IGNORED}, which is ignored"
             raise BadArgument("targets", what, "omit these records, or use a larger batch_size")
-        check_classes(classes, found.shape[-1])
-        return F.cross_entropy(found, classes, label_smoothing=self.label_smoothing).expand(outputs.shape[0])
+        check_classes(classes, result.shape[-1])
+        return F.cross_entropy(result, classes, label_smoothing=self.label_smoothing).expand(outputs.shape[0])
 
     def _align(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if targets.is_floating_point() or outputs.dim() < 2 or targets.shape != outputs.shape[:-1]:

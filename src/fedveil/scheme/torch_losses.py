@@ -45,10 +45,10 @@ class TorchLoss(AutogradLoss):
         """Return the module's options as plain values."""
         names = [name for name in inspect.signature(type(self.module)).parameters if name not in DEPRECATED]
         options = {name: getattr(self.module, name) for name in names}
-        return {name: own.tolist() if isinstance(own, Tensor) else own for name, own in options.items()}
+        return {name: option.tolist() if isinstance(option, Tensor) else option for name, option in options.items()}
 
     def weigh_part(self, weights: Tensor) -> Tensor:
-        """Return weights with which parts of a sum add up; refuse a part of a mean, because its divisor is unknown."""
+        """Return weights for which partial sums add up; refuse part of a mean, because its divisor is unknown."""
         alone = torch.full_like(weights, 1 / len(weights))
         if self.reduction != "sum" and not torch.equal(weights, alone):
             what = "its mean divides by the weights of all samples, but this batch contains only some of them"
@@ -62,21 +62,21 @@ class TorchLoss(AutogradLoss):
             targets = match_targets(outputs, targets)
         if self.couples:
             return self._call(self.module, outputs, targets).expand(outputs.shape[0])
-        if any(own.dim() >= outputs.dim() and len(own) > 1 for own in self.module.buffers()):
+        if any(buffer.dim() >= outputs.dim() and len(buffer) > 1 for buffer in self.module.buffers()):
             what, fix = "its weight has one number per sample of a batch", f"use fedveil.BatchLoss({self.name}(...))"
             raise BadArgument(f"loss {self.name}", what, fix)
         rows = self._call(self.unreduced, outputs, targets).reshape(outputs.shape[0], -1)
         return rows.mean(1) if self.reduction == "mean" else rows.sum(1)
 
     def _call(self, module: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-        buffers = {name: own.to(outputs) for name, own in module.named_buffers()}
+        buffers = {name: buffer.to(outputs) for name, buffer in module.named_buffers()}
         try:
-            found: Tensor = torch.func.functional_call(module, buffers, (outputs, targets))
+            result: Tensor = torch.func.functional_call(module, buffers, (outputs, targets))
         except (RuntimeError, TypeError, ValueError, IndexError) as error:  # its message may contain a target
-            forms = [f"{own.dtype} of shape {tuple(own.shape)}" for own in (targets, outputs)]
+            forms = [f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in (targets, outputs)]
             what = f"{self.name} does not accept targets {forms[0]} for outputs {forms[1]}, or rejects their values"
             raise BadArgument("targets", what, "see torch's error above, which caused this one") from error
-        return found
+        return result
 
 
 def read_module(loss: object) -> Loss | None:
@@ -86,12 +86,12 @@ def read_module(loss: object) -> Loss | None:
     """
     if not isinstance(loss, nn.Module) or type(loss).__module__ != torch_loss.__name__:
         return None
-    found = _wrap(loss)
+    result = _wrap(loss)
     smoothing = getattr(loss, "label_smoothing", None)
     defaults = {"weight": None, "ignore_index": IGNORED, "reduction": "mean", "label_smoothing": smoothing}
-    if isinstance(smoothing, float) and smoothing < 1 and found.settings() == defaults:
+    if isinstance(smoothing, float) and smoothing < 1 and result.settings() == defaults:
         return CrossEntropy(label_smoothing=smoothing, average_positions=True)
-    return found
+    return result
 
 
 def _wrap(module: nn.Module) -> TorchLoss:
@@ -110,5 +110,7 @@ def is_module(name: str) -> bool:
 
 def build_module(name: str, options: Mapping[str, bool | int | float | str | tuple[float, ...] | None]) -> TorchLoss:
     """Build a torch loss module from its name and options."""
-    own = {key: torch.tensor(v, dtype=torch.float64) if isinstance(v, tuple) else v for key, v in options.items()}
-    return _wrap(getattr(torch_loss, name.removeprefix(PREFIX))(**own))
+    options_by_name = {
+        key: torch.tensor(v, dtype=torch.float64) if isinstance(v, tuple) else v for key, v in options.items()
+    }
+    return _wrap(getattr(torch_loss, name.removeprefix(PREFIX))(**options_by_name))

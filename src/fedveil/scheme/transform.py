@@ -39,7 +39,7 @@ class BufferPool:
         except (KeyError, IndexError):
             return _allocate(size, dtype, device)
 
-    def put_back(self, memory: Tensor, *, scratch: bool = False) -> None:
+    def return_memory(self, memory: Tensor, *, scratch: bool = False) -> None:
         """Return memory that is no longer in use to the pool."""
         self._free.setdefault((memory.numel(), memory.dtype, memory.device, scratch), []).append(memory)
 
@@ -89,7 +89,7 @@ class Transform:
             memory, scratch = pool.take(sum(sizes), *kind), pool.take(max(sizes), *kind, scratch=True)
             for entry, out in zip(plan.large, torch.split_with_sizes(memory, sizes), strict=True):
                 perturbed[entry.name] = self._apply_large(entry, tensors[entry.name], out, scratch)
-            pool.put_back(scratch, scratch=True)
+            pool.return_memory(scratch, scratch=True)
         return {entry.name: perturbed[entry.name] for entry in plan.layout.entries}, memory
 
     def _apply_large(self, entry: Entry, tensor: Tensor, out: Tensor, scratch: Tensor) -> Tensor:
@@ -119,17 +119,17 @@ class Transform:
         (first, index), *others = indices
         size, inner = len(index), torch.Size(piece.shape[first + 1 :]).numel()
         end = piece.offset + size * inner
-        given, result = source[piece.offset : end].view(size, inner), target[piece.offset : end]
+        selected, result = source[piece.offset : end].view(size, inner), target[piece.offset : end]
         step = max(1, BLOCK // inner)
         for start in range(0, size, step):
             stop = min(size, start + step)
             shape = (*piece.shape[:first], stop - start, *piece.shape[first + 1 :])
             out = result[start * inner : stop * inner]
-            here = scratch[: out.numel()] if others else out
-            torch.index_select(given, 0, index[start:stop], out=here.view(-1, inner))
-            part = here.view(shape)
-            for number, (dim, moved) in enumerate(others, 1):
-                part = _select(part, dim, moved, out.view(shape) if number == len(others) else None)
+            buffer = scratch[: out.numel()] if others else out
+            torch.index_select(selected, 0, index[start:stop], out=buffer.view(-1, inner))
+            part = buffer.view(shape)
+            for number, (dim, reordered) in enumerate(others, 1):
+                part = _select(part, dim, reordered, out.view(shape) if number == len(others) else None)
             self._multiply(piece, part, first, start)
 
     def find_factors(self, name: str) -> Tensor:
@@ -192,10 +192,10 @@ class Transform:
             factor, dims = spread.select(self.scale), [dim for dim, size in enumerate(spread.shape) if size > 1]
             if cut in dims:
                 factor = factor.narrow(cut, start, part.shape[ahead + cut])
-            behind = torch.Size(piece.shape[dims[0] + 1 :]).numel() if len(dims) == 1 else 1
-            if behind > 1 and dims[0] != cut and part.is_contiguous():
-                rows = part.view(-1, factor.numel() * behind)
-                rows.mul_(factor.flatten().repeat_interleave(behind))
+            inner_size = torch.Size(piece.shape[dims[0] + 1 :]).numel() if len(dims) == 1 else 1
+            if inner_size > 1 and dims[0] != cut and part.is_contiguous():
+                rows = part.view(-1, factor.numel() * inner_size)
+                rows.mul_(factor.flatten().repeat_interleave(inner_size))
             else:
                 part.mul_(factor)
 
@@ -205,25 +205,25 @@ class Transform:
         part = piece.part(flat)
         if indices is None:
             sources = self._find_sources(piece, len(flat))
-            moved = torch.empty_like(flat).index_copy_(0, sources, part.reshape(-1))
-            return piece.part(moved)
+            restored = torch.empty_like(flat).index_copy_(0, sources, part.reshape(-1))
+            return piece.part(restored)
         for dim, index in indices:
-            back = torch.empty_like(index)
-            back[index] = torch.arange(len(index), device=index.device)
-            part = _select(part, dim, back)
+            inverse_index = torch.empty_like(index)
+            inverse_index[index] = torch.arange(len(index), device=index.device)
+            part = _select(part, dim, inverse_index)
         return part
 
     def _find_indices(self, piece: TensorPart) -> list[tuple[int, Tensor]] | None:
         """Return the source indices along each permuted dim; None if several dims are permuted jointly."""
-        found = []
+        result = []
         for spread in piece.order:
             dims = [d for d, size in enumerate(spread.shape) if size > 1]
             if len(dims) != 1:
                 return None
             shift = spread.select(self.shift).flatten()
             index = torch.arange(len(shift), device=shift.device) + shift // piece.strides[dims[0]]
-            found.append((dims[0], index))
-        return sorted(found, key=lambda pair: pair[0])
+            result.append((dims[0], index))
+        return sorted(result, key=lambda pair: pair[0])
 
     def _find_sources(self, piece: TensorPart, elements: int) -> Tensor:
         """Return the source index of each element of a piece, in a tensor with `elements` elements."""

@@ -23,11 +23,11 @@ def load_party(identity: Path, roster: Path, policy: Path | None = None) -> Part
         roster: the file that lists who may take part.
         policy: the file written by `fedveil keys policy`; by default, the file next to the identity.
     """
-    own = Policy.read(policy or identity.with_suffix(".policy"))
+    client_policy = Policy.read(policy or identity.with_suffix(".policy"))
     memory = Memory(identity.with_suffix(".memory"))
-    found = Party(Identity.load(identity), Roster.read(roster), memory, policy=own)
-    found.sweep()
-    return found
+    result = Party(Identity.load(identity), Roster.read(roster), memory, policy=client_policy)
+    result.sweep()
+    return result
 
 
 def load_own_party() -> Party | None:

@@ -100,10 +100,10 @@ def reduce(integers: Floats, small: bool | None = None) -> Words:
 
 def encode(values: npt.ArrayLike, bits: int) -> Words:
     """Return rint(x 2^b) mod 2^64; raise BadArgument unless all values are finite."""
-    found = np.asarray(values, np.float64)
-    if not np.isfinite(found).all():
+    result = np.asarray(values, np.float64)
+    if not np.isfinite(result).all():
         raise BadArgument("encode", "a value is not finite")
-    return reduce(scale(found, bits))
+    return reduce(scale(result, bits))
 
 
 def decode(total: Words, bits: int | Integers) -> Floats:
@@ -129,9 +129,9 @@ def encode_rows(values: Floats, sizes: Sequence[int], bits: Sequence[int], n: in
         integers = values[piece.span] * np.repeat(scales[piece.rows], piece.counts)
         np.rint(integers, out=integers)
         small = fits(integers)
-        words[piece.span] = own = reduce(integers, small)
+        words[piece.span] = reduced = reduce(integers, small)
         if checks:
-            hashes.add(piece, _residues(own) if small else np.fmod(integers, float(PRIME)).astype(np.int64))
+            hashes.add(piece, _residues(reduced) if small else np.fmod(integers, float(PRIME)).astype(np.int64))
     if checks:
         words[len(values) :] = hashes.values() + np.uint64(PRIME) * _quotients(CHECKS * len(sizes), n)
     return words
@@ -163,7 +163,7 @@ class _Piece(NamedTuple):
 @lru_cache(maxsize=16)
 def _pieces(sizes: tuple[int, ...]) -> tuple[_Piece, ...]:
     """Divide all values into pieces that fit in the cache; empty rows are left out."""
-    ends, found = np.cumsum(np.array(sizes, np.int64)), []
+    ends, result = np.cumsum(np.array(sizes, np.int64)), []
     total = int(ends[-1]) if sizes else 0
     for start in range(0, total, PIECE):
         stop = min(start + PIECE, total)
@@ -171,8 +171,8 @@ def _pieces(sizes: tuple[int, ...]) -> tuple[_Piece, ...]:
         counts = np.diff(inside, prepend=start)
         rows = np.flatnonzero(counts)
         starts = np.cumsum(counts[rows]) - counts[rows]
-        found.append(_Piece(slice(start, stop), rows, counts[rows], starts))
-    return tuple(found)
+        result.append(_Piece(slice(start, stop), rows, counts[rows], starts))
+    return tuple(result)
 
 
 class _Hashes:

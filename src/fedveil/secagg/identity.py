@@ -67,11 +67,11 @@ def read_trusted_file(path: Path) -> str:
 def _read_file(path: Path, forbidden: int, what: str, fix: str) -> str:
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if os.name == "posix" and found.st_mode & forbidden:
-                raise BadArgument(str(path), f"{what} (mode {stat.S_IMODE(found.st_mode):o})", f"run {fix}")
-            if os.name == "posix" and found.st_uid not in (os.geteuid(), 0):
-                what = f"it belongs to another user (uid {found.st_uid})"
+            result = os.fstat(file.fileno())
+            if os.name == "posix" and result.st_mode & forbidden:
+                raise BadArgument(str(path), f"{what} (mode {stat.S_IMODE(result.st_mode):o})", f"run {fix}")
+            if os.name == "posix" and result.st_uid not in (os.geteuid(), 0):
+                what = f"it belongs to another user (uid {result.st_uid})"
                 raise BadArgument(str(path), what, f"change its owner, then run {fix}")
             return file.read(MAX_FILE).decode()
     except OSError as error:
@@ -126,8 +126,8 @@ class Identity(SecretHolder):
     @classmethod
     def load(cls, path: Path) -> "Identity":
         """Load a file written by `save`; refuse a file that others can read."""
-        found = parse_toml(path, read_private_file(path))
-        name, private = found.get("name"), found.get("private")
+        result = parse_toml(path, read_private_file(path))
+        name, private = result.get("name"), result.get("private")
         if not isinstance(private, str) or not HEX.fullmatch(private):
             raise BadArgument(str(path), "is not an identity file", "run fedveil keys new NAME")
         return cls(check_member_name(str(path), name), Ed25519PrivateKey.from_private_bytes(bytes.fromhex(private)))

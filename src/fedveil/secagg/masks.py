@@ -51,11 +51,11 @@ Seeds = Iterable[bytes]
 
 def fields(*parts: bytes | str | int) -> bytes:
     """Encode fields as bytes, each preceded by its length, so that different lists of fields give different bytes."""
-    found = b""
+    result = b""
     for part in parts:
         raw = part if isinstance(part, bytes) else str(part).encode()
-        found += len(raw).to_bytes(8, "big") + raw
-    return found
+        result += len(raw).to_bytes(8, "big") + raw
+    return result
 
 
 def derive(secret: bytes, salt: bytes, *info: bytes | str | int) -> bytes:
@@ -156,9 +156,9 @@ def _evaluate(coefficients: list[int], x: int, prime: int) -> int:
 @lru_cache(maxsize=64)
 def weights(points: tuple[int, ...], prime: int = PRIME) -> tuple[int, ...]:
     """Return the weights of the shares at these points: the values of the Lagrange polynomials at 0."""
-    others = {own: [other for other in points if other != own] for own in points}
-    below = [math.prod(other - own for other in others[own]) for own in points]
-    return tuple([math.prod(others[own]) * pow(b, -1, prime) % prime for own, b in zip(points, below, strict=True)])
+    others = {point: [other for other in points if other != point] for point in points}
+    below = [math.prod(other - point for other in others[point]) for point in points]
+    return tuple([math.prod(others[point]) * pow(b, -1, prime) % prime for point, b in zip(points, below, strict=True)])
 
 
 def join(shares: Mapping[int, int], *, prime: int = PRIME) -> int:
@@ -216,13 +216,13 @@ def add_streams(
     total = np.empty(start.size, np.uint64) if out is None else out
     for at in range(0, start.size, PIECE):
         piece = total[at : at + PIECE]
-        so_far = start[at : at + PIECE]
+        partial = start[at : at + PIECE]
         for words in vectors:
-            so_far = np.add(so_far, words[at : at + PIECE], out=piece)
+            partial = np.add(partial, words[at : at + PIECE], out=piece)
         for combine, fill in streams:
-            so_far = combine(so_far, fill(piece.size), out=piece)
-        if so_far is not piece:  # there was nothing to add
-            piece[:] = so_far
+            partial = combine(partial, fill(piece.size), out=piece)
+        if partial is not piece:  # there was nothing to add
+            piece[:] = partial
     return total
 
 

@@ -167,7 +167,7 @@ class State:
         """Return whether the table of runs is full."""
         return len(self.runs) + len(self.ended) >= MAX_RUNS
 
-    def sums_on(self, day: int) -> int:
+    def count_sums(self, day: int) -> int:
         """Return the number of sums opened on a day."""
         return self.day[1] if day == self.day[0] else 0
 

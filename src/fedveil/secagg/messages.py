@@ -53,9 +53,9 @@ class Hello:
     @classmethod
     def from_values(cls, values: object) -> "Hello":
         """Parse the result of `values`; raise BadArgument for anything else."""
-        found = _Fields("hello", values)
-        run, name = check_run_name("hello", found.get("run")), check_member_name("hello", found.get("name"))
-        return cls(run, name, found.raw("key", KEY), found.raw("signature", SIGNATURE))
+        result = _Fields("hello", values)
+        run, name = check_run_name("hello", result.get("run")), check_member_name("hello", result.get("name"))
+        return cls(run, name, result.raw("key", KEY), result.raw("signature", SIGNATURE))
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,17 @@ class Opening:
     @classmethod
     def from_values(cls, values: object) -> "Opening":
         """Parse the result of `values`; raise BadArgument for anything else."""
-        found = _Fields("opening", values)
-        roster, checks = found.get("roster"), found.get("checks")
+        result = _Fields("opening", values)
+        roster, checks = result.get("roster"), result.get("checks")
         if type(roster) is not list or not 0 < len(roster) <= MAX_MEMBERS:
             raise BadArgument("opening", f"its roster must be a list of 1 to {MAX_MEMBERS:,} members")
-        exponents = found.integers("exponents", LOWEST, HIGHEST)
-        rows = found.integers("rows", 0, MAX_WORDS)
+        exponents = result.integers("exponents", LOWEST, HIGHEST)
+        rows = result.integers("rows", 0, MAX_WORDS)
         if len(rows) != len(exponents) or sum(rows) > MAX_WORDS or type(checks) is not bool:
             raise BadArgument("opening", "its rows, exponents and checks are inconsistent")
-        counts = found.count("round"), found.count("attempt")
+        counts = result.count("round"), result.count("attempt")
         hellos = tuple(Hello.from_values(hello) for hello in roster)
-        return cls(check_run_name("opening", found.get("run")), *counts, hellos, exponents, rows, checks)
+        return cls(check_run_name("opening", result.get("run")), *counts, hellos, exponents, rows, checks)
 
 
 @lru_cache(maxsize=8)
@@ -224,8 +224,8 @@ class SettleReply:
     def from_bytes(cls, data: bytes, outside: int) -> "SettleReply":
         """Decode a reply with the seeds of `outside` members."""
         head, body = unpack(data, "settled", SIGNATURE + outside * SEED)
-        found = head.raw("context", HASH), head.count("step"), head.names("failed")
-        return cls(*found, bytes(body[:SIGNATURE]), _split(body[SIGNATURE:], SEED))
+        result = head.raw("context", HASH), head.count("step"), head.names("failed")
+        return cls(*result, bytes(body[:SIGNATURE]), _split(body[SIGNATURE:], SEED))
 
 
 @dataclass(frozen=True)
@@ -294,19 +294,19 @@ class _Fields:
 
     def integers(self, name: str, least: int, most: int) -> tuple[int, ...]:
         """Return integers between two bounds."""
-        found = self.get(name)
-        if type(found) is not list or not all(type(each) is int and least <= each <= most for each in found):
+        result = self.get(name)
+        if type(result) is not list or not all(type(value) is int and least <= value <= most for value in result):
             raise BadArgument(self._kind, f"{name} must be a list of integers from {least} to {most:,}")
-        return tuple(found)
+        return tuple(result)
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return distinct names; the caller checks that they are members."""
-        found = self.get(name)
-        if type(found) is not list or len(found) > MAX_MEMBERS or not all(type(item) is str for item in found):
+        result = self.get(name)
+        if type(result) is not list or len(result) > MAX_MEMBERS or not all(type(item) is str for item in result):
             raise BadArgument(self._kind, f"{name} must be a list of at most {MAX_MEMBERS:,} names")
-        if len(set(found)) != len(found):
+        if len(set(result)) != len(result):
             raise BadArgument(self._kind, f"{name} must not contain duplicates")
-        return tuple(found)
+        return tuple(result)
 
     def settle(self) -> Settle:
         """Return the fields of M3."""
@@ -340,11 +340,11 @@ def unpack(data: bytes, kind: str, size: int | None = None) -> tuple[_Fields, me
         head = json.loads(data[8:start])
     except (ValueError, RecursionError):
         raise BadArgument(kind, "its head is not JSON", "send the bytes that Fedveil encoded") from None
-    found = _Fields(kind, head)
-    if (found.get("kind"), found.get("format")) != (kind, FORMAT):
+    result = _Fields(kind, head)
+    if (result.get("kind"), result.get("format")) != (kind, FORMAT):
         what = f"it is a different kind of message, or not in format {FORMAT}"
         raise BadArgument(kind, what, "install the same version of Fedveil everywhere")
-    return found, memoryview(data)[start:]
+    return result, memoryview(data)[start:]
 
 
 def check_run_name(where: str, run: object) -> str:

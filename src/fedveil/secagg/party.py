@@ -232,7 +232,7 @@ class Party(SecretHolder):
             run.revealed = current.round
             run.forget_attempt()
             run.sums += 1
-            state.day = day, state.sums_on(day) + 1
+            state.day = day, state.count_sums(day) + 1
             state.remember_sum(*opened)
             turn.write()
         return RevealReply(reveal.settle.context, shares).to_bytes()
@@ -297,11 +297,11 @@ class Party(SecretHolder):
     def _open_shares(self, settle: Settle, extra: bytes, pairs: Mapping[str, bytes], index: int) -> dict[str, bytes]:
         """Decrypt the others' shares, by dealer, and keep those that match their hashes."""
         dealers = [name for name in settle.members if name != self.name]
-        found = {}
+        result = {}
         for dealer, (sealed, known) in zip(dealers, messages.unpack_dealt(extra, len(dealers)), strict=True):
             share = masks.unseal(sealed, pairs[dealer], settle.context, dealer, self.name)
             if share is None or not masks.is_field_element(share):
                 continue
             if masks.share_hash(settle.context, dealer, index, share) == known:
-                found[dealer] = share
-        return found
+                result[dealer] = share
+        return result

@@ -92,7 +92,7 @@ class PrivacyLimits:
     @classmethod
     def from_table(cls, table: object, policy: Path) -> "PrivacyLimits":
         """Read the [privacy] table of a policy; the ledger is a file next to the policy."""
-        names = [each.name for each in fields(cls) if each.name != "ledger"]
+        names = [field.name for field in fields(cls) if field.name != "ledger"]
         if not isinstance(table, dict) or not {"dataset", "records", "epsilon"} <= table.keys():
             raise BadArgument("privacy", "it must be a table with dataset, records and epsilon")
         for name in table:
@@ -142,16 +142,16 @@ class Policy:
         if not path.exists():
             what = "there is no policy file, which specifies the server that this client answers"
             raise BadArgument(str(path), what, "run fedveil keys policy KEY_FILE --server HEX")
-        found = parse_toml(path, read_trusted_file(path))
-        for name in found:
-            check_choice(str(path), "setting", name, [each.name for each in fields(cls)])
-        server = found.get("server", "")
+        result = parse_toml(path, read_trusted_file(path))
+        for name in result:
+            check_choice(str(path), "setting", name, [field.name for field in fields(cls)])
+        server = result.get("server", "")
         if type(server) is not str or not HEX.fullmatch(server):
             what = "server must be the server's public key, 64 hexadecimal digits"
             raise BadArgument(str(path), what, "run fedveil keys policy KEY_FILE --server HEX")
         try:
-            privacy = PrivacyLimits.from_table(found["privacy"], path) if "privacy" in found else None
-            return cls(**{**found, "server": bytes.fromhex(server), "privacy": privacy})
+            privacy = PrivacyLimits.from_table(result["privacy"], path) if "privacy" in result else None
+            return cls(**{**result, "server": bytes.fromhex(server), "privacy": privacy})
         except BadArgument as error:
             raise BadArgument(str(path), error.what, error.fix) from None
 
@@ -159,5 +159,5 @@ class Policy:
         """Write a file that `read` accepts; refuse to replace an existing file."""
         if self.server is None:
             raise BadArgument("Policy", "it does not specify a server", "pass a public key: Policy(server=...)")
-        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"server": self.server.hex()}
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"server": self.server.hex()}
         return write_atomically(path, TEXT.format(**values), 0o644, new=True)

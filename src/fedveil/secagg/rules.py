@@ -87,7 +87,7 @@ def needs_new_key(run: RunMemory, policy: Policy, now: int) -> bool:
 
 def check_budget(state: State, run: RunMemory, policy: Policy, day: int) -> None:
     """Require that the client's policy allows it to open another sum."""
-    limits = (run.sums, policy.max_sums_per_run, "run"), (state.sums_on(day), policy.max_sums_per_day, "day")
+    limits = (run.sums, policy.max_sums_per_run, "run"), (state.count_sums(day), policy.max_sums_per_day, "day")
     for count, most, what in limits:
         if count >= most:
             raise Aborted("policy", "opening", f"this client opens at most {most:,} sums per {what}")

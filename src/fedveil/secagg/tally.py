@@ -70,8 +70,8 @@ class Conduct:
     def settle_disputes(self, pairs: Iterable[Pair], n: int) -> set[str]:
         """Record the disputed pairs of an attempt, and return the members that are left out of it.
 
-        From each pair, the member that was left out less often so far is left out; in a tie, the one with more
-        disputes. If the number of disputes alone decided, two liars could keep an honest member out of every round.
+        Of each pair, the member that has been left out less often is left out; in a tie, the one with more disputes. If
+        the number of disputes alone decided, two liars could keep an honest member out of every round.
         """
         disputed = {(min(pair), max(pair)) for pair in pairs}
         self._most = most = max(self._most, liars(n))  # disputes add up over attempts, even smaller ones
@@ -151,8 +151,8 @@ class Tally:
             what = f"{len(members)} of {len(self._names)} clients remain: at least {self._threshold} are needed"
             raise Aborted("few", "settle", what, "start a new attempt")
         self._settle, self._replies, self._signatures = Settle(self._context, step, tuple(members)), {}, {}
-        own = {name: self._dealt_to(name, members) if step == 0 else b"" for name in members}
-        return self._settle.to_bytes(), own
+        individual = {name: self._dealt_to(name, members) if step == 0 else b"" for name in members}
+        return self._settle.to_bytes(), individual
 
     def take_settle_reply(self, name: str, data: bytes) -> None:
         """Accept M4."""
@@ -233,20 +233,20 @@ class Tally:
             what = f"{len(self._revealed)} of {len(self._names)} clients have revealed"
             raise Aborted("few", "reveal", f"{what}: at least {self._threshold} are needed")
         members = self.survivors
-        own = [seed for name in members if (seed := self._own_seed(name)) is not None]
-        if len(own) < len(members):
+        seeds = [seed for name in members if (seed := self._own_seed(name)) is not None]
+        if len(seeds) < len(members):
             liars = [name for name in members if name in self.conduct.excluded]
             why = f"; {', '.join(liars)} lied" if liars else ""
-            raise Aborted("share", "total", f"{len(members) - len(own)} of {len(members)} self seeds are lost{why}")
+            raise Aborted("share", "total", f"{len(members) - len(seeds)} of {len(members)} self seeds are lost{why}")
         indices = {self._index[name] for name in members}
         pairs = {pair: seed for pair, seed in self._seeds.items() if pair[0] in indices and pair[1] not in indices}
-        total = masks.unmask([self._uploads[name].words for name in members], own, pairs)
+        total = masks.unmask([self._uploads[name].words for name in members], seeds, pairs)
         check_count(total, len(members))
         return total
 
     def _own_seed(self, name: str) -> bytes | None:
         """Recover a client's self seed from t valid shares; exclude the client if the seed is not the committed one."""
-        shares = {self._index[by] + 1: own[name] for by, own in sorted(self._revealed.items()) if name in own}
+        shares = {self._index[by] + 1: value[name] for by, value in sorted(self._revealed.items()) if name in value}
         if len(shares) < self._threshold:
             return None
         try:
@@ -293,8 +293,8 @@ class Tally:
         """Encode the encrypted shares that others dealt to a client, and their hashes."""
         index = self._index[name]
         uploads = {dealer: self._uploads[dealer] for dealer in dealers if dealer != name}
-        sealed = [own.sealed[index - (index > self._index[dealer])] for dealer, own in uploads.items()]
-        return pack_dealt(sealed, [own.hashes[index] for own in uploads.values()])
+        sealed = [upload.sealed[index - (index > self._index[dealer])] for dealer, upload in uploads.items()]
+        return pack_dealt(sealed, [upload.hashes[index] for upload in uploads.values()])
 
     def _exclude(self, kind: str, name: str, why: str) -> None:
         self.conduct.exclude(name, why)
@@ -304,8 +304,8 @@ class Tally:
         if not due or name not in members:
             raise BadArgument(kind, f"it is not expected from {name!r} now: it is late, early, or from a stranger")
 
-    def _check_context(self, kind: str, name: str, found: bytes) -> None:
-        if found != self._context:
+    def _check_context(self, kind: str, name: str, digest: bytes) -> None:
+        if digest != self._context:
             raise BadArgument(kind, f"{name} replied to a different opening", "send the same bytes to all clients")
 
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from fedveil.checks import check_choice
 from fedveil.data import one_tensor
-from fedveil.defences.registry import OURS
+from fedveil.defences.registry import INCLUDED
 from fedveil.errors import BadArgument
 from fedveil.report import Facts, Text
 from fedveil.runs.build import load_data
@@ -49,7 +49,7 @@ class AttackRequest(Generic[O]):
 
     def config_for(self, defence: str) -> Config:
         """Return the configuration for a defence; settings for a user's defence are not passed to a built-in one."""
-        if defence in OURS and not set(OURS).issuperset(self.defences):
+        if defence in INCLUDED and not set(INCLUDED).issuperset(self.defences):
             return self.config.changed(defence=defence, settings=())
         return self.config.changed(defence=defence)
 
@@ -100,15 +100,15 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
 
     def attacks(self, request: AttackRequest[O], folder: Path) -> dict[str, StudyJob[R]]:
         """Return the attack job for each defence."""
-        shared, found = tuple(self.shared(request, folder)), dict[str, StudyJob[R]]()
+        shared, jobs = tuple(self.shared(request, folder)), dict[str, StudyJob[R]]()
         for name in request.defences:
             needs, after = (shared, ()) if self.needs_shared else ((), shared)
             if self.trains and not request.run:
                 work = TrainRun(request.config_for(name), self.run_folder(request, name, folder))
                 needs = (StudyJob(request.job_name("train", name), work, TrainedRun), *needs)
             attack = self.attack(request, name, folder)
-            found[name] = StudyJob(request.job_name(self.name, name), attack, self.result, needs, after, request.run)
-        return found
+            jobs[name] = StudyJob(request.job_name(self.name, name), attack, self.result, needs, after, request.run)
+        return jobs
 
     def graph(self, request: AttackRequest[O], folder: Path) -> JobGraph[Results[R]]:
         """Return the jobs, each listed after its dependencies; refuse records that consist of several tensors."""
@@ -127,25 +127,27 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         lead = f"{capitalise(self.summary)}: {config.data.name}, {config.model.name}, {config.data.clients} clients."
         facts = Facts("Configuration", {name: str(value) for name, value in values.items() if value not in (None, ())})
         names = [config.data.name, config.model.name, *(request.defences if len(request.defences) == 1 else ())]
-        found = complete_presentation(self.show(request, successes(results)), results, request.notes, facts, lead)
+        presentation = complete_presentation(
+            self.show(request, successes(results)), results, request.notes, facts, lead
+        )
         title = f"{'Audit of' if self.name == 'audit' else f'Attack: {self.name} on'} {', '.join(names)}"
-        return dataclasses.replace(found, title=title)
+        return dataclasses.replace(presentation, title=title)
 
 
 def complete_presentation(
-    shown: Presentation, results: Mapping[str, Result], notes: Sequence[str], facts: Facts, lead: str = ""
+    presentation: Presentation, results: Mapping[str, Result], notes: Sequence[str], facts: Facts, lead: str = ""
 ) -> Presentation:
     """Add failures, notes, the configuration and, if there is no verdict, `lead` to a presentation."""
-    failures = {name: found.failed for name, found in results.items() if isinstance(found, Failure)}
+    failures = {name: result.failed for name, result in results.items() if isinstance(result, Failure)}
     failed = [Text("Failed", [f"{name}: {why}" for name, why in failures.items()])] if failures else []
     return dataclasses.replace(
-        shown,
-        verdict=" ".join([*notes, shown.verdict or lead]),
-        plain=" ".join([*notes, shown.plain]) if shown.plain else "",
-        rows=[*shown.rows, *(failed_row(name, len(shown.header)) for name in failures)],
-        sections=[*shown.sections, facts],
-        first=[*failed, *shown.first],
-        lead=lead if shown.verdict else "",
+        presentation,
+        verdict=" ".join([*notes, presentation.verdict or lead]),
+        plain=" ".join([*notes, presentation.plain]) if presentation.plain else "",
+        rows=[*presentation.rows, *(failed_row(name, len(presentation.header)) for name in failures)],
+        sections=[*presentation.sections, facts],
+        first=[*failed, *presentation.first],
+        lead=lead if presentation.verdict else "",
     )
 
 
@@ -184,5 +186,5 @@ def plain_values(options: O) -> dict[str, Value]:
 
 def option(default: V, description: str) -> V:
     """Declare a field of an attack's options with its default value and help text."""
-    found: V = field(default=default, metadata={"help": description})
-    return found
+    result: V = field(default=default, metadata={"help": description})
+    return result

@@ -86,10 +86,10 @@ class Digests:
 
     def job_basis(self, work: V, attacked: Path | None = None) -> Basis:
         """Return the basis of a job, given its work and the user's run that it attacks."""
-        found, module = self.configs_basis(configs_in(work)), type(work).__module__
+        result, module = self.configs_basis(configs_in(work)), type(work).__module__
         study = {} if _is_ours(module) else self._modules([module])
         digest = None if attacked is None else checkpoint.read_digest(attacked / checkpoint.LAST)
-        return replace(found, study=study, checkpoint=digest)
+        return replace(result, study=study, checkpoint=digest)
 
     def configs_basis(self, configs: Iterable[Config]) -> Basis:
         """Return the basis of a result that depends only on these configurations."""
@@ -155,8 +155,8 @@ def digest_files(source: Path) -> str:
         if not source.is_dir():
             return _digest_file(source)
         names = sorted(path.relative_to(source) for path in source.rglob("*") if path.is_file())
-        shown = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-        lines = "".join(f"{name.as_posix()}\0{_digest_file(source / name)}\0" for name in shown)
+        visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+        lines = "".join(f"{name.as_posix()}\0{_digest_file(source / name)}\0" for name in visible)
     except OSError as error:
         what = f"cannot be read: {error.strerror or error}"
         raise BadArgument(str(error.filename or source), what, "use files and folders that can be read") from error
@@ -172,17 +172,17 @@ def _digest_file(path: Path) -> str:
 
 def digest_records(data: Data) -> str:
     """Return the SHA-256 of a data set: its records, with their types and shapes, and its description."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for part in (data.train, data.validation, data.test):
         leaves = [] if part is None else [*pytree.tree_leaves(part.inputs), part.targets]
-        found.update(f"{len(leaves)} leaves\0".encode())
+        result.update(f"{len(leaves)} leaves\0".encode())
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
-                found.update(os.fsencode(f"{leaf!r}\0"))
+                result.update(os.fsencode(f"{leaf!r}\0"))
                 continue
-            found.update(f"{leaf.dtype} {tuple(leaf.shape)}\0".encode())
+            result.update(f"{leaf.dtype} {tuple(leaf.shape)}\0".encode())
             for values in torch.split(leaf.detach().cpu().reshape(-1).contiguous(), CHUNK):
-                found.update(values.view(torch.uint8).numpy().tobytes())  # NumPy has no bfloat16
+                result.update(values.view(torch.uint8).numpy().tobytes())  # NumPy has no bfloat16
     columns = {name: values.tolist() for name, values in data.columns.items()}
-    found.update(os.fsencode(repr((data.classes, columns, data.scale, data.target_scale))))
-    return f"sha256:{found.hexdigest()}"
+    result.update(os.fsencode(repr((data.classes, columns, data.scale, data.target_scale))))
+    return f"sha256:{result.hexdigest()}"

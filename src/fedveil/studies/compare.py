@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedveil.checks import check_count
 from fedveil.defences.registry import names
-from fedveil.federation.page import cost_section, curve_sections, quality
+from fedveil.federation.page import cost_section, curve_sections, format_metric
 from fedveil.federation.results import primary_metric
 from fedveil.report import Facts, Section, Text, count
 from fedveil.runs.build import build_federation, load_data
@@ -67,12 +67,12 @@ class CompareStudy(Study[CompareRequest, Runs]):
     def present(self, request: CompareRequest, results: Runs) -> Presentation:
         """Return the table, the curves of the first seed, the cost and the configuration."""
         config, private = request.config, has_privacy(request.config)
-        every = [(name, number, run) for name, runs in results.items() for number, run in enumerate(runs)]
-        done = [(name, number, run.history) for name, number, run in every if isinstance(run, TrainedRun)]
+        numbered = [(name, number, run) for name, runs in results.items() for number, run in enumerate(runs)]
+        done = [(name, number, run.history) for name, number, run in numbered if isinstance(run, TrainedRun)]
         metric = primary_metric({name for _, _, history in done for name in history.metrics})
         first = {name: history for name, number, history in done if number == 0}
         failures = [
-            f"{name}, seed {config.training.seed + n}: {r.failed}" for name, n, r in every if isinstance(r, Failure)
+            f"{name}, seed {config.training.seed + n}: {r.failed}" for name, n, r in numbered if isinstance(r, Failure)
         ]
         sections: list[Section] = [
             *([Text("Failed", failures)] if failures else []),
@@ -123,7 +123,7 @@ def verdict(results: Runs, metric: str) -> str:
     parts = []
     for name, runs in results.items():
         ends = [run.history.metrics[metric] for run in runs if isinstance(run, TrainedRun)]
-        value = quality(metric, statistics.fmean(ends)) if len(ends) == len(runs) else "failed"
+        value = format_metric(metric, statistics.fmean(ends)) if len(ends) == len(runs) else "failed"
         parts.append(f"{'plain training' if name == 'plain' else display_name(name)} {value}")
     return f"Test {metric}: {', '.join(parts)}."
 

@@ -14,7 +14,7 @@ from fedveil.attacks.veil import remove_noise
 from fedveil.data import one_tensor
 from fedveil.federation import Federation, History
 from fedveil.federation.history import RoundRecord
-from fedveil.federation.page import NO_DATA, PROTECTION, client_models, confusions, curve_sections, scores
+from fedveil.federation.page import NO_DATA, PROTECTION, client_models, confusion_counts, curve_sections, scores
 from fedveil.progress import Progress
 from fedveil.records.sources import as_source
 from fedveil.report import Facts, Matrix, SideBySide, Text, count
@@ -80,8 +80,8 @@ def recovery_errors(federation: Federation) -> list[float]:
             gradients = mean_gradients(federation.model, federation.loss, one_tensor("demo", inputs), targets)
             for name, gradient in gradients.items():
                 truth[name] = truth.get(name, 0) + size / sum(shards.sizes) * gradient
-        found = federation.step().gradients
-        errors.append(max(float((found[name] - true).norm() / true.norm()) for name, true in truth.items()))
+        result = federation.step().gradients
+        errors.append(max(float((result[name] - true).norm() / true.norm()) for name, true in truth.items()))
     return errors
 
 
@@ -99,15 +99,15 @@ class TrainDigits:
         run.fit(epochs, test=test, on_round=on_round, verbose=False)
         records = list(run.history.records)
         seconds = records[-1].seconds - records[0].seconds
-        found = DemoRun(records, seconds, list(data.classes))
+        result = DemoRun(records, seconds, list(data.classes))
         if self.config.defence.name == "plain":
-            return found
+            return result
         views = {name: copy.deepcopy(view) for name, view in client_models(run).items()}  # `observe` changes the model
         views[f"two broadcasts{NO_DATA}"] = remove_noise(observe(run, rounds=2)).model
         source = as_source("test data", test)
         accuracies = {name: metrics["accuracy"] for name, metrics in scores(views, source).items()}
-        matrices = confusions(views, source, data.outputs)
-        return dataclasses.replace(found, views=accuracies, matrices=matrices, errors=recovery_errors(run))
+        matrices = confusion_counts(views, source, data.outputs)
+        return dataclasses.replace(result, views=accuracies, matrices=matrices, errors=recovery_errors(run))
 
 
 Runs = dict[str, DemoRun]

@@ -130,10 +130,10 @@ def remove_stale_run(folder: Path, basis: Basis, progress: Progress) -> None:
     """Remove a run that a study trained on a different basis, and write the new basis."""
     path, changed = folder / BASIS, f"{BASIS} cannot be read"
     with contextlib.suppress(ValueError):  # includes BadArgument and pydantic's errors
-        found = explain_change(TypeAdapter(Basis).validate_python(read_json(path)), basis)
-        if found is None:
+        result = explain_change(TypeAdapter(Basis).validate_python(read_json(path)), basis)
+        if result is None:
             return
-        changed = found
+        changed = result
     if contains_run(folder):
         progress(0.0, f"{AGAIN}: {changed}")
         for name in (*RUN, BEST):
@@ -159,14 +159,14 @@ def observe(federation: Federation, rounds: int = 1) -> Observation:
     not answer the last broadcast.
     """
     defence, shards = federation.defence, federation.shards
-    seen = [observe_round(federation)[ATTACKER] for _ in range(rounds - 1)]
+    recorded = [observe_round(federation)[ATTACKER] for _ in range(rounds - 1)]
     broadcast = federation.defence_server.start_round(federation.model).broadcast
-    seen.append(Round(broadcast, defence.client_view(federation.model, broadcast)))
+    recorded.append(Round(broadcast, defence.client_view(federation.model, broadcast)))
     inputs, targets = shards.records(ATTACKER)
     records = one_tensor("attack", inputs), targets, federation.loss
     rate, weight = float(federation.optimizer.param_groups[0]["lr"]), shards.sizes[ATTACKER] / sum(shards.sizes)
     empty = _architecture(federation.model)
-    return Observation(defence.name, seen[-1].model, empty, tuple(seen), *records, rate, weight)
+    return Observation(defence.name, recorded[-1].model, empty, tuple(recorded), *records, rate, weight)
 
 
 def observe_all(federation: Federation, defence: str) -> Views:
@@ -177,13 +177,13 @@ def observe_all(federation: Federation, defence: str) -> Views:
 
 def observe_strongest(federation: Federation, defence: str) -> dict[str, Observation]:
     """Return the observations of the published attacker and of the strongest adaptive ones."""
-    kept = (PUBLISHED, *find_attackers(find(defence)).strongest)
-    return {name: found for name, found in observe_all(federation, defence)[0].items() if name in kept}
+    names = (PUBLISHED, *find_attackers(find(defence)).strongest)
+    return {name: observation for name, observation in observe_all(federation, defence)[0].items() if name in names}
 
 
 def observe_round(federation: Federation) -> list[Round]:
     """Train for one more round, and return what each client observes; fused clients have no separate updates."""
-    shards, number, caught = federation.shards, federation.round, list[Round]()
+    shards, number, observed_rounds = federation.shards, federation.round, list[Round]()
     local = federation.defence.local_training
 
     def record_round(broadcast: Any, updates: Sequence[Any]) -> None:
@@ -193,14 +193,14 @@ def observe_round(federation: Federation) -> list[Round]:
             upload = None if federation.clients.fused else updates[client]
             if local is None:
                 rows = (shards.rows(client, number) - start).to(federation.device)
-                caught.append(Round(sent, view, rows, upload))
+                observed_rounds.append(Round(sent, view, rows, upload))
                 continue
-            steps = [(own - start).to(federation.device) for own in shards.local_rows(client, number, local.epochs)]
+            steps = [(row - start).to(federation.device) for row in shards.local_rows(client, number, local.epochs)]
             rows = torch.arange(shards.sizes[client], device=federation.device)
-            caught.append(Round(sent, view, rows, upload, local, tuple(steps)))
+            observed_rounds.append(Round(sent, view, rows, upload, local, tuple(steps)))
 
     federation.step(record_round)
-    return caught[-len(shards.sizes) :]
+    return observed_rounds[-len(shards.sizes) :]
 
 
 def _architecture(model: torch.nn.Module) -> torch.nn.Module:

@@ -56,7 +56,7 @@ V = TypeVar("V")
 
 def successes(results: Mapping[K, V | Failure]) -> dict[K, V]:
     """Return the results of the jobs that did not fail."""
-    return {name: found for name, found in results.items() if not isinstance(found, Failure)}
+    return {name: result for name, result in results.items() if not isinstance(result, Failure)}
 
 
 class JobWork(Protocol[R]):
@@ -103,10 +103,10 @@ class JobResults:
 
     def require(self, job: StudyJob[R]) -> R:
         """Return the result of a job; raise a FedveilError if the job failed."""
-        found = self[job]
-        if isinstance(found, Failure):
-            raise FedveilError(job.name, found.failed)
-        return found
+        result = self[job]
+        if isinstance(result, Failure):
+            raise FedveilError(job.name, result.failed)
+        return result
 
 
 def read_result(job: StudyJob[R], folder: Path, basis: Basis | None = None) -> R | str | None:
@@ -116,16 +116,16 @@ def read_result(job: StudyJob[R], folder: Path, basis: Basis | None = None) -> R
     """
     path = folder / f"{job.name}.json"
     try:
-        found = read_json(path)
-        if "failed" in found["result"]:
+        result = read_json(path)
+        if "failed" in result["result"]:
             return None
-        changed = explain_change(TypeAdapter(Basis).validate_python(found["basis"]), basis or Basis())
-        if changed is None and found.get("asked") != repr(job.work):
+        changed = explain_change(TypeAdapter(Basis).validate_python(result["basis"]), basis or Basis())
+        if changed is None and result.get("asked") != repr(job.work):
             changed = "the settings changed"
         if changed is not None:
             written = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
             return f"{changed} since {written}"
-        return TypeAdapter(job.result).validate_python(found["result"])
+        return TypeAdapter(job.result).validate_python(result["result"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # includes BadArgument and pydantic's errors
         return None
 
@@ -169,24 +169,26 @@ def run_jobs(
     """
     digests = digests or Digests()
     bases = {job.name: digests.job_basis(job.work, job.attacked) for job in jobs}
-    found, left = dict[str, Result](), list[StudyJob[Result]]()
+    result, left = dict[str, Result](), list[StudyJob[Result]]()
     for job in jobs:
         stored = read_result(job, folder, bases[job.name])
         if isinstance(stored, Result):
-            found[job.name] = stored
+            result[job.name] = stored
             show(job.name, 1.0, "kept")
         else:
             left.append(job)
             show(job.name, 0.0, f"{AGAIN}: {stored}" if stored else "waiting")
     workers = min(len(left), workers or os.cpu_count() or 1)
     if workers <= 1:
-        _schedule(left, found, bases, lambda job, done: _run_here(job, folder, show, done), None, show)
+        _schedule(left, result, bases, lambda job, done: _run_here(job, folder, show, done), None, show)
     else:
         context = multiprocessing.get_context("spawn")  # fork is unsafe once torch has started threads
         queue: ProgressQueue = context.SimpleQueue()
         with _safe_path(), ProcessPoolExecutor(workers, context, _set_up_worker, (queue, os.getpid())) as pool:
-            _schedule(left, found, bases, lambda job, done: pool.submit(_run_in_worker, job, folder, done), queue, show)
-    return JobResults({job.name: found[job.name] for job in jobs})
+            _schedule(
+                left, result, bases, lambda job, done: pool.submit(_run_in_worker, job, folder, done), queue, show
+            )
+    return JobResults({job.name: result[job.name] for job in jobs})
 
 
 def _schedule(
@@ -204,7 +206,7 @@ def _schedule(
         if job is not None:
             waiting.remove(job)
             needed = {need.name: results[need.name] for need in job.needs}
-            failures = [f"{name}: {one.failed}" for name, one in needed.items() if isinstance(one, Failure)]
+            failures = [f"{name}: {failure.failed}" for name, failure in needed.items() if isinstance(failure, Failure)]
             if failures:
                 results[job.name] = Failure(failures[0])
             else:

@@ -52,7 +52,7 @@ class MeasureConfig:
         config, training = self.config, self.config.training
         data = load_data(config)
         parts = client_parts(config.data, training.seed, data)
-        found = measure_epsilon(
+        result = measure_epsilon(
             move_to_device(build_model(config, data), training.device),
             parts,
             "plain" if config.defence.name == "veil" else build_defence(config),
@@ -68,7 +68,7 @@ class MeasureConfig:
                 number / rounds, f"training with canaries, round {number}/{rounds}"
             ),
         )
-        return EpsilonResult(found)
+        return EpsilonResult(result)
 
 
 class EpsilonStudy(Study[Config, EpsilonResult | Failure]):
@@ -92,10 +92,10 @@ class EpsilonStudy(Study[Config, EpsilonResult | Failure]):
         title = f"Measured epsilon: {request.data.name}, {request.model.name}"
         if isinstance(results, Failure):
             return Presentation(title, f"Failed: {results.failed}", HEADER, [], TEXTS.note, sections)
-        own = results.measured
-        row = [f"{own.claimed:.2f}", own.format_bound(), f"{own.estimate:.2f}"]
-        row += [str(own.right), str(own.guesses), str(own.canaries)]
-        return Presentation(title, f"Epsilon: {own!r}.", HEADER, [row], TEXTS.note, sections)
+        measured = results.measured
+        row = [f"{measured.claimed:.2f}", measured.format_bound(), f"{measured.estimate:.2f}"]
+        row += [str(measured.right), str(measured.guesses), str(measured.canaries)]
+        return Presentation(title, f"Epsilon: {measured!r}.", HEADER, [row], TEXTS.note, sections)
 
 
 EPSILON = EpsilonStudy()

@@ -103,8 +103,8 @@ class PoisoningOptions:
         """Return the configuration for each limit: no limits, bounds, and bounds with each aggregation rule."""
         rules = [] if self.rules == "none" else _parse_names("--rules", "rule", self.rules, RULES)
         no_limits: dict[str, Value] = dict.fromkeys(LimitSettings.model_fields)
-        found = {UNLIMITED: config.changed(**no_limits), BOUNDED: config.changed(aggregator=MEAN)}
-        return found | {rule: config.changed(aggregator=rule) for rule in rules}
+        result = {UNLIMITED: config.changed(**no_limits), BOUNDED: config.changed(aggregator=MEAN)}
+        return result | {rule: config.changed(aggregator=rule) for rule in rules}
 
 
 def _parse_names(flag: str, kind: str, names: str, known: Mapping[str, object]) -> list[str]:
@@ -128,9 +128,9 @@ class Poison:
         if strategy.buffers and not list(build_model(self.config, data).buffers()):
             return Endings(inapplicable="the model has no buffers")
         hostile = 0 if self.attack == HONEST else count_hostile(self.config)
-        every, runs = self.options.configs(self.config), {}
-        for number, (name, config) in enumerate(every.items()):
-            progress(number / len(every), name)
+        configs, runs = self.options.configs(self.config), {}
+        for number, (name, config) in enumerate(configs.items()):
+            progress(number / len(configs), name)
             federation = build_federation(config, data)
             federation.use_engine(HostileEngine(federation.clients, strategy, hostile, federation.limits))
             runs[name] = train_rounds(federation, data, self.options.rounds, hostile)
@@ -182,8 +182,8 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
             raise BadArgument("--aggregator", "the attack compares all rules with the mean", fix)
         for name, limited in request.options.configs(config).items():
             limits = build_limits(limited.limits)
-            if limits and limits.needed() > clients:
-                what = f"{name} needs {limits.needed()} clients to resist {hostile} hostile ones, got {clients}"
+            if limits and limits.min_clients() > clients:
+                what = f"{name} needs {limits.min_clients()} clients to resist {hostile} hostile ones, got {clients}"
                 raise BadArgument("--rules", what, "use more --clients, or leave the rule out")
 
     def graph(self, request: AttackRequest[PoisoningOptions], folder: Path) -> JobGraph[Results[Poisoning]]:
@@ -192,11 +192,11 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
         options, first = request.options, request.config.training.seed
         seeds = range(first, first + options.seeds)
         jobs: dict[str, dict[str, StudyJob[Endings]]] = {defence: {} for defence in request.defences}
-        for defence, own in jobs.items():
+        for defence, job in jobs.items():
             for attack in options.names():
                 for seed in seeds:
                     work = Poison(request.config_for(defence).changed(seed=seed), options, attack)
-                    own[f"{attack}-{seed}"] = StudyJob(request.job_name(defence, attack, str(seed)), work, Endings)
+                    job[f"{attack}-{seed}"] = StudyJob(request.job_name(defence, attack, str(seed)), work, Endings)
         return join_parts(
             jobs,
             lambda results: Poisoning(
@@ -220,8 +220,8 @@ class LimitFigures(NamedTuple):
     @property
     def accuracy(self) -> Estimate | None:
         """The mean accuracy over the runs that did not end early."""
-        found = [ending.accuracy for ending in self.endings if ending.accuracy is not None]
-        return average(found) if found else None
+        result = [ending.accuracy for ending in self.endings if ending.accuracy is not None]
+        return average(result) if result else None
 
     @property
     def ended(self) -> list[str]:
@@ -252,20 +252,25 @@ def main_rows(results: Mapping[str, Poisoning], limits: Sequence[str], hostile: 
             if why := result.missing(attack):
                 yield [defence, attack, why, *[""] * len(limits)]
                 continue
-            own, bounded = limit_figures(defence, result, attack, limits), result.endings(attack, BOUNDED)
-            sent = 0 if attack == HONEST else hostile * sum(one.rounds for one in bounded)
-            refused = f"{sum(one.refused for one in bounded)}/{sent}, {sum(one.refused_honest for one in bounded)}"
-            yield [defence, attack, *(one.cell() for one in own), refused]
+            limit_cells, bounded = limit_figures(defence, result, attack, limits), result.endings(attack, BOUNDED)
+            sent = 0 if attack == HONEST else hostile * sum(ending.rounds for ending in bounded)
+            honest = sum(ending.refused_honest for ending in bounded)
+            refused = f"{sum(ending.refused for ending in bounded)}/{sent}, {honest}"
+            yield [defence, attack, *(cell.cell() for cell in limit_cells), refused]
 
 
 def verdict(figures: Sequence[LimitFigures]) -> str:
     """Return a sentence with the lowest accuracy for each limit, over all attacks and defences."""
-    honest = [one.accuracy.value for one in figures if (one.attack, one.limits) == (HONEST, UNLIMITED) and one.accuracy]
+    honest = [
+        figure.accuracy.value
+        for figure in figures
+        if (figure.attack, figure.limits) == (HONEST, UNLIMITED) and figure.accuracy
+    ]
     lowest: dict[str, float] = {}  # accuracy by limit; -1 if a run ended early
-    for one in figures:
-        if one.attack != HONEST and one.endings:
-            value = one.accuracy.value if one.accuracy and not one.ended else -1.0
-            lowest[one.limits] = min(value, lowest.get(one.limits, 1.0))
+    for figure in figures:
+        if figure.attack != HONEST and figure.endings:
+            value = figure.accuracy.value if figure.accuracy and not figure.ended else -1.0
+            lowest[figure.limits] = min(value, lowest.get(figure.limits, 1.0))
     if not honest or not lowest:
         return "No verdict: no run with hostile clients can be compared with an honest one."
     parts = [f"{name} {f'{100 * value:.1f} %' if value >= 0 else 'no model'}" for name, value in lowest.items()]
@@ -274,24 +279,26 @@ def verdict(figures: Sequence[LimitFigures]) -> str:
 
 def show(results: Mapping[str, Poisoning], limits: Sequence[str], hostile: int) -> Presentation:
     """Return the table, descriptions of the attacks, intervals, and the reasons why runs ended early."""
-    every = [
-        one
-        for name, own in results.items()
-        for attack in own.attacks
-        for one in limit_figures(name, own, attack, limits)
+    figures = [
+        figure
+        for name, result in results.items()
+        for attack in result.attacks
+        for figure in limit_figures(name, result, attack, limits)
     ]
-    attacks = dict.fromkeys(attack for one in results.values() for attack in one.attacks if attack != HONEST)
+    attacks = dict.fromkeys(attack for result in results.values() for attack in result.attacks if attack != HONEST)
     sections: list[Section] = [
         Text("How to read it", TEXTS.reading),
         Table("The attacks", ["attack", "hostile clients send"], [[name, ATTACKS[name].summary] for name in attacks]),
     ]
     for name in results:
-        marks = [mark(one.limits, one.accuracy, one.attack, 100) for one in every if one.defence == name]
+        marks = [
+            mark(figure.limits, figure.accuracy, figure.attack, 100) for figure in figures if figure.defence == name
+        ]
         sections.append(Intervals(f"Accuracy: {name}", "accuracy, %", marks, {}))
-    ended = [f"{', '.join(one[:3])}: {one.ended[0][:200]}" for one in every if one.ended]
+    ended = [f"{', '.join(figure[:3])}: {figure.ended[0][:200]}" for figure in figures if figure.ended]
     sections += [Text("Runs that ended early", ended)] if ended else []
     header, rows = ["defence", "attack", *limits, REFUSED], list(main_rows(results, limits, hostile))
-    return Presentation("", verdict(every), header, rows, TEXTS.note, sections)
+    return Presentation("", verdict(figures), header, rows, TEXTS.note, sections)
 
 
 POISONING = PoisoningStudy()

@@ -170,7 +170,7 @@ class Study(ABC, Generic[S, R]):
     def present(self, request: S, results: R) -> Presentation:
         """Present the results, without training a model or reading a file."""
 
-    def summarise(self, results: R, shown: Presentation) -> Mapping[str, JsonValue]:
+    def summarise(self, results: R, presentation: Presentation) -> Mapping[str, JsonValue]:
         """Return values for results.json besides the results; by default none."""
         return {}
 

@@ -15,7 +15,7 @@ from fedveil.attacks.scores import Estimate
 from fedveil.report import Section, Text
 from fedveil.studies.study import capitalise, display_name, text
 
-ALPHA = 0.05  # probability that a verdict on several attackers has a wrong finding, at most
+ALPHA = 0.05  # maximum probability of a false finding in a verdict on several attackers
 CLEAR = 0.1  # a leak is clear above this fraction of the distance between guessing and full knowledge
 SLIGHT = 0.2  # a leak is slight below this fraction of the distance between guessing and the undefended result
 FULL = 0.8  # a leak is full at or above this fraction of the distance between guessing and the undefended result
@@ -107,13 +107,13 @@ class Measure:
         In order of p-value, an attacker finds a leak if its interval of level 1 - ALPHA / (number of attackers left)
         does not include guessing; the first that does not ends the search (Holm 1979).
         """
-        level, still, found = 1 - ALPHA / max(len(figures), 1), True, dict[int, bool]()
+        level, still, result = 1 - ALPHA / max(len(figures), 1), True, dict[int, bool]()
         p = [figure.p_value(guess) for _, figure in figures]
         for rank, index in enumerate(sorted(range(len(p)), key=p.__getitem__)):
             still = still and p[index] <= ALPHA / (len(p) - rank)
-            found[index] = still
+            result[index] = still
         return [
-            self.conclude(name, figure.at_level(level) if len(figures) > 1 else figure, guess, found[index], trials)
+            self.conclude(name, figure.at_level(level) if len(figures) > 1 else figure, guess, result[index], trials)
             for index, (name, figure) in enumerate(figures)
         ]
 
@@ -135,7 +135,7 @@ class Measure:
         return AttackerFigure(attacker, figure, Finding.NOTHING)
 
     def enough_trials(self, figure: Estimate, guess: float) -> int | None:
-        """Return a number of trials that would be enough for a finding or for none, whatever the true value.
+        """Return a number of trials that would be enough for a conclusion, whatever the true value.
 
         An interval that is shorter than the distance to a clear leak does not include both. The length is proportional
         to 1 / sqrt(trials), if their spread stays the same.
@@ -180,16 +180,16 @@ class Verdict:
 
     def __str__(self) -> str:
         """Return the label, the estimate with its interval, and reference values."""
-        one, measure = self.strongest, self.measure
-        figure = f"{text(one.figure, measure.form, measure.scale)}{measure.unit}"
-        sentence = f"{self.label}: {measure.figure} {figure} ({one.attacker})"
-        if one.below:
-            sentence += f", below chance: {measure.number(one.value)} for an attacker that reverses the scores"
+        strongest, measure = self.strongest, self.measure
+        figure = f"{text(strongest.figure, measure.form, measure.scale)}{measure.unit}"
+        sentence = f"{self.label}: {measure.figure} {figure} ({strongest.attacker})"
+        if strongest.below:
+            sentence += f", below chance: {measure.number(strongest.value)} for an attacker that reverses the scores"
         references = [f"guessing {measure.number(self.guess)}"]
-        if self.undefended and self.undefended is not one:
+        if self.undefended and self.undefended is not strongest:
             references.append(f"undefended {measure.number(self.undefended.figure.value)}")
-        found = one.finding is Finding.FOUND
-        if found and self.published and one.value - self.published.value > LAG * (one.value - self.guess):
+        result = strongest.finding is Finding.FOUND
+        if result and self.published and strongest.value - self.published.value > LAG * (strongest.value - self.guess):
             references.append(f"{PUBLISHED} {measure.number(self.published.figure.value)}")
         if self.label is Label.TOO_FEW and self.enough:
             references.append(f"about {self.enough:,} {measure.trials} would be enough")
@@ -242,20 +242,22 @@ def choose_label(measure: Measure, guess: float, strongest: AttackerFigure, unde
 def judge_defences(
     measure: Measure,
     guess: float,
-    found: Mapping[str, Sequence[AttackerFigure]],
+    by_defence: Mapping[str, Sequence[AttackerFigure]],
     published: Collection[str] = (PUBLISHED,),
 ) -> dict[str, Verdict]:
     """Return the verdict on each defence that was attacked; "plain" is the undefended federation."""
-    undefended = found.get("plain", ())
-    verdicts = {name: judge(measure, guess, figures, undefended, published) for name, figures in found.items()}
+    undefended = by_defence.get("plain", ())
+    verdicts = {name: judge(measure, guess, figures, undefended, published) for name, figures in by_defence.items()}
     return {name: verdict for name, verdict in verdicts.items() if verdict}
 
 
 def summarise(verdicts: Mapping[str, Verdict]) -> str:
     """Summarise the verdicts on one measure, for example "Membership: LEAK (veil 0.69), PROTECTED (spn 0.51)"."""
     by_label: dict[Label, list[str]] = {}
-    for name, one in verdicts.items():
-        by_label.setdefault(one.label, []).append(f"{display_name(name)} {one.measure.number(one.strongest.value)}")
+    for name, verdict in verdicts.items():
+        by_label.setdefault(verdict.label, []).append(
+            f"{display_name(name)} {verdict.measure.number(verdict.strongest.value)}"
+        )
     first = next(iter(verdicts.values()))
     labels = ", ".join(f"{label} ({', '.join(names)})" for label, names in by_label.items())
     return f"{capitalise(first.measure.subject)}: {labels}; guessing {first.measure.number(first.guess)}"
@@ -271,4 +273,4 @@ def headline(verdicts: Mapping[str, Verdict]) -> str:
 
 def verdict_section(verdicts: Mapping[str, Verdict]) -> list[Section]:
     """Return a section with the full verdicts, one paragraph each."""
-    return [Text("Verdict", [f"{name}: {one}." for name, one in verdicts.items()])] if verdicts else []
+    return [Text("Verdict", [f"{name}: {verdict}." for name, verdict in verdicts.items()])] if verdicts else []

@@ -26,7 +26,7 @@ from fedveil.scheme.losses import Function, Loss
 from fedveil.studies.attack import AttackRequest, Results, complete_presentation
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.decision import warn_of_stand_ins
-from fedveil.studies.audit.folder import LOUD, GivenParts, open_described
+from fedveil.studies.audit.folder import STAND_IN_NOTICE, GivenParts, open_from_description
 from fedveil.studies.audit.memory import WHERE, MemoryAudit, collect_data
 from fedveil.studies.audit.results import AuditResult
 from fedveil.studies.audit.run import AUDIT, AuditOptions
@@ -60,12 +60,16 @@ class AuditReport:
     command: str
 
     def __repr__(self) -> str:
-        shown = self.presentation
+        presentation = self.presentation
         labels = [
-            f"  {name}, {one.measure.subject}: {one}" for name, own in self.verdicts.items() for one in own.values()
+            f"  {name}, {verdict.measure.subject}: {verdict}"
+            for name, by_subject in self.verdicts.items()
+            for verdict in by_subject.values()
         ]
-        failed = [f"  {name}: failed: {one.failed}" for name, one in self.results.items() if isinstance(one, Failure)]
-        return "\n".join([shown.title, shown.plain or shown.verdict, *labels, *failed])
+        failed = [
+            f"  {name}: failed: {result.failed}" for name, result in self.results.items() if isinstance(result, Failure)
+        ]
+        return "\n".join([presentation.title, presentation.plain or presentation.verdict, *labels, *failed])
 
     @property
     def verdicts(self) -> dict[str, dict[str, Verdict]]:
@@ -74,7 +78,7 @@ class AuditReport:
 
     @property
     def answers(self) -> Mapping[str, Sequence[str]]:
-        """The answers for people who decide, by question; empty if the audit failed."""
+        """The answers for decision makers, by question; empty if the audit failed."""
         return page.find_answers(self.presentation)
 
     def to_frame(self) -> "DataFrame":
@@ -85,20 +89,20 @@ class AuditReport:
             raise BadArgument("to_frame", "pandas is not installed", "run pip install pandas") from error
         rows = [
             {"defence": name, "attacker": attacker, "figure": figure, **asdict(estimate)}
-            for name, found in successes(self.results).items()
-            for attacker in found.names
-            for figure, estimate in found.figures(attacker).items()
+            for name, success in successes(self.results).items()
+            for attacker in success.names
+            for figure, estimate in success.figures(attacker).items()
             if estimate
         ]
         return DataFrame(rows, columns=["defence", "attacker", "figure", "value", "low", "high"])
 
     def to_dict(self) -> dict[str, JsonValue]:
         """Return the content of results.json (docs/audit.md)."""
-        found: dict[str, JsonValue] = to_jsonable_python(
+        result: dict[str, JsonValue] = to_jsonable_python(
             {"schema": SCHEMA, "command": self.command, "notes": self.notes, "results": self.results}
             | page.plain_summary(self.presentation, successes(self.results))
         )
-        return found
+        return result
 
     def page(self, path: Folder) -> Path:
         """Write the page, to report.html if `path` is a folder, and results.json beside it; return the page's path."""
@@ -157,8 +161,8 @@ def audit(
         return audit_federation(run, given, options, progress)
     folder = Path(run)
     if is_repeatable(folder):
-        return audit_configured(folder, given, options, progress)
-    return audit_described(folder, given, options, progress, f"fedveil audit {folder}")
+        return audit_from_config(folder, given, options, progress)
+    return audit_from_description(folder, given, options, progress, f"fedveil audit {folder}")
 
 
 def audit_federation(run: Federation, given: GivenParts, options: AuditOptions, progress: Progress) -> AuditReport:
@@ -180,16 +184,16 @@ def audit_federation(run: Federation, given: GivenParts, options: AuditOptions, 
     return run_audit(subject, (), "fedveil.audit(federation, test)", progress)
 
 
-def audit_described(
+def audit_from_description(
     folder: Path, given: GivenParts, options: AuditOptions, progress: Progress, command: str
 ) -> AuditReport:
     """Audit the run of a server in Python, Flower or FLARE, or a simulation of it."""
-    opened = open_described(folder, given, progress)
+    opened = open_from_description(folder, given, progress)
     data = collect_data(opened.recipe.federation, opened.test, "records")
     return run_audit(MemoryAudit(opened.recipe, data, options), opened.notes, command, progress)
 
 
-def audit_configured(folder: Path, given: GivenParts, options: AuditOptions, progress: Progress) -> AuditReport:
+def audit_from_config(folder: Path, given: GivenParts, options: AuditOptions, progress: Progress) -> AuditReport:
     """Audit the run of a configuration as `fedveil audit` does, in this process; results are stored in its folder."""
     for name in ("clients", "test", "data", "model", "defence", "loss", "optimizer"):
         if getattr(given, name) is not None:
@@ -200,36 +204,40 @@ def audit_configured(folder: Path, given: GivenParts, options: AuditOptions, pro
     config = choose_loss(read_config(folder, trust_code=given.trust_code))
     notes = tuple(describe_run(config, folder))
     request = AttackRequest(config, (config.defence.name,), options, folder, notes=notes)
-    found: Results[AuditResult] = gather(
+    result: Results[AuditResult] = gather(
         AUDIT,
         request,
         folder / "audit",
         workers=1,
         show=lambda name, fraction, step: progress(fraction, f"{name}: {step}"),
     )
-    return AuditReport(found, AUDIT.present(request, found), notes, f"fedveil audit {folder}")
+    return AuditReport(result, AUDIT.present(request, result), notes, f"fedveil audit {folder}")
 
 
 def run_audit(subject: MemoryAudit, notes: tuple[str, ...], command: str, progress: Progress) -> AuditReport:
     """Run an audit in memory, and present it."""
-    found, more = subject.run(progress)
+    result, more = subject.run(progress)
     notes = (*notes, *more)
-    own = subject.recipe.federation
+    federation = subject.recipe.federation
     values = {
-        "defence": own.defence.name,
-        "model": type(own.model).__name__,
-        "parameters": f"{sum(parameter.numel() for parameter in own.model.parameters()):,}",
-        "loss": own.loss.name,
-        "optimizer": type(own.optimizer).__name__,
-        "clients": str(len(own.shards.sizes)),
-        "records": f"{sum(own.shards.sizes):,}",
+        "defence": federation.defence.name,
+        "model": type(federation.model).__name__,
+        "parameters": f"{sum(parameter.numel() for parameter in federation.model.parameters()):,}",
+        "loss": federation.loss.name,
+        "optimizer": type(federation.optimizer).__name__,
+        "clients": str(len(federation.shards.sizes)),
+        "records": f"{sum(federation.shards.sizes):,}",
         "records held out": f"{len(subject.data.test.targets):,}",
         "rounds": str(len(subject.recipe.rates)),
         **{name: str(value) for name, value in asdict(subject.options).items() if name not in ("lira", "server")},
     }
-    shown = complete_presentation(page.show(successes(found)), found, notes, Facts("Configuration", values))
-    if any(note.startswith(LOUD) for note in notes):
-        first = [warn_of_stand_ins(one) if isinstance(one, Answers) else one for one in shown.first]
-        shown = replace(shown, first=first, plain=" ".join(notes))
-    title = f"Audit of {type(own.model).__name__}, {own.defence.name}, {len(own.shards.sizes)} clients"
-    return AuditReport(found, replace(shown, title=title), notes, command)
+    presentation = complete_presentation(page.show(successes(result)), result, notes, Facts("Configuration", values))
+    if any(note.startswith(STAND_IN_NOTICE) for note in notes):
+        first = [
+            warn_of_stand_ins(section) if isinstance(section, Answers) else section for section in presentation.first
+        ]
+        presentation = replace(presentation, first=first, plain=" ".join(notes))
+    title = (
+        f"Audit of {type(federation.model).__name__}, {federation.defence.name}, {len(federation.shards.sizes)} clients"
+    )
+    return AuditReport(result, replace(presentation, title=title), notes, command)

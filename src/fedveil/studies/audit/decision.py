@@ -1,4 +1,4 @@
-"""The answers of an audit for people who decide: in plain words, from the same verdicts as the tables."""
+"""The answers of an audit for decision makers: in plain words, from the same verdicts as the tables."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ FEW = "few"
 
 @dataclass(frozen=True)
 class Decision:
-    """The answers to the questions of a person who decides.
+    """The answers to a decision maker's questions.
 
     Attributes:
         headline: the answer in one sentence.
@@ -33,14 +33,16 @@ class Decision:
 
 def decide(results: Audits, plain: AuditResult, verdicts: Mapping[str, Mapping[str, Verdict]]) -> Decision:
     """Answer the questions from the results of all defences, the undefended result, and the verdicts by measure."""
-    own = page.judge(page.MEMBERSHIP, page.list_measures(plain)[page.MEMBERSHIP], plain, plain)
-    grade = grade_sharing(own)
-    shared = [WORDS[f"safe_{grade}"].format(**membership_words(own))] + ([rate] if (rate := rate_words(plain)) else [])
+    membership = page.judge(page.MEMBERSHIP, page.list_measures(plain)[page.MEMBERSHIP], plain, plain)
+    grade = grade_sharing(membership)
+    shared = [WORDS[f"safe_{grade}"].format(**membership_words(membership))] + (
+        [rate] if (rate := rate_words(plain)) else []
+    )
     answers = {
         WORDS[f"ask_{SAFE}"]: shared,
         WORDS[f"ask_{WORST}"]: [*insider_words(verdicts, results), *server_words(plain)],
         WORDS[f"ask_{CHANGE}"]: list(change_words(grade, verdicts, plain)),
-        WORDS[f"ask_{SURE}"]: list(certainty_words(own, results, plain)),
+        WORDS[f"ask_{SURE}"]: list(certainty_words(membership, results, plain)),
     }
     return Decision(WORDS[f"headline_{grade}"], answers)
 
@@ -51,51 +53,55 @@ def warn_of_stand_ins(section: Answers) -> Answers:
     return replace(section, answers={**section.answers, question: [WORDS["stand_ins"], *section.answers[question]]})
 
 
-def grade_sharing(own: Verdict | None) -> str:
+def grade_sharing(verdict: Verdict | None) -> str:
     """Return how clearly the undefended model reveals its members: clear, slight, nothing or unknown."""
-    if own is None or own.strongest.finding is Finding.TOO_FEW:
+    if verdict is None or verdict.strongest.finding is Finding.TOO_FEW:
         return "unknown"
-    if own.strongest.finding is Finding.NOTHING:
+    if verdict.strongest.finding is Finding.NOTHING:
         return "nothing"
-    return "clear" if own.strongest.value - own.guess >= CLEAR * (1 - own.guess) else "slight"
+    return "clear" if verdict.strongest.value - verdict.guess >= CLEAR * (1 - verdict.guess) else "slight"
 
 
-def of_hundred(fraction: float) -> str:
+def per_hundred(fraction: float) -> str:
     """Return a fraction as a count out of 100; above 99.5 or below 0.5, with one decimal unless it is exact."""
     count = 100 * fraction
-    near = 0 < count < 0.5 or 99.5 < count < 100
-    return f"{count:.1f}" if near else f"{count:.0f}"
+    uses_decimal = 0 < count < 0.5 or 99.5 < count < 100
+    return f"{count:.1f}" if uses_decimal else f"{count:.0f}"
 
 
-def membership_words(own: Verdict | None) -> dict[str, str]:
+def membership_words(verdict: Verdict | None) -> dict[str, str]:
     """Return the numbers in sentences about membership, as counts out of 100."""
-    if own is None:
+    if verdict is None:
         return {"hits": "", "low": "", "high": ""}
-    one = own.strongest
-    low, high = (1 - one.figure.high, 1 - one.figure.low) if one.below else (one.figure.low, one.figure.high)
-    return {"hits": of_hundred(one.value), "low": of_hundred(low), "high": of_hundred(high)}
+    figure = verdict.strongest
+    low, high = (
+        (1 - figure.figure.high, 1 - figure.figure.low) if figure.below else (figure.figure.low, figure.figure.high)
+    )
+    return {"hits": per_hundred(figure.value), "low": per_hundred(low), "high": per_hundred(high)}
 
 
 def rate_words(plain: AuditResult) -> str:
     """Return the sentence on the people about whom an attacker is most certain; "" if it was not measured."""
     rates = [figures[page.TPR] for name in plain.names if page.TPR in (figures := plain.figures(name))]
     known = [rate.value for rate in rates if rate]
-    return WORDS["rate"].format(hits=of_hundred(max(known))) if known else ""
+    return WORDS["rate"].format(hits=per_hundred(max(known))) if known else ""
 
 
 def insider_words(verdicts: Mapping[str, Mapping[str, Verdict]], results: Audits) -> Iterator[str]:
     """Yield one paragraph per defence: whether an insider copies the model, names participants, rebuilds records."""
     yield WORDS["insider"]
     for name in results:
-        clauses = [clause(column, own[name]) for column, own in verdicts.items() if name in own]
+        clauses = [clause(column, verdict[name]) for column, verdict in verdicts.items() if name in verdict]
         missing = [
             WORDS[f"untried_{kind}"]
             for kind in KINDS.values()
-            if kind not in {KINDS[c] for c, own in verdicts.items() if name in own}
+            if kind not in {KINDS[c] for c, verdict in verdicts.items() if name in verdict}
         ]
         if clauses or missing:
-            under = WORDS["under_plain"] if name == "plain" else WORDS["under"].format(defence=display_name(name))
-            yield f"{under} {' '.join(capitalise(one) for one in [*clauses, *missing])}"
+            introduction = (
+                WORDS["under_plain"] if name == "plain" else WORDS["under"].format(defence=display_name(name))
+            )
+            yield f"{introduction} {' '.join(capitalise(sentence) for sentence in [*clauses, *missing])}"
 
 
 KINDS = {page.AGREEMENT: "copy", page.RANKING: "copy", page.MEMBERSHIP: "members", page.RECORD: "record"}
@@ -103,18 +109,22 @@ KINDS = {page.AGREEMENT: "copy", page.RANKING: "copy", page.MEMBERSHIP: "members
 
 def clause(column: str, verdict: Verdict) -> str:
     """Return the sentence on one measure of one defence."""
-    one, kind = verdict.strongest, KINDS[column]
-    state = {Finding.FOUND: "found", Finding.NOTHING: "nothing", Finding.TOO_FEW: FEW}[one.finding]
+    figure, kind = verdict.strongest, KINDS[column]
+    state = {Finding.FOUND: "found", Finding.NOTHING: "nothing", Finding.TOO_FEW: FEW}[figure.finding]
     if column == page.RECORD and state == "found":
-        state = "near" if _lift(one, verdict) >= RECOGNISED else "partly"
+        state = "near" if _gain_over_guess(figure, verdict) >= RECOGNISED else "partly"
     if column == page.RANKING:
         kind = "ranking"
-    values = {"hits": of_hundred(one.value), "guess": of_hundred(verdict.guess), "lift": f"{_lift(one, verdict):.0f}"}
+    values = {
+        "hits": per_hundred(figure.value),
+        "guess": per_hundred(verdict.guess),
+        "lift": f"{_gain_over_guess(figure, verdict):.0f}",
+    }
     return WORDS[f"{kind}_{state}"].format(**values)
 
 
-def _lift(one: AttackerFigure, verdict: Verdict) -> float:
-    return one.figure.value - verdict.guess
+def _gain_over_guess(figure: AttackerFigure, verdict: Verdict) -> float:
+    return figure.figure.value - verdict.guess
 
 
 def server_words(plain: AuditResult) -> Iterator[str]:
@@ -129,33 +139,37 @@ def server_words(plain: AuditResult) -> Iterator[str]:
 
 
 def change_words(grade: str, verdicts: Mapping[str, Mapping[str, Verdict]], plain: AuditResult) -> Iterator[str]:
-    """Yield what should change, most important first."""
+    """Yield recommendations, most important first."""
     if grade in ("clear", "slight"):
         yield WORDS[f"change_{grade}"].format(train=f"{plain.train:.3f}", test=f"{plain.test:.3f}", metric=plain.metric)
     records = verdicts.get(page.RECORD, {}).values()
-    if any(one.strongest.finding is Finding.FOUND for one in records):
+    if any(verdict.strongest.finding is Finding.FOUND for verdict in records):
         yield WORDS["change_records"]
     if plain.server and plain.server.complete:
         from fedveil.studies.gradients.server import SINGLE, count_rounds
 
         if count_rounds(plain.server, SINGLE):
             yield WORDS["change_server"]
-    if any(one.strongest.finding is Finding.TOO_FEW for own in verdicts.values() for one in own.values()):
+    if any(
+        verdict.strongest.finding is Finding.TOO_FEW
+        for by_subject in verdicts.values()
+        for verdict in by_subject.values()
+    ):
         yield WORDS["change_few"]
     yield WORDS["change_always"]
 
 
-def certainty_words(own: Verdict | None, results: Audits, plain: AuditResult) -> Iterator[str]:
-    """Yield what was tried, and how certain the numbers are."""
-    names = {name for one in (*results.values(), plain) for name in one.names}
+def certainty_words(verdict: Verdict | None, results: Audits, plain: AuditResult) -> Iterator[str]:
+    """Yield sentences on the attacks that were tried, and on the certainty of the numbers."""
+    names = {name for result in (*results.values(), plain) for name in result.names}
     attacks = {
         attack
-        for one in (*results.values(), plain)
-        for figures in one.attackers.values()
+        for result in (*results.values(), plain)
+        for figures in result.attackers.values()
         if figures.membership
         for attack in figures.membership.attacks
     }
     yield WORDS["tried"].format(attackers=len(names), attacks=len(attacks), trials=plain.trials)
-    if own and own.strongest.finding is not Finding.TOO_FEW:
-        yield WORDS["interval"].format(**membership_words(own))
+    if verdict and verdict.strongest.finding is not Finding.TOO_FEW:
+        yield WORDS["interval"].format(**membership_words(verdict))
     yield WORDS["limits"]

@@ -1,4 +1,4 @@
-"""Open the folder of a run made from Python, Flower or FLARE for an audit: the run itself, or a simulation of it."""
+"""Open the folder of a run from Python, Flower or FLARE for an audit: the run itself, or a simulation of it."""
 
 import copy
 import math
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.data import Data, DataPart, split
-from fedveil.defences.description import build_described, simulated
+from fedveil.defences.description import adapt_to_simulation, build_from_description
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
@@ -28,11 +28,11 @@ from fedveil.runs.build import build_defence, load_data, load_factory, named_mod
 from fedveil.runs.settings import SECTION_OF, Config
 from fedveil.scheme.broadcast import resolve_loss
 from fedveil.scheme.losses import Function, Loss
-from fedveil.studies.audit.training import Factory, TrainingRecipe, accepted
+from fedveil.studies.audit.training import Factory, TrainingRecipe, select_accepted
 from fedveil.studies.study import read_texts
 
 STAND_INS = 200  # number of stand-in records of each client, and of each test set
-LOUD, PASSED = "STAND-IN RECORDS, NOT YOURS", "the records that were passed"
+STAND_IN_NOTICE, PASSED = "STAND-IN RECORDS, NOT YOURS", "the records that were passed"
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class GivenParts:
 
 @dataclass(frozen=True, eq=False)
 class OpenedRun:
-    """A trained federation, and what to say about it.
+    """A trained federation, and the notes on it.
 
     Attributes:
         recipe: the federation, and how to train others like it.
@@ -75,7 +75,7 @@ class OpenedRun:
     notes: tuple[str, ...]
 
 
-def open_described(folder: Path, given: GivenParts, progress: Progress) -> OpenedRun:
+def open_from_description(folder: Path, given: GivenParts, progress: Progress) -> OpenedRun:
     """Return the run in a folder with its own records or, with other records, a simulation of the run.
 
     A simulation trains the same model with the same defence and settings for as many rounds, in one process.
@@ -88,25 +88,25 @@ def open_described(folder: Path, given: GivenParts, progress: Progress) -> Opene
         raise BadArgument(str(folder), what, fix)
     description = read_description(folder)
     tag, state = _read_state(folder)
-    model, factory = build_described_model(folder, description, given)
+    model, factory = build_model_from_description(folder, description, given)
     _check_values(folder, copy.deepcopy(model), state)
     clients, test, source = choose_records(description, given, model)
     records = parse_json(str(folder), state["records"])
     rates = tuple(float(record["lr"]) for record in records)
-    made = build_federation(folder, description, given, model, clients)
+    federation = build_federation(folder, description, given, model, clients)
     notes = [] if description.version == _version() else [f"This run was written by Fedveil {description.version}."]
     if not rates:
         raise BadArgument(str(folder), "this run has no complete round", "audit it after training")
-    recipe = TrainingRecipe(made, rates, factory)
+    recipe = TrainingRecipe(federation, rates, factory)
     if (
         not description.terms.remote
-        and state["setting"].get(RECORDS) == checksum_records(made.shards, tag.run) is not None
+        and state["setting"].get(RECORDS) == checksum_records(federation.shards, tag.run) is not None
     ):
-        made.resume(folder)
+        federation.resume(folder)
         return OpenedRun(recipe, test, description, tuple(notes))
     notes.append(_describe_simulation(description, source, len(clients), len(rates)))
-    parts = [DataPart(*made.shards.records(client)) for client in range(len(clients))]
-    trained = recipe.build(model, parts, made.defence, _optimizer(folder, description, given), description.seed)
+    parts = [DataPart(*federation.shards.records(client)) for client in range(len(clients))]
+    trained = recipe.build(model, parts, federation.defence, _optimizer(folder, description, given), description.seed)
     last = len(rates)
     show = lambda record: progress(record.round / last, f"simulation, round {record.round}")  # noqa: E731
     trained.fit(rounds=last, on_round=show, verbose=False)
@@ -120,13 +120,13 @@ def _version() -> str:
 
 
 def parts_from_flags(folder: Path, config: Config, flags: Collection[str], trust_code: bool) -> GivenParts:
-    """Return what the flags of a command specify: records, network and defence; refuse flags that do not apply."""
+    """Return the records, network and defence that a command's flags specify; refuse flags that do not apply."""
     sections = {SECTION_OF[flag]: flag for flag in flags if flag in SECTION_OF}
     for section, flag in sections.items():
         if section not in ("data", "model", "defence"):
             what = f"--{flag.replace('_', '-')} cannot be changed: the run's settings are in {DESCRIPTION}"
             raise BadArgument(str(folder), what, "leave it out")
-    found = GivenParts(trust_code=trust_code)
+    result = GivenParts(trust_code=trust_code)
     if "model" in sections:
         description = read_description(folder)
 
@@ -135,33 +135,33 @@ def parts_from_flags(folder: Path, config: Config, flags: Collection[str], trust
                 return load_factory(config.model.name)
             return named_model(config.model, torch.Size(description.shape or ()), math.prod(description.output))
 
-        found = replace(found, model=make)
+        result = replace(result, model=make)
     if "defence" in sections:
-        found = replace(found, defence=build_defence(config))
+        result = replace(result, defence=build_defence(config))
     if "data" not in sections:
-        return found
+        return result
     if ":" in config.data.name:
         factory = import_object(config.data.name, "data", "my_package.data:load")
         given = factory() if callable(factory) else factory
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], list):
-            return replace(found, clients=given[0], test=given[1])
-    return replace(found, data=load_data(config))
+            return replace(result, clients=given[0], test=given[1])
+    return replace(result, data=load_data(config))
 
 
 def _read_state(folder: Path) -> tuple[checkpoint.StateTag, checkpoint.Content]:
     """Return the last valid checkpoint of a run."""
-    found = checkpoint.found_in(folder)
-    if not found:
+    result = checkpoint.found_in(folder)
+    if not result:
         raise BadArgument(str(folder), "the run has no checkpoint yet", "audit it after training")
     try:
-        return checkpoint.read(found[0])
+        return checkpoint.read(result[0])
     except checkpoint.Damaged:
-        if len(found) == 1:
+        if len(result) == 1:
             raise
-        return checkpoint.read(found[1])
+        return checkpoint.read(result[1])
 
 
-def build_described_model(
+def build_model_from_description(
     folder: Path, description: RunDescription, given: GivenParts
 ) -> tuple[nn.Module, Factory | None]:
     """Return the network of a run, and the function that builds it if there is one."""
@@ -208,7 +208,7 @@ def build_federation(
         loss = resolve_loss(where, description.loss, description.loss_settings, None)
     defence = given.defence
     if defence is None:
-        defence = build_described(simulated(description.defence), where, trust_code=given.trust_code)
+        defence = build_from_description(adapt_to_simulation(description.defence), where, trust_code=given.trust_code)
     limits = description.limits
     return Federation(
         model,
@@ -244,7 +244,7 @@ def _optimizer(folder: Path, description: RunDescription, given: GivenParts) -> 
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise BadArgument(where, f"{spec} is not an optimizer", "pass optimizer= in Python")
     make: Callable[..., torch.optim.Optimizer] = kind
-    values = accepted(make, settings)
+    values = select_accepted(make, settings)
     return lambda parameters: make(parameters, **values)
 
 
@@ -263,7 +263,7 @@ def choose_records(
         test = given.test or (given.data.test.inputs, given.data.test.targets)
         return parts, test, f"the data set {given.data.name}, divided evenly"
     parts, test = make_stand_ins(description, model)
-    return parts, test, LOUD
+    return parts, test, STAND_IN_NOTICE
 
 
 def make_stand_ins(description: RunDescription, model: nn.Module) -> tuple[list[UserRecords], UserRecords]:
@@ -299,11 +299,11 @@ def make_stand_ins(description: RunDescription, model: nn.Module) -> tuple[list[
 
 
 def _describe_simulation(description: RunDescription, source: str, clients: int, rounds: int) -> str:
-    """Return the sentences that say what was audited instead of the run."""
+    """Return the sentences on the simulation that was audited instead of the run."""
     texts = read_texts()["audit"].notes
     values = {"clients": clients, "rounds": rounds, "records": STAND_INS, "source": source}
     secure = texts["simulated_secure"] if description.secure_aggregation else ""
-    if source == LOUD:
-        return f"{LOUD}: {texts['stand_ins'].format(**values, secure=secure)}"
-    own = "" if description.terms.remote else texts["other_records"]
-    return texts["simulated"].format(**values, secure=secure, own=own)
+    if source == STAND_IN_NOTICE:
+        return f"{STAND_IN_NOTICE}: {texts['stand_ins'].format(**values, secure=secure)}"
+    remark = "" if description.terms.remote else texts["other_records"]
+    return texts["simulated"].format(**values, secure=secure, own=remark)

@@ -117,7 +117,7 @@ class Hardening:
     @property
     def measures(self) -> dict[str, Values]:
         """The measures to audit, by name."""
-        return {name: own for name, own in measures(self.base).items() if not self.only or name in self.only}
+        return {name: measure for name, measure in measures(self.base).items() if not self.only or name in self.only}
 
 
 @dataclass(frozen=True)
@@ -140,40 +140,40 @@ def largest_mean(values: Mapping[str, Sequence[float]]) -> tuple[str, Estimate |
     The function does not take the maximum for each seed first: the mean of the maxima would be above chance even if
     every attacker were at chance.
     """
-    means = {name: average(own) for name, own in values.items() if own}
-    name = max(means, key=lambda one: means[one].value, default="")
+    means = {name: average(numbers) for name, numbers in values.items() if numbers}
+    name = max(means, key=lambda label: means[label].value, default="")
     return name, means.get(name)
 
 
 def measure_row(name: str, audits: Sequence[AuditResult], plain: Sequence[AuditResult]) -> MeasureRow:
     """Return the row of a measure; `plain` contains the audits without a veil, with the same loss and seeds."""
-    attackers = {label: [one.attackers[label] for one in audits] for label in audits[0].attackers}
-    members = {label: [one.membership for one in own if one.membership] for label, own in attackers.items()}
-    accuracies = {label: [one.best.accuracy.value for one in own] for label, own in members.items()}
+    attackers = {label: [audit.attackers[label] for audit in audits] for label in audits[0].attackers}
+    members = {label: [view.membership for view in views if view.membership] for label, views in attackers.items()}
+    accuracies = {label: [score.best.accuracy.value for score in scores] for label, scores in members.items()}
     attacker, membership = largest_mean(accuracies)
-    built = {label: [one.rebuilt[label].value for one in audits] for label in audits[0].rebuilt}
+    built = {label: [audit.rebuilt[label].value for audit in audits] for label in audits[0].rebuilt}
     floor = built.pop(FLOOR, [])
-    cost = [without.test - one.test for one, without in zip(audits, plain, strict=True)] if plain else []
+    cost = [undefended.test - audit.test for audit, undefended in zip(audits, plain, strict=True)] if plain else []
     figures = {
-        "accuracy, %": average([one.test for one in audits]),
+        "accuracy, %": average([audit.test for audit in audits]),
         COST: average(cost) if cost else None,
         MEMBERSHIP: membership,
-        "membership AUC": average([one.best.auc.value for one in members[attacker]]) if attacker else None,
+        "membership AUC": average([score.best.auc.value for score in members[attacker]]) if attacker else None,
         "rebuilt, dB": largest_mean(built)[1],
         "guess, dB": average(floor) if floor else None,
     }
-    for label, own in attackers.items():
-        figures[f"agreement {label}, %"] = average([one.agreement.value for one in own], minimum=0.0, maximum=1.0)
+    for label, views in attackers.items():
+        figures[f"agreement {label}, %"] = average([view.agreement.value for view in views], minimum=0.0, maximum=1.0)
     return MeasureRow(name, attacker, figures)
 
 
 def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[MeasureRow]:
     """Yield one row for each measure that did not fail for any seed."""
-    done = {name: [one for one in found if isinstance(one, AuditResult)] for name, found in results.items()}
-    complete = {name: own for name, own in done.items() if len(own) == len(results[name])}
-    for name, own in complete.items():
+    done = {name: [result for result in seeds if isinstance(result, AuditResult)] for name, seeds in results.items()}
+    complete = {name: audits for name, audits in done.items() if len(audits) == len(results[name])}
+    for name, audits in complete.items():
         loss = configure({**request.base, **request.measures[name]}).training.loss
-        yield measure_row(name, own, complete.get(UNDEFENDED[str(loss)], []))
+        yield measure_row(name, audits, complete.get(UNDEFENDED[str(loss)], []))
 
 
 def verdict(rows: Sequence[MeasureRow]) -> str:
@@ -181,20 +181,20 @@ def verdict(rows: Sequence[MeasureRow]) -> str:
     limits = f"membership at most {100 * MAX_MEMBERSHIP:.0f} %, cost at most {100 * MAX_COST:.1f} points"
     known = [(row, row.figures[MEMBERSHIP], row.figures[COST]) for row in rows]
     undefended = [membership for row, membership, _ in known if row.name in UNDEFENDED.values() and membership]
-    found = [(row, m, c) for row, m, c in known if row.name not in UNDEFENDED.values() and m and c]
-    if not found or not undefended:
+    candidates = [(row, m, c) for row, m, c in known if row.name not in UNDEFENDED.values() and m and c]
+    if not candidates or not undefended:
         return "No verdict: membership or the undefended federation was not measured."
-    top = max(undefended, key=lambda one: one.value)
+    top = max(undefended, key=lambda estimate: estimate.value)
     if top.value <= MAX_MEMBERSHIP:
         return f"No verdict: membership without a defence is {percent(top)} %, within the limit ({limits})."
-    good = [row for row, m, c in found if m.high <= MAX_MEMBERSHIP and c.high <= MAX_COST]
-    unsure = [row for row, m, c in found if m.low <= MAX_MEMBERSHIP and c.low <= MAX_COST]
-    if unsure:
+    good = [row for row, m, c in candidates if m.high <= MAX_MEMBERSHIP and c.high <= MAX_COST]
+    uncertain = [row for row, m, c in candidates if m.low <= MAX_MEMBERSHIP and c.low <= MAX_COST]
+    if uncertain:
         label = "GOOD ENOUGH" if good else "TOO FEW SEEDS"
-        return f"{label} ({limits}): {'; '.join(map(str, good or unsure))}; undefended {percent(top)} %."
-    cheap = [(m.value, str(row)) for row, m, c in found if c.value <= MAX_COST]
-    near = f"best at that cost: {min(cheap)[1]}; " if cheap else ""
-    return f"NONE GOOD ENOUGH ({limits}): {near}undefended {percent(top)} %."
+        return f"{label} ({limits}): {'; '.join(map(str, good or uncertain))}; undefended {percent(top)} %."
+    cheap = [(m.value, str(row)) for row, m, c in candidates if c.value <= MAX_COST]
+    cheapest_text = f"best at that cost: {min(cheap)[1]}; " if cheap else ""
+    return f"NONE GOOD ENOUGH ({limits}): {cheapest_text}undefended {percent(top)} %."
 
 
 class HardenStudy(Study[Hardening, HardeningResults]):
@@ -210,14 +210,14 @@ class HardenStudy(Study[Hardening, HardeningResults]):
         for number, (name, changes) in enumerate(request.measures.items()):
             for seed in range(request.seeds):
                 config = configure({"defence": "veil", **request.base, **changes, "seed": seed})
-                twin = config.changed(defence="plain", groups=1, decoys=None, keep_noise=False)
+                undefended = config.changed(defence="plain", groups=1, decoys=None, keep_noise=False)
                 label = f"like-{number}-{seed}"
-                if repr(twin) not in known:
+                if repr(undefended) not in known:
                     count = request.options.shadows
-                    works = [TrainShadow(twin, n, count, folder / label, everyone=True) for n in range(count)]
+                    works = [TrainShadow(undefended, n, count, folder / label, everyone=True) for n in range(count)]
                     shadows = tuple(StudyJob(f"{label}-{work.number}", work, Shadow) for work in works)
-                    known[repr(twin)] = folder / label, shadows
-                where, after = known[repr(twin)]
+                    known[repr(undefended)] = folder / label, shadows
+                where, after = known[repr(undefended)]
                 work = Audit(config, request.options, folder / "runs" / f"{number}-{seed}", where)
                 jobs[name, seed] = StudyJob(f"{number}-{seed}", work, AuditResult, after=after)
         return jobs
@@ -236,9 +236,9 @@ class HardenStudy(Study[Hardening, HardeningResults]):
         rows = list(measure_rows(request, results))
         done = [row.name for row in rows]
         table = [[row.name, row.attacker, *format_figures(row.figures, FORMATS)] for row in rows]
-        for name, found in results.items():
+        for name, result in results.items():
             if name not in done:
-                why = next(one.failed for one in found if isinstance(one, Failure))
+                why = next(failure.failed for failure in result if isinstance(failure, Failure))
                 table.append(failed_row(name, len(HEADER), f"failed: {why}"))
         members, costs = ([mark(row.name, row.figures[key], scale=100) for row in rows] for key in (MEMBERSHIP, COST))
         reading = [paragraph.format(rounds=DP_ROUNDS, rate=DP_RATE) for paragraph in TEXTS.reading]

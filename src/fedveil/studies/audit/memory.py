@@ -33,7 +33,7 @@ from fedveil.studies.membership import attacks as membership
 WHERE = "audit"
 
 
-def part_of(progress: Progress, number: int, count: int, label: str) -> Progress:
+def report_part(progress: Progress, number: int, count: int, label: str) -> Progress:
     """Return a callback that reports the progress of part `number` of `count` equal parts."""
     return lambda fraction, step: progress((number + fraction) / count, f"{label}: {step}")
 
@@ -51,7 +51,7 @@ def collect_data(federation: Federation, test: UserRecords, name: str) -> Data:
     make = target_maker(federation.model, federation.loss, (inputs[:1], shards.targets[:1]))
     parts = (inputs, shards.targets), (one_tensor("test data", source.inputs), make(source.targets))
     is_class = isinstance(federation.loss, CLASS_LOSSES)
-    train, held_out = ((own[0].cpu(), _class_indices(own[1].cpu()) if is_class else own[1].cpu()) for own in parts)
+    train, held_out = ((part[0].cpu(), _class_indices(part[1].cpu()) if is_class else part[1].cpu()) for part in parts)
     return from_records(name, train, held_out)
 
 
@@ -64,8 +64,8 @@ def _class_indices(targets: Tensor) -> Tensor:
 def _is_registered(defence: AnyDefence) -> bool:
     """Return whether a defence is of a registered class, and not of a class derived from it."""
     record = find_record(defence)
-    found = import_object(record.target, "a defence", "my_package.defences:Mine") if record else None
-    return getattr(found, "__self__", found) is type(defence)
+    result = import_object(record.target, "a defence", "my_package.defences:Mine") if record else None
+    return getattr(result, "__self__", result) is type(defence)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class MemoryAudit:
 
     def subject(self) -> AuditSubject:
         """Return the federation under its defence."""
-        return self._subject(self.name, self.recipe.continued(), self.attackers, RecipeTrial(self.recipe))
+        return self._subject(self.name, self.recipe.copy_federation(), self.attackers, RecipeTrial(self.recipe))
 
     def reference(self, progress: Progress) -> tuple[AuditSubject, str]:
         """Return the federation without its defence, and a note if its model was trained under the defence.
@@ -108,19 +108,21 @@ class MemoryAudit:
         A veil does not change the trained model, so its model is used. For other defences, the model is trained anew
         if possible.
         """
-        known, note, made = self.attackers, "", None
+        known, note, federation = self.attackers, "", None
         if known.shadows != "plain":
             try:
-                made = self.recipe.train(self._parts(), self.recipe.federation.seed, progress, "plain")
+                federation = self.recipe.train(self._parts(), self.recipe.federation.seed, progress, "plain")
             except DoesNotApply as reason:
                 note = f"The reference without a defence is the model trained under {self.name}: {reason.what}."
-        made = made or self.recipe.continued("plain")
+        federation = federation or self.recipe.copy_federation("plain")
         attackers = find_attackers(find("plain"))
-        return self._subject("plain", made, attackers, RecipeTrial(self.recipe, "plain")), note
+        return self._subject("plain", federation, attackers, RecipeTrial(self.recipe, "plain")), note
 
-    def _subject(self, name: str, made: Federation, attackers: Attackers, trial: RecipeTrial) -> AuditSubject:
-        own = self.recipe.federation
-        return AuditSubject(name, made, self.data, self._rows(), attackers, own.seed, own.whole_shard, trial)
+    def _subject(self, name: str, reference: Federation, attackers: Attackers, trial: RecipeTrial) -> AuditSubject:
+        federation = self.recipe.federation
+        return AuditSubject(
+            name, reference, self.data, self._rows(), attackers, federation.seed, federation.whole_shard, trial
+        )
 
     def _rows(self) -> tuple[Tensor, ...]:
         shards = self.recipe.federation.shards
@@ -138,11 +140,11 @@ class MemoryAudit:
         chosen = halves(len(pool.targets), count, generator("shadows", seed, count), size)
         defence = "plain" if membership.shadow_defence(name) == "plain" else None
         for number in range(count):
-            report = part_of(progress, number, count, "shadow")
+            report = report_part(progress, number, count, "shadow")
             parts = [pool.take(rows) for rows in torch.from_numpy(chosen[number]).nonzero()[:, 0].tensor_split(clients)]
-            made = self.recipe.train(parts, seed + 1 + number, report, defence)
+            shadow = self.recipe.train(parts, seed + 1 + number, report, defence)
             path = membership.shadow_file(folder, name, number)
-            membership.write_shadow(made, pool, chosen[number], path)
+            membership.write_shadow(shadow, pool, chosen[number], path)
 
     def run(self, progress: Progress) -> tuple[dict[str, AuditResult | Failure], tuple[str, ...]]:
         """Return the results by name, as a study of audits does, and notes."""
@@ -150,15 +152,15 @@ class MemoryAudit:
         notes = [] if dtype == torch.float32 else [f"The model has {dtype}; a copy in float32 was audited."]
         subjects: dict[str, AuditSubject] = {self.name: self.subject()}
         if self.name != "plain":
-            subjects[UNDEFENDED], note = self.reference(part_of(progress, 0, 3, "reference"))
+            subjects[UNDEFENDED], note = self.reference(report_part(progress, 0, 3, "reference"))
             notes += [note] if note else []
-        found = dict[str, AuditResult | Failure]()
+        result = dict[str, AuditResult | Failure]()
         with TemporaryDirectory() as folder:
-            notes += self._shadow_notes(Path(folder), [one.name for one in subjects.values()], progress)
+            notes += self._shadow_notes(Path(folder), [subject.name for subject in subjects.values()], progress)
             for number, (label, subject) in enumerate(subjects.items()):
-                report = part_of(progress, 1 + number, 3, label)
-                found[label] = attack_subject(subject, self.options, Path(folder), report)
-        return found, tuple(notes)
+                report = report_part(progress, 1 + number, 3, label)
+                result[label] = attack_subject(subject, self.options, Path(folder), report)
+        return result, tuple(notes)
 
     def _shadow_notes(self, folder: Path, names: Sequence[str], progress: Progress) -> Iterator[str]:
         """Train all shadows; yield the reason if there are none."""

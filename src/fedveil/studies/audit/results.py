@@ -39,7 +39,8 @@ class Members:
     def attack(self) -> str:
         """The attack with the largest lower end of the AUC on known records; it is not chosen on test records.
 
-        The lower end, because a network has few known records left to be tried on, and would often win by chance.
+        The lower end is used because a network has few known records left for evaluation, and would often win by
+        chance.
         """
         return max(self.attacks, key=lambda name: self.attacks[name].known.low)
 
@@ -112,13 +113,13 @@ class AuditResult(Quality, Result):
 
     def figures(self, attacker: str) -> dict[str, Estimate | None]:
         """Return the results of one attacker by column."""
-        model, found = self.attackers.get(attacker), dict[str, Estimate | None]()
+        model, result = self.attackers.get(attacker), dict[str, Estimate | None]()
         if model:
-            found |= {AGREEMENT: model.agreement, ACCURACY: model.accuracy, RANKING: model.ranking}
+            result |= {AGREEMENT: model.agreement, ACCURACY: model.accuracy, RANKING: model.ranking}
         if model and model.membership:
             best = model.membership.best
-            found |= {MEMBERSHIP: best.auc, BALANCED: best.accuracy, TPR: best.tpr["0.01"]}
-        return found | {RECORD: self.rebuilt.get(attacker)}
+            result |= {MEMBERSHIP: best.auc, BALANCED: best.accuracy, TPR: best.tpr["0.01"]}
+        return result | {RECORD: self.rebuilt.get(attacker)}
 
     @property
     def guesses(self) -> dict[str, float | None]:
@@ -144,8 +145,8 @@ def combine_broadcasts(broadcasts: Sequence[Estimate]) -> Estimate:
     """
     if len(broadcasts) == 1:
         return broadcasts[0]
-    mean = average([one.value for one in broadcasts])
-    single = sum(one.high - one.low for one in broadcasts) / (2 * len(broadcasts))
+    mean = average([broadcast.value for broadcast in broadcasts])
+    single = sum(broadcast.high - broadcast.low for broadcast in broadcasts) / (2 * len(broadcasts))
     half = math.hypot(mean.high - mean.value, single)
     return replace(
         mean,
@@ -157,28 +158,30 @@ def combine_broadcasts(broadcasts: Sequence[Estimate]) -> Estimate:
 
 def combine_if_complete(broadcasts: Sequence[Estimate | None]) -> Estimate | None:
     """Average an estimate over broadcasts; return None if it is missing for one of them."""
-    found = [one for one in broadcasts if one]
-    return combine_broadcasts(found) if len(found) == len(broadcasts) else None
+    result = [broadcast for broadcast in broadcasts if broadcast]
+    return combine_broadcasts(result) if len(result) == len(broadcasts) else None
 
 
 def average_members(broadcasts: Sequence[Members]) -> Members:
     """Average the performance of each attack over the broadcasts on which it was run."""
-    found = {}
-    for name in dict.fromkeys(name for one in broadcasts for name in one.attacks):
-        own = [one.attacks[name] for one in broadcasts if name in one.attacks]
-        accuracy, area = (combine_broadcasts([getattr(one, figure) for one in own]) for figure in ("accuracy", "auc"))
-        rates = {rate: combine_if_complete([one.tpr[rate] for one in own]) for rate in own[0].tpr}
-        known, form = combine_broadcasts([one.known for one in own]), own[0].form
-        found[name] = AttackScores(accuracy, area, rates, known=known, broadcasts=len(own), form=form)
-    return Members(found, broadcasts[0].left_out)
+    result = {}
+    for name in dict.fromkeys(name for broadcast in broadcasts for name in broadcast.attacks):
+        scores = [broadcast.attacks[name] for broadcast in broadcasts if name in broadcast.attacks]
+        accuracy, area = (
+            combine_broadcasts([getattr(attack, figure) for attack in scores]) for figure in ("accuracy", "auc")
+        )
+        rates = {rate: combine_if_complete([attack.tpr[rate] for attack in scores]) for rate in scores[0].tpr}
+        known, form = combine_broadcasts([attack.known for attack in scores]), scores[0].form
+        result[name] = AttackScores(accuracy, area, rates, known=known, broadcasts=len(scores), form=form)
+    return Members(result, broadcasts[0].left_out)
 
 
 def average_figures(broadcasts: Sequence[ModelFigures]) -> ModelFigures:
     """Average the results of one attacker over broadcasts."""
-    agreement = combine_broadcasts([one.agreement for one in broadcasts])
-    accuracy = combine_if_complete([one.accuracy for one in broadcasts])
-    ranking = combine_if_complete([one.ranking for one in broadcasts])
-    members = [one.membership for one in broadcasts if one.membership]
+    agreement = combine_broadcasts([broadcast.agreement for broadcast in broadcasts])
+    accuracy = combine_if_complete([broadcast.accuracy for broadcast in broadcasts])
+    ranking = combine_if_complete([broadcast.ranking for broadcast in broadcasts])
+    members = [broadcast.membership for broadcast in broadcasts if broadcast.membership]
     return ModelFigures(agreement, accuracy, ranking, average_members(members) if members else None)
 
 
@@ -216,7 +219,7 @@ def judge(column: str, measure: Measure, result: AuditResult, plain: AuditResult
     def assess(audit: AuditResult) -> list[AttackerFigure]:
         trials = audit.trials if column == RECORD else 2
         figures = {attacker: audit.figures(attacker).get(column) for attacker in sorted(audit.names)}
-        return measure.compare([(attacker, one) for attacker, one in figures.items() if one], guess, trials)
+        return measure.compare([(attacker, value) for attacker, value in figures.items() if value], guess, trials)
 
     undefended = assess(plain)
     return verdicts.judge(measure, guess, assess(result), undefended) if undefended else None
@@ -225,15 +228,17 @@ def judge(column: str, measure: Measure, result: AuditResult, plain: AuditResult
 def attacker_rows(name: str, result: AuditResult) -> Iterator[list[str]]:
     """Yield one table row per attacker."""
     for attacker in result.names:
-        own = result.attackers.get(attacker)
-        chosen = own.membership.attack if own and own.membership else ""
+        observation = result.attackers.get(attacker)
+        chosen = observation.membership.attack if observation and observation.membership else ""
         yield [name, attacker, *format_figures(result.figures(attacker), FORMATS), chosen]
 
 
 def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdict]]:
     """Return the verdicts on each measure, by column and defence."""
     return {
-        column: {name: verdict for name, one in results.items() if (verdict := judge(column, measure, one, plain))}
+        column: {
+            name: verdict for name, result in results.items() if (verdict := judge(column, measure, result, plain))
+        }
         for column, measure in list_measures(plain).items()
     }
 
@@ -241,9 +246,10 @@ def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdic
 def headline(verdicts_by_column: Mapping[str, Mapping[str, Verdict]]) -> str:
     """Return one sentence per measure with its verdicts; "plain" is omitted unless it is the only defence."""
     defended = [
-        {name: one for name, one in own.items() if name != "plain"} or own for own in verdicts_by_column.values()
+        {name: verdict for name, verdict in column.items() if name != "plain"} or column
+        for column in verdicts_by_column.values()
     ]
-    return f"By the strongest attacker: {'. '.join(summarise(own) for own in defended if own)}."
+    return f"By the strongest attacker: {'. '.join(summarise(column) for column in defended if column)}."
 
 
 def verdict_sections(
@@ -252,9 +258,9 @@ def verdict_sections(
     """Return a table of the labels, and the full verdicts."""
     rows, lines = list[list[str]](), list[str]()
     for defence in results:
-        own = [by_defence.get(defence) for by_defence in verdicts_by_column.values()]
-        rows.append([defence, *(one.label if one else "not measured" for one in own)])
-        lines += [f"{defence}, {one.measure.subject}: {one}" for one in own if one]
+        verdicts = [by_defence.get(defence) for by_defence in verdicts_by_column.values()]
+        rows.append([defence, *(verdict.label if verdict else "not measured" for verdict in verdicts)])
+        lines += [f"{defence}, {verdict.measure.subject}: {verdict}" for verdict in verdicts if verdict]
     if plain.server and plain.server.complete:
         lines.append(f"curious server: {server.verdict(plain.server)} {TEXTS.notes['server']}")
     header = ["defence", *(measure.subject for measure in list_measures(plain).values())]
@@ -266,9 +272,9 @@ def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
     """Yield one chart per measure, with all defences and attackers, and reference lines for guessing and no defence."""
     for column, measure in list_measures(plain).items():
         rows: list[Interval] = []
-        for defence, found in results.items():
-            for attacker in found.names:
-                if figure := found.figures(attacker).get(column):
+        for defence, result in results.items():
+            for attacker in result.names:
+                if figure := result.figures(attacker).get(column):
                     low, high = (min(max(end, -10.0), 200.0) for end in (figure.low, figure.high))
                     rows.append(Interval(attacker, figure.value, low, high, defence))
         if rows and (top := judge(column, measure, plain, plain)):
@@ -278,9 +284,20 @@ def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
 
 def member_rows(name: str, attacker: str, members: Members) -> Iterator[list[str]]:
     """Yield one row per membership attack, including the attacks that were not run."""
-    for attack, one in members.attacks.items():
-        figures = [text(one.known, ".3f"), text(one.auc, ".3f"), percent(one.accuracy), *map(percent, one.tpr.values())]
-        yield [name, attacker, f"{attack} *" if attack == members.attack else attack, *figures, str(one.broadcasts)]
+    for attack, attack_scores in members.attacks.items():
+        figures = [
+            text(attack_scores.known, ".3f"),
+            text(attack_scores.auc, ".3f"),
+            percent(attack_scores.accuracy),
+            *map(percent, attack_scores.tpr.values()),
+        ]
+        yield [
+            name,
+            attacker,
+            f"{attack} *" if attack == members.attack else attack,
+            *figures,
+            str(attack_scores.broadcasts),
+        ]
     for attack, why in members.left_out.items():
         yield [name, attacker, attack, why, *[""] * (len(ATTACKS) - 2)]
 
@@ -299,12 +316,12 @@ def attack_sections(done: Audits) -> list[Section]:
     """Return sections with the individual membership attacks, and with the attackers that did not run."""
     members = [
         row
-        for name, found in done.items()
-        for attacker, figures in found.attackers.items()
+        for name, audit in done.items()
+        for attacker, figures in audit.attackers.items()
         if figures.membership
         for row in member_rows(name, attacker, figures.membership)
     ]
-    skipped = [line for name, found in done.items() for line in list_absent_attackers(name, found)]
+    skipped = [line for name, audit in done.items() for line in list_absent_attackers(name, audit)]
     note = TEXTS.notes["attacks"].format(broadcasts=NETWORK_BROADCASTS)
     sections: list[Section] = [Table("Membership, attack by attack", [*WHO, *ATTACKS], members, note)]
     return (sections if members else []) + ([Text("Attackers that did not run", skipped)] if skipped else [])
@@ -315,51 +332,53 @@ def list_verdicts(audits: Audits) -> dict[str, dict[str, Verdict]]:
     plain = audits.get("plain", audits.get(UNDEFENDED))
     if plain is None:
         return {}
-    results = {name: found for name, found in audits.items() if name != UNDEFENDED}
+    results = {name: audit for name, audit in audits.items() if name != UNDEFENDED}
     columns = judge_all(results, plain).values()
-    return {name: {own[name].measure.subject: own[name] for own in columns if name in own} for name in results}
+    return {
+        name: {column[name].measure.subject: column[name] for column in columns if name in column} for name in results
+    }
 
 
-def find_answers(shown: Presentation) -> Mapping[str, Sequence[str]]:
+def find_answers(presentation: Presentation) -> Mapping[str, Sequence[str]]:
     """Return the answers on a page, by question; empty if there are none."""
-    return next((section.answers for section in shown.first if isinstance(section, Answers)), {})
+    return next((section.answers for section in presentation.first if isinstance(section, Answers)), {})
 
 
-def plain_summary(shown: Presentation, audits: Audits) -> dict[str, JsonValue]:
+def plain_summary(presentation: Presentation, audits: Audits) -> dict[str, JsonValue]:
     """Return the conclusion, the answers and the labels, for results.json."""
     labels = {
-        name: {subject: {"label": one.label, "text": str(one)} for subject, one in own.items()}
-        for name, own in list_verdicts(audits).items()
+        name: {subject: {"label": verdict.label, "text": str(verdict)} for subject, verdict in verdicts.items()}
+        for name, verdicts in list_verdicts(audits).items()
     }
-    found: dict[str, JsonValue] = to_jsonable_python(
-        {"conclusion": shown.plain, "answers": find_answers(shown), "verdicts": labels}
+    result: dict[str, JsonValue] = to_jsonable_python(
+        {"conclusion": presentation.plain, "answers": find_answers(presentation), "verdicts": labels}
     )
-    return found
+    return result
 
 
 def show(audits: Audits) -> Presentation:
     """Return the verdicts, the table and the other sections."""
-    results = {name: found for name, found in audits.items() if name != UNDEFENDED}
-    rows = [row for name, found in audits.items() for row in attacker_rows(name, found)]
+    results = {name: audit for name, audit in audits.items() if name != UNDEFENDED}
+    rows = [row for name, audit in audits.items() for row in attacker_rows(name, audit)]
     verdict, first, sections, plain_words = NO_VERDICT, list[Section](), list[Section](), ""
     if plain := audits.get("plain", audits.get(UNDEFENDED)):
-        found = judge_all(results, plain)
-        verdict = headline(found) if any(found.values()) else verdict
+        columns = judge_all(results, plain)
+        verdict = headline(columns) if any(columns.values()) else verdict
         guesses = {column: average([value]) for column, value in plain.guesses.items() if value is not None}
         rows.append(["guessing", "", *format_figures(guesses, FORMATS), ""])
         from fedveil.studies.audit.decision import decide  # imported here because it uses this module
 
-        decision = decide(results, plain, found)
+        decision = decide(results, plain, columns)
         plain_words = decision.headline
-        first = [decision.section(), *charts(results, plain), *verdict_sections(results, plain, found)]
+        first = [decision.section(), *charts(results, plain), *verdict_sections(results, plain, columns)]
         if plain.server and plain.server.complete:
             sections.append(
                 Table("Curious server", server.HEADER[1:], list(server.view_rows(plain.server)), server.NOTE)
             )
             sections += server.gallery("Server's view", plain.server)
     gaps = [
-        f"{name}: {one.metric} {one.train:.3f} on members, {one.test:.3f} on others, gap {one.gap:.3f}"
-        for name, one in results.items()
+        f"{name}: {result.metric} {result.train:.3f} on members, {result.test:.3f} on others, gap {result.gap:.3f}"
+        for name, result in results.items()
     ]
     sections += attack_sections(audits)
     sections += [Text("Gap between members and others", gaps), Text("How to read it", TEXTS.reading)]

@@ -49,8 +49,8 @@ def run_trial(subject: AuditSubject, number: int, rounds: int = 2) -> tuple[Obse
     """
     train, whole = subject.data.train, subject.whole_shard
     order = torch.randperm(len(train.targets), generator=generator("rebuild", subject.seed, number))
-    mine, victim = (order[:OWN_BATCH], order[-SHARD:]) if whole else (order[: len(order) // 2], order[-1:])
-    federation = subject.trial([train.take(rows) for rows in (mine, victim)], number, OWN_BATCH, whole)
+    own_rows, victim = (order[:OWN_BATCH], order[-SHARD:]) if whole else (order[: len(order) // 2], order[-1:])
+    federation = subject.trial([train.take(rows) for rows in (own_rows, victim)], number, OWN_BATCH, whole)
     return observe(federation, rounds), train.tensor[victim]
 
 
@@ -64,7 +64,7 @@ def rebuild(progress: Progress, subject: AuditSubject, trials: int) -> tuple[dic
     records, known = subject.data.train.tensor, subject.attackers
     low, high = float(records.min()), float(records.max())
     attackers = {PUBLISHED: rebuild_record, **known.rebuilders}
-    found: dict[str, list[float]] = {}
+    result: dict[str, list[float]] = {}
     left_out: dict[str, str] = {}
     try:
         first_linear(subject.trial.new_model())
@@ -81,8 +81,8 @@ def rebuild(progress: Progress, subject: AuditSubject, trials: int) -> tuple[dic
             else:
                 guesses[name] = guess.cpu().clamp(low, high)
         for name, guess in guesses.items():
-            found.setdefault(name, []).append(max(quality(guess, one, high - low) for one in true))
-    psnr = {name: average(found[name]) for name in [*attackers, page.FLOOR] if name in found and name not in left_out}
+            result.setdefault(name, []).append(max(quality(guess, record, high - low) for record in true))
+    psnr = {name: average(result[name]) for name in [*attackers, page.FLOOR] if name in result and name not in left_out}
     return psnr if len(psnr) > 1 else {}, left_out
 
 
@@ -109,13 +109,13 @@ def predict_test(view: nn.Module, data: Data) -> Tensor:
 
 def model_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> ModelFigures:
     """Return the agreement with the true model and the accuracy on held-out records; with one output, also the AUC."""
-    seen, labels = predict_test(view, data), _classes(data.test.targets)
-    answers = _answers(seen)
+    outputs, labels = predict_test(view, data), _classes(data.test.targets)
+    answers = _answers(outputs)
     agreement = _fraction(answers == _answers(predict_test(model, data)))
     if labels is None:
         return ModelFigures(agreement, membership=members)
-    scores, ones = seen[:, 0].double().numpy(), labels.numpy() == 1
-    ranks = ranking(scores[ones], scores[~ones]) if seen.shape[1] == 1 else None
+    scores, ones = outputs[:, 0].double().numpy(), labels.numpy() == 1
+    ranks = ranking(scores[ones], scores[~ones]) if outputs.shape[1] == 1 else None
     return ModelFigures(agreement, _fraction(answers == labels), ranks, members)
 
 
@@ -140,7 +140,7 @@ def _fraction(hits: Tensor) -> Estimate:
 
 
 def _classes(targets: Tensor) -> Tensor | None:
-    """Return the targets as classes, also if they are a single column of 0 and 1; return None for other targets."""
+    """Return the targets as classes, including a single column of 0 and 1; return None for other targets."""
     if not targets.is_floating_point():
         return targets
     binary = targets.shape[1] == 1 and ((targets == 0) | (targets == 1)).all()
@@ -149,8 +149,8 @@ def _classes(targets: Tensor) -> Tensor | None:
 
 def ranking(positive: Scores, negative: Scores) -> Estimate:
     """Return the AUC in the better direction, which an attacker would learn from a few known answers."""
-    found = auc(positive, negative)
-    return found if found.value >= 0.5 else Estimate(1 - found.value, 1 - found.high, 1 - found.low)
+    result = auc(positive, negative)
+    return result if result.value >= 0.5 else Estimate(1 - result.value, 1 - result.high, 1 - result.low)
 
 
 @dataclass(frozen=True)
@@ -184,16 +184,16 @@ def attack_subject(subject: AuditSubject, options: AuditOptions, folder: Path, p
         progress(number / count, f"broadcast {number + 1}/{count}")
         if attacks and number >= page.NETWORK_BROADCASTS:
             attacks = replace(attacks, recipe=None)
-        seen, left_out = subject.observe_all()
-        for name, observed in seen.items():
+        views, left_out = subject.observe_all()
+        for name, observed in views.items():
             members = infer_members(attacks, observed, name != PUBLISHED) if attacks else None
             figures.setdefault(name, []).append(model_figures(observed.model, federation.model, data, members))
     rebuilt, not_rebuilt = rebuild(progress, subject, options.trials)
-    attackers = {name: average_figures(own) for name, own in figures.items()}
+    attackers = {name: average_figures(attacks) for name, attacks in figures.items()}
     quality = measured.metric, measured.train, measured.test, measured.gap
     guessing = constant_answer(federation.model, data)
-    found = AuditResult(*quality, subject.name, count, options.trials, attackers, rebuilt, guessing)
-    return replace(found, inapplicable=left_out, not_rebuilt=not_rebuilt)
+    result = AuditResult(*quality, subject.name, count, options.trials, attackers, rebuilt, guessing)
+    return replace(result, inapplicable=left_out, not_rebuilt=not_rebuilt)
 
 
 def infer_members(attacks: membership.RecordAttacks, observed: Observation, cleaned: bool) -> Members:
@@ -204,11 +204,11 @@ def infer_members(attacks: membership.RecordAttacks, observed: Observation, clea
     if not attacks.shadows.count:
         left_out[membership.SHADOWS] = "no shadows were requested"
     scored: dict[str, membership.AttackScores] = {}
-    for name, found in attacks.run(observed, cleaned, ignore_progress).items():
-        if isinstance(found, Failure):
-            left_out[name] = found.failed
+    for name, scores in attacks.run(observed, cleaned, ignore_progress).items():
+        if isinstance(scores, Failure):
+            left_out[name] = scores.failed
         else:
-            scored[name] = replace(found, roc=None)
+            scored[name] = replace(scores, roc=None)
     return Members(scored, left_out)
 
 
@@ -236,12 +236,12 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
 
     def attacks(self, request: AttackRequest[AuditOptions], folder: Path) -> dict[str, StudyJob[AuditResult]]:
         """Return the audits of all defences, and of the undefended federation as a reference."""
-        found = super().attacks(request, folder)
+        jobs = super().attacks(request, folder)
         if "plain" in request.defences:
-            return found
+            return jobs
         work = Audit(request.config_for("plain"), request.options, folder / "plain" / "run", folder)
-        after = next(iter(found.values())).after
-        return {**found, page.UNDEFENDED: StudyJob(request.job_name(page.UNDEFENDED), work, AuditResult, after=after)}
+        after = next(iter(jobs.values())).after
+        return {**jobs, page.UNDEFENDED: StudyJob(request.job_name(page.UNDEFENDED), work, AuditResult, after=after)}
 
     def server_rounds(self, request: AttackRequest[AuditOptions]) -> list[StudyJob[ServerRound]]:
         """Return the jobs that attack an undefended federation as its server; a veil would affect only rounding."""
@@ -254,24 +254,26 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         name = "plain" if "plain" in request.defences else page.UNDEFENDED
 
         def collect(done: JobResults) -> Results[AuditResult]:
-            found = audits.collect(done)
-            plain = found[name]
+            results = audits.collect(done)
+            plain = results[name]
             if rounds and isinstance(plain, AuditResult):
-                found[name] = replace(plain, server=ServerResults([done[job] for job in rounds]))
-            return found
+                results[name] = replace(plain, server=ServerResults([done[job] for job in rounds]))
+            return results
 
         return JobGraph([*audits.jobs, *rounds], collect)
 
     def show(self, request: AttackRequest[AuditOptions], results: Mapping[str, AuditResult]) -> Presentation:
         """Return the verdict, the table, charts, an explanation of how to read them, and what each defence claims."""
-        shown = page.show(results)
+        presentation = page.show(results)
         claims = {name: find(name).claim for name in results if name != page.UNDEFENDED}
         lines = [f"{name}: {claim}." for name, claim in claims.items() if claim]
-        return replace(shown, sections=[*shown.sections, *([Text("What the authors claim", lines)] if lines else [])])
+        return replace(
+            presentation, sections=[*presentation.sections, *([Text("What the authors claim", lines)] if lines else [])]
+        )
 
-    def summarise(self, results: Results[AuditResult], shown: Presentation) -> Mapping[str, JsonValue]:
+    def summarise(self, results: Results[AuditResult], presentation: Presentation) -> Mapping[str, JsonValue]:
         """Return the conclusion, the answers and the labels."""
-        return page.plain_summary(shown, successes(results))
+        return page.plain_summary(presentation, successes(results))
 
 
 SUITE: Mapping[str, Mapping[str, Value]] = read_federations()["suite"]

@@ -30,7 +30,7 @@ class TrialBuilder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class AuditSubject:
-    """A trained federation to attack, and what is needed to train small ones like it.
+    """A trained federation to attack, and the settings to train small ones like it.
 
     Attributes:
         name: name of its defence.
@@ -82,8 +82,8 @@ class ConfiguredTrial:
 
 def configured_subject(config: Config, federation: Federation, data: Data) -> AuditSubject:
     """Return the subject for a trained federation of a configuration."""
-    own, seed = config.data, config.training.seed
-    clients = split(data, own.clients, how=own.split, seed=seed, alpha=own.alpha, column=own.column)
+    settings, seed = config.data, config.training.seed
+    clients = split(data, settings.clients, how=settings.split, seed=seed, alpha=settings.alpha, column=settings.column)
     attackers, whole = find_attackers(find(config.defence.name)), config.training.whole_shard
     trial = ConfiguredTrial(config, data)
     return AuditSubject(config.defence.name, federation, data, tuple(clients), attackers, seed, whole, trial)

@@ -35,12 +35,12 @@ def reinitialise(model: nn.Module) -> None:
     frozen = [(value, value.detach().clone()) for value in model.parameters() if not value.requires_grad]
     for name, module in model.named_modules():
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-        own = list(module.parameters(recurse=False))
+        parameters = list(module.parameters(recurse=False))
         if callable(reset):
             reset()
-        elif any(value.requires_grad for value in own):
+        elif any(value.requires_grad for value in parameters):
             what = f"{type(module).__name__} {name!r} has no reset_parameters" if name else "it has no reset_parameters"
-            raise DoesNotApply("model", f"the network cannot be trained anew, because {what}; pass model=")
+            raise DoesNotApply("model", f"the network cannot be retrained, because {what}; pass model=")
     with torch.no_grad():
         for value, before in frozen:
             value.copy_(before)
@@ -55,7 +55,7 @@ def copy_pair(federation: Federation) -> Pair:
     return model, optimizer
 
 
-def accepted(make: Callable[..., T], values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+def select_accepted(make: Callable[..., T], values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the values that a function accepts as arguments."""
     parameters = inspect.signature(make).parameters
     return {name: value for name, value in values.items() if name in parameters}
@@ -63,7 +63,7 @@ def accepted(make: Callable[..., T], values: Mapping[str, JsonValue]) -> dict[st
 
 @dataclass(frozen=True, eq=False)
 class TrainingRecipe:
-    """How to train federations like an existing one.
+    """The settings to train federations like an existing one.
 
     Attributes:
         federation: the existing federation, which is not changed.
@@ -95,14 +95,14 @@ class TrainingRecipe:
     ) -> Federation:
         """Train a federation for as many rounds as the existing one; `defence` replaces the defence."""
         model, optimizer = self.new_pair(seed)
-        made = self.build(model, parts, defence or copy_defence(self.federation.defence), optimizer, seed)
+        federation = self.build(model, parts, defence or copy_defence(self.federation.defence), optimizer, seed)
         rounds = len(self.rates)
-        made.fit(
+        federation.fit(
             rounds=rounds,
             on_round=lambda record: progress(record.round / rounds, f"training, round {record.round}/{rounds}"),
             verbose=False,
         )
-        return made
+        return federation
 
     def build(
         self,
@@ -115,12 +115,12 @@ class TrainingRecipe:
         replay: bool = True,
     ) -> Federation:
         """Build a federation with the settings of the existing one; `replay` repeats its learning rates."""
-        own, terms = self.federation, self.federation.terms
+        federation, terms = self.federation, self.federation.terms
         start = self.rates[0] if self.rates else 0.0
         factors = [rate / start for rate in self.rates] if start else []
         schedule = None
         if replay and any(factor != 1.0 for factor in factors):
-            schedule = lambda made: LambdaLR(made, lambda number: factors[min(number, len(factors) - 1)])  # noqa: E731
+            schedule = lambda created: LambdaLR(created, lambda number: factors[min(number, len(factors) - 1)])  # noqa: E731
         return Federation(
             model,
             [(part.inputs, part.targets) for part in parts],
@@ -128,23 +128,25 @@ class TrainingRecipe:
             optimizer,
             schedule=schedule,
             schedule_every="round",
-            clip_norm=own.clip_norm,
+            clip_norm=federation.clip_norm,
             batch_size=terms.batch_size,
-            loss=own.loss,
+            loss=federation.loss,
             whole_shard=terms.whole_shard,
-            participation=own.policy.participation,
-            limits=own.limits,
+            participation=federation.policy.participation,
+            limits=federation.limits,
             seed=seed,
         )
 
-    def continued(self, defence: str | AnyDefence | None = None) -> Federation:
+    def copy_federation(self, defence: str | AnyDefence | None = None) -> Federation:
         """Return a copy of the existing federation that can be trained further without changing it."""
-        own = self.federation
-        model, optimizer = copy_pair(own)
-        parts = [DataPart(*own.shards.records(client)) for client in range(len(own.shards.sizes))]
-        made = self.build(model, parts, defence or copy_defence(own.defence), optimizer, own.seed, replay=False)
-        made.round = own.round
-        return made
+        federation = self.federation
+        model, optimizer = copy_pair(federation)
+        parts = [DataPart(*federation.shards.records(client)) for client in range(len(federation.shards.sizes))]
+        copied = self.build(
+            model, parts, defence or copy_defence(federation.defence), optimizer, federation.seed, replay=False
+        )
+        copied.round = federation.round
+        return copied
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,14 +168,14 @@ class RecipeTrial:
 
     def __call__(self, parts: Sequence[DataPart], number: int, batch_size: int, whole_shard: bool) -> Federation:
         """Return a federation with the defence and loss of the existing one."""
-        own, seed = self.recipe.federation, self.recipe.federation.seed + number
+        federation, seed = self.recipe.federation, self.recipe.federation.seed + number
         return Federation(
             self._model(seed),
             [(part.inputs, part.targets) for part in parts],
-            self.defence or copy_defence(own.defence),
+            self.defence or copy_defence(federation.defence),
             plain_sgd(RATE),
             batch_size=batch_size,
-            loss=own.loss,
+            loss=federation.loss,
             whole_shard=whole_shard,
             fuse=False,
             seed=seed,

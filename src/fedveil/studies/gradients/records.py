@@ -64,21 +64,25 @@ def read_updates(federation: Federation, clients: Sequence[int]) -> list[Gradien
     """Return each client's recovered gradient, which the server has without secure aggregation."""
     server_round = federation.defence_server.start_round(federation.model).base
     updates = federation.clients.updates(server_round.broadcast, clients, federation.round)
-    found = []
+    gradients = []
     for result in server_round.recover_each(updates):
         if isinstance(result, UpdateRefused):
             raise result
-        found.append(dict(result.gradients))
-    return found
+        gradients.append(dict(result.gradients))
+    return gradients
 
 
-def count_recovered(found: Tensor, true: Tensor, mean: Tensor) -> int:
+def count_recovered(records: Tensor, true: Tensor, mean: Tensor) -> int:
     """Return the number of true records to which an attack comes `RECOGNISED` dB closer than the mean record does.
 
     Each record found by the attack counts for at most one true record.
     """
-    found, true, mean = (each.double().flatten(1) for each in (found, true, mean))
-    errors = torch.stack([(found - one).square().mean(1) for one in true]) if len(found) else found.new_ones(1, 0)
+    records, true, mean = (tensor.double().flatten(1) for tensor in (records, true, mean))
+    errors = (
+        torch.stack([(records - record).square().mean(1) for record in true])
+        if len(records)
+        else records.new_ones(1, 0)
+    )
     limit = (true - mean).square().mean(1, keepdim=True).clamp_min(TINY) / 10 ** (RECOGNISED / 10)
     close = (errors.nan_to_num(torch.inf) <= limit).cpu().numpy()
     rows, columns = linear_sum_assignment(close, maximize=True)
@@ -94,27 +98,27 @@ def private_mean(model: nn.Module, loss: Loss, part: DataPart, rng: torch.Genera
     from fedveil.privacy.gradients import RecordGradients, clipped_sums  # other studies do not need it
 
     included = torch.ones(len(part.targets), dtype=torch.bool, device=part.targets.device)
-    found = {}
+    result = {}
     task = RecordGradients.from_model(model, loss)
     for name, value in clipped_sums(task, part.tensor, part.targets, included, CLIP).items():
         noise = torch.randn(value[0].shape, generator=rng, dtype=value.dtype).to(value)
-        found[name] = (value[0] + NOISE * CLIP * noise) / len(part.targets)
-    return found
+        result[name] = (value[0] + NOISE * CLIP * noise) / len(part.targets)
+    return result
 
 
 def server_gradient(model: nn.Module, config: Config, part: DataPart, protection: str, rng: torch.Generator) -> Leak:
-    """Return what a server has of a batch: a client's update, a sum over clients with one record each, or a DP sum."""
-    size, each = len(part.targets), 1 if protection == SECURE else len(part.targets)
-    parts = [part.take(torch.arange(first, first + each)) for first in range(0, size, each)]
+    """Return a server's view of a batch: a client's update, a sum over clients with one record each, or a DP sum."""
+    size, per_client = len(part.targets), 1 if protection == SECURE else len(part.targets)
+    parts = [part.take(torch.arange(first, first + per_client)) for first in range(0, size, per_client)]
     optimizer = build_optimizer(config.training)
-    federation = reconstruction.build_small_federation(config, model, parts, optimizer, each)
+    federation = reconstruction.build_small_federation(config, model, parts, optimizer, per_client)
     if protection == PRIVATE:
-        found = private_mean(model, federation.loss, part, rng)
+        result = private_mean(model, federation.loss, part, rng)
     else:
         updates = read_updates(federation, range(len(parts)))
-        found = secure_sum(updates, [1] * size).mean() if protection == SECURE else updates[0]
+        result = secure_sum(updates, [1] * size).mean() if protection == SECURE else updates[0]
     like = dict(model.named_parameters())
-    return Leak(model, {name: value.to(like[name]) for name, value in found.items()}, federation.loss)
+    return Leak(model, {name: value.to(like[name]) for name, value in result.items()}, federation.loss)
 
 
 @dataclass(frozen=True)
@@ -139,40 +143,40 @@ class AttackRecords:
         return CountedRound(counts)
 
     def attack(self, config: Config, data: Data, model: nn.Module, protection: str, size: int) -> list[RecordCount]:
-        """Run every attack on one batch; a crafted network receives a gradient of its own."""
+        """Run every attack on one batch; a crafted network receives a separate gradient."""
         from fedveil.attacks.batch_records import records_from_batch  # an audit plans its jobs without them
         from fedveil.attacks.imprint import craft_imprint, read_imprint
 
         seed = config.training.seed, self.number, size
         order = torch.randperm(len(data.train.targets), generator=generator("records", *seed))
-        part, own = data.train.take(order[:size]), data.test.tensor[:OWN]
+        part, own_records = data.train.take(order[:size]), data.test.tensor[:OWN]
         rng, mean = generator(protection, *seed), data.train.tensor.mean(0, keepdim=True)
 
-        def sparse() -> Tensor:
+        def find_sparse() -> Tensor:
             leak = server_gradient(model, config, part, protection, rng)
-            return records_from_batch(leak, first_linear(model), size, own, rng).inputs
+            return records_from_batch(leak, first_linear(model), size, own_records, rng).inputs
 
-        def agreeing() -> Tensor:
+        def find_agreeing() -> Tensor:
             leak = server_gradient(model, config, part, protection, rng)
             return record_from_agreeing_rows(leak, first_linear(model))[None]
 
-        def crafted() -> Tensor:
-            changed = craft_imprint(model, own, rng)
+        def attack_crafted() -> Tensor:
+            changed = craft_imprint(model, own_records, rng)
             return read_imprint(server_gradient(changed, config, part, protection, rng), first_linear(changed))
 
         attacks: Mapping[str, Callable[[], Tensor]] = {
-            "rows that agree": agreeing,
-            DIRECTIONS: sparse,
-            IMPRINT: crafted,
+            "rows that agree": find_agreeing,
+            DIRECTIONS: find_sparse,
+            IMPRINT: attack_crafted,
             FLOOR: lambda: data.train.tensor[order[size : 2 * size]],
         }
         counts = []
         for name, attack in attacks.items():
             try:
-                found, reason = count_recovered(attack().cpu(), part.tensor.cpu(), mean.cpu()), ""
+                result, reason = count_recovered(attack().cpu(), part.tensor.cpu(), mean.cpu()), ""
             except DoesNotApply as error:
-                found, reason = 0, error.what
-            counts.append(RecordCount(protection, size, name, found, reason))
+                result, reason = 0, error.what
+            counts.append(RecordCount(protection, size, name, result, reason))
         return counts
 
 
@@ -194,7 +198,7 @@ def record_rows(rounds: Sequence[CountedRound | Failure]) -> Iterator[list[str]]
         yield ["", "", f"failed: {failed}", "", "", ""]
         return
     for cases in zip(*(result.counts for result in rounds if isinstance(result, CountedRound)), strict=True):
-        one, total, found = cases[0], sum(case.batch for case in cases), sum(case.found for case in cases)
+        first, total, recovered = cases[0], sum(case.batch for case in cases), sum(case.found for case in cases)
         reasons = [case.reason for case in cases if case.reason]
-        cell = percent(proportion(found, total)) if len(reasons) < len(cases) else reasons[0]
-        yield [one.protection, str(one.batch), one.attacker, str(len(cases)), f"{found}/{total}", cell]
+        cell = percent(proportion(recovered, total)) if len(reasons) < len(cases) else reasons[0]
+        yield [first.protection, str(first.batch), first.attacker, str(len(cases)), f"{recovered}/{total}", cell]

@@ -106,19 +106,19 @@ def join_figures(
 
 def join_batches(batches: Sequence[Batch], view: str) -> ViewFigures:
     """Combine the results and pictures of one view from all batches."""
-    found = [(batch.shape, batch.views[view]) for batch in batches]
+    result = [(batch.shape, batch.views[view]) for batch in batches]
     pictures = [
         decode_picture(shape, code, f"{db:.1f}")
-        for shape, own in found
-        for code, db in zip(own.pictures, own.psnr, strict=True)
+        for shape, view in result
+        for code, db in zip(view.pictures, view.psnr, strict=True)
     ]
-    return join_figures([own for _, own in found], sum(own.labels for _, own in found), pictures)
+    return join_figures([view for _, view in result], sum(view.labels for _, view in result), pictures)
 
 
 def complete_batches(results: Mapping[str, Gradients], size: int) -> dict[str, list[Batch]]:
     """Return the batches of one size by defence, omitting defences with a failed batch."""
-    found = {name: one.batches(size) for name, one in results.items()}
-    return {name: batches for name, batches in found.items() if isinstance(batches, list) and batches}
+    result = {name: result.batches(size) for name, result in results.items()}
+    return {name: batches for name, batches in result.items() if isinstance(batches, list) and batches}
 
 
 def view_figures(results: Mapping[str, Gradients], size: int) -> dict[str, dict[str, ViewFigures]]:
@@ -132,7 +132,7 @@ def view_figures(results: Mapping[str, Gradients], size: int) -> dict[str, dict[
 def floor_figures(results: Mapping[str, Gradients], size: int) -> dict[str, ViewFigures]:
     """Return the results of each floor; the images are the same under every defence."""
     for batches in complete_batches(results, size).values():
-        return {name: join_figures([one.floors[name] for one in batches]) for name in batches[0].floors}
+        return {name: join_figures([batch.floors[name] for batch in batches]) for name in batches[0].floors}
     return {}
 
 
@@ -145,12 +145,12 @@ def judge_views(results: Mapping[str, Gradients], size: int) -> dict[str, Verdic
     """Return the verdict on each defence, based on the view with the best images at one batch size."""
     guess = max((floor.mean_psnr for floor in floor_figures(results, size).values()), default=0.0)
     views = view_figures(results, size)
-    found = {
-        name: GRADIENTS.compare([(view, average(one.psnr)) for view, one in own.items()], guess)
-        for name, own in views.items()
+    result = {
+        name: GRADIENTS.compare([(view, average(figures.psnr)) for view, figures in figures_by_view.items()], guess)
+        for name, figures_by_view in views.items()
     }
-    published = {view for own in views.values() for view in own if not is_adaptive(view)}
-    return judge_defences(GRADIENTS, guess, found, published)
+    published = {view for names in views.values() for view in names if not is_adaptive(view)}
+    return judge_defences(GRADIENTS, guess, result, published)
 
 
 def table_rows(results: Mapping[str, Gradients], sizes: Sequence[int]) -> list[list[str]]:
@@ -160,40 +160,41 @@ def table_rows(results: Mapping[str, Gradients], sizes: Sequence[int]) -> list[l
         for size in sizes:
             if isinstance(failure := result.batches(size), Failure):
                 rows.append([name, "", PUBLISHED, str(size), *[""] * (len(HEADER) - 5), f"failed: {failure.failed}"])
-            for view, one in views[size].get(name, {}).items():
+            for view, figures in views[size].get(name, {}).items():
                 attacker = ADAPTIVE if is_adaptive(view) else PUBLISHED
-                rows.append([name, view, attacker, str(size), *figure_cells(one)])
+                rows.append([name, view, attacker, str(size), *figure_cells(figures)])
     floors = floor_figures(results, sizes[0])
-    return [*rows, *(["floor", name, "", "", *figure_cells(one)] for name, one in floors.items())]
+    return [*rows, *(["floor", name, "", "", *figure_cells(floor)] for name, floor in floors.items())]
 
 
 def figure_cells(figures: ViewFigures) -> list[str]:
     """Format the results of one view as cells."""
     count = len(figures.psnr)
-    near = [
-        text(average(own), form) for own, form in ((figures.psnr, ".1f"), (figures.ssim, ".2f"), (figures.mse, ".3f"))
+    similarities = [
+        text(average(value), form)
+        for value, form in ((figures.psnr, ".1f"), (figures.ssim, ".2f"), (figures.mse, ".3f"))
     ]
     good = [sum(value > 20 for value in figures.psnr), sum(value > 0.5 for value in figures.ssim), figures.labels]
-    return [str(count), *near, *("" if hits is None else f"{hits}/{count}" for hits in good)]
+    return [str(count), *similarities, *("" if hits is None else f"{hits}/{count}" for hits in good)]
 
 
 def chart(title: str, results: Mapping[str, Gradients], size: int) -> Intervals:
     """Return a chart of the PSNR under each defence and view, with the floors as references."""
     rows, views = list[Interval](), view_figures(results, size)
     for name in results:
-        rows += [mark(view, average(one.psnr), name) for view, one in views.get(name, {}).items()]
+        rows += [mark(view, average(figures.psnr), name) for view, figures in views.get(name, {}).items()]
         rows += [] if name in views else [mark("", None, name)]
-    lines = {f"floor: {name}": one.mean_psnr for name, one in floor_figures(results, size).items()}
+    lines = {f"floor: {name}": figures.mean_psnr for name, figures in floor_figures(results, size).items()}
     return Intervals(title, "PSNR (dB), larger is worse for the victim", rows, lines)
 
 
 def gallery(title: str, results: Mapping[str, Gradients], size: int, note: str) -> list[Section]:
     """Return a grid of the originals above the images of each view and defence; empty without images."""
     for batches in complete_batches(results, size).values():
-        originals = [decode_picture(one.shape, code) for one in batches for code in one.originals]
+        originals = [decode_picture(batch.shape, code) for batch in batches for code in batch.originals]
         rows = [("original", originals)]
-        for name, own in view_figures(results, size).items():
-            rows += [(f"{name}, {view}", list(one.pictures)) for view, one in own.items()]
+        for name, figures_by_view in view_figures(results, size).items():
+            rows += [(f"{name}, {view}", list(figures.pictures)) for view, figures in figures_by_view.items()]
         return [Pictures(title, [str(number + 1) for number in range(len(originals))], rows, note)]
     return []
 

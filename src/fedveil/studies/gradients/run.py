@@ -113,10 +113,10 @@ class AttackBatch:
         order = torch.randperm(len(data.train.targets), generator=generator("gradients", seed))
         first = config.training.batch_size
         rows = order[first:][self.group * size : (self.group + 1) * size]
-        own, victim = data.train.take(order[:first]), data.train.take(rows)
+        own_part, victim = data.train.take(order[:first]), data.train.take(rows)
         optimizer = plain_sgd(config.training.lr) if self.run else build_optimizer(config.training)
         model = start_model(config, data, self.run)
-        federation = build_small_federation(config, model, (own, victim), optimizer, max(first, size))
+        federation = build_small_federation(config, model, (own_part, victim), optimizer, max(first, size))
         leaks, observed = observe_leaks(federation)
         search = self.options.search(federation.model)
         true = data.pixels(victim.tensor.to(federation.device))
@@ -124,11 +124,11 @@ class AttackBatch:
         for number, (view, leak) in enumerate(leaks.items()):
             rng = generator("gradients", seed, size, self.group)
             report = part_progress(progress, number, len(leaks), view)
-            found = search_leak(leak, search, data, observed.inputs, size, rng, report)
-            views[view] = compare_images(found, data, true, victim.targets.tolist())
-        guessed = floors(data, rows, true, generator("floors", seed, size, self.group))
+            result = search_leak(leak, search, data, observed.inputs, size, rng, report)
+            views[view] = compare_images(result, data, true, victim.targets.tolist())
+        guess_figures = floors(data, rows, true, generator("floors", seed, size, self.group))
         originals = [encode_image(image) for image in true]
-        return Batch(size, rows.tolist(), search, views, guessed, originals, tuple(true[0].shape))
+        return Batch(size, rows.tolist(), search, views, guess_figures, originals, tuple(true[0].shape))
 
 
 def part_progress(progress: Progress, number: int, count: int, step: str) -> SearchProgress:
@@ -151,8 +151,8 @@ def search_leak(
     """
     labels = None
     if search.method != "dlg":
-        guessed = [single_label(leak)] if size == 1 else batch_labels(leak, size, own_inputs)
-        labels = torch.tensor(guessed, device=own_inputs.device)
+        inferred = [single_label(leak)] if size == 1 else batch_labels(leak, size, own_inputs)
+        labels = torch.tensor(inferred, device=own_inputs.device)
     black, white = (data.standardise(own_inputs.new_full((1, own_inputs.shape[1], 1, 1), pixel))[0] for pixel in (0, 1))
     shape, box = (size, *own_inputs.shape[1:]), (black, white)
     return reconstruct(
@@ -164,15 +164,15 @@ def compare_images(reconstruction: Reconstruction, data: Data, true: Tensor, lab
     """Compare reconstructed images with the victim's batch."""
     pixels = data.pixels(reconstruction.inputs)
     pixels = pixels[match(pixels, true)]
-    near = (
+    similarities = (
         psnr(pixels, true),
         ssim(pixels, true),
         mse(pixels, true),
         shared_labels(reconstruction.labels.tolist(), labels),
     )
     distance = reconstruction.distance if math.isfinite(reconstruction.distance) else None
-    broken = sum(not math.isfinite(distance) for distance in reconstruction.distances)
-    return View(*near, distance, broken, [encode_image(image) for image in pixels])
+    failed = sum(not math.isfinite(distance) for distance in reconstruction.distances)
+    return View(*similarities, distance, failed, [encode_image(image) for image in pixels])
 
 
 def plain_sgd(lr: float) -> MakeOptimizer:
@@ -225,7 +225,7 @@ def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]
     for label, derive in find_attackers(record).leaks.items() if record else ():
         with contextlib.suppress(DoesNotApply):
             leaks[label] = derive(observed)
-    return {label: leak.divided(rounds[VICTIM].reach) for label, leak in leaks.items()}, observed
+    return {label: leak.divide_by(rounds[VICTIM].reach) for label, leak in leaks.items()}, observed
 
 
 def shared_labels(inferred: Sequence[int], true: Sequence[int]) -> int:
@@ -240,20 +240,22 @@ def guesses(data: Data, rows: Tensor, rng: torch.Generator, excluded: Tensor | N
     """
     others = []
     for row in rows.tolist():
-        same = (data.train.targets == data.train.targets[row]).nonzero()[:, 0]
-        same = same[~torch.isin(same, torch.tensor(row) if excluded is None else excluded)]
-        if not len(same):
+        same_class = (data.train.targets == data.train.targets[row]).nonzero()[:, 0]
+        same_class = same_class[~torch.isin(same_class, torch.tensor(row) if excluded is None else excluded)]
+        if not len(same_class):
             what = f"class {int(data.train.targets[row])} has no other record"
             raise BadArgument(data.name, what, "use a larger --train-size")
-        others.append(int(same[torch.randint(len(same), (), generator=rng)]))
+        others.append(int(same_class[torch.randint(len(same_class), (), generator=rng)]))
     images = {"mean image": data.train.tensor.mean(0, keepdim=True), "another of its class": data.train.tensor[others]}
     return {name: data.pixels(inputs) for name, inputs in images.items()}
 
 
 def floors(data: Data, rows: Tensor, true: Tensor, rng: torch.Generator) -> dict[str, ImageFigures]:
     """Return the similarity of guesses to the true images."""
-    found = {name: images.to(true).expand_as(true) for name, images in guesses(data, rows, rng).items()}
-    return {name: ImageFigures(psnr(own, true), ssim(own, true), mse(own, true)) for name, own in found.items()}
+    result = {name: images.to(true).expand_as(true) for name, images in guesses(data, rows, rng).items()}
+    return {
+        name: ImageFigures(psnr(guess, true), ssim(guess, true), mse(guess, true)) for name, guess in result.items()
+    }
 
 
 class GradientStudy(AttackStudy[GradientOptions, Gradients]):
@@ -270,9 +272,9 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
         data.pixels(data.train.tensor[:1])
         if not data.classes:
             raise BadArgument(data.name, "it has no classes, but the attack needs labels", "use --data cifar10")
-        records, wanted = len(data.train.targets), training.batch_size + request.options.images
-        if records < wanted:
-            what = f"there are {records} training records, but the attacker and the victim need {wanted}"
+        records, needed = len(data.train.targets), training.batch_size + request.options.images
+        if records < needed:
+            what = f"there are {records} training records, but the attacker and the victim need {needed}"
             raise BadArgument(data.name, what, "use a larger --train-size or a smaller --images")
         known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
         if not request.run and (not known or training.weight_decay):
@@ -281,12 +283,12 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
 
     def batches(self, request: AttackRequest[GradientOptions], name: str, config: Config) -> dict[str, StudyJob[Batch]]:
         """Return one job per batch; `name` is the name of a defence or of a variant of it."""
-        options, found = request.options, dict[str, StudyJob[Batch]]()
+        options, result = request.options, dict[str, StudyJob[Batch]]()
         for size in options.batches():
             for group in range(options.images // size):
                 work, part = AttackBatch(config, options, request.run, size, group), f"batch{size}-{group}"
-                found[part] = StudyJob(request.job_name(name, part), work, Batch, attacked=request.run)
-        return found
+                result[part] = StudyJob(request.job_name(name, part), work, Batch, attacked=request.run)
+        return result
 
     def graph(self, request: AttackRequest[GradientOptions], folder: Path) -> JobGraph[Results[Gradients]]:
         """Return one job per defence and batch."""

@@ -142,10 +142,10 @@ def view_rows(results: ServerResults) -> Iterator[list[str]]:
         return
     for name in results.complete[0].views:
         views = results.view(name)
-        near = [spread([view.attacks[attack].psnr for view in views if attack in view.attacks]) for attack in ATTACKS]
-        near += [spread([view.floors[floor].psnr for view in views]) for floor in FLOORS]
+        values = [spread([view.attacks[attack].psnr for view in views if attack in view.attacks]) for attack in ATTACKS]
+        values += [spread([view.floors[floor].psnr for view in views]) for floor in FLOORS]
         ssim = text(spread([view.best.ssim for view in views]), ".2f")
-        yield [name, str(views[0].records), f"{count_rounds(results, name)}/{len(views)}", *map(text, near), ssim]
+        yield [name, str(views[0].records), f"{count_rounds(results, name)}/{len(views)}", *map(text, values), ssim]
 
 
 def spread(values: Sequence[float]) -> Estimate | None:
@@ -176,12 +176,12 @@ def gallery(title: str, results: ServerResults) -> list[Section]:
     rounds = results.complete
     if not rounds:
         return []
-    rows: list[tuple[str, list[Picture]]] = [("victim's record", [one.original(0) for one in rounds])]
+    rows: list[tuple[str, list[Picture]]] = [("victim's record", [case.original(0) for case in rounds])]
     for name in rounds[0].views:
-        near = [(one, one.views[name].best) for one in rounds]
-        rows.append((name, [decode_picture(one.shape, what.picture, f"{what.psnr:.1f}") for one, what in near]))
+        cases = [(case, case.views[name].best) for case in rounds]
+        rows.append((name, [decode_picture(case.shape, best.picture, f"{best.psnr:.1f}") for case, best in cases]))
         if rounds[0].views[name].records > 1:
-            rows.append(("its nearest record", [one.original(what.record) for one, what in near]))
+            rows.append(("its nearest record", [case.original(best.record) for case, best in cases]))
     return [Pictures(title, [f"round {number + 1}" for number in range(len(rounds))], rows, TEXTS.notes["pictures"])]
 
 
@@ -250,8 +250,8 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
 
     def view(gradients: Gradients, clients: int) -> tuple[Leak, int]:
         like = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        own = {name: gradient.to(like[name]) for name, gradient in gradients.items()}
-        return Leak(model, own, federation.loss).divided(reach), clients
+        on_device = {name: gradient.to(like[name]) for name, gradient in gradients.items()}
+        return Leak(model, on_device, federation.loss).divide_by(reach), clients
 
     sums = {sum_view(count): view(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
     return {
@@ -272,25 +272,25 @@ def attack_view(
     progress: SearchProgress,
 ) -> dict[str, Tensor]:
     """Return the images from each attack: one per record from the search, and one from each first-layer attack."""
-    found = {}
+    result = {}
     if size <= MAX_SEARCH:
-        made = reconstruction.search_leak(leak, search, data, own_inputs, size, rng, progress)
-        found["search"] = data.pixels(made.inputs)
+        reconstructed = reconstruction.search_leak(leak, search, data, own_inputs, size, rng, progress)
+        result["search"] = data.pixels(reconstructed.inputs)
     for name, rebuild in DENSE.items():
         try:
             record = rebuild(leak, first_linear(leak.model))
         except DoesNotApply:
             continue
         if record.numel() == own_inputs[0].numel():
-            found[name] = data.pixels(record.nan_to_num().reshape(1, *own_inputs.shape[1:]))
-    return found
+            result[name] = data.pixels(record.nan_to_num().reshape(1, *own_inputs.shape[1:]))
+    return result
 
 
 def nearest(candidates: Tensor, true: Tensor) -> Nearest:
     """Return the candidate image with the smallest squared distance from any true image."""
     rows, columns = (images.double().flatten(1) for images in (true, candidates))
-    apart = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
-    record, image = divmod(int(apart.argmin()), len(candidates))
+    distances = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
+    record, image = divmod(int(distances.argmin()), len(candidates))
     pair = candidates[image : image + 1].double(), true[record : record + 1].double()
     return Nearest(psnr(*pair)[0], ssim(*pair)[0], record, encode_image(pair[0][0]))
 
@@ -310,23 +310,24 @@ class AttackRound:
         config = self.config.changed(seed=self.config.training.seed + self.number)
         data, model = images_and_model(config, self.run)
         rows = self.rows(data)
-        parts = [data.train.take(own) for own in torch.split(rows, options.records)]
+        parts = [data.train.take(indices) for indices in torch.split(rows, options.records)]
         federation = reconstruction.build_small_federation(
             config, model, parts, build_optimizer(config.training), options.records
         )
-        seen, search = server_views(federation, options.counts(), options.difference), options.search(model)
-        true, own = (data.pixels(data.train.tensor[rows]), data.test.tensor[:OWN].to(federation.device))
+        observed, search = server_views(federation, options.counts(), options.difference), options.search(model)
+        true, own_records = (data.pixels(data.train.tensor[rows]), data.test.tensor[:OWN].to(federation.device))
         views = {}
-        for number, (name, (leak, clients)) in enumerate(seen.items()):
+        for number, (name, (leak, clients)) in enumerate(observed.items()):
             size = options.records * clients
             rng = [generator(what, config.training.seed, size) for what in ("server", "guesses")]
-            report = reconstruction.part_progress(progress, number, len(seen), name)
-            found = attack_view(leak, search, data, own, size, rng[0], report)
-            if not found:
+            report = reconstruction.part_progress(progress, number, len(observed), name)
+            result = attack_view(leak, search, data, own_records, size, rng[0], report)
+            if not result:
                 continue
             below = reconstruction.guesses(data, rows[:size], rng[1], excluded=rows)
             attacks, floors = (
-                {what: nearest(images.cpu(), true[:size]) for what, images in each.items()} for each in (found, below)
+                {what: nearest(images.cpu(), true[:size]) for what, images in group.items()}
+                for group in (result, below)
             )
             views[name] = ServerView(size, attacks, floors)
         originals = [encode_image(image) for image in true]
@@ -335,12 +336,12 @@ class AttackRound:
     def rows(self, data: Data) -> Tensor:
         """Return the indices of all clients' records, starting with the victim's."""
         clients, records = max(self.options.difference, *self.options.counts()), len(data.train.targets)
-        wanted = clients * self.options.records
-        if records < wanted:
-            what = f"there are {records} training records, but {clients} clients need {wanted}"
+        needed = clients * self.options.records
+        if records < needed:
+            what = f"there are {records} training records, but {clients} clients need {needed}"
             raise BadArgument(data.name, what, "use a larger --train-size, or smaller --sums")
         rng = generator("server", self.config.training.seed, self.number)
-        return torch.randperm(records, generator=rng)[:wanted]
+        return torch.randperm(records, generator=rng)[:needed]
 
 
 class ServerStudy(AttackStudy[ServerOptions, ServerResults]):
@@ -353,11 +354,11 @@ class ServerStudy(AttackStudy[ServerOptions, ServerResults]):
 
     def rounds(self, request: AttackRequest[ServerOptions], defence: str) -> dict[str, StudyJob[ServerRound]]:
         """Return one job per round."""
-        config, options, found = request.config_for(defence), request.options, dict[str, StudyJob[ServerRound]]()
+        config, options, result = request.config_for(defence), request.options, dict[str, StudyJob[ServerRound]]()
         for number in range(options.rounds):
             work, name = AttackRound(config, options, request.run, number), str(number)
-            found[name] = StudyJob(request.job_name("server", defence, name), work, ServerRound, attacked=request.run)
-        return found
+            result[name] = StudyJob(request.job_name("server", defence, name), work, ServerRound, attacked=request.run)
+        return result
 
     def graph(self, request: AttackRequest[ServerOptions], folder: Path) -> JobGraph[Results[ServerResults]]:
         """Return the jobs for each defence; refuse invalid counts. Views are attacked only if records are images."""
@@ -382,16 +383,16 @@ class ServerStudy(AttackStudy[ServerOptions, ServerResults]):
                 for name in request.defences
             }
 
-        jobs: list[StudyJob[Result]] = [job for own in views.values() for job in own]
-        return JobGraph([*jobs, *(job for own in records.values() for job in own)], collect)
+        jobs: list[StudyJob[Result]] = [job for jobs_of_view in views.values() for job in jobs_of_view]
+        return JobGraph([*jobs, *(job for jobs_of_round in records.values() for job in jobs_of_round)], collect)
 
     def show(self, request: AttackRequest[ServerOptions], results: Mapping[str, ServerResults]) -> Presentation:
         """Return one row per view, the recovered records, and pictures."""
-        rows = [[name, *row] for name, found in results.items() for row in view_rows(found)]
-        counted = [[name, *row] for name, found in results.items() for row in batches.record_rows(found.records)]
+        rows = [[name, *row] for name, result in results.items() for row in view_rows(result)]
+        counted = [[name, *row] for name, result in results.items() for row in batches.record_rows(result.records)]
         sections: list[Section] = [Table(batches.TITLE, batches.HEADER, counted, RECORD_NOTE)] if counted else []
-        sections += [part for name, found in results.items() for part in gallery(f"Server's view, {name}", found)]
-        verdicts = " ".join(f"{name}: {verdict(found)}" for name, found in results.items())
+        sections += [part for name, result in results.items() for part in gallery(f"Server's view, {name}", result)]
+        verdicts = " ".join(f"{name}: {verdict(result)}" for name, result in results.items())
         return Presentation("", verdicts or "No verdict: the attack failed.", HEADER, rows, NOTE, sections)
 
 

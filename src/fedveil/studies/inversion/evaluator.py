@@ -119,16 +119,16 @@ def distances(
     features, known = features.double(), known.double()
     centroid, nearest = [], []
     for label in sorted(set(labels.tolist())):
-        own, class_images = features[labels == label], known[targets == label]
-        centroid.append((own - class_images.mean(0)).square().sum(1))
-        nearest.append(torch.cdist(own, class_images if same_class else known).amin(1).square())
+        class_features, class_images = features[labels == label], known[targets == label]
+        centroid.append((class_features - class_images.mean(0)).square().sum(1))
+        nearest.append(torch.cdist(class_features, class_images if same_class else known).amin(1).square())
     return float(torch.cat(centroid).mean()), float(torch.cat(nearest).mean())
 
 
 def per_class(answers: Tensor, labels: Tensor, classes: int) -> list[float | None]:
     """Return the accuracy for each class; None for a class without images."""
     correct = [(answers[labels == label] == label).double() for label in range(classes)]
-    return [float(own.mean()) if len(own) else None for own in correct]
+    return [float(hits.mean()) if len(hits) else None for hits in correct]
 
 
 def wilson(right: Tensor) -> tuple[float, float, float, int, int]:

@@ -121,7 +121,7 @@ class TrainedEvaluator(Result):
     accuracy: float
 
 
-def judged_cells(rate: SuccessRate) -> list[str]:
+def judge_cells(rate: SuccessRate) -> list[str]:
     """Format both distances and the success rate according to the evaluator."""
     return [f"{rate.nearest:.3f}", f"{rate.centroid:.3f}", percent(rate)]
 
@@ -129,13 +129,13 @@ def judged_cells(rate: SuccessRate) -> list[str]:
 def main_rows(results: Mapping[str, Inversion]) -> Iterator[list[str]]:
     """Yield one row per attacker, followed by the floor and the ceiling."""
     for defence, result in results.items():
-        for name, found in result.attackers.items():
+        for name, attacker in result.attackers.items():
             where = [defence, f"V-out, {name}", f"{100 * result.test:.1f}"]
-            others = map(percent, (found.pixels, found.as_received, found.true_model))
-            yield [*where, *judged_cells(found.codes), *others]
+            others = map(percent, (attacker.pixels, attacker.as_received, attacker.true_model))
+            yield [*where, *judge_cells(attacker.codes), *others]
     first = next(iter(results.values()))
-    yield ["floor", "generator alone", NOTHING, *judged_cells(first.floor), *[NOTHING] * 3]
-    yield ["ceiling", "held-out images", NOTHING, *judged_cells(first.ceiling), *[NOTHING] * 3]
+    yield ["floor", "generator alone", NOTHING, *judge_cells(first.floor), *[NOTHING] * 3]
+    yield ["ceiling", "held-out images", NOTHING, *judge_cells(first.ceiling), *[NOTHING] * 3]
 
 
 def standard_error(fractions: Sequence[float]) -> str:
@@ -154,9 +154,9 @@ def class_table(results: Mapping[str, Inversion], classes: Sequence[str]) -> Tab
     """Return a table of success rates by class, with standard errors."""
     cells = []
     for defence, result in results.items():
-        for attacker, found in result.attackers.items():
-            fractions = [fraction for fraction in found.codes.per_class or [] if fraction is not None]
-            parts = broadcast_success(found.codes, result.records.broadcasts)
+        for attacker, attack in result.attackers.items():
+            fractions = [fraction for fraction in attack.codes.per_class or [] if fraction is not None]
+            parts = broadcast_success(attack.codes, result.records.broadcasts)
             errors = [standard_error(fractions), standard_error(parts)]
             cells.append([defence, attacker, *errors, *(f"{100 * fraction:.0f}" for fraction in fractions)])
     return Table("By class", (*BY_CLASS, *classes), cells, TEXTS.notes["classes"])
@@ -167,8 +167,8 @@ def success_chart(results: Mapping[str, Inversion], chance: float) -> Intervals:
     marks = [
         mark(f"{defence}, {how}", judged, attacker, 100)
         for defence, result in results.items()
-        for attacker, found in result.attackers.items()
-        for how, judged in (("generator", found.codes), ("pixels", found.pixels))
+        for attacker, attack in result.attackers.items()
+        for how, judged in (("generator", attack.codes), ("pixels", attack.pixels))
         if judged
     ]
     label = "attack success by the independent evaluator, %"
@@ -198,14 +198,19 @@ def picture_rows(
 def judge_attackers(results: Mapping[str, Inversion]) -> dict[str, Verdict]:
     """Return the verdict on each defence, based on the most successful search; the floor counts as guessing."""
     floor = next(iter(results.values())).floor
-    found = {
+    verdicts = {
         defence: INVERSION.compare(
-            [(name, one) for name, own in result.attackers.items() for one in (own.codes, own.pixels) if one],
+            [
+                (name, estimate)
+                for name, attacker in result.attackers.items()
+                for estimate in (attacker.codes, attacker.pixels)
+                if estimate
+            ],
             floor.high,
         )
         for defence, result in results.items()
     }
-    return judge_defences(INVERSION, floor.value, found)
+    return judge_defences(INVERSION, floor.value, verdicts)
 
 
 def show(results: Mapping[str, Inversion]) -> Presentation:

@@ -133,27 +133,32 @@ class Invert(NetworkTraining):
         gan, _, public = self.train_gan(done.basis)
         evaluator, classes = self.evaluator(data, done.basis), len(data.classes)
         labels = torch.arange(classes, device=evaluator.device).repeat(options.codes)
-        seen = [observe_strongest(federation, config.defence.name) for _ in range(options.broadcasts)]
-        found: dict[str, InversionFigures] = {}
+        observations = [observe_strongest(federation, config.defence.name) for _ in range(options.broadcasts)]
+        result: dict[str, InversionFigures] = {}
         pictures: dict[str, list[str]] = {}
-        for name in seen[0]:
-            models = [some[name].model for some in seen]
-            made = self.reconstruct(progress, models, gan, data, labels)
-            received, true = (evaluator.evaluate_by(who, made["codes"], labels) for who in (models, [federation.model]))
-            judged = {how: evaluator.evaluate(images, labels) for how, images in made.items()}
-            found[name] = InversionFigures(judged["codes"], received, true, judged.get("pixels"))
-            pictures |= {f"{name}, by {how}": first_images(images, labels, classes) for how, images in made.items()}
+        for name in observations[0]:
+            models = [observed[name].model for observed in observations]
+            reconstructions = self.reconstruct(progress, models, gan, data, labels)
+            received, true = (
+                evaluator.evaluate_by(evaluated, reconstructions["codes"], labels)
+                for evaluated in (models, [federation.model])
+            )
+            judged = {how: evaluator.evaluate(images, labels) for how, images in reconstructions.items()}
+            result[name] = InversionFigures(judged["codes"], received, true, judged.get("pixels"))
+            pictures |= {
+                f"{name}, by {how}": first_images(images, labels, classes) for how, images in reconstructions.items()
+            }
         codes = torch.randn(len(labels), CODE, generator=generator("floor", config.training.seed)).clamp(-1, 1)
         with torch.no_grad():
-            blind = gan.generator(codes.to(labels.device))  # images that do not depend on a model
+            model_free = gan.generator(codes.to(labels.device))  # images that do not depend on a model
         real, real_labels = held_out(evaluator, labels)
         shape, first = tuple(data.train.tensor.shape[1:]), first_images(real, real_labels, classes)
-        gallery = Gallery(shape, first, first_images(blind, labels, classes), pictures)
+        gallery = Gallery(shape, first, first_images(model_free, labels, classes), pictures)
         quality = measure_quality(federation, data)
         counts = Counts(len(data.train.targets), public, len(labels), options.broadcasts)
         attacked = config.defence.name, config.training.seed, quality.train, quality.test, list(data.classes), counts
-        floor, ceiling = evaluator.evaluate(blind, labels), evaluator.evaluate(real, real_labels)
-        return Inversion(*attacked, found, floor, ceiling, gallery)
+        floor, ceiling = evaluator.evaluate(model_free, labels), evaluator.evaluate(real, real_labels)
+        return Inversion(*attacked, result, floor, ceiling, gallery)
 
     def evaluator(self, data: Data, basis: Basis) -> Evaluator:
         """Return the evaluator, with the features of the private training images."""
@@ -167,7 +172,7 @@ class Invert(NetworkTraining):
         self, progress: Progress, models: Sequence[nn.Module], gan: Gan, data: Data, labels: Tensor
     ) -> dict[str, Tensor]:
         """Reconstruct images with and without the generator; each model is used for an equal part of them."""
-        made: dict[str, list[Tensor]] = {"codes": [], "pixels": []}
+        reconstructions: dict[str, list[Tensor]] = {"codes": [], "pixels": []}
         options, shape = self.options, tuple(data.train.tensor.shape[1:])
         for number, (view, part) in enumerate(zip(models, labels.chunk(len(models)), strict=True)):
             model, seed = accept_pixels(view, data.standardise), self.config.training.seed * len(models) + number
@@ -176,20 +181,20 @@ class Invert(NetworkTraining):
                 progress((number + fraction) / len(models), step)
 
             codes = search(model, gan, part, steps=options.steps, restarts=options.restarts, seed=seed, progress=report)
-            made["codes"].append(codes.images)
+            reconstructions["codes"].append(codes.images)
             if options.pixel_steps:
                 pixels = search_pixels(model, shape, part, steps=options.pixel_steps, seed=seed, progress=report)
-                made["pixels"].append(pixels.images)
-        return {how: torch.cat(images) for how, images in made.items() if images}
+                reconstructions["pixels"].append(pixels.images)
+        return {how: torch.cat(images) for how, images in reconstructions.items() if images}
 
 
 def first_images(images: Tensor, labels: Tensor, classes: int) -> list[str]:
     """Return the first images of each class, padded with grey images if there are too few."""
-    found = []
+    result = []
     for label in range(classes):
-        own = [encode_image(image) for image in images[labels == label][: page.PER_CLASS]]
-        found += own + [encode_image(torch.full_like(images[0], 0.5))] * (page.PER_CLASS - len(own))
-    return found
+        encoded = [encode_image(image) for image in images[labels == label][: page.PER_CLASS]]
+        result += encoded + [encode_image(torch.full_like(images[0], 0.5))] * (page.PER_CLASS - len(encoded))
+    return result
 
 
 def held_out(evaluator: Evaluator, labels: Tensor) -> tuple[Tensor, Tensor]:

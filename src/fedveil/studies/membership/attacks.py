@@ -80,7 +80,7 @@ def divide_pool(data: Data, parts: Sequence[Tensor], seed: int, *, everyone: boo
     count = len(data.train.targets)
     if len(parts) < 2:
         raise BadArgument("membership", "there is no other client to attack", "use --clients 2 or more")
-    own, *others = (rows.numpy() for rows in parts)  # the attacker is client 0
+    own_rows, *others = (rows.numpy() for rows in parts)  # the attacker is client 0
     members, rng = set(digests(data.train.tensor)), generator("non-members", seed)
     new = [index for index, digest in enumerate(digests(data.test.tensor)) if digest not in members]
     order = torch.randperm(len(new), generator=rng)[: None if everyone else count]
@@ -90,7 +90,7 @@ def divide_pool(data: Data, parts: Sequence[Tensor], seed: int, *, everyone: boo
     victims = np.concatenate(others)
     victims = victims[torch.randperm(len(victims), generator=rng).numpy()]
     test = None if everyone else min(len(victims), len(fresh))
-    return Records(pool, own, known, victims[:test], fresh[:test])
+    return Records(pool, own_rows, known, victims[:test], fresh[:test])
 
 
 def digests(inputs: Tensor) -> list[bytes]:
@@ -147,10 +147,16 @@ class TrainShadow:
         rng = generator("shadows", config.training.seed, self.shadows)
         inside = halves(len(pool.targets), self.shadows, rng, size)[self.number]
         how = "iid" if config.data.split == "column" else config.data.split
-        own = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
-        federation = build_federation(own, Data(data.name, pool.take(inside), data.test, classes=data.classes))
-        federation.fit(own.training.epochs, on_round=round_progress(own.training.epochs, progress), verbose=False)
-        return Shadow(own.training.seed, write_shadow(federation, pool, inside, path))
+        shadow_config = config.changed(seed=config.training.seed + 1 + self.number, split=how, column=None)
+        federation = build_federation(
+            shadow_config, Data(data.name, pool.take(inside), data.test, classes=data.classes)
+        )
+        federation.fit(
+            shadow_config.training.epochs,
+            on_round=round_progress(shadow_config.training.epochs, progress),
+            verbose=False,
+        )
+        return Shadow(shadow_config.training.seed, write_shadow(federation, pool, inside, path))
 
 
 def write_shadow(federation: Federation, pool: DataPart, inside: Indices, path: Path) -> dict[str, float]:
@@ -262,11 +268,11 @@ class ShadowAttacks:
 
 def loss_attacks(loss: Loss, outputs: Tensor, targets: Tensor, known: Indices) -> dict[str, Scores]:
     """Score all records by their loss and, if they have classes, by their loss compared with known non-members'."""
-    found = losses(loss, outputs, targets)
-    scores = {"loss": -found}  # Yeom et al., 2018
+    result = losses(loss, outputs, targets)
+    scores = {"loss": -result}  # Yeom et al., 2018
     if targets.dim() == 1 and not targets.is_floating_point():
         classes, rows = labels(targets), torch.from_numpy(known)
-        scores["loss by class"] = calibrated_scores(found, classes, found[rows], classes[rows])
+        scores["loss by class"] = calibrated_scores(result, classes, result[rows], classes[rows])
     return {name: values.numpy() for name, values in scores.items()}
 
 
@@ -277,32 +283,32 @@ def run_whitebox(
 
     If `track_test`, the result includes the best accuracy of any epoch on the test records, as in the paper.
     """
-    seen = {name: features[name] for name in names}
-    own, known, victims, fresh = (select(seen, torch.from_numpy(part)) for part in records.parts)
+    selected = {name: features[name] for name in names}
+    own_records, known, victims, fresh = (select(selected, torch.from_numpy(part)) for part in records.parts)
     curve: list[float] = []
 
     def watch(number: int, score: Score) -> None:
         if track_test:
             curve.append(balanced_accuracy(score(victims), score(fresh), 0.5).value)
 
-    done = train_attack(own, known, recipe=recipe, on_epoch=watch)
+    done = train_attack(own_records, known, recipe=recipe, on_epoch=watch)
     own_scores, known_scores = (part.numpy() for part in done.held_out)
-    found = measure(done.score(victims).numpy(), done.score(fresh).numpy(), own_scores, known_scores)
-    return replace(found, best_on_test=max(curve, default=None), collapsed=done.collapsed)
+    result = measure(done.score(victims).numpy(), done.score(fresh).numpy(), own_scores, known_scores)
+    return replace(result, best_on_test=max(curve, default=None), collapsed=done.collapsed)
 
 
-def measure(members: Scores, others: Scores, own: Scores, known: Scores, form: str = "") -> AttackScores:
+def measure(members: Scores, others: Scores, own_scores: Scores, known: Scores, form: str = "") -> AttackScores:
     """Return the performance of an attack with 95 % intervals; rates are estimated only if there are enough records.
 
     The side and the threshold are chosen on the attacker's own records and the non-members that it knows. If its own
     records have smaller scores, all scores are reversed. The threshold is the one that separates these records best.
     """
-    expected = auc(own, known)
+    expected = auc(own_scores, known)
     if turned := expected.value < GUESS:
-        members, others, own, known = -members, -others, -own, -known
-        expected = auc(own, known)
+        members, others, own_scores, known = -members, -others, -own_scores, -known
+        expected = auc(own_scores, known)
     rates = {str(rate): tpr_at(members, others, rate) if has_enough(len(others), rate) else None for rate in RATES}
-    accuracy = balanced_accuracy(members, others, best_threshold(own, known))
+    accuracy = balanced_accuracy(members, others, best_threshold(own_scores, known))
     area, curve = auc(members, others), roc(members, others)
     return AttackScores(accuracy, area, rates, roc=curve, known=expected, turned=turned, form=form)
 
@@ -331,21 +337,21 @@ class RecordAttacks:
         """Run all attacks; `cleaned` indicates whether the attacker has removed the noise from the model."""
         records, pool, full = self.records, self.records.pool, self.full and self.recipe is not None
         features = record_features(observed.model, pool.tensor, pool.targets, observed.loss, full=full)
-        found = self.train_networks(features, self.recipe, progress) if self.recipe else Attacks()
+        result = self.train_networks(features, self.recipe, progress) if self.recipe else Attacks()
         scores = loss_attacks(observed.loss, features["last"], pool.targets, records.known)
-        every = {name: ShadowScores(own, "") for name, own in scores.items()}
+        all_scores = {name: ShadowScores(score, "") for name, score in scores.items()}
         try:
-            every |= self.shadows.scores(observed, features["last"], records, cleaned)
+            all_scores |= self.shadows.scores(observed, features["last"], records, cleaned)
         except (BadArgument, OSError) as error:
-            found[SHADOWS] = Failure(error.what if isinstance(error, BadArgument) else str(error))
-        for name, (own, form) in every.items():
-            mine, known, victims, fresh = (own[part] for part in records.parts)
-            found[name] = measure(victims, fresh, mine, known, form)
-        return found
+            result[SHADOWS] = Failure(error.what if isinstance(error, BadArgument) else str(error))
+        for name, (values, form) in all_scores.items():
+            own_scores, known, victims, fresh = (values[part] for part in records.parts)
+            result[name] = measure(victims, fresh, own_scores, known, form)
+        return result
 
     def train_networks(self, features: Features, recipe: Recipe, progress: Progress) -> Attacks:
         """Train the white-box networks; the result is a `Failure` if there are too few records."""
-        layers, found = [name for name in LAYERS if name in features], Attacks()
+        layers, result = [name for name in LAYERS if name in features], Attacks()
         sets = {NETWORK: list(features)}
         if self.by_layer:
             full = {"full": list(features)} if len(features) > len(layers) else {}
@@ -353,7 +359,7 @@ class RecordAttacks:
         for number, (name, names) in enumerate(sets.items()):
             progress(number / len(sets), f"attack network, {name}")
             try:
-                found[name] = run_whitebox(features, names, self.records, recipe, track_test=self.by_layer)
+                result[name] = run_whitebox(features, names, self.records, recipe, track_test=self.by_layer)
             except BadArgument as reason:
-                found[name] = Failure(reason.what)
-        return found
+                result[name] = Failure(reason.what)
+        return result

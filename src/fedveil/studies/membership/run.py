@@ -57,17 +57,17 @@ class AttackMembership:
         config, options, training = self.config, self.options, self.config.training
         federation, data = load_or_train(config, self.run, progress, done.basis)
         records = membership.divide_records(config, data)
-        seen = observe_strongest(federation, config.defence.name)
+        observation = observe_strongest(federation, config.defence.name)
         recipe = Recipe(options.attack_epochs, options.attack_lr, seed=training.seed, device=training.device)
         shadows = membership.ShadowAttacks(config.defence.name, self.folder, options.shadows, options.lira)
         attacks = membership.RecordAttacks(records, shadows, recipe, options.full, by_layer=True)
-        found = {
+        result = {
             name: membership.Attacker(attacks.run(observed, name != PUBLISHED, progress))
-            for name, observed in seen.items()
+            for name, observed in observation.items()
         }
         quality = asdict(measure_quality(federation, data))  # measured after the observed rounds
         sizes = dict(zip(("own", "known", "victims", "fresh"), map(len, records.parts), strict=True))
-        return Membership(**quality, defence=config.defence.name, seed=training.seed, records=sizes, attackers=found)
+        return Membership(**quality, defence=config.defence.name, seed=training.seed, records=sizes, attackers=result)
 
 
 class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
@@ -118,9 +118,9 @@ class AttackerRow(NamedTuple):
 def list_attackers(results: Mapping[str, Membership]) -> list[AttackerRow]:
     """Return the results of every attacker under every defence."""
     return [
-        AttackerRow(defence, f"V-out, {name}", found.attacks, successes(found.attacks), result)
+        AttackerRow(defence, f"V-out, {name}", attacker.attacks, successes(attacker.attacks), result)
         for defence, result in results.items()
-        for name, found in result.attackers.items()
+        for name, attacker in result.attackers.items()
     ]
 
 
@@ -139,28 +139,28 @@ def best_epoch(scores: AttackScores | None) -> str:
 
 def figure_rows(row: AttackerRow) -> Iterator[list[str]]:
     """Yield one row per attack, with all scores."""
-    for name, found in row.attacks.items():
+    for name, attack in row.attacks.items():
         start = [row.defence, row.who, NETWORKS.get(name, name)]
-        if isinstance(found, Failure):
-            yield [*start, f"failed: {found.failed}", *[""] * (len(FIGURES) - 1)]
+        if isinstance(attack, Failure):
+            yield [*start, f"failed: {attack.failed}", *[""] * (len(FIGURES) - 1)]
         else:
-            remarks = ["same answer for all records"] * found.collapsed + ["scores reversed"] * found.turned
-            rates = [*map(percent, found.tpr.values()), best_epoch(found)]
+            remarks = ["same answer for all records"] * attack.collapsed + ["scores reversed"] * attack.turned
+            rates = [*map(percent, attack.tpr.values()), best_epoch(attack)]
             yield [
                 *start,
-                percent(found.accuracy),
-                text(found.auc, ".3f"),
+                percent(attack.accuracy),
+                text(attack.auc, ".3f"),
                 *rates,
-                "; ".join([found.form] * bool(found.form) + remarks),
+                "; ".join([attack.form] * bool(attack.form) + remarks),
             ]
 
 
 def auc_chart(rows: Sequence[AttackerRow]) -> Intervals:
     """Return a chart of the AUC of every attack."""
     marks = [
-        mark(NETWORKS.get(name, name), found.auc if isinstance(found, AttackScores) else None, f"{defence}, {who}")
+        mark(NETWORKS.get(name, name), attack.auc if isinstance(attack, AttackScores) else None, f"{defence}, {who}")
         for defence, who, attacks, _, _ in rows
-        for name, found in attacks.items()
+        for name, attack in attacks.items()
     ]
     return Intervals("AUC of every attack", "AUC", marks, {"guessing": GUESS})
 
@@ -170,9 +170,9 @@ def roc_sections(rows: Sequence[AttackerRow]) -> Iterator[Section]:
     several = len({row.who for row in rows}) > 1
     for name in dict.fromkeys(name for row in rows for name in row.scored):
         lines = {
-            f"{row.defence} ({row.who})" if several else row.defence: [(x, y) for x, y in found.roc if y > 0]
+            f"{row.defence} ({row.who})" if several else row.defence: [(x, y) for x, y in result.roc if y > 0]
             for row in rows
-            if (found := row.scored.get(name)) and found.roc
+            if (result := row.scored.get(name)) and result.roc
         }
         if lines:
             lowest = min((x for line in lines.values() for x, _ in line), default=1e-3)
@@ -183,14 +183,18 @@ def roc_sections(rows: Sequence[AttackerRow]) -> Iterator[Section]:
 
 def judge_attackers(results: Mapping[str, Membership]) -> dict[str, Verdict]:
     """Return the verdict on each defence, based on the AUC of the strongest attack."""
-    found = {
+    verdicts = {
         defence: MEASURE.compare(
-            [(name, one.auc) for name, own in result.attackers.items() for one in successes(own.attacks).values()],
+            [
+                (name, attack.auc)
+                for name, attacker in result.attackers.items()
+                for attack in successes(attacker.attacks).values()
+            ],
             GUESS,
         )
         for defence, result in results.items()
     }
-    return judge_defences(MEASURE, GUESS, found)
+    return judge_defences(MEASURE, GUESS, verdicts)
 
 
 MEMBERSHIP = MembershipStudy()

@@ -1,4 +1,4 @@
-"""The exposure of single records: which of them does an attacker recognise as members with few mistakes?
+"""The exposure of single records: how confidently does an attacker recognise each as a member?
 
 A record's score is compared with the scores of records that the model was not trained on. If the model does not
 remember it, it is exchangeable with these, so the p-value
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedveil.attacks.scores import Estimate, Scores, proportion
 
-FALSE_DISCOVERIES = 0.05  # expected fraction of records that do not stand out among those that are said to
+FALSE_DISCOVERIES = 0.05  # expected fraction of false discoveries among the members that stand out
 
 
 @dataclass(frozen=True)
@@ -64,25 +64,27 @@ class ScoredMembers:
 def rank_exposures(parts: Sequence[ScoredMembers]) -> tuple[RecordExposure, ...]:
     """Return the exposure of every member, the most exposed first."""
     rows = [
-        (int(above), one, int(record), float(score))
-        for one in parts
-        for record, score, above in zip(one.records, one.scores, count_above(one.scores, one.others), strict=True)
+        (int(above), scored, int(record), float(score))
+        for scored in parts
+        for record, score, above in zip(
+            scored.records, scored.scores, count_above(scored.scores, scored.others), strict=True
+        )
     ]
-    p = np.array([(1 + above) / (1 + len(one.others)) for above, one, _, _ in rows])
-    chosen = discoveries(p, FALSE_DISCOVERIES)
+    p = np.array([(1 + above) / (1 + len(scored.others)) for above, scored, _, _ in rows])
+    chosen = benjamini_hochberg(p, FALSE_DISCOVERIES)
     heights = [
-        (score - float(one.others.mean())) / max(float(one.others.std()), np.finfo(np.float64).tiny)
-        for _, one, _, score in rows
+        (score - float(scored.others.mean())) / max(float(scored.others.std()), np.finfo(np.float64).tiny)
+        for _, scored, _, score in rows
     ]
     order = sorted(range(len(rows)), key=lambda index: (p[index], -heights[index]))
-    found = []
+    result = []
     for rank, index in enumerate(order, start=1):
-        above, one, record, _ = rows[index]
-        rate = proportion(above, len(one.others))
-        found.append(
-            RecordExposure(record, rank, rate, heights[index], float(p[index]), one.attack, bool(chosen[index]))
+        above, part, record, _ = rows[index]
+        rate = proportion(above, len(part.others))
+        result.append(
+            RecordExposure(record, rank, rate, heights[index], float(p[index]), part.attack, bool(chosen[index]))
         )
-    return tuple(found)
+    return tuple(result)
 
 
 def count_above(scores: Scores, others: Scores) -> NDArray[np.int64]:
@@ -91,7 +93,7 @@ def count_above(scores: Scores, others: Scores) -> NDArray[np.int64]:
     return np.asarray(len(order) - np.searchsorted(order, scores, "left"))
 
 
-def discoveries(p: NDArray[np.float64], level: float) -> NDArray[np.bool_]:
+def benjamini_hochberg(p: NDArray[np.float64], level: float) -> NDArray[np.bool_]:
     """Return which hypotheses Benjamini and Hochberg's procedure (1995) rejects at the given false discovery rate."""
     order = np.sort(p)
     below = np.flatnonzero(order <= level * np.arange(1, len(p) + 1) / len(p))

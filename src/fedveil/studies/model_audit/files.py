@@ -43,16 +43,16 @@ def read_values(path: Path) -> Mapping[str, Tensor]:
         except SafetensorError as error:
             raise BadArgument(str(path), f"is damaged: {error}", "save it again") from error
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        result = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds of errors for files that are not its own
         first = (str(error).splitlines() or [type(error).__name__])[0]
         fix = "save the values only: torch.save(model.state_dict(), path)"
         raise BadArgument(str(path), f"cannot be read without running code: {first:.200}", fix) from error
-    found = found.get(NESTED, found) if isinstance(found, Mapping) else found
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+    result = result.get(NESTED, result) if isinstance(result, Mapping) else result
+    if not isinstance(result, Mapping) or not all(isinstance(value, Tensor) for value in result.values()):
         fix = "save the values only: torch.save(model.state_dict(), path)"
         raise BadArgument(str(path), "it does not contain tensors by name", fix)
-    return found
+    return result
 
 
 def read_both(

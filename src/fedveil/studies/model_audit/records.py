@@ -35,8 +35,8 @@ class AuditedRecords:
 
     def fold(self, number: int) -> Records:
         """Return the records with the known half first (0), or with both halves exchanged (1)."""
-        (own, victims), (known, fresh) = (np.array_split(part, 2)[:: -1 if number else 1] for part in self.order)
-        return Records(self.pool, own, known, victims, fresh)
+        (own_rows, victims), (known, fresh) = (np.array_split(part, 2)[:: -1 if number else 1] for part in self.order)
+        return Records(self.pool, own_rows, known, victims, fresh)
 
 
 def read_records(model: nn.Module, members: UserRecords, others: UserRecords, seed: int) -> AuditedRecords:
@@ -55,8 +55,8 @@ def read_records(model: nn.Module, members: UserRecords, others: UserRecords, se
     inputs, targets = join_batches([(part.inputs, part.targets) for part in (first, second)])
     pool, count = DataPart(move_inputs(inputs, torch.device("cpu"), dtype), targets), len(first.targets)
     sizes, rng = (count, len(second.targets)), generator("model audit", seed)
-    own, fresh = (torch.randperm(size, generator=rng).numpy() for size in sizes)
-    return AuditedRecords(pool, count, (own, count + fresh))
+    own_rows, fresh = (torch.randperm(size, generator=rng).numpy() for size in sizes)
+    return AuditedRecords(pool, count, (own_rows, count + fresh))
 
 
 def refuse_overlap(members: DataPart, others: DataPart) -> None:

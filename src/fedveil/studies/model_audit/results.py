@@ -69,20 +69,20 @@ class ModelAudit:
     @property
     def standing_out(self) -> tuple[RecordExposure, ...]:
         """The members that stand out, the most exposed first."""
-        return tuple(one for one in self.exposures if one.stands_out)
+        return tuple(exposure for exposure in self.exposures if exposure.stands_out)
 
     @property
     def sentence(self) -> str:
-        """The finding in words."""
-        found = {
+        """The finding, in two sentences."""
+        result = {
             Label.LEAK: "The model reveals which records it was trained on",
             Label.NOTHING: "These attacks do not tell the model's training records from others",
         }.get(self.verdict.label, "There are too few records to tell whether the model reveals its training records")
         if self.standing_out and self.verdict.label is not Label.LEAK:
-            found = "The model reveals some of the records that it was trained on"
+            result = "The model reveals some of the records that it was trained on"
         named = len(self.standing_out)
-        stand = "1 stands out" if named == 1 else f"{named:,} stand out"
-        return f"{found}. Of {count(self.sizes['members'], 'member')}, {stand}."
+        stands_out = "1 stands out" if named == 1 else f"{named:,} stand out"
+        return f"{result}. Of {count(self.sizes['members'], 'member')}, {stands_out}."
 
     def __repr__(self) -> str:
         return f"{self.sentence}\n{self.verdict}"
@@ -99,17 +99,17 @@ class ModelAudit:
         """Return the exposure of each member as plain values, the most exposed first."""
         return [
             {
-                "record": one.record,
-                "rank": one.rank,
-                "false_positives": one.false_positives.value,
-                "low": one.false_positives.low,
-                "high": one.false_positives.high,
-                "score": one.score,
-                "p": one.p,
-                "attack": one.attack,
-                "stands_out": one.stands_out,
+                "record": exposure.record,
+                "rank": exposure.rank,
+                "false_positives": exposure.false_positives.value,
+                "low": exposure.false_positives.low,
+                "high": exposure.false_positives.high,
+                "score": exposure.score,
+                "p": exposure.p,
+                "attack": exposure.attack,
+                "stands_out": exposure.stands_out,
             }
-            for one in self.exposures
+            for exposure in self.exposures
         ]
 
     def write_records(self, path: str | Path) -> Path:
@@ -126,14 +126,20 @@ class ModelAudit:
 
     def present(self) -> Presentation:
         """Return the content of the page."""
-        marks = [mark(name, one.auc) for name, one in self.attacks.items()]
+        marks = [mark(name, scores.auc) for name, scores in self.attacks.items()]
         note = TEXTS.notes["records"].format(shown=SHOWN, rate=100 * FALSE_DISCOVERIES)
         facts = {name: f"{size:,}" for name, size in self.sizes.items()} | {"loss": self.loss}
         for where, values in (("members", self.on_members), ("others", self.on_others)):
             facts |= {f"{name} on {where}": f"{value:.4g}" for name, value in values.items()}
         rows = [
-            [str(one.rank), str(one.record), percent(one.false_positives), f"{one.score:.2f}", _yes(one.stands_out)]
-            for one in self.exposures[:SHOWN]
+            [
+                str(exposure.rank),
+                str(exposure.record),
+                percent(exposure.false_positives),
+                f"{exposure.score:.2f}",
+                _yes(exposure.stands_out),
+            ]
+            for exposure in self.exposures[:SHOWN]
         ]
         sections: list[Section] = [
             Table("Most exposed records", RECORDS, rows, note),
@@ -148,12 +154,12 @@ class ModelAudit:
 
     def attack_rows(self) -> Iterator[list[str]]:
         """Yield one table row per attack."""
-        for name, one in self.attacks.items():
-            remarks = [*([one.form] if one.form else []), *(["scores reversed"] if one.turned else [])]
-            remarks += ["same answer for all records"] * one.collapsed
-            figures = [text(one.auc, ".3f"), percent(one.accuracy), *map(percent, one.tpr.values())]
+        for name, scores in self.attacks.items():
+            remarks = [*([scores.form] if scores.form else []), *(["scores reversed"] if scores.turned else [])]
+            remarks += ["same answer for all records"] * scores.collapsed
+            figures = [text(scores.auc, ".3f"), percent(scores.accuracy), *map(percent, scores.tpr.values())]
             title = f"{name} *" if name == self.attack else name
-            yield [title, *figures, text(one.known, ".3f"), "; ".join(remarks) or NOTHING]
+            yield [title, *figures, text(scores.known, ".3f"), "; ".join(remarks) or NOTHING]
 
 
 def _yes(value: bool) -> str:

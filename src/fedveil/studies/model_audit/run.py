@@ -95,7 +95,7 @@ def audit_model(
         progress((1 + number) / 3, f"attacks, half {number + 1} of 2")
         folds.append(attack_fold(chosen, outputs, records.fold(number), features, shadowed, seed))
     scored = folds[0].results
-    figures = verdicts.MEMBERSHIP.compare([(name, one.auc) for name, one in scored.items()], GUESS)
+    figures = verdicts.MEMBERSHIP.compare([(name, result.auc) for name, result in scored.items()], GUESS)
     verdict = verdicts.judge(verdicts.MEMBERSHIP, GUESS, figures, ())
     assert verdict is not None  # there is always the attack on the loss
     quality = [
@@ -112,27 +112,29 @@ def choose_loss(model: nn.Module, records: AuditedRecords, loss: str | Loss | Fu
     pool = records.pool
     if loss is None:
         loss = default_loss(one_output(model, pool.inputs), [Rows("the records", pool.inputs, pool.targets)])
-    found = find_loss(loss)
-    if found.couples:
-        what = f"{found.name} has one value for a batch, not one for each record"
+    result = find_loss(loss)
+    if result.couples:
+        what = f"{result.name} has one value for a batch, not one for each record"
         raise BadArgument(WHERE, what, "pass a loss that does not compare records with each other")
-    return found
+    return result
 
 
-def predict_pool(model: nn.Module, inputs: Inputs, who: str) -> Tensor:
+def predict_pool(model: nn.Module, inputs: Inputs, owner: str) -> Tensor:
     """Return a model's outputs on the CPU; refuse outputs that are not finite or not one row per record."""
     first = next(model.parameters(), None)
     placed = inputs if first is None else move_inputs(inputs, first.device, first.dtype)
     try:
         outputs = predict(model, placed).detach().cpu()
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        what = f"{who} does not accept the records: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        what = f"{owner} does not accept the records: {(str(error).splitlines() or [type(error).__name__])[0]}"
         raise BadArgument(WHERE, what, "pass records of the shape that the model was trained on") from error
     if outputs.dim() != 2:
-        what = f"outputs of {who} have shape {tuple(outputs.shape)}"
+        what = f"outputs of {owner} have shape {tuple(outputs.shape)}"
         raise BadArgument(WHERE, what, "use a model that returns one row of outputs per record")
     if not bool(outputs.isfinite().all()):
-        raise BadArgument(WHERE, f"an output of {who} is not finite", "pass trained weights, and records in its range")
+        raise BadArgument(
+            WHERE, f"an output of {owner} is not finite", "pass trained weights, and records in its range"
+        )
     return outputs
 
 
@@ -163,8 +165,8 @@ def train_shadows(
     inside, outputs = halves(len(pool.targets), count, generator("model audit, shadows", seed)), []
     for number, rows in enumerate(inside):
         progress(number / count / 3, f"training shadow {number + 1}/{count}")
-        own = pool.take(torch.from_numpy(np.flatnonzero(rows)))
-        shadow = train((own.inputs, own.targets))
+        shadow_part = pool.take(torch.from_numpy(np.flatnonzero(rows)))
+        shadow = train((shadow_part.inputs, shadow_part.targets))
         if not isinstance(shadow, nn.Module):
             what = f"train returned {type(shadow).__name__}, not a torch.nn.Module"
             raise BadArgument(WHERE, what, "return the trained model")
@@ -210,22 +212,22 @@ def attack_fold(
     seed: int,
 ) -> Fold:
     """Run all attacks with one half of the records known to the attacker."""
-    found: dict[str, AttackScores] = {}
+    result: dict[str, AttackScores] = {}
     scores: dict[str, tuple[Scores, Scores]] = {}
 
     def add(name: str, parts: Sequence[Scores], form: str = "", collapsed: bool = False) -> None:
-        own, known, victims, fresh = parts
-        one = measure(victims, fresh, own, known, form)
-        found[name] = replace(one, collapsed=collapsed)
-        scores[name] = (-victims, -fresh) if one.turned else (victims, fresh)
+        own_scores, known, victims, fresh = parts
+        attack = measure(victims, fresh, own_scores, known, form)
+        result[name] = replace(attack, collapsed=collapsed)
+        scores[name] = (-victims, -fresh) if attack.turned else (victims, fresh)
 
     losses = loss_attacks(loss, outputs, records.pool.targets, records.known)
-    every = {name: ShadowScores(own, "") for name, own in losses.items()}
-    for name, (values, form) in {**every, **shadowed}.items():
+    all_scores = {name: ShadowScores(values, "") for name, values in losses.items()}
+    for name, (values, form) in {**all_scores, **shadowed}.items():
         add(name, [values[part] for part in records.parts], form)
     if features:
-        own, known, victims, fresh = (select(features, torch.from_numpy(part)) for part in records.parts)
-        done = train_attack(own, known, recipe=Recipe(EPOCHS, seed=seed))
+        own_features, known, victims, fresh = (select(features, torch.from_numpy(part)) for part in records.parts)
+        done = train_attack(own_features, known, recipe=Recipe(EPOCHS, seed=seed))
         held = [part.numpy() for part in done.held_out]
         add(NETWORK, [*held, done.score(victims).numpy(), done.score(fresh).numpy()], collapsed=done.collapsed)
-    return Fold(records, found, scores)
+    return Fold(records, result, scores)

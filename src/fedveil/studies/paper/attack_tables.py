@@ -47,11 +47,11 @@ def attack_graph(
             graphs[config.data.name, seed] = study.graph(request, folder / study.name / part)
 
     def collect(done: JobResults) -> AttackResults[A]:
-        found: AttackResults[A] = {}
+        results_by_seed: AttackResults[A] = {}
         for (data, seed), graph in graphs.items():
             for defence, result in graph.collect(done).items():
-                found.setdefault(data, {}).setdefault(defence, {})[seed] = result
-        return found
+                results_by_seed.setdefault(data, {}).setdefault(defence, {})[seed] = result
+        return results_by_seed
 
     return JobGraph([job for graph in graphs.values() for job in graph.jobs], collect)
 
@@ -153,16 +153,19 @@ def present_attack(
         ]
         rows += [entry.row(table.measures[entry.measure]) for entry in entries]
         rates = [entry for entry in entries if entry.measure == table.success]
-        for one in rates:
-            group = f"{data}, {one.defence}"
-            marks[Interval("paper", one.paper, group=group)] = None
-            marks[mark(f"ours, {one.attacker or PUBLISHED}", one.rate, group, 100)] = None
+        for rate in rates:
+            group = f"{data}, {rate.defence}"
+            marks[Interval("paper", rate.paper, group=group)] = None
+            marks[mark(f"ours, {rate.attacker or PUBLISHED}", rate.rate, group, 100)] = None
         if summary := _summarise(rates):
             headline.append((f"{table.title}, {data}, success in %", *summary))
     header = ("data", "measure", "defence", "attacker", "paper", f"ours, {table.protocol}", "ours")
     count = plan.settings.seeds
-    several = f"Means over {count} seeds with Student's 95 % interval; all seeds use the same images."
-    note, sections = f"{plan.file.note} {several if count > 1 else table.single}", [replace(table.chart, rows=[*marks])]
+    seeds_note = f"Means over {count} seeds with Student's 95 % interval; all seeds use the same images."
+    note, sections = (
+        f"{plan.file.note} {seeds_note if count > 1 else table.single}",
+        [replace(table.chart, rows=[*marks])],
+    )
     return Presentation(plan.title, "", header, rows, note, sections, headline=headline)
 
 
@@ -171,10 +174,10 @@ def _summarise(successes: Sequence[AttackEntry]) -> tuple[str, str] | None:
 
     Our summary includes the best adaptive attacker.
     """
-    rates = {(one.defence, one.attacker): 100 * one.rate.value for one in successes if one.rate}
+    rates = {(success.defence, success.attacker): 100 * success.rate.value for success in successes if success.rate}
     if not {("plain", PUBLISHED), ("veil", PUBLISHED)} <= rates.keys():
         return None
-    theirs = {one.defence: one.paper for one in successes}
+    theirs = {success.defence: success.paper for success in successes}
     ours = f"plain {rates['plain', PUBLISHED]:.1f}, veil {rates['veil', PUBLISHED]:.1f}"
     adaptive = {who: rate for (defence, who), rate in rates.items() if defence == "veil" and who != PUBLISHED}
     if adaptive:
@@ -204,15 +207,15 @@ def mean_over_seeds(estimates: Sequence[Estimate], *, fraction: bool) -> Estimat
     """Average over seeds, with Student's interval clipped to valid values; return a single estimate unchanged."""
     if len(estimates) < 2:
         return estimates[0] if estimates else None
-    return average([one.value for one in estimates], minimum=0.0, maximum=1.0 if fraction else math.inf)
+    return average([estimate.value for estimate in estimates], minimum=0.0, maximum=1.0 if fraction else math.inf)
 
 
 def _membership_figures(result: Membership, attacker: str, measure: str) -> FigurePair:
     """Return the success for a set of layers, with the epoch chosen as in the paper and on known records."""
-    found = result.attackers[attacker].attacks.get(measure) if attacker in result.attackers else None
-    if not isinstance(found, AttackScores):
+    attack = result.attackers[attacker].attacks.get(measure) if attacker in result.attackers else None
+    if not isinstance(attack, AttackScores):
         return None, None
-    return None if found.best_on_test is None else average([found.best_on_test]), found.accuracy
+    return None if attack.best_on_test is None else average([attack.best_on_test]), attack.accuracy
 
 
 def _inversion_figures(result: Inversion, attacker: str, measure: str) -> FigurePair:
@@ -233,17 +236,17 @@ MEMBERSHIP_KIND, INVERSION_KIND = TypeAdapter(AttackResults[Membership]), TypeAd
 
 def present_table4(plan: ExhibitPlan, results: AttackResults[Inversion]) -> Presentation:
     """Return the table; its note includes the success of a generator without any model, and of real images."""
-    shown, limits = present_attack(plan, results, figures=_inversion_figures), []
+    presentation, limits = present_attack(plan, results, figures=_inversion_figures), []
     for data, ours in results.items():
-        found = {seed: one for seeds in ours.values() for seed, one in successes(seeds).items()}
-        if every := list(found.values()):
-            floor = percent(mean_over_seeds([one.floor for one in every], fraction=True))
-            ceiling = percent(mean_over_seeds([one.ceiling for one in every], fraction=True))
+        result = {seed: success for seeds in ours.values() for seed, success in successes(seeds).items()}
+        if all_successes := list(result.values()):
+            floor = percent(mean_over_seeds([success.floor for success in all_successes], fraction=True))
+            ceiling = percent(mean_over_seeds([success.ceiling for success in all_successes], fraction=True))
             limits.append(
                 f"{data}: a generator without any model {floor}, held-out real images {ceiling}, "
-                f"guessing {100 / len(every[0].classes):.1f}."
+                f"guessing {100 / len(all_successes[0].classes):.1f}."
             )
-    return replace(shown, note=" ".join([shown.note, *limits]))
+    return replace(presentation, note=" ".join([presentation.note, *limits]))
 
 
 OMITTED = {"table3": frozenset({"roc", "collapsed", "known", "broadcasts"}), "table4": frozenset({"right", "gallery"})}
@@ -282,8 +285,8 @@ def inversion_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Grids]:
     return JobGraph(
         attacks.jobs,
         lambda done: {
-            data: _grid(successes({defence: seeds[0] for defence, seeds in found.items()}))
-            for data, found in attacks.collect(done).items()
+            data: _grid(successes({defence: seeds[0] for defence, seeds in results.items()}))
+            for data, results in attacks.collect(done).items()
         },
     )
 
@@ -291,11 +294,11 @@ def inversion_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Grids]:
 def present_fig4(plan: ExhibitPlan, results: Grids) -> Presentation:
     """Return a grid of pictures for each data set."""
     sections: list[Section] = [
-        picture_rows(f"Figure 4: {data}", found.classes, found.shape, found.rows)
-        for data, found in results.items()
-        if isinstance(found, ImageGrid)
+        picture_rows(f"Figure 4: {data}", result.classes, result.shape, result.rows)
+        for data, result in results.items()
+        if isinstance(result, ImageGrid)
     ]
-    rows = [[data, f"failed: {found.failed}"] for data, found in results.items() if isinstance(found, Failure)]
+    rows = [[data, f"failed: {result.failed}"] for data, result in results.items() if isinstance(result, Failure)]
     return Presentation(plan.title, "", ("data", "result"), rows, plan.file.note, sections)
 
 
@@ -307,7 +310,7 @@ def _configs(plan: ExhibitPlan) -> dict[str, Config]:
         changes[f"ppdl, variance {variance:g}"] = noise
     changes["veil"] = {"defence": "veil"}
     common = plan.settings.run | {"device": plan.device}
-    return {name: configure({**LOSS, **common, **own}, plan.where) for name, own in changes.items()}
+    return {name: configure({**LOSS, **common, **change}, plan.where) for name, change in changes.items()}
 
 
 def gradient_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Results[Gradients]]:

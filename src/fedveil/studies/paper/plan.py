@@ -144,9 +144,9 @@ def make_exhibit(
     """Create an exhibit from functions that use typed results; the fields in `omitted` are not written to disk."""
 
     def plain_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[JsonValue]:
-        found = graph(plan, folder)
-        collect = lambda done: _drop_keys(kind.dump_python(found.collect(done), mode="json"), omitted)  # noqa: E731
-        return JobGraph(found.jobs, collect)
+        result = graph(plan, folder)
+        collect = lambda done: _drop_keys(kind.dump_python(result.collect(done), mode="json"), omitted)  # noqa: E731
+        return JobGraph(result.jobs, collect)
 
     return Exhibit(plain_graph, lambda plan, results: present(plan, kind.validate_python(results)))
 

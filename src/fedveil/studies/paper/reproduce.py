@@ -54,10 +54,10 @@ def _settings(plan: ExhibitPlan) -> dict[str, JsonValue]:
 def read_exhibit(plan: ExhibitPlan, folder: Path) -> StoredExhibit | None:
     """Read the stored exhibit of a plan; return None if it is missing or was computed with other settings."""
     try:
-        found = read_json(folder / f"{plan.name}.json")
+        result = read_json(folder / f"{plan.name}.json")
     except ValueError:  # a BadArgument is a ValueError
         return None
-    return found if isinstance(found, dict) and found.items() >= _settings(plan).items() else None
+    return result if isinstance(result, dict) and result.items() >= _settings(plan).items() else None
 
 
 def refuse_other_scale(plan: ExhibitPlan, folder: Path) -> None:
@@ -97,7 +97,7 @@ def compute(plan: ExhibitPlan, folder: Path, workers: int | None, show: Show, di
     for config in {config.data.name: config for config in configs}.values():
         load_data(config)  # decode images once for all processes
     results = run_graph(graph, work, workers=workers, show=show, digests=digests)
-    made: dict[str, JsonValue] = {
+    contents: dict[str, JsonValue] = {
         **_settings(plan),
         "basis": digests.configs_basis(configs).to_plain(),
         "command": _command(plan.name, plan, folder),
@@ -105,8 +105,8 @@ def compute(plan: ExhibitPlan, folder: Path, workers: int | None, show: Show, di
         "with": f"fedveil {version('fedveil')}, torch {torch.__version__}, Python {platform.python_version()}",
         "results": results,
     }
-    write_atomically(folder / f"{plan.name}.json", to_json(made, indent=1, exact=True) + "\n")
-    return made
+    write_atomically(folder / f"{plan.name}.json", to_json(contents, indent=1, exact=True) + "\n")
+    return contents
 
 
 def reproduce(
@@ -131,10 +131,10 @@ def reproduce(
         on_done: called with the plan and presentation of each exhibit as soon as it is available.
     """
     plans = {name: read_plan(name, scale, device) for name in EXHIBITS}
-    wanted, digests, found = select_names(names), Digests(), dict[str, AvailableExhibit]()
+    selected, digests, result = select_names(names), Digests(), dict[str, AvailableExhibit]()
 
     def add(name: str, stored: StoredExhibit) -> None:
-        found[name] = plans[name], stored, EXHIBITS[name].present(plans[name], stored["results"])
+        result[name] = plans[name], stored, EXHIBITS[name].present(plans[name], stored["results"])
 
     with lock_folder(folder):
         for plan in plans.values():
@@ -142,18 +142,18 @@ def reproduce(
         for name, plan in plans.items():
             if stored := read_exhibit(plan, folder):
                 if why := explain_stale(plan, stored, folder / "work", digests):
-                    show(name, 0.0, f"{AGAIN if name in wanted else 'left out'}: {why}")
+                    show(name, 0.0, f"{AGAIN if name in selected else 'left out'}: {why}")
                     continue
                 add(name, stored)
-                if name in wanted and not has_failure(stored["results"]):
+                if name in selected and not has_failure(stored["results"]):
                     show(name, 1.0, "kept")
-                    on_done(plan, found[name][2])
-                    wanted.remove(name)
-        for name in wanted:
+                    on_done(plan, result[name][2])
+                    selected.remove(name)
+        for name in selected:
             add(name, compute(plans[name], folder, workers, show, digests))
-            _write_page(found, plans[name], folder)
-            on_done(plans[name], found[name][2])
-        return _write_page(found, plans["table1"], folder)
+            _write_page(result, plans[name], folder)
+            on_done(plans[name], result[name][2])
+        return _write_page(result, plans["table1"], folder)
 
 
 def _write_page(exhibits: Mapping[str, AvailableExhibit], plan: ExhibitPlan, folder: Path) -> Path:
@@ -161,8 +161,8 @@ def _write_page(exhibits: Mapping[str, AvailableExhibit], plan: ExhibitPlan, fol
     available = [exhibits[name] for name in EXHIBITS if name in exhibits]
     rows = [row for _, _, presented in available for row in presented.headline]
     sections: list[Section] = [Table("Summary", ["", "the paper", "ours"], rows, TEXTS.note)] if rows else []
-    for one in available:
-        sections += _sections(*one)
+    for exhibit in available:
+        sections += _sections(*exhibit)
     verdict = join_headlines({name: presented for name, (_, _, presented) in exhibits.items()})
     title, command = f"The paper, reproduced ({plan.scale})", _command("all", plan, folder)
     return write(Page(title, verdict, sections, command, TEXTS.notes["lead"]), folder / "report.html")
@@ -184,8 +184,8 @@ def _sections(plan: ExhibitPlan, stored: StoredExhibit, presented: Presentation)
     for name, value in plan.written.items():
         groups = value if name == "runs" and isinstance(value, list) else [value]
         for number, group in enumerate(groups, start=1):
-            shown = ", ".join(f"{k} = {v}" for k, v in group.items()) if isinstance(group, dict) else str(group)
-            facts[f"{name} {number}" if len(groups) > 1 else name] = shown
+            text = ", ".join(f"{k} = {v}" for k, v in group.items()) if isinstance(group, dict) else str(group)
+            facts[f"{name} {number}" if len(groups) > 1 else name] = text
     why = Text(f"{label}: differences from the paper, and why", plan.file.why)
     return [main, *presented.sections, why, Facts(f"{label}: settings", facts)]
 
@@ -193,6 +193,6 @@ def _sections(plan: ExhibitPlan, stored: StoredExhibit, presented: Presentation)
 def join_headlines(presented: Mapping[str, Presentation]) -> str:
     """Return our results from the first available exhibit on accuracy and the first on attacks."""
     groups = (("table2", "table1", "fig3"), ("table3", "table4", "fig5"))
-    found = [[presented[name].headline for name in names if name in presented] for names in groups]
-    rows = [row for headlines in found for row in next(filter(None, headlines), ())]
+    result = [[presented[name].headline for name in names if name in presented] for names in groups]
+    rows = [row for headlines in result for row in next(filter(None, headlines), ())]
     return " ".join(f"{question}: {ours}." for question, _, ours in rows) or "No verdict: no exhibit has results."

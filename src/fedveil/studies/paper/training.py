@@ -52,7 +52,7 @@ def list_configs(plan: ExhibitPlan) -> list[Config]:
     Groups share the values in `common`. A value that depends on another key refers to it by `of`, for example
     batch_size = { of = "clients", 1 = 40, 5 = 8 }.
     """
-    found = []
+    result = []
     for group in plan.settings.runs:
         values = plan.settings.common | group
         seeds = values.pop("seeds")
@@ -66,8 +66,8 @@ def list_configs(plan: ExhibitPlan) -> list[Config]:
                     chosen[name] = value[str(chosen[str(value["of"])])]
             if "rounding" in chosen:
                 chosen["settings"] = baseline_settings(int(str(chosen.pop("rounding"))))
-            found.append(configure({**LOSS, **chosen}, plan.where))
-    return list(dict.fromkeys(found))
+            result.append(configure({**LOSS, **chosen}, plan.where))
+    return list(dict.fromkeys(result))
 
 
 def run_name(config: Config) -> str:
@@ -183,10 +183,10 @@ def compare_runs(runs: Sequence[Run], keys: Sequence[str], other: str = "veil") 
         if not pairs:
             continue
         largest = max(abs(p.value - o.value) for p, o in pairs)
-        anywhere = max(abs(a[1] - b[1]) for p, o in pairs for a, b in zip(p.curve, o.curve, strict=True))
+        largest_difference = max(abs(a[1] - b[1]) for p, o in pairs for a, b in zip(p.curve, o.curve, strict=True))
         losses = [abs(o.test_loss / p.test_loss - 1) for p, o in pairs if p.test_loss and o.test_loss]
-        first, second = ([run.value for run in own] for own in zip(*pairs, strict=True))
-        yield Comparison(where, first, second, largest, anywhere, max(losses, default=None))
+        first, second = ([run.value for run in runs] for runs in zip(*pairs, strict=True))
+        yield Comparison(where, first, second, largest, largest_difference, max(losses, default=None))
 
 
 DefenceValues = dict[str, dict[str, list[float]]]  # the paper's rows of values, by defence and number of clients
@@ -196,7 +196,7 @@ HEADER1 = (
     *("L", "clients", "plain", "veil"),
     *("largest difference of means", "largest difference within a seed", "standard deviation over seeds"),
 )
-LOSS2 = "cross_entropy"  # the paper's loss for Table 2
+TABLE2_LOSS = "cross_entropy"  # the paper's loss for Table 2
 DIFFERENCES: dict[str, Callable[[Comparison], str]] = {
     "difference of means": lambda pair: f"{100 * pair.means:.2f}",
     "within a seed": lambda pair: f"{100 * pair.largest_anywhere:.1f}",
@@ -221,16 +221,16 @@ def present_table1(plan: ExhibitPlan, results: list[Run]) -> Presentation:
     paper, rows, compared = plan.paper_values(DefenceValues), list[list[str]](), list[list[str]]()
     for defence, values in paper.items():
         for clients, printed in values.items():
-            own = select(results, defence=defence, clients=clients)
-            rows.append([defence, clients, *paper_cells(plan, printed, own, "layers", (".3f", ".4f"))])
+            selected = select(results, defence=defence, clients=clients)
+            rows.append([defence, clients, *paper_cells(plan, printed, selected, "layers", (".3f", ".4f"))])
     pairs = list(compare_runs(results, ("layers", "clients")))
-    for one in pairs:
-        ends = [format_runs(select(results, defence=name, **one.where), ".5f") for name in ("plain", "veil")]
-        numbers = (one.means, one.largest, pooled_deviation(*one.deviations))
-        compared.append([*map(str, one.where.values()), *ends, *(f"{value:.1e}" for value in numbers)])
+    for pair in pairs:
+        ends = [format_runs(select(results, defence=name, **pair.where), ".5f") for name in ("plain", "veil")]
+        numbers = (pair.means, pair.largest, pooled_deviation(*pair.deviations))
+        compared.append([*map(str, pair.where.values()), *ends, *(f"{value:.1e}" for value in numbers)])
     headline = []
     if pairs:
-        ours = f"same as plain: means at most {max(one.means for one in pairs):.1e} apart"
+        ours = f"same as plain: means at most {max(pair.means for pair in pairs):.1e} apart"
         theirs = zip(chain(*paper["plain"].values()), chain(*paper["veil"].values()), strict=True)
         question, gap = f"Table 1, regression, {len(pairs)} settings", max(abs(a - b) for a, b in theirs)
         headline = [(question, f"veil same as plain (up to {gap:.3f} apart)", ours)]
@@ -249,8 +249,8 @@ def present_table2(plan: ExhibitPlan, results: list[Run]) -> Presentation:
     for printed_as, data in plan.settings.data.items():
         for clients in next(iter(paper[printed_as].values())):
             for defence, values in paper[printed_as].items():
-                own = select(results, data=data, clients=clients, defence=defence, loss=LOSS2)
-                cells = paper_cells(plan, values[clients], own, "model", (".2f", ".1f"), 100)
+                selected = select(results, data=data, clients=clients, defence=defence, loss=TABLE2_LOSS)
+                cells = paper_cells(plan, values[clients], selected, "model", (".2f", ".1f"), 100)
                 rows.append([data, clients, defence, *cells])
     constants = {run.data: run.constant for run in results if run.constant is not None}
     notes = [f"The most common class of {data} makes up {100 * value:.1f} %." for data, value in constants.items()]
@@ -258,7 +258,7 @@ def present_table2(plan: ExhibitPlan, results: list[Run]) -> Presentation:
     veils, baselines = (list(compare_runs(results, keys, name)) for name in ("veil", BASELINE))
     headline = []
     if veils:
-        overlapping = sum(one.overlap for one in veils)
+        overlapping = sum(veil.overlap for veil in veils)
         ours = f"means at most {_farthest(veils)} points apart, ranges overlap in {overlapping} of {len(veils)}"
         ours += f"; the rounding baseline: {_farthest(baselines)} points" if baselines else ""
         headline = [(f"Table 2, ResNets, both losses, {len(veils)} settings", "veil same as plain", ours)]
@@ -274,16 +274,16 @@ def _comparison_tables(
     rows: dict[str, list[list[str]]] = {}
     names = ("plain", "veil", BASELINE)
     header = ("data", "network", "clients", "seeds", *names, "overlap", *DIFFERENCES)
-    for one in veils:
-        ends = [format_runs(select(runs, defence=name, **one.where), ".1f", 100) for name in names]
-        both = [one, *(same for same in baselines if same.where == one.where)]
-        numbers = [format_pair([measure(each) for each in both]) for measure in DIFFERENCES.values()]
-        *where, loss = map(str, one.where.values())
-        overlap = "yes" if one.overlap else "no"
-        rows.setdefault(loss, []).append([*where, str(len(one.plain)), *ends, overlap, *numbers])
+    for veil in veils:
+        ends = [format_runs(select(runs, defence=name, **veil.where), ".1f", 100) for name in names]
+        both = [veil, *(baseline for baseline in baselines if baseline.where == veil.where)]
+        numbers = [format_pair([measure(run) for run in both]) for measure in DIFFERENCES.values()]
+        *where, loss = map(str, veil.where.values())
+        overlap = "yes" if veil.overlap else "no"
+        rows.setdefault(loss, []).append([*where, str(len(veil.plain)), *ends, overlap, *numbers])
     title = "Table 2: the veil compared with plain training"
     return [
-        Table(f"{title}, {loss.replace('_', ' ')}", header, own, plan.file.comparison) for loss, own in rows.items()
+        Table(f"{title}, {loss.replace('_', ' ')}", header, row, plan.file.comparison) for loss, row in rows.items()
     ]
 
 
@@ -296,14 +296,16 @@ def present_fig3(plan: ExhibitPlan, results: list[Run]) -> Presentation:
     """Return one row per setting, and one chart per number of clients for each network and loss."""
     rows, epochs = list[list[str]](), list[bool]()
     charts: dict[tuple[str, ...], list[Curves]] = {}
-    for one in compare_runs(results, ("model", "loss", "clients")):
-        lines = {name: _mean_curve(select(results, defence=name, **one.where)) for name in ("plain", "veil", BASELINE)}
+    for comparison in compare_runs(results, ("model", "loss", "clients")):
+        lines = {
+            name: _mean_curve(select(results, defence=name, **comparison.where)) for name in ("plain", "veil", BASELINE)
+        }
         largest = [_largest_difference(lines["plain"], lines[name]) for name in ("veil", BASELINE) if lines[name]]
         epochs += [abs(p[1] - v[1]) <= p[2] + v[2] for p, v in zip(lines["plain"], lines["veil"], strict=True)]
-        words = [str(value).replace("_", " ") for value in one.where.values()]
-        rows.append([*words, str(len(one.plain)), *map(format_pair, zip(*largest, strict=True))])
+        words = [str(value).replace("_", " ") for value in comparison.where.values()]
+        rows.append([*words, str(len(comparison.plain)), *map(format_pair, zip(*largest, strict=True))])
         del lines[BASELINE]
-        charts.setdefault(tuple(words[:2]), []).append(_chart(count(int(one.where["clients"]), "client"), lines))
+        charts.setdefault(tuple(words[:2]), []).append(_chart(count(int(comparison.where["clients"]), "client"), lines))
     note = f"Means over {len({run.seed for run in results})} seeds; bands show ± one standard deviation."
     sections: list[Section] = [
         SideBySide(f"Figure 3: {net}, {loss}, {results[0].data}", parts, note) for (net, loss), parts in charts.items()
