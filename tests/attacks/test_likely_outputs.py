@@ -1,6 +1,7 @@
 """One broadcast is enough if most of the true outputs are close to 0, even if the noise is kept across rounds."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ from tests.oracle import built
 from torch import nn
 
 from fedveil.attacks import likely_outputs, veil
-from fedveil.attacks.likely_outputs import fake_inputs, fit_fake_inputs, fit_own_inputs, image_shape, weighted_median
+from fedveil.attacks.likely_outputs import (
+    fake_inputs,
+    fit_fake_inputs,
+    fit_one_large_output,
+    fit_own_inputs,
+    fit_sparse_outputs,
+    image_shape,
+    weighted_median,
+)
 from fedveil.attacks.observation import DoesNotApply
 from fedveil.defences import Plain, Veil
 from fedveil.federation.evaluate import predict
@@ -45,6 +54,18 @@ def test_the_weighted_median_minimises_the_weighted_distances():
     values, weights = torch.randn(101, generator=rng), torch.rand(101, generator=rng)
     cost = (weights * (values[:, None] - values).abs()).sum(1)  # a minimum is at one of the values
     assert float(weighted_median(values, weights)) == float(values[cost.argmin()])
+
+
+def test_a_large_output_of_every_record_shifts_the_median_and_not_the_mixture():
+    """Of 10 outputs with noise of scale 1, one is 8: the median m of all is where 0.9 F(m) = 1 / 2, at 0.118."""
+    rng, count, rows = chance(), 20_000, torch.eye(10, dtype=torch.float64)
+    uniform = torch.rand(count, 10, generator=rng, dtype=torch.float64) - 0.5
+    true = -uniform.sign() * torch.log1p(-2 * uniform.abs()).clamp_min(-100)  # Laplace distribution
+    true[torch.arange(count), torch.randint(10, (count,), generator=rng)] += 8
+    noise, alpha = torch.linspace(-50, 50, 10, dtype=torch.float64), torch.ones(count, 1, dtype=torch.float64)
+    error, shift = 5 / count**0.5, -math.log(2 * (1 - 0.5 / 0.9))  # five standard errors of a median
+    assert ((fit_one_large_output(true + noise, alpha, rows) - noise).abs() < error).all()
+    assert (fit_sparse_outputs(true + noise, alpha, rows) - noise > shift - error).all()
 
 
 @pytest.mark.parametrize("groups", [1, OUTPUTS])
