@@ -4,8 +4,8 @@ With squared error, the true outputs are y = y^ - alpha c r_a, where y^ are the 
 and r_a are known, and c is one unknown number per group. A classifier's targets are 0 except for one output, so most of
 its outputs are close to 0 for any input. The c that minimises sum |y| is a weighted median of y^ / (alpha r_a); it
 tolerates the few outputs that are not close to 0. Neither labels nor a second broadcast are needed, so this also works
-if the noise is kept across rounds. Outputs for generated inputs, of which no model is certain, are less sparse; for them,
-the attack also estimates which output is the large one, and subtracts it (`fit_one_large_output`).
+if the noise is kept across rounds. Outputs for generated inputs, of which no model is certain, are less sparse; for
+them, the attack also estimates which output is the large one, and subtracts it (`fit_one_large_output`).
 
 With decoys, c is one of a few public candidates. The true one makes the model most certain of its predictions on its
 training records.
