@@ -274,5 +274,7 @@ def test_a_parameter_that_a_form_leaves_unused_keeps_its_value():
 
 def test_a_model_that_returns_several_tensors_is_refused():
     several = Network(lambda own, x: {"a": own.net(x), "b": own.net(x)}, net=net())
-    with pytest.raises(BadArgument, match="Network: its forward method returns a dict with several tensors of floats"):
+    with pytest.raises(
+        BadArgument, match="Network: its forward method returns a dict with several floating-point tensors"
+    ):
         trained(lambda: several, "plain")

@@ -124,7 +124,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan for inputs of this form and number of samples, regardless of its coverage.
 
-    The model returns its predictions, as chosen; the plan repeats `output`.
+    The model already returns the chosen predictions; the plan only records `output`.
     """
     only_trained = frozen == "local"
     with run_eagerly(model):

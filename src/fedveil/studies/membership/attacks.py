@@ -101,7 +101,7 @@ def digests(inputs: Tensor) -> list[bytes]:
 def shadow_defence(defence: str) -> str:
     """Return the defence used to train shadows; a veiled federation uses "plain", which trains the same model.
 
-    A defence that is not registered is used itself.
+    An unregistered defence is used unchanged.
     """
     if ":" not in defence and defence not in registry.names():
         return defence
