@@ -21,7 +21,14 @@ from pathlib import Path
 from benchmarks.timing import table
 
 BOUND = 1e-9
-PACKAGES = {"transformers": "benchmarks.zoo_transformers"}  # modules with names() and measure(name)
+PACKAGES = {  # modules with names() and measure(name)
+    "transformers": "benchmarks.zoo_transformers",
+    "torchvision": "benchmarks.zoo_torchvision",
+    "timm": "benchmarks.zoo_timm",
+    "monai": "benchmarks.zoo_monai",
+    "segmentation_models_pytorch": "benchmarks.zoo_segmentation",
+    "torch_geometric": "benchmarks.zoo_geometric",
+}
 SECONDS = 180.0
 
 
