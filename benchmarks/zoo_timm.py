@@ -1,4 +1,7 @@
-"""The smallest model of each family of timm; a family's models share the letters that their names begin with."""
+"""The smallest model of each family of timm; a family's models share the letters that their names begin with.
+
+A family without a model of at most 60 million parameters is not built.
+"""
 
 import re
 from itertools import groupby
@@ -6,6 +9,8 @@ from itertools import groupby
 import torch
 
 from benchmarks.zoo_measure import CLASSES, Case, declare_torchvision, images, measure as measure_case
+
+PARAMETERS = 60e6
 
 
 def families() -> dict[str, list[str]]:
@@ -25,8 +30,8 @@ def names() -> list[str]:
     return sorted(families())
 
 
-def smallest(models: list[str]) -> str:
-    """Return the name of the model with the fewest parameters."""
+def smallest(models: list[str]) -> tuple[str, int]:
+    """Return the name of the model with the fewest parameters, and their number."""
     import timm
 
     counts: dict[str, int] = {}
@@ -36,7 +41,8 @@ def smallest(models: list[str]) -> str:
                 counts[name] = sum(own.numel() for own in timm.create_model(name).parameters())
         except Exception:  # it computes with values while it is built  # noqa: S112
             continue
-    return min(counts, key=counts.__getitem__) if counts else min(models, key=len)
+    name = min(counts, key=counts.__getitem__) if counts else min(models, key=len)
+    return name, counts.get(name, 0)
 
 
 def build(name: str) -> Case:
@@ -58,5 +64,7 @@ def build(name: str) -> Case:
 
 def measure(name: str) -> dict[str, object]:
     """Compare the gradients of a family's smallest model with those of autograd."""
-    model = smallest(families()[name])
+    model, count = smallest(families()[name])
+    if count > PARAMETERS:
+        return {"result": "not built", "reason": f"{model} has {count / 1e6:.0f} million parameters"}
     return measure_case(lambda: build(model), model)
