@@ -144,7 +144,7 @@ CHANNELS = {
     "sum with its flip": (lambda x: x + x.flip(1), 4),
     "roll": (lambda x: x + torch.roll(x, 1, 1), 4),
     "products of all pairs": (lambda x: (x.unsqueeze(1) * x.unsqueeze(2)).flatten(1, 2), 16),
-    "index_add of channels": (lambda x: x.new_zeros(x.shape[0], 2, 6, 6).index_add(1, torch.arange(4) % 2, x), 2),
+    "index_add of channels": (lambda x: torch.zeros_like(x).index_add(1, torch.arange(4) // 2, x), 4),
     "scatter_add, by channel": (join_rows("sum", spread=False), 4),
     "scatter_reduce, by channel": (lambda x: x.scatter_reduce(2, rows(x, spread=False), x, "amax"), 4),
     "gather by channel": (lambda x: x.gather(2, rows(x, spread=False)), 4),
