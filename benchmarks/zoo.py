@@ -3,7 +3,7 @@
     PYTHONPATH=src python -m benchmarks.zoo --packages transformers [--limit N] [--only TEXT] [--results FILE]
 
 A class is analysed with a batch as a tokenizer or image processor returns it; its gradients in float64 are compared
-with those of autograd. Each class runs in a process of its own with a limit of CPU time. Results are appended to a file of
+with those of autograd. Each class runs in a process of its own with limited CPU time. Results are appended to a file of
 JSON lines; classes that it already contains are not run again. The table shows "exact", "wrong" or "refused" with the
 reason, the coverage and the seconds of CPU time. Classes that cannot be built from a tiny config are "not built".
 """

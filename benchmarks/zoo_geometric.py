@@ -6,19 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo_measure import CLASSES, SAMPLES, Case, measure as measure_case
+from benchmarks.zoo_measure import CLASSES, SAMPLES, Case
+from benchmarks.zoo_measure import measure as measure_case
 
 NODES, EDGES, FEATURES, WIDTH = 8, 20, 6, 16
 MODELS = ("EdgeCNN", "GAT", "GCN", "GIN", "GraphSAGE", "PNA", "PMLP", "Polynormer", "SGFormer", "GraphUNet")
 DENSE = ("DenseGATConv", "DenseGCNConv", "DenseGraphConv", "DenseGINConv", "DenseSAGEConv")
+PLAIN = (
+    "ARMAConv", "ClusterGCNConv", "EGConv", "FeaStConv", "FiLMConv", "GATConv", "GATv2Conv", "GCNConv", "GENConv",
+    "GeneralConv", "GraphConv", "HypergraphConv", "LEConv", "MFConv", "ResGatedGraphConv", "SAGEConv", "SGConv",
+    "SuperGATConv", "TAGConv",
+)  # fmt: skip
 OPTIONS: dict[str, dict[str, object]] = {  # arguments beyond the numbers of channels
-    **dict.fromkeys(("ARMAConv", "ClusterGCNConv", "EGConv", "FeaStConv", "FiLMConv", "GATConv", "GATv2Conv"), {}),
-    **dict.fromkeys(("GCNConv", "GENConv", "GeneralConv", "GraphConv", "HypergraphConv", "LEConv", "MFConv"), {}),
-    **dict.fromkeys(("ResGatedGraphConv", "SAGEConv", "SGConv", "SSGConv", "SuperGATConv", "TAGConv"), {}),
+    "ChebConv": {"K": 3},
     "SSGConv": {"alpha": 0.1},
     "TransformerConv": {"heads": 2, "concat": False},
-    "ChebConv": {"K": 3},
 }
+SPECIAL = ("APPNP", "EdgeConv", "GatedGraphConv", "GINConv", "GPSConv", "PNAConv")
 
 
 class Graphs(nn.Module):
@@ -71,7 +75,7 @@ class Dense(nn.Module):
 
 def names() -> list[str]:
     """Return the names of the models and of the convolutions."""
-    return [*MODELS, *sorted(OPTIONS), "APPNP", "EdgeConv", "GatedGraphConv", "GINConv", "GPSConv", "PNAConv", *DENSE]
+    return [*MODELS, *sorted([*PLAIN, *OPTIONS, *SPECIAL]), *DENSE]
 
 
 def build(name: str) -> Case:

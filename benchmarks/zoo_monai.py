@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.zoo_measure import CLASSES, SAMPLES, Case, images, measure as measure_case
+from benchmarks.zoo_measure import CLASSES, SAMPLES, Case, declare_torchvision, images
+from benchmarks.zoo_measure import measure as measure_case
 
 Settings = dict[str, object]
 PLANE: Settings = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
@@ -21,7 +22,8 @@ NETWORKS: dict[str, tuple[int, int, int, Settings]] = {  # size, channels, dims,
     "DenseNet121": (64, 1, 2, {**PLANE, "out_channels": CLASSES}),
     "DynUNet": (
         32, 1, 2,
-        {**PLANE, "kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2], "filters": [8, 16, 32]},
+        {**PLANE, "kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2],
+         "filters": [8, 16, 32]},
     ),
     "EfficientNetBN": (
         64, 1, 2,
@@ -45,7 +47,9 @@ NETWORKS: dict[str, tuple[int, int, int, Settings]] = {  # size, channels, dims,
     "SegResNet": (32, 1, 2, {**PLANE, "init_filters": 8}),
     "SegResNetDS": (32, 1, 2, {**PLANE, "init_filters": 8}),
     "SwinUNETR": (32, 1, 3, {"in_channels": 1, "out_channels": 2, "feature_size": 12}),
-    "TorchVisionFCModel": (64, 3, 2, {"model_name": "resnet18", "num_classes": CLASSES, "pool": None, "pretrained": False}),
+    "TorchVisionFCModel": (
+        64, 3, 2, {"model_name": "resnet18", "num_classes": CLASSES, "pool": None, "pretrained": False},
+    ),
     "UNETR": (
         32, 1, 2,
         {"in_channels": 1, "out_channels": 2, "img_size": 32, "spatial_dims": 2, "hidden_size": 24, "mlp_dim": 32,
@@ -65,7 +69,8 @@ NETWORKS: dict[str, tuple[int, int, int, Settings]] = {  # size, channels, dims,
     ),
     "VarFullyConnectedNet": (
         32, 1, 0,
-        {"in_channels": 32, "out_channels": CLASSES, "latent_size": 4, "encode_channels": (16,), "decode_channels": (16,)},
+        {"in_channels": 32, "out_channels": CLASSES, "latent_size": 4, "encode_channels": (16,),
+         "decode_channels": (16,)},
     ),
     "VoxelMorphUNet": (
         32, 2, 2,
@@ -82,6 +87,7 @@ def names() -> list[str]:
 
 def build(name: str) -> Case:
     """Build a network, and a batch of images, or of vectors for those without spatial dims."""
+    declare_torchvision()
     from monai.networks import nets
 
     size, channels, dims, settings = NETWORKS[name]

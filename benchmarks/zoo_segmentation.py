@@ -1,6 +1,7 @@
 """The architectures of segmentation_models_pytorch, and more encoders for U-Net."""
 
-from benchmarks.zoo_measure import Case, declare_torchvision, images, measure as measure_case
+from benchmarks.zoo_measure import Case, declare_torchvision, images
+from benchmarks.zoo_measure import measure as measure_case
 
 ENCODERS = {"DPT": "tu-vit_tiny_patch16_224", "Segformer": "mit_b0"}
 ARCHITECTURES = (

@@ -8,7 +8,8 @@ from itertools import groupby
 
 import torch
 
-from benchmarks.zoo_measure import CLASSES, Case, declare_torchvision, images, measure as measure_case
+from benchmarks.zoo_measure import CLASSES, Case, declare_torchvision, images
+from benchmarks.zoo_measure import measure as measure_case
 
 PARAMETERS = 60e6
 
@@ -39,7 +40,7 @@ def smallest(models: list[str]) -> tuple[str, int]:
         try:
             with torch.device("meta"):
                 counts[name] = sum(own.numel() for own in timm.create_model(name).parameters())
-        except Exception:  # it computes with values while it is built  # noqa: S112
+        except Exception:  # it computes with values while it is built
             continue
     name = min(counts, key=counts.__getitem__) if counts else min(models, key=len)
     return name, counts.get(name, 0)

@@ -1,6 +1,7 @@
 """Torchvision's models of images and videos with at most 30 million parameters; not those that detect objects."""
 
-from benchmarks.zoo_measure import CLASSES, Case, declare_torchvision, images, measure as measure_case
+from benchmarks.zoo_measure import CLASSES, Case, declare_torchvision, images
+from benchmarks.zoo_measure import measure as measure_case
 
 PARAMETERS = 30e6
 SIZES = {"inception_v3": 96, "vit_b_16": 224, "maxvit_t": 224}
