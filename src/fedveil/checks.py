@@ -1,12 +1,17 @@
-"""Checks of arguments and threads. The same mistake raises an error with the same wording everywhere."""
+"""Checks of arguments, threads and autocast. The same mistake raises an error with the same wording everywhere."""
 
 import difflib
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import TypeGuard
 
 from fedveil.errors import BadArgument, FedveilError
+
+DEVICES = ("cpu", "cuda")
+_SUSPENDED: ContextVar[tuple[str, ...]] = ContextVar("_SUSPENDED", default=())
 
 
 def check_choice(where: str, name: str, value: str, allowed: Iterable[str]) -> str:
@@ -87,3 +92,50 @@ class SingleThreadLock:
 
     def __reduce__(self) -> tuple[type["SingleThreadLock"], tuple[str]]:
         return SingleThreadLock, (self._where,)
+
+
+@contextmanager
+def suspend_autocast() -> Iterator[None]:
+    """Switch torch.autocast off, until `resume_autocast`; refuse autocast to another dtype than bfloat16.
+
+    Noise, sums over clients and recovery must not be rounded. A perturbed forward pass in bfloat16 is as close to one
+    in float32 as a plain one is (benchmarks/autocast.py).
+    """
+    import torch
+
+    active = tuple(device for device in DEVICES if torch.is_autocast_enabled(device))
+    for device in active:
+        if (dtype := torch.get_autocast_dtype(device)) != torch.bfloat16:
+            what = f"it is on for {device} with {dtype}, which a loss must be scaled for"
+            raise BadArgument("torch.autocast", what, "pass dtype=torch.bfloat16, or train in float32")
+    if not active and not _SUSPENDED.get():
+        yield
+        return
+    token = _SUSPENDED.set(active)
+    try:
+        with _autocast(active, enabled=False):
+            yield
+    finally:
+        _SUSPENDED.reset(token)
+
+
+@contextmanager
+def resume_autocast() -> Iterator[None]:
+    """Switch torch.autocast on for the devices for which it is suspended."""
+    devices = _SUSPENDED.get()
+    with _autocast(devices, enabled=True) if devices else nullcontext():
+        yield
+
+
+def is_suspended() -> bool:
+    """Return whether autocast was on for any device before it was suspended."""
+    return bool(_SUSPENDED.get())
+
+
+def _autocast(devices: tuple[str, ...], *, enabled: bool) -> ExitStack:
+    import torch
+
+    with ExitStack() as stack:
+        for device in devices:  # without a cache, which would keep casts of the values of other passes
+            stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False))
+        return stack.pop_all()

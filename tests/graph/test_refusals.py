@@ -107,8 +107,3 @@ PACKED = (torch.zeros(2, 4, 3), torch.tensor([4, 2]))
 def test_what_cannot_be_analysed_is_refused(model, example, options, kind, text):
     with pytest.raises(kind, match=f"(?s){text}"):
         fedveil.analyse(model, example, **options)
-
-
-def test_autocast_around_analyse_is_refused():
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(errors.AnalysisError, match="autocast is on for cpu"):
-        fedveil.analyse(mlp(5, 3), X)

@@ -29,6 +29,16 @@ def in_place(x):
     return x
 
 
+def rows(x, spread=True):
+    """For each element, the row to write it into or to take it from: the same for all channels, or others for each."""
+    index = torch.arange(6).view(6, 1).expand(x.shape) // 2
+    return index if spread else (index + torch.arange(x.shape[1]).view(-1, 1, 1)) % 6
+
+
+def join_rows(reduce, spread=True):
+    return lambda x: torch.zeros_like(x).scatter_reduce(2, rows(x, spread), x, reduce)
+
+
 ELEMENTWISE = {
     "positive": {
         "nn.ReLU": nn.ReLU(),
@@ -39,6 +49,7 @@ ELEMENTWISE = {
         "nn.PReLU, one a channel": nn.PReLU(4),
         "abs": lambda x: x.abs(),
         "nn.MaxPool2d": nn.MaxPool2d(3, 2, 1),
+        "scatter_reduce, the largest": join_rows("amax"),
     },
     "signs": {
         "nn.Tanh": nn.Tanh(),
@@ -58,6 +69,7 @@ ELEMENTWISE = {
         "softmax": lambda x: x.softmax(1),
         "x + 1": lambda x: x + 1,
         "1 - x": lambda x: 1 - x,
+        "scatter_add to ones": lambda x: torch.ones_like(x).scatter_add(2, rows(x), x),
         "pad with ones": lambda x: F.pad(x, (1, 1, 1, 1), value=1.0),
     },
     "any": {
@@ -85,6 +97,15 @@ ELEMENTWISE = {
         "chunk": lambda x: torch.cat(torch.chunk(x, 2, 1), 1),
         "nn.ChannelShuffle": nn.ChannelShuffle(2),
         "flip of channels": lambda x: torch.flip(x, (1,)),
+        "scatter_add": lambda x: x.new_zeros(x.shape).scatter_add_(2, rows(x), x),
+        "scatter_reduce, the mean": join_rows("mean"),
+        "scatter": lambda x: x.scatter(2, rows(x) + 3, x.flip(2)),
+        "index_add": lambda x: torch.zeros_like(x).index_add_(2, torch.arange(6) // 2, x),
+        "index_copy": lambda x: x.index_copy(2, torch.arange(3), x[:, :, 3:]),
+        "gather": lambda x: x.gather(2, rows(x)),
+        "slice_scatter": lambda x: torch.slice_scatter(x, x[:, :, 1:4], 2, 2, 5),
+        "select_scatter": lambda x: torch.select_scatter(x, x[:, :, 3], 2, -1),
+        "sum of products with ones": lambda x: x * x.new_ones(x.shape),
     },
 }
 
@@ -123,6 +144,14 @@ CHANNELS = {
     "sum with its flip": (lambda x: x + x.flip(1), 4),
     "roll": (lambda x: x + torch.roll(x, 1, 1), 4),
     "products of all pairs": (lambda x: (x.unsqueeze(1) * x.unsqueeze(2)).flatten(1, 2), 16),
+    "index_add of channels": (lambda x: torch.zeros_like(x).index_add(1, torch.arange(4) // 2, x), 4),
+    "scatter_add, by channel": (join_rows("sum", spread=False), 4),
+    "scatter_reduce, by channel": (lambda x: x.scatter_reduce(2, rows(x, spread=False), x, "amax"), 4),
+    "gather by channel": (lambda x: x.gather(2, rows(x, spread=False)), 4),
+    "gather of channels": (lambda x: x.gather(1, torch.arange(3, -1, -1).view(4, 1, 1).expand(x.shape)), 4),
+    "two channels replaced": (lambda x: torch.slice_scatter(x, x[:, :2].relu(), 1, 1, 3), 4),
+    "a channel replaced": (lambda x: torch.select_scatter(x, x[:, 0].relu(), 1, -2), 4),
+    "channels set to 0 in place": (lambda x: write_into(x.clone(), slice(1, 3)), 4),
     "F.glu": (lambda x: F.glu(x, 1), 2),
     "unbind": (lambda x: torch.stack(x.unbind(1)[:3], 1), 3),
     "two channels multiplied": (lambda x: torch.cat([x[:, :2] * x[:, 2:], x], 1), 6),
@@ -145,9 +174,9 @@ def test_channels_that_move_or_mix_stay_exact(name):
     assert error < 1e-8  # first.bias before a norm: g = 0
 
 
-def write_into(x):
+def write_into(x, channels=0):
     x = x.clone()
-    x[:, 0] = 0
+    x[:, channels] = 0
     return x
 
 
@@ -221,6 +250,29 @@ def test_layers_of_every_kind_stay_exact(name):
     if name in ("a subclass of Linear", "tied weights, itself"):  # also before and behind a layer that is called twice
         (axis,) = planned(model, inputs).axes
         assert axis.symmetry.words == "positive"
+
+
+def mask_bias(model, x):
+    """Three layers in one, of which the second has no bias, as in Swin v2."""
+    bias = model.bias.clone()
+    bias[4:8].zero_()
+    a, b, c = F.linear(x, model.wide.weight, bias).chunk(3, 1)
+    return model.head(torch.cat([a.relu(), b.relu(), c], 1))
+
+
+def join_bias(model, x):
+    bias = torch.cat([model.bias[:4], model.bias.new_zeros(4), model.bias[4:]])
+    a, b, c = F.linear(x, model.wide.weight, bias).chunk(3, 1)
+    return model.head(torch.cat([a.relu(), b.relu(), c], 1))
+
+
+@pytest.mark.parametrize(("forward", "size"), [(mask_bias, 12), (join_bias, 8)])
+def test_a_computed_bias_is_veiled_like_its_weight(forward, size):
+    layers = {"wide": nn.Linear(5, 12, bias=False), "head": nn.Linear(12, 3), "bias": nn.Parameter(torch.randn(size))}
+    model = built(lambda: Network(forward, **layers))
+    inputs, targets = batch((5,), 3)
+    assert planned(model, inputs).shares["scaled"] == 1
+    assert recovery_error(model, inputs, targets, groups=2, multiplicative=10.0) < 1e-9
 
 
 def add_positions(model, tokens):

@@ -48,9 +48,11 @@ def test_batches_that_do_not_fit_are_refused(model, broadcast, change, text):
         fedveil.client_step(model, broadcast, *change(*batch((5,), 3)))
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_modes_without_exact_gradients_are_refused(model, broadcast, mode):
-    with mode(), pytest.raises(errors.BadArgument, match=r"(?s)client_step: torch\.(inf|aut).*Fix: call client_step"):
+def test_a_step_without_gradients_is_refused(model, broadcast):
+    with (
+        torch.inference_mode(),
+        pytest.raises(errors.BadArgument, match=r"(?s)client_step: torch\.inf.*Fix: call client_step"),
+    ):
         fedveil.client_step(model, broadcast, *batch((5,), 3))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedveil.checks import check_boolean
+from fedveil.checks import check_boolean, resume_autocast
 from fedveil.defences.interface import AnyCodec, AnyDefence, AnyRound, B, DefenceClient, Samples, State, U
 from fedveil.defences.registry import add_privacy, find_codec
 from fedveil.errors import BadArgument, NonFiniteUpdate
@@ -100,6 +100,7 @@ class LocalEngine(Generic[B, U]):
         for client, update in zip(clients, updates, strict=True):
             yield Reply((client,), update, self.claim_records(client))
 
+    @resume_autocast()
     def updates(self, broadcast: B, clients: Sequence[int], number: int, members: int | None = None) -> list[U]:
         """Compute each client's update in a round; `members` is the number of clients in a secure sum."""
         defence_client, shards, dtype, whole = self.client, self.shards, self.dtype, self.whole_shard
@@ -112,6 +113,7 @@ class LocalEngine(Generic[B, U]):
         """Return the number of records that a client claims."""
         return self.shards.sizes[client]
 
+    @resume_autocast()
     def _fused_update(self, broadcast: B, clients: Sequence[int], number: int) -> U:
         """Compute one update from all clients' batches, with each sample weighted by its client's share."""
         rows = [self.shards.rows(client, number) for client in clients]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fedveil.checks import SingleThreadLock, check_choice, check_count, check_positive
+from fedveil.checks import SingleThreadLock, check_choice, check_count, check_positive, suspend_autocast
 from fedveil.defences.interface import AnyClient, AnyDefence, AnyRound, AnyServer, Defence
 from fedveil.defences.registry import build
 from fedveil.errors import BadArgument, NonFiniteUpdate, TooFewAnswers
@@ -166,6 +166,7 @@ class Server(StoredServer):
         except NonFiniteUpdate as error:
             raise self._divergence(f"{error.where}: {error.what}", LOWER if self.round else SCALE) from error
 
+    @suspend_autocast()
     def exchange(self, on_exchange: Observer | None = None) -> Aggregate:
         """Broadcast, collect and aggregate, without a step; repeat with new noise if too few replies are valid."""
         policy, faults = self.policy, FaultLog(self.round)

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fedveil.checks import suspend_autocast
 from fedveil.errors import AnalysisError, BadArgument, FedveilError, NothingToVeil, TooLittleCovered
 from fedveil.graph.build import Frozen, build_plan
 from fedveil.graph.export import SAMPLES, export, first_line
@@ -112,6 +113,7 @@ def analyse(
 REPORT = "report a bug with the model; until then, use the defence 'plain' or 'ppdl', which do not analyse it"
 
 
+@suspend_autocast()
 def make_plan(
     model: nn.Module,
     inputs: Inputs,

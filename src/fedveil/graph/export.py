@@ -102,10 +102,6 @@ def export(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> ModelGra
     state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {name: first.setdefault(id(tensor), name) for name, tensor in state}  # tied tensors have several names
     args, kwargs = arguments(check_example(model, inputs, samples))
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            what = f"torch.autocast is on for {device}: {ROUNDING}"
-            raise AnalysisError("analyse", what, "call analyse outside torch.autocast, and train in float32")
     try:
         with silence_torch():
             program = torch.export.export(return_predictions(model_copy), args, kwargs, strict=False)
@@ -117,7 +113,8 @@ def export(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> ModelGra
         raise explain(model, model_copy, error) from None  # its cause prints whole graphs
     if any("autocast" in getattr(node.target, "__name__", "") for node in program.graph.nodes):
         what = f"its forward method enables torch.autocast: {ROUNDING}"
-        raise AnalysisError(type(model).__name__, what, "remove the autocast block, and train in float32")
+        fix = "remove the autocast block; put torch.autocast around client_step or Federation.fit"
+        raise AnalysisError(type(model).__name__, what, fix)
     program.graph.eliminate_dead_code(_has_effect)  # such as a loss of labels, or a pooler that is not chosen
     signature = program.graph_signature
     parameters = {node: names[name] for node, name in signature.inputs_to_parameters.items()}

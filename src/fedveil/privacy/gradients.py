@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fedveil.checks import suspend_autocast
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
 from fedveil.privacy.row_layers import ForwardVaries, Product, RowLayer, find_row_layers, norms, run_with_taps
@@ -154,6 +155,7 @@ def summation_error(records: int, clip: float) -> float:
 
 
 @torch.no_grad()
+@suspend_autocast()
 def clipped_sums(
     task: RecordGradients, inputs: Inputs, targets: Tensor, included: Tensor, clip: float, memory: int = MEMORY
 ) -> Tensors:

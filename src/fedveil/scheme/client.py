@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
+from fedveil.checks import is_suspended, resume_autocast, suspend_autocast
 from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.export import attribute_failure
 from fedveil.graph.foreign_code import WRAPPER, find_original, refuse_packing, run_eagerly
@@ -63,6 +64,7 @@ def add_alpha(head: PublicHead, values: Tensors) -> Tensors:
     return values | extended
 
 
+@suspend_autocast()
 def client_step(
     model: nn.Module, broadcast: Broadcast, inputs: Inputs, targets: Tensor, weights: Tensor | None = None
 ) -> Update:
@@ -70,7 +72,8 @@ def client_step(
 
     The update contains the perturbed gradient, sigma~_1 ... sigma~_m and beta (paper, Sec. 4.2), each averaged over the
     samples; for a loss other than squared error, it contains the gradient for each of the broadcast's candidates. Each
-    is computed from a pair of cotangents of (y, alpha), without per-sample Jacobians.
+    is computed from a pair of cotangents of (y, alpha), without per-sample Jacobians. Under torch.autocast, the model's
+    forward method runs in bfloat16; the update remains in the dtype of the broadcast.
 
     Args:
         model: a model of the same architecture; its values are neither used nor changed.
@@ -87,10 +90,6 @@ def client_step(
     if torch.is_inference_mode_enabled():
         what = "torch.inference_mode() does not allow gradients"
         raise BadArgument("client_step", what, "call client_step outside torch.inference_mode()")
-    for device in {tensor.device.type for tensor in broadcast.parameters.values()}:
-        if torch.is_autocast_enabled(device):
-            what = f"torch.autocast is on for {device}: a veiled gradient would lose more precision than a plain one"
-            raise BadArgument("client_step", what, "call client_step outside torch.autocast")
     if type(model).__name__ == WRAPPER:
         model = find_original(model)
     model = choose_output(model, broadcast.output) if broadcast.output else model
@@ -101,7 +100,8 @@ def client_step(
         raise BadArgument("client_step", what)
     head, loss = broadcast.head, broadcast.loss
     values = add_alpha(head, broadcast.parameters) if head else broadcast.parameters
-    links = find_links(model, inputs, values) if head and head.tail not in INNER_TAILS else None
+    is_plain = head and head.tail not in INNER_TAILS and not is_suspended()
+    links = find_links(model, inputs, values) if is_plain else None
     if head and links and isinstance(inputs, Tensor):
         with torch.no_grad():
             activations = forward(links, values, inputs)
@@ -191,8 +191,12 @@ class _BatchRun:
 
     def _call(self) -> Tensor:
         """Return the model's output; convert an exception in forward to one that names the module."""
-        with attribute_failure(self.model, "its forward method fails on this batch", SAME_FORM):
-            return call(self.model, self.inputs)
+        with attribute_failure(self.model, "its forward method fails on this batch", SAME_FORM), resume_autocast():
+            return self._restore(call(self.model, self.inputs))
+
+    def _restore(self, output: Tensor) -> Tensor:
+        """Convert what forward computed under autocast to the dtype of the broadcast."""
+        return output.to(next(iter(self.values.values())).dtype) if is_suspended() else output
 
     def _copy_buffers(self, number: int = 0) -> Tensors:
         """Copy the broadcast's buffers; if the broadcast is continued, copy those of the given candidate."""
@@ -236,7 +240,7 @@ class _BatchRun:
         captured: list[Tensor] = []
 
         def capture(output: Tensor) -> Tensor:
-            captured.append(output)
+            captured.append(self._restore(output))
             raise _HeadReached
 
         with suppress(_HeadReached), LayerOutputMode(self.values[head.weight], capture):
@@ -250,7 +254,7 @@ class _BatchRun:
 
         def correct(output: Tensor) -> Tensor:
             _check_outputs(head, output)
-            y, alpha = torch.split_with_sizes(output, [output.shape[head.axis] - 1, 1], head.axis)
+            y, alpha = torch.split_with_sizes(self._restore(output), [output.shape[head.axis] - 1, 1], head.axis)
             noises, axis = head.noise(y), head.axis % y.dim()
             return torch.cat([y - factor_along(noises[number], axis, y.dim()) * alpha for number in numbers])
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedveil.checks import suspend_autocast
 from fedveil.errors import NotExact
 from fedveil.graph.draws import FixedDraws
 from fedveil.graph.foreign_code import run_eagerly
@@ -45,6 +46,7 @@ class Difference:
     rounding: float
 
 
+@suspend_autocast()
 def check_exact(
     perturbation: Perturbation, model: nn.Module, inputs: Inputs, targets: Tensor | None = None
 ) -> Difference | None:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedveil.checks import suspend_autocast
 from fedveil.errors import BadArgument, UpdateRefused
 from fedveil.graph.foreign_code import WRAPPER, find_original
 from fedveil.graph.plan import Plan, check_model
@@ -143,6 +144,7 @@ class VeilSession(MemoryOnly):
         """Discard noise that was drawn in advance or kept."""
         self._content = _Reserve()
 
+    @suspend_autocast()
     def perturb(self, model: nn.Module) -> Perturbation:
         """Perturb a model with new noise; the model itself is not changed.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from fedveil.checks import suspend_autocast
 from fedveil.errors import BadArgument, ForeignUpdate, IncompleteUpdate, MisshapenUpdate, NonFiniteUpdate, StaleUpdate
 from fedveil.graph.plan import Layout, Plan, flatten
 from fedveil.scheme.broadcast import Update, select_row
@@ -176,6 +177,7 @@ def smooth(current: Tensor, last: Tensor | None) -> Tensor:
     return torch.where((sizes > 0).view(shape), current * grown.view(shape), MIN_RATIO * last)
 
 
+@suspend_autocast()
 @torch.no_grad()
 def recover(secret: Recovery, updates: Sequence[Update], weights: Sequence[float] | None = None) -> Aggregate:
     """Return the weighted mean of the gradients that clients would have sent for the true model.

@@ -150,11 +150,13 @@ def linear(call: Call) -> Outcome:
     x, weight = call.tensor("input"), call.tensor("weight")
     ahead = [f"x{d}" for d in range(x.value.dim() - 1)]
     labels, out = [*ahead, "k"], [*ahead, "j"]
+    bias = call["bias"]
     if isinstance(weight, StateTensor):
-        own = Weight(weight, weight.value, ("j", "k"))
-        return project(call, x.units, labels, own, _bias(call, "j"), out)
-    units = contract(call, x, labels, weight, ["j", "k"], out)
-    return units if call["bias"] is None else add_tensors(call, Activation(call.value, units), call.tensor("bias"))
+        own, known = Weight(weight, weight.value, ("j", "k")), bias is None or isinstance(bias, StateTensor)
+        units = project(call, x.units, labels, own, _bias(call, "j") if known else None, out)
+    else:
+        known, units = bias is None, contract(call, x, labels, weight, ["j", "k"], out)
+    return units if known else add_tensors(call, Activation(call.value, units), as_tensor(bias))
 
 
 @rule(*CONVOLUTIONS)

@@ -89,7 +89,7 @@ def replay(call: Call) -> Outcome:
     return call.ledger.move(call.x.units, operation).map(compress)
 
 
-def _concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Units:
+def concatenate(call: Call, operands: Sequence[Traced], dim: int) -> Units:
     """Concatenate tensors along `dim`.
 
     If no tensor's noise varies along `dim`, all tensors share the same noise, for example if a token is prepended to
@@ -146,7 +146,7 @@ def _join_factors(call: Call, operands: Sequence[Traced], dim: int, *, is_order:
 def cat(call: Call) -> Outcome:
     """Concatenate along a dim; PyTorch ignores empty 1-d tensors."""
     operands = [operand for operand in call.operands if operand.value.dim() == call.rank]
-    return _concatenate(call, operands, call.dim(call.rank))
+    return concatenate(call, operands, call.dim(call.rank))
 
 
 @rule("stack")
@@ -154,7 +154,7 @@ def stack(call: Call) -> Outcome:
     """Concatenate along a new dim."""
     dim = call.dim(call.rank)
     parts = [(x.value.unsqueeze(dim), x.units.map(lambda factor: factor.unsqueeze(dim))) for x in call.operands]
-    return _concatenate(call, [Activation(*part) for part in parts], dim)
+    return concatenate(call, [Activation(*part) for part in parts], dim)
 
 
 def mix_neighbours(call: Call, units: Units, dims: Dims) -> Units:
@@ -193,24 +193,24 @@ def pad(call: Call) -> Outcome:
 def index(call: Call) -> Outcome:
     """Select elements with index tensors. All elements share the same noise, because any of them may be selected."""
     if call.name == "index_select":
-        return _share(call, frozenset({call.dim()}))
+        return share(call, call.x.units, frozenset({call.dim()}))
     indices = {dim: as_tensor(found) for dim, found in enumerate(call.sequence("indices")) if found is not None}
     if any(i.value.dtype == torch.bool for i in indices.values()):
         raise NoRule("its index is a mask, so the number of selected elements is unknown")
     first = torch.zeros((1,) * max(i.value.dim() for i in indices.values()), dtype=torch.int64)
     key = tuple(first if dim in indices else slice(None) for dim in range(call.x.value.dim()))
-    return _share(call, frozenset(indices)).map(lambda factor: factor[key])
+    return share(call, call.x.units, frozenset(indices)).map(lambda factor: factor[key])
 
 
-def _share(call: Call, dims: Dims) -> Units:
-    """Make the units of the first operand equal along `dims`, and return them."""
+def share(call: Call, units: Units, dims: Dims) -> Units:
+    """Make units equal along `dims`, and return them."""
     order = []
-    for factor in call.x.units.order:
+    for factor in units.order:
         if varying_dims(factor) and varying_dims(factor) <= dims:
             call.ledger.fix(factor)
         else:
             order.append(call.ledger.merge_order(factor, dims))
-    return Units(call.merge_scale(call.x.units.scale, dims), tuple(order))
+    return Units(call.merge_scale(units.scale, dims), tuple(order), units.zero)
 
 
 @rule("triu", "tril")
