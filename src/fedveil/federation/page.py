@@ -220,7 +220,7 @@ def run_page(
         every = scores(models, test, server.loss)
         metric = primary_metric(next(iter(every.values())))
         found = {view: values[metric] for view, values in every.items()}
-        views = view_sections(models, test, details.classes, metric, found)
+        views = view_sections(models, test, [str(name) for name in details.encoding.classes], metric, found)
     sections = [
         *(curve_sections(histories) if server.round else []),
         *views,
