@@ -14,8 +14,11 @@ from tests.runs.tables import write_bank, write_new
 
 import fedveil
 from fedveil import cli
+from fedveil.data import Encoding
 from fedveil.errors import BadArgument
+from fedveil.federation.results import RunDetails
 from fedveil.models import mlp
+from fedveil.runs.export import export_model
 
 PROGRAM = """
 import csv, json, sys
@@ -115,11 +118,11 @@ OUTPUTS = {
 def test_an_exported_model_returns_predictions_for_every_kind_of_output(loss, tmp_path):
     count, targets = OUTPUTS[loss]
     x, net = torch.randn(12, 4), mlp(4, count, hidden=4)
-    scale = fedveil.data.Encoding(target_scale=(50.0, 7.0) if loss == "squared_error" else None)
-    details = fedveil.federation.results.RunDetails(encoding=scale)
+    scale = Encoding(target_scale=(50.0, 7.0) if loss == "squared_error" else None)
+    details = RunDetails(encoding=scale)
     fedveil.Federation(net, [(x, targets)], "plain", adam, loss=loss).fit(folder=tmp_path, details=details)
     predictor = fedveil.load_predictor(tmp_path, model=mlp(4, count, hidden=4))
-    fedveil.runs.export.export_model(predictor, tmp_path / "model.pt2")
+    export_model(predictor, tmp_path / "model.pt2")
     found, wanted = torch.export.load(tmp_path / "model.pt2").module()(x), predictor(x)
     if wanted.probabilities is not None:
         np.testing.assert_allclose(found, wanted.probabilities, atol=1e-6)
@@ -160,4 +163,4 @@ def test_a_model_that_depends_on_the_number_of_records_is_refused(tmp_path):
     fedveil.Federation(Fixed(), [(x, targets)], "plain", adam, batch_size=12).fit(folder=tmp_path)
     predictor = fedveil.load_predictor(tmp_path, model=Fixed())
     with pytest.raises(BadArgument, match=r"(?s)Fixed cannot be exported: .*Fix: export it in Python"):
-        fedveil.runs.export.export_model(predictor, tmp_path / "model.pt2")
+        export_model(predictor, tmp_path / "model.pt2")

@@ -20,6 +20,7 @@ from fedveil.data.splits import divide
 from fedveil.errors import BadArgument
 from fedveil.federation.results import RunDetails
 from fedveil.models import mlp
+from fedveil.runs.export import export_model
 
 HERE = "tests.runs.test_predict"
 QUICK = ["--defence", "plain", "--clients", "2", "--hidden", "8", "--epochs", "2", "--lr", "0.01", "--quiet"]
@@ -150,6 +151,7 @@ def test_a_missing_column_and_files_of_other_kinds_are_refused(bank, tmp_path, c
         ([run, str(tmp_path / "gone.csv")], "there is no such file"),
         ([str(tmp_path / "gone"), str(tmp_path / "new.csv")], "there is no such folder"),
         ([run, str(tmp_path / "new.csv"), "--out", "x.txt"], "x.txt is neither .csv nor .npz"),
+        ([run, str(tmp_path / "new.csv"), "--out", str(tmp_path / "new.csv")], "new.csv is the file of the records"),
     ]:
         assert cli.main(["predict", *words]) == 2
         assert text in capsys.readouterr().err
@@ -351,3 +353,30 @@ def test_what_can_be_known_is_refused_before_torch_is_imported(tmp_path):
         code = "import sys; from fedveil.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
         assert done.stdout.split() == ["2", "False"], done.stderr
+
+
+class Pair(nn.Module):
+    """A model of two arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, left, right):
+        return self.head(left * right)
+
+
+def test_several_inputs_are_predicted_but_not_exported(tmp_path):
+    left, right, targets = torch.randn(10, 4), torch.randn(10, 4), torch.arange(10) % 2
+    model = Pair()
+    fedveil.Federation(model, [({"left": left, "right": right}, targets)], "plain", adam).fit(folder=tmp_path)
+    predictor = fedveil.load_predictor(tmp_path, model=Pair())
+    wanted = model(left, right).detach().double().softmax(1).numpy()
+    for given in ({"left": left, "right": right}, {"left": left.numpy(), "right": right.double()}):
+        np.testing.assert_allclose(predictor(given).probabilities, wanted, atol=1e-6)
+    with pytest.raises(BadArgument, match=r"the model takes several tensors: inputs\['left'\], inputs\['right'\]"):
+        export_model(predictor, tmp_path / "model.pt2")
+    with pytest.raises(
+        BadArgument, match=r"Pair does not accept them .*\n  Fix: pass records of the form inputs"
+    ):
+        predictor(left)

@@ -46,11 +46,13 @@ def predict(
     _check_run(run, records)
     if out.suffix not in (".csv", ".npz"):
         raise BadArgument("--out", f"{out} is neither .csv nor .npz", "use --out predictions.csv")
+    if out.resolve() == records.resolve():
+        raise BadArgument("--out", f"{out} is the file of the records", "choose another file")
     found = _load(run, model, network, trust_code, unknown)(records)
     for note in found.notes:
         print(f"{records}: {note}", file=sys.stderr)
     write_atomically(out, _format_arrays(found) if out.suffix == ".npz" else _format_csv(found))
-    print(f"{len(found):,} records: {_summarise(found)}\npredictions: {out}")
+    print(f"{len(found):,} record{'s' * (len(found) != 1)}: {_summarise(found)}\npredictions: {out}")
 
 
 def export(

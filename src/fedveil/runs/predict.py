@@ -2,7 +2,7 @@
 
 import math
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fedveil.checks import check_choice
 from fedveil.data.archives import open_archive
@@ -26,7 +27,7 @@ from fedveil.files import convert_os_errors
 from fedveil.graph.outputs import Output, choose_output, read_choice
 from fedveil.records.arrays import as_tensor, is_frame
 from fedveil.records.encoding import Encoding, ImageEncoding, NumbersEncoding, OutputForm, TableEncoding, read_encoding
-from fedveil.records.inputs import Inputs, tensors_by_path
+from fedveil.records.inputs import Inputs, as_dicts, tensors_by_path
 from fedveil.runs.folder import load_model
 
 if TYPE_CHECKING:
@@ -180,8 +181,12 @@ class Predictor:
 
     def _encode_arrays(self, records: object) -> EncodedRecords:
         """Return tensors or arrays, which are already encoded unless they are images of bytes."""
-        structure = isinstance(records, tuple | dict)
-        inputs = cast(Inputs, records) if structure else as_tensor(WHERE, "they", records)
+        inputs: Inputs
+        if isinstance(records, tuple | Mapping):
+            convert = lambda leaf: as_tensor(WHERE, "they", leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
+            inputs = cast(Inputs, pytree.tree_map(convert, as_dicts(records)))
+        else:
+            inputs = as_tensor(WHERE, "they", records)
         own = self.encoding.inputs
         if isinstance(own, ImageEncoding) and isinstance(inputs, Tensor) and inputs.dtype == torch.uint8:
             self._check_shape(inputs, (3, own.size, own.size))
