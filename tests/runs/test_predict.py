@@ -124,7 +124,10 @@ ROW |= {"poutcome": "failure", "region": "1"}
     [
         ({"job": "astronaut"}, r"line 3, column 'job': 'astronaut' is not a known value.*--unknown ignore"),
         ({"age": "old"}, r"line 3, column 'age': 'old' is not a number"),
-        ({"poutcome": "NA"}, r"line 3, column 'poutcome': 'NA' counts as missing.*--missing impute would accept"),
+        (
+            {"poutcome": "NA"},
+            r"line 3, column 'poutcome': 'NA' counts as missing.*training had none missing",
+        ),
         ({"age": "1e200"}, r"line 3, column 'age': '1e200' is too large"),
         ({"region": "NA"}, r"line 3, column 'region': 'NA' is not a known value"),
     ],
@@ -138,8 +141,13 @@ def test_a_cell_that_cannot_be_encoded_is_named_by_row_and_column(bank, tmp_path
     with pytest.raises(BadArgument, match=f"(?s)new.csv, {text}"):
         predictor(tmp_path / "new.csv")
     pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame([ROW, ROW | change])
     with pytest.raises(BadArgument, match=f"(?s)the DataFrame, {text.replace('line 3', 'row 1')}"):
-        predictor(pandas.DataFrame([ROW, ROW | change]))
+        predictor(frame)
+    with pytest.raises(BadArgument, match=r"the DataFrame: there is no column age.*\n  Fix: rename the columns"):
+        predictor(frame.drop(columns="age"))
+    with pytest.raises(BadArgument, match="the DataFrame: there are no records"):
+        predictor(frame.head(0))
 
 
 def test_a_missing_column_and_files_of_other_kinds_are_refused(bank, tmp_path, capsys):
@@ -376,7 +384,5 @@ def test_several_inputs_are_predicted_but_not_exported(tmp_path):
         np.testing.assert_allclose(predictor(given).probabilities, wanted, atol=1e-6)
     with pytest.raises(BadArgument, match=r"the model takes several tensors: inputs\['left'\], inputs\['right'\]"):
         export_model(predictor, tmp_path / "model.pt2")
-    with pytest.raises(
-        BadArgument, match=r"Pair does not accept them .*\n  Fix: pass records of the form inputs"
-    ):
+    with pytest.raises(BadArgument, match=r"Pair does not accept them .*\n  Fix: pass records of the form inputs"):
         predictor(left)

@@ -22,6 +22,7 @@ from fedveil.data.tables import (
     find_gaps,
     number,
 )
+from fedveil.errors import BadArgument
 from fedveil.records.encoding import CategoryColumn, NumberColumn, TableEncoding
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 Unknown = Literal["refuse", "ignore"]
 COMPLETE = "fill in the cells or leave these records out; a model trained with --missing impute would accept them"
+NO_FILL = "fill in the cells: training had none missing in this column; or use --unknown ignore, as for new categories"
 IGNORE = '; or use --unknown ignore (in Python unknown="ignore"), with which all inputs of an unknown category are 0'
 
 
@@ -75,13 +77,15 @@ def encode_new_rows(
     """
     names = [column.name for column in encoding.columns]
     table.require_columns(names)
+    if not len(table):
+        raise BadArgument(table.path, "there are no records", "pass at least one record")
     if others := [name for name in table.columns if name not in names]:
         notes.append(f"ignored columns that are not inputs: {shorten(others, 8)}")
     lines, fills = table.lines, {column.name: column.fill for column in encoding.columns}
     columns = [_find_missing(table, encoding, column) for column in encoding.columns]
     if encoding.missing == "impute":
         if unknown == "refuse":  # a column that had no missing cells has no value for them
-            table.drop_missing([own for own in columns if fills[own.name] is None], None, "refuse", notes, COMPLETE)
+            table.drop_missing([own for own in columns if fills[own.name] is None], None, "refuse", notes, NO_FILL)
         table = table.fill(columns, fills, notes)
     else:
         table = table.drop_missing(columns, None, encoding.missing, notes, COMPLETE)
@@ -101,10 +105,10 @@ def _find_missing(table: CsvTable, encoding: TableEncoding, column: NumberColumn
     return Column(column.name, column.kind == "number", find_gaps(cells, missing), frozenset())
 
 
-def table_from_frame(frame: "DataFrame", encoding: TableEncoding) -> CsvTable:
+def read_frame(frame: "DataFrame", encoding: TableEncoding | None = None) -> CsvTable:
     """Return the cells of a pandas DataFrame as text, as they would be in a CSV file with decimal points."""
     columns = {str(name): _cells(series) for name, series in frame.items()}
-    for column in encoding.columns:
+    for column in encoding.columns if encoding else ():
         if isinstance(column, CategoryColumn) and column.name in columns:
             columns[column.name] = _match_spelling(columns[column.name], column.categories)
     return CsvTable("the DataFrame", columns, np.arange(len(frame)), unit="row")

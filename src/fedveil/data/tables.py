@@ -71,7 +71,10 @@ class CsvTable:
         missing = [column for column in names if column not in self.columns]
         if missing:
             what = f"there is no column {shorten(missing)}; the columns are {shorten(self.columns, 8)}"
-            raise BadArgument(f"{self.path}, line 1", what, "correct the header or the delimiter")
+            where, fix = f"{self.path}, line 1", "correct the header or the delimiter"
+            if self.unit != "line":
+                where, fix = self.path, "rename the columns, or add the missing ones"
+            raise BadArgument(where, what, fix)
 
     def numbers(self, column: str) -> Floats:
         """Return a numeric column; refuse cells that are not numbers."""

@@ -17,7 +17,7 @@ from fedveil.checks import check_choice
 from fedveil.data.archives import open_archive
 from fedveil.data.catalogue import shorten
 from fedveil.data.images import SUFFIXES, decode_images, encode_images
-from fedveil.data.rows import Unknown, encode_new_rows, table_from_frame
+from fedveil.data.rows import Unknown, encode_new_rows, read_frame
 from fedveil.data.tables import CsvTable, parse_table
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import move_inputs, predict
@@ -160,13 +160,13 @@ class Predictor:
     def _encode_frame(self, frame: "DataFrame") -> EncodedRecords:
         own = self.encoding.inputs
         if isinstance(own, TableEncoding):
-            return self._encode_table(table_from_frame(frame, own))
+            return self._encode_table(read_frame(frame, own))
         if isinstance(own, ImageEncoding):
             raise BadArgument(WHERE, "the model takes images, not a DataFrame", "pass a folder of images, or an array")
-        columns = list(own.columns or map(str, frame.columns))
-        _check_columns("the DataFrame", columns, [str(name) for name in frame.columns])
-        chosen = frame.set_axis([str(name) for name in frame.columns], axis=1)[columns]
-        return self._cast(as_tensor(WHERE, "they", chosen).double())
+        named = frame.set_axis([str(name) for name in frame.columns], axis=1)
+        columns = list(own.columns or named.columns)
+        read_frame(named.head(1)).require_columns(columns)
+        return self._cast(as_tensor(WHERE, "they", named[columns]).double())
 
     def _encode_table(self, table: CsvTable) -> EncodedRecords:
         own, notes = self.encoding.inputs, list[str]()
@@ -296,13 +296,6 @@ def _number_rows(inputs: Inputs) -> EncodedRecords:
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
         raise BadArgument(WHERE, "there are no records", "pass at least one record")
     return EncodedRecords(inputs, np.arange(len(tensors[0])))
-
-
-def _check_columns(where: str, names: Sequence[str], given: Sequence[str]) -> None:
-    missing = [name for name in names if name not in given]
-    if missing:
-        what = f"there is no column {shorten(missing)}; the columns are {shorten(given, 8)}"
-        raise BadArgument(where, what, "rename the columns, or add the missing ones")
 
 
 def _read_table(path: Path, encoding: object) -> CsvTable:
