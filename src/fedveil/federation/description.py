@@ -139,7 +139,6 @@ def describe_encoding(server: "Server", given: Encoding, evaluation: "Evaluation
 
     It contains no statistics of clients' records: those in `given` are the program's own.
     """
-    from fedveil.federation.prepare import keep_random_state
     from fedveil.federation.targets import one_output
 
     tensors = {
@@ -147,10 +146,7 @@ def describe_encoding(server: "Server", given: Encoding, evaluation: "Evaluation
         for path, tensor in tensors_by_path(server.example).items()
     }
     output = one_output(server.model, server.example)
-    held_out = evaluation and (evaluation.validation or evaluation.test)
-    with keep_random_state():
-        target = held_out.take([0])[1] if held_out else None
-    form = _describe_outputs(server, output, given, target)
+    form = _describe_outputs(server, output, given, evaluation.target if evaluation else None)
     classes = given.classes
     if form.kind in ("softmax", "scores") or (form.kind == "sigmoid" and output.numel() == 1):
         count = output.shape[form.class_axis] if form.kind != "sigmoid" else 2
