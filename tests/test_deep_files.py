@@ -41,7 +41,7 @@ def test_files_of_a_run_are_refused_by_their_names(tmp_path):
         read_config(tmp_path)
     folder = tmp_path / "run"
     train(config_of(**SMALL, epochs=1), folder)
-    kept = {name: (folder / name).read_text() for name in ("config.json", "model.json", "summary.json")}
+    kept = {name: (folder / name).read_text() for name in ("config.json", "encoding.json", "summary.json")}
     assert is_finished(read_config(folder), folder)
     for name, text in kept.items():
         (folder / name).write_text(JSON)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fedveil.graph import Plan, Symmetry, analyse
     from fedveil.privacy import Privacy
     from fedveil.runs.folder import load_model
+    from fedveil.runs.predict import load_predictor
     from fedveil.scheme import (
         Aggregate,
         BatchLoss,
@@ -50,11 +51,13 @@ __all__ = [
     "client_step",
     "client_view",
     "load_model",
+    "load_predictor",
     "measure_epsilon",
 ]
 
 # the module that defines each public name; names that are not listed are in fedveil.scheme
-_MODULES = {"FedveilError": "errors", "Privacy": "privacy", "Veil": "defences", "load_model": "runs.folder"}
+_MODULES = {"FedveilError": "errors", "Privacy": "privacy", "Veil": "defences"}
+_MODULES |= {"load_model": "runs.folder", "load_predictor": "runs.predict"}
 _MODULES |= dict.fromkeys(("Federation", "History", "Limits"), "federation")
 _MODULES |= {"audit": "studies.audit.call", "audit_model": "studies.model_audit"}
 _MODULES |= {"measure_epsilon": "attacks.canaries"}

@@ -76,6 +76,17 @@ def test_callbacks_reach_the_board(tmp_path, capsys):
     assert (tmp_path / "runs" / "tracked" / "report.html").exists()
 
 
+def test_predictions_are_the_same_in_python_and_on_the_command_line_and_without_fedveil(tmp_path, capsys):
+    pytest.importorskip("pandas")
+    names = run_page(DOCS / "how-to" / "predict.md", tmp_path, ELSEWHERE)
+    values = names["predictor"](names["frame"]).values
+    lines = (tmp_path / "predictions.csv").read_text().splitlines()[1:]
+    assert [float(line.split(",")[1]) for line in lines] == pytest.approx(values, rel=1e-12)
+    served = names["program"](names["predictor"].encode(names["frame"]).inputs)
+    assert served.flatten().tolist() == pytest.approx(values, rel=1e-5)  # float32
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     "page", ["index.md", "how-to/gpu.md", "inputs.md", "losses.md", "hostile.md", "reference/scheme.md"]
 )

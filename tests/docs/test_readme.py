@@ -97,8 +97,11 @@ def test_the_extras_that_can_be_installed_exist():
 
 
 def test_quick_commands_run(folder, capsys):
-    assert set(commands()) == {"train", "inspect", "audit", "demo"}
+    assert set(commands()) == {"train", "predict", "inspect", "audit", "demo"}
     assert main([*commands()["train"], "--epochs", "3"]) == 0
+    (folder / "new.csv").write_text("side,rooms,size\nnorth,2,23\n")
+    assert main(commands()["predict"]) == 0
+    assert "1 record: from" in capsys.readouterr().out
     assert main(commands()["inspect"]) == 0
     assert (folder / "runs" / "houses" / "report.html").exists()
     assert "the final layer" in capsys.readouterr().out

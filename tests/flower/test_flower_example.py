@@ -46,7 +46,7 @@ def test_the_example_trains_under_every_defence(apps, tmp_path, monkeypatch, def
     _, found = run(apps, tmp_path, monkeypatch, data="digits", defence=defence)
     assert [record["answers"] for record in found] == [3] * 3
     names = {"audit.json", "config.json", "metrics.jsonl", "report.html", "status.json", "summary.json", ".lock"}
-    names |= {"model.safetensors", "checkpoint.pt", "checkpoint.previous.pt", "best.safetensors"}
+    names |= {"encoding.json", "model.safetensors", "checkpoint.pt", "checkpoint.previous.pt", "best.safetensors"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     if defence == "veil":  # the report states what is perturbed
         summary = json.loads((tmp_path / "out" / "summary.json").read_text())

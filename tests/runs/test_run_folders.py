@@ -1,7 +1,9 @@
 """Python, the command line, Flower and FLARE write the same folder, and every use of a folder accepts it."""
 
+import csv
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +16,15 @@ from fedveil.data import from_records
 from fedveil.errors import BadArgument
 from fedveil.federation.status import read_status
 
-EVERYWHERE = {"config.json", "metrics.jsonl", "summary.json", "status.json", "audit.json", "report.html"}
+EVERYWHERE = {
+    "config.json",
+    "encoding.json",
+    "metrics.jsonl",
+    "summary.json",
+    "status.json",
+    "audit.json",
+    "report.html",
+}
 EVERYWHERE |= {"model.safetensors", "best.safetensors", "checkpoint.pt", "checkpoint.previous.pt"}
 HERE = "tests.runs.test_run_folders"
 CLIENTS, SIZE = 3, 20
@@ -104,7 +114,7 @@ def lines(folder):
 def test_every_engine_writes_the_same_files(engine, tmp_path):
     train(engine, tmp_path, 2)
     found = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")}
-    assert found - {"model.json", "clients"} == EVERYWHERE
+    assert found - {"clients"} == EVERYWHERE
     assert [line["round"] for line in lines(tmp_path)] == [1, 2]
     summary, status = json.loads((tmp_path / "summary.json").read_text()), read_status(tmp_path)
     assert (summary["rounds"], status.state, status.round, status.rounds) == (2, "finished", 2, 2)
@@ -136,7 +146,30 @@ def audit(engine, folder):
     assert report.verdicts["veil"].keys() >= {"the model", "membership"}
 
 
-USES = [resume, load, audit]
+def predict(engine, folder):
+    x, _ = records(CLIENTS + 1)
+    network = Net()
+    network.load_state_dict(load_file(folder / "model.safetensors"))
+    wanted = network(x).double().softmax(1).detach().numpy()
+    found = fedveil.load_predictor(folder, model=Net())(x)
+    np.testing.assert_allclose(found.probabilities, wanted, atol=1e-6)
+    assert [int(label) for label in found.labels] == wanted.argmax(1).tolist()
+    np.save(folder / "new.npy", x.numpy())
+    words = ["predict", str(folder), str(folder / "new.npy"), "--out", str(folder / "new.csv")]
+    assert cli.main(words) == 2  # without --network, its code would be imported
+    assert cli.main([*words, "--network", f"{HERE}:Net"]) == 0
+    rows = list(csv.DictReader((folder / "new.csv").read_text().splitlines()))
+    printed = [[float(row[f"probability_{number}"]) for number in range(4)] for row in rows]
+    np.testing.assert_array_equal(printed, found.probabilities)
+    encoding = json.loads((folder / "encoding.json").read_text())
+    assert (encoding["tensors"], encoding["outputs"]["kind"]) == (
+        {"inputs": {"shape": [6], "dtype": "float32"}},
+        "softmax",
+    )
+    assert list(map(str, encoding["classes"])) == list("0123")
+
+
+USES = [resume, predict, audit, load]
 
 
 @pytest.mark.parametrize("use", USES)

@@ -57,5 +57,5 @@ def main(grid: Grid, context: Context) -> None:
         folder=out,
         resume=True,
         on_round=print_progress(rounds),
-        details=RunDetails(f"{config['data']}, mlp", config, repeat, target_scale=data.target_scale),
+        details=RunDetails(f"{config['data']}, mlp", config, repeat, data.encoding),
     )

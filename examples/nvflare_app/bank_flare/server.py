@@ -52,6 +52,6 @@ class BankServer:
             folder=out,
             resume=True,
             on_round=print_progress(settings.rounds),
-            details=RunDetails(f"{settings.data}, mlp", self.settings, target_scale=data.target_scale),
+            details=RunDetails(f"{settings.data}, mlp", self.settings, encoding=data.encoding),
         )
         server.close()

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 COMMANDS = {
     "inspect": ("inspection:inspect", "show which layers of a model can be perturbed", "my_nets:net --input 3,32,32"),
     "train": ("training:TrainCommand", "train a federation from flags or a TOML file", "--epochs 5 --out runs/a"),
+    "predict": ("prediction:predict", "predict new records with the model of a run", "runs/a new.csv"),
+    "export": (
+        "prediction:export",
+        "write a model to a file that runs without Fedveil",
+        "runs/a --format onnx",
+    ),
     "status": ("status:status", "print who answered, the budget spent and the expected end of a run", "runs/a"),
     "compare": ("studies:CompareCommand", "compare defences on one federation", "--defences plain,veil --seeds 3"),
     "attack": ("studies:AttackCommand", "measure what a curious participant learns", "membership --defence plain,veil"),

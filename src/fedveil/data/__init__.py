@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from fedveil.data.dataset import Data, DataPart, from_records, one_tensor
     from fedveil.data.download import get
     from fedveil.data.splits import keep_labels, other_labels, parse_labels, split
+    from fedveil.records.encoding import Encoding
 else:
     _MODULES = dict.fromkeys(("DatasetInfo", "available", "data_folder", "load"), "catalogue")
-    _MODULES |= dict.fromkeys(("Data", "DataPart", "from_records", "one_tensor"), "dataset")
+    _MODULES |= dict.fromkeys(("Data", "DataPart", "Encoding", "from_records", "one_tensor"), "dataset")
     _MODULES |= dict.fromkeys(("keep_labels", "other_labels", "parse_labels", "split"), "splits")
     __getattr__ = lazy_getattr(__name__, _MODULES | {"get": "download"})
 
@@ -22,6 +23,7 @@ __all__ = [
     "Data",
     "DataPart",
     "DatasetInfo",
+    "Encoding",
     "available",
     "data_folder",
     "from_records",

@@ -6,8 +6,10 @@ import numpy as np
 
 from fedveil.data.catalogue import NAMES, Scaling, Task
 from fedveil.data.dataset import Data, part_from_arrays
+from fedveil.data.rows import describe_table, encode_rows, number_columns
 from fedveil.data.splits import divide
 from fedveil.data.tables import read_table
+from fedveil.records.encoding import CategoryColumn
 
 NUMBERS = tuple(NAMES["bank"]["numbers"])
 CATEGORIES = NAMES["bank_categories"]
@@ -44,11 +46,14 @@ def bank(*, path: Path, task: Task = "regression", duration: bool = True, scalin
     table.require_columns([*NUMBERS, *CATEGORIES, "y"])
     train, validation, test = divide(len(table), (0.8, 0.1, 0.1))
     inputs = [name for name in NUMBERS if duration or name != "duration"]
-    numbers, _, _ = table.standardise(inputs, train, PUBLIC if scaling == "public" else None)
-    hot = [table.one_hot(column, known) for column, known in CATEGORIES.items()]
+    moments = {name: PUBLIC[name] for name in inputs} if scaling == "public" else table.moments(inputs, train)
+    categories = [CategoryColumn(name, known) for name, known in CATEGORIES.items()]
+    encoding = describe_table(table, [*number_columns(moments), *categories], "refuse")
+    table.refuse_unknown(table.find_unknown(CATEGORIES), CATEGORIES)
     answers = table.codes("y", ANSWERS)
     targets = answers if task == "classification" else answers[:, None].astype(np.float32)
-    records = part_from_arrays(np.concatenate([numbers, *hot], 1), targets)
+    records = part_from_arrays(encode_rows(table, encoding), targets)
     parts = records.take(train), records.take(test), records.take(validation)
     columns = {column: table.columns[column][train] for column in CATEGORIES}
-    return Data("bank", *parts, ANSWERS if task == "classification" else (), columns)
+    classes = ANSWERS if task == "classification" else ()
+    return Data("bank", *parts, classes, columns, input_encoding=encoding, target="y")

@@ -23,6 +23,7 @@ from fedveil.data.dataset import Data, DataPart
 from fedveil.data.images import Arrays, Bytes, Channels, ImageSet, assemble, find_image_files, read_files, use_cache
 from fedveil.data.splits import Indices
 from fedveil.errors import BadArgument
+from fedveil.records.encoding import ImageEncoding
 
 SIDE = 32
 MAX_UNPACKED = 2**29  # maximum size of an unpacked archive in bytes; the published ones are 186 MB
@@ -78,7 +79,8 @@ def _load(
     if size == SIDE:
         return result
     small = [DataPart(avg_pool2d(part.tensor, SIDE // size), part.targets) for part in (result.train, result.test)]
-    return dataclasses.replace(result, train=small[0], test=small[1])
+    pooled = ImageEncoding(SIDE, variant.mean, variant.deviation, SIDE // size)
+    return dataclasses.replace(result, train=small[0], test=small[1], input_encoding=pooled)
 
 
 cifar10, cifar100 = functools.partial(_load, TEN), functools.partial(_load, HUNDRED)

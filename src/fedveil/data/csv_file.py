@@ -9,9 +9,11 @@ import numpy as np
 from fedveil.checks import check_choice
 from fedveil.data.catalogue import Between, Scaling, Seed, Task, shorten
 from fedveil.data.dataset import FEW, Data, part_from_arrays
+from fedveil.data.rows import describe_table, encode_rows, number_columns
 from fedveil.data.splits import divide
-from fedveil.data.tables import Column, CsvTable, Floats, Indices, flag, number, read_table
+from fedveil.data.tables import CATEGORY, Column, CsvTable, Fills, Indices, flag, number, read_table
 from fedveil.errors import BadArgument
+from fedveil.records.encoding import CategoryColumn, NumberColumn
 
 WHERE = "load('csv')"
 MAX_CATEGORIES = 1000
@@ -77,8 +79,11 @@ def csv(
         fix = "use more records, or another test_share"
         raise BadArgument(table.path, f"{len(table)} records are too few to divide", fix)
     notes.append(f"divided at random: {len(train):,} records for training, {len(test):,} for testing")
-    table = table.impute(inputs, train, notes)
-    numbers = np.concatenate([_encode(table, column, train) for column in inputs], 1)
+    fills = table.find_fills(inputs, train) if missing == "impute" else {}
+    table = table.fill(inputs, fills, notes) if missing == "impute" else table
+    columns = [_describe_column(table, column, train, fills, column.name in words) for column in inputs]
+    encoding = describe_table(table, columns, missing)
+    numbers = encode_rows(table, encoding)
     if task == "classification" and answer.numeric:
         table = _unify_spelling(table, target)
     if len(set(table.columns[target])) == 1:
@@ -90,15 +95,16 @@ def csv(
         classes = _list_categories(table, target, "classes", f"{flag('task', 'regression')}, or another target")
         records = part_from_arrays(numbers, table.codes(target, classes))
     else:
-        targets, *moments = table.standardise([target], train)
-        records, scale = part_from_arrays(numbers, targets), (float(moments[0][0]), float(moments[1][0]))
+        moments = table.moments([target], train)
+        records, scale = part_from_arrays(numbers, table.standardise([target], moments)), moments[target]
         notes.append(
             f"the target {target!r} is standardised (mean {scale[0]:.4g}, standard deviation {scale[1]:.4g}): "
             f"an mse of 1 is a squared error of {scale[1] ** 2:.4g} in the original units"
         )
     cells = {name: cells[train] for name, cells in table.columns.items() if name != target}
     parts = records.take(train), records.take(test)
-    return Data(Path(table.path).stem, *parts, None, classes, cells, None, scale, tuple(notes))
+    name = Path(table.path).stem
+    return Data(name, *parts, None, classes, cells, None, scale, tuple(notes), encoding, target)
 
 
 def _list_names(names: str | Sequence[str]) -> tuple[str, ...]:
@@ -219,12 +225,15 @@ def _unify_spelling(table: CsvTable, target: str) -> CsvTable:
     return table.replace_cells(target, values)
 
 
-def _encode(table: CsvTable, column: Column, train: Indices) -> Floats:
-    """Return one column as numbers, standardised if it is numeric, otherwise one-hot encoded."""
+def _describe_column(
+    table: CsvTable, column: Column, train: Indices, fills: Fills, text: bool
+) -> NumberColumn | CategoryColumn:
+    """Return the encoding of one column; `text` is whether the user has listed it in `categorical`."""
     if column.numeric:
-        return table.standardise([column.name], train)[0]
+        return number_columns(table.moments([column.name], train), fills)[0]
     categories = _list_categories(table, column.name, "one-hot inputs", flag("ignore", column.name))
-    return table.one_hot(column.name, categories)
+    fill = CATEGORY if fills and CATEGORY in categories else None
+    return CategoryColumn(column.name, categories, fill, "text" if text else "words")
 
 
 def _list_categories(table: CsvTable, column: str, purpose: str, alternative: str) -> tuple[str, ...]:

@@ -10,8 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import BadArgument
+from fedveil.records.encoding import Encoding, InputEncoding, NumbersEncoding
 from fedveil.records.inputs import Inputs, check_same_form, describe_forms, map_tensors, tensors_by_path
-from fedveil.records.sources import Stream, UserRecords, as_source, check_finite, check_form, check_range
+from fedveil.records.sources import (
+    Stream,
+    UserRecords,
+    as_source,
+    check_finite,
+    check_form,
+    check_range,
+    list_columns,
+)
 
 FEW = 20  # targets with at most this many distinct integers may be classes
 
@@ -61,6 +70,8 @@ class Data:
         scale: for images, the mean and standard deviation of each channel, used to standardise pixels in [0, 1].
         target_scale: for a standardised regression target, its mean and standard deviation in the training part.
         notes: messages to the user about what the loader inferred, left out, filled in or divided.
+        input_encoding: how the loader encoded the records.
+        target: name of the column that is predicted, if it is known.
     """
 
     name: str
@@ -72,6 +83,8 @@ class Data:
     scale: tuple[tuple[float, ...], tuple[float, ...]] | None = None
     target_scale: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
+    input_encoding: InputEncoding = NumbersEncoding()  # noqa: RUF009  (it is frozen)
+    target: str = ""
 
     def __post_init__(self) -> None:
         for purpose, part in self._parts().items():
@@ -90,6 +103,11 @@ class Data:
     def outputs(self) -> int:
         """The number of outputs that a model needs: one per class, or one per value in a regression target."""
         return len(self.classes) or self.train.targets[0].numel()
+
+    @property
+    def encoding(self) -> Encoding:
+        """How new records are encoded, for `RunDetails(encoding=...)`."""
+        return Encoding(self.input_encoding, self.target, self.classes, self.target_scale)
 
     def pixels(self, inputs: Tensor) -> Tensor:
         """Return images as pixels, clipped to [0, 1]: the inverse of `standardise`."""
@@ -188,15 +206,16 @@ def from_records(
     """
     first, second = read_part(f"{name}.train", train), read_part(f"{name}.test", test)
     third = None if validation is None else read_part(f"{name}.validation", validation)
+    encoding = NumbersEncoding(list_columns(train))
     held_out = {"test": second} if third is None else {"test": second, "validation": third}
     for purpose, part in held_out.items():
         check_same_form(f"{name}.{purpose}", describe_forms(part), f"{name}.train", describe_forms(first))
     if first.targets.is_floating_point():
         if classes:
             raise BadArgument(f"{name}.train", "classes are given, but targets are not integers", "leave out classes=")
-        return Data(name, first, second, third, notes=_note_classes(first.targets))
+        return Data(name, first, second, third, notes=_note_classes(first.targets), input_encoding=encoding)
     count = 1 + max(0, *(int(part.targets.max()) for part in (first, *held_out.values())))
-    return Data(name, first, second, third, tuple(classes or map(str, range(count))))
+    return Data(name, first, second, third, tuple(classes or map(str, range(count))), input_encoding=encoding)
 
 
 def read_part(where: str, records: UserRecords) -> DataPart:

@@ -6,6 +6,7 @@ from fedveil.data.catalogue import Positive, Scaling
 from fedveil.data.dataset import Data, part_from_arrays
 from fedveil.data.splits import divide
 from fedveil.errors import BadArgument
+from fedveil.records.encoding import NumberColumn, TableEncoding
 
 DIABETES = ((50, 1.5, 26, 95, 190, 115, 50, 4, 4.6, 90), (13, 0.5, 4, 14, 35, 30, 13, 1.3, 0.5, 11))
 """Rounded means and standard deviations of the ten measurements in the published data set."""
@@ -50,13 +51,18 @@ def diabetes(*, scaling: Scaling = "records") -> Data:
 
     from fedveil.data.tables import standardise
 
-    inputs, targets = load_diabetes(return_X_y=True, scaled=False)
+    found = load_diabetes(scaled=False)
+    inputs, targets = found.data, found.target
     train, test = divide(len(targets), (0.8, 0.2))
     if scaling == "public":
         mean, deviation = np.array([150.0]), np.array([75.0])
+        moments = [np.array(values, dtype=np.float64) for values in DIABETES]
         inputs, targets = (inputs - DIABETES[0]) / DIABETES[1], (targets[:, None] - mean) / deviation
     else:
-        inputs, _, _ = standardise(inputs, train)
+        inputs, *moments = standardise(inputs, train)
         targets, mean, deviation = standardise(targets[:, None], train)
+    columns = zip(found.feature_names, *(values.tolist() for values in moments), strict=True)
+    encoding = TableEncoding(tuple([NumberColumn(*column) for column in columns]))
     records, scale = part_from_arrays(inputs, targets), (float(mean[0]), float(deviation[0]))
-    return Data("diabetes", records.take(train), records.take(test), target_scale=scale)
+    parts = records.take(train), records.take(test)
+    return Data("diabetes", *parts, target_scale=scale, input_encoding=encoding, target="progression")

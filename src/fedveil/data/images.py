@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import avg_pool2d
 
 from fedveil.data.archives import Archive, open_archive
 from fedveil.data.catalogue import Between, Positive, Scaling, Seed, cache_folder, require_regular, shorten
@@ -20,6 +22,7 @@ from fedveil.data.dataset import Data, DataPart
 from fedveil.data.splits import Indices, choose_subset, divide_classes
 from fedveil.errors import BadArgument
 from fedveil.files import require_memory, write_atomically
+from fedveil.records.encoding import ImageEncoding
 
 PURPOSES = ("train", "test")
 FORM = "train/<class>/<image> and test/<class>/<image>"
@@ -127,7 +130,8 @@ def assemble(
     test = images.test[choose_subset(where, "test_size", targets[images.test], sizes[1])]
     parts = [_standardise(images.pixels[rows], targets[rows], scale) for rows in (train, test)]
     chosen = {column: values[train] for column, values in (columns or {}).items()}
-    return Data(name, parts[0], parts[1], classes=images.classes, columns=chosen, scale=scale)
+    encoding = ImageEncoding(images.pixels.shape[-1], *scale)
+    return Data(name, parts[0], parts[1], classes=images.classes, columns=chosen, scale=scale, input_encoding=encoding)
 
 
 def read_files(archive: Archive, files: Sequence[ImageFile], side: int, classes: Sequence[str] = ()) -> ImageSet:
@@ -244,6 +248,12 @@ def _reserve(shape: Sequence[int], width: int) -> AbstractContextManager[None]:
     what = f"{shape[0]:,} images of {shape[2]} x {shape[3]} pixels"
     fix = "choose a smaller size, such as --size 32, or fewer images"
     return require_memory("images", what, fix, width * math.prod(shape))
+
+
+def encode_images(pixels: Bytes, encoding: ImageEncoding) -> Tensor:
+    """Return images as a model's inputs, given their bytes, of shape (n, 3, size, size)."""
+    inputs = _standardise(pixels, np.zeros(len(pixels), dtype=np.int64), (encoding.mean, encoding.deviation)).tensor
+    return inputs if encoding.pool == 1 else avg_pool2d(inputs, encoding.pool)
 
 
 def _statistics(pixels: Bytes) -> tuple[Channels, Channels]:

@@ -4,7 +4,7 @@ import csv
 import io
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,11 @@ _AS_UTF8 = "save it as UTF-8, or convert it: iconv -f latin1 -t utf-8 old.csv > 
 Moments = Mapping[str, tuple[float, float]]
 """Mean and standard deviation by column."""
 Masks = dict[str, NDArray[np.bool_]]
-"""For each column, whether each cell is missing."""
+"""For each column, whether each cell is missing, or unknown."""
+Fills = Mapping[str, float | str | None]
+"""The value for missing cells by column; None for columns without one."""
+IMPUTE = "use --missing drop to leave these records out, or --missing impute to fill in the cells"
+IMPUTE += ' (in Python missing="drop" or missing="impute")'
 
 
 class Column(NamedTuple):
@@ -49,13 +53,14 @@ class CsvTable:
     lines: Indices
     delimiter: str = ","
     decimal: str = "."
+    unit: str = "line"  # the unit of `lines`, for messages
 
     def __len__(self) -> int:
         return len(self.lines)
 
     def refuse(self, row: int, column: str, what: str, fix: str) -> NoReturn:
         """Raise an error about one cell."""
-        raise BadArgument(f"{self.path}, line {self.lines[row]}, column {column!r}", what, fix)
+        raise BadArgument(f"{self.path}, {self.unit} {self.lines[row]}, column {column!r}", what, fix)
 
     def refuse_column(self, column: str, what: str, fix: str) -> NoReturn:
         """Raise an error about a column."""
@@ -66,7 +71,10 @@ class CsvTable:
         missing = [column for column in names if column not in self.columns]
         if missing:
             what = f"there is no column {shorten(missing)}; the columns are {shorten(self.columns, 8)}"
-            raise BadArgument(f"{self.path}, line 1", what, "correct the header or the delimiter")
+            where, fix = f"{self.path}, line 1", "correct the header or the delimiter"
+            if self.unit != "line":
+                where, fix = self.path, "rename the columns, or add the missing ones"
+            raise BadArgument(where, what, fix)
 
     def numbers(self, column: str) -> Floats:
         """Return a numeric column; refuse cells that are not numbers."""
@@ -86,22 +94,23 @@ class CsvTable:
         cells = np.array([values.get(cell, cell) for cell in self.columns[column]], dtype=object)
         return replace(self, columns=self.columns | {column: cells})
 
-    def standardise(
-        self, columns: Sequence[str], train: Indices, public: Moments | None = None
-    ) -> tuple[Floats, Floats, Floats]:
-        """Standardise numeric columns with the function `standardise`, or with public means and standard deviations.
+    def moments(self, columns: Sequence[str], train: Indices) -> Moments:
+        """Return the mean and standard deviation of numeric columns over the training rows."""
+        _, *found = standardise(self._stack_numbers(columns), train)
+        mean, deviation = (values.tolist() for values in found)
+        return dict(zip(columns, zip(mean, deviation, strict=True), strict=True))
 
-        Refuse a cell that is too large for float32.
-        """
+    def standardise(self, columns: Sequence[str], moments: Moments) -> Floats:
+        """Standardise numeric columns with these means and deviations; refuse a cell that is too large for float32."""
+        mean, deviation = np.array([moments[column] for column in columns], dtype=np.float64).T
+        found: Floats = (self._stack_numbers(columns) - mean) / deviation
+        self._refuse_first(np.abs(found) > np.finfo(np.float32).max, columns)
+        return found
+
+    def _stack_numbers(self, columns: Sequence[str]) -> Floats:
         values = np.stack([self.numbers(column) for column in columns], 1)
         self._refuse_first(np.abs(values) > LARGEST, columns)
-        if public is None:
-            result, mean, deviation = standardise(values, train)
-        else:
-            mean, deviation = np.array([public[column] for column in columns], dtype=np.float64).T
-            result = (values - mean) / deviation
-        self._refuse_first(np.abs(result) > np.finfo(np.float32).max, columns)
-        return result, mean, deviation
+        return values
 
     def _refuse_first(self, bad: NDArray[np.bool_], columns: Sequence[str]) -> None:
         for row, index in np.argwhere(bad)[:1].tolist():
@@ -110,15 +119,29 @@ class CsvTable:
 
     def codes(self, column: str, categories: Sequence[str]) -> Indices:
         """Return the index of each cell's value in `categories`; refuse cells with other values."""
-        codes = {category: index for index, category in enumerate(categories)}
-        for row, cell in enumerate(self.columns[column]):
-            if cell not in codes:
-                self.refuse(row, column, f"{cell!r} is not a known value", f"use one of {shorten(categories, 20)}")
-        return np.array([codes[cell] for cell in self.columns[column]], dtype=np.int64)
+        self.refuse_unknown(self.find_unknown({column: categories}), {column: categories})
+        return self._number_categories(column, categories)
+
+    def find_unknown(self, known: Mapping[str, Sequence[str]]) -> Masks:
+        """Return the cells whose values are not known, by column; columns without such cells are left out."""
+        masks = {name: ~np.isin(self.columns[name], list(categories)) for name, categories in known.items()}
+        return {name: mask for name, mask in masks.items() if mask.any()}
+
+    def refuse_unknown(self, masks: Masks, known: Mapping[str, Sequence[str]], alternative: str = "") -> None:
+        """Refuse cells with unknown values; the error contains the first one and counts all of them."""
+        for name in sorted(masks, key=lambda column: int(masks[column].argmax()))[:1]:
+            row, every = int(masks[name].argmax()), int(np.any(list(masks.values()), 0).sum())
+            what = f"{str(self.columns[name][row])[:40]!r} is not a known value"
+            what += f". {every:,} of {len(self):,} records have unknown values ({count_cells(masks)})" * (every > 1)
+            self.refuse(row, name, what, f"use one of {shorten(known[name], 20)}{alternative}")
 
     def one_hot(self, column: str, categories: Sequence[str]) -> Floats:
-        """Return the one-hot encoding of a column of categories."""
-        return np.eye(len(categories))[self.codes(column, categories)]
+        """Return the one-hot encoding of a column of categories; a cell with another value becomes zeros."""
+        return np.eye(len(categories) + 1, len(categories))[self._number_categories(column, categories)]
+
+    def _number_categories(self, column: str, categories: Sequence[str]) -> Indices:
+        codes = {category: index for index, category in enumerate(categories)}
+        return np.array([codes.get(cell, len(codes)) for cell in self.columns[column]], dtype=np.int64)
 
     def categories(self, column: str) -> tuple[str, ...]:
         """Return the distinct values of a column, sorted: numbers numerically, words alphabetically."""
@@ -131,35 +154,39 @@ class CsvTable:
     def inspect(self, name: str, as_words: bool = False) -> Column:
         """Determine whether a column is numeric; with `as_words`, only empty cells count as missing."""
         values = set(self.columns[name])
-        words = {value: value.strip().lower() for value in values if as_words or number(value, self.decimal) is None}
-        numeric = not as_words and all(word in MISSING_NUMBERS for word in words.values())
-        missing = ("",) if as_words else MISSING_NUMBERS if numeric else MISSING
-        gaps = frozenset(value for value, word in words.items() if word in missing)
+        words = {value for value in values if as_words or number(value, self.decimal) is None}
+        numeric = not as_words and find_gaps(words, MISSING_NUMBERS) == words
+        gaps = find_gaps(words, ("",) if as_words else MISSING_NUMBERS if numeric else MISSING)
         if values == gaps:
             fix = f"use {flag('ignore', name)}, or another target if it is the target"
             self.refuse_column(name, "every cell is missing", fix)
         return Column(name, numeric, gaps, frozenset(words) - gaps)
 
-    def drop_missing(self, inputs: Sequence[Column], target: Column, missing: str, notes: list[str]) -> "CsvTable":
-        """Return the rows that have a target and, unless missing cells are to be imputed, all inputs."""
-        columns = {column.name: column for column in (*inputs, target) if column.gaps}
+    def drop_missing(
+        self, inputs: Sequence[Column], target: Column | None, missing: str, notes: list[str], fix: str = IMPUTE
+    ) -> "CsvTable":
+        """Return the rows that have a target, if there is one, and, unless missing cells are imputed, all inputs."""
+        columns = {column.name: column for column in (*inputs, *([target] if target else [])) if column.gaps}
         masks = {name: np.isin(self.columns[name], list(column.gaps)) for name, column in columns.items()}
         if masks and missing == "refuse":
-            self._refuse_missing(masks, columns)
-        dropped, records = masks.pop(target.name, np.zeros(len(self), dtype=np.bool_)), f"{len(self):,} records"
-        if dropped.any():
-            notes.append(f"left out {int(dropped.sum()):,} of {records} because the target is missing")
-        masks = {name: mask & ~dropped for name, mask in masks.items() if (mask & ~dropped).any()}
+            self._refuse_missing(masks, columns, fix)
+        records = f"{len(self):,} records"
+        lost = masks.pop(target.name if target else "", np.zeros(len(self), dtype=np.bool_))
+        if lost.any():
+            notes.append(f"left out {int(lost.sum()):,} of {records} because the target is missing")
+        masks = {name: mask & ~lost for name, mask in masks.items() if (mask & ~lost).any()}
         if missing == "drop" and masks:
             incomplete = np.any(list(masks.values()), 0)
-            notes.append(f"left out {int(incomplete.sum()):,} of {records} because of missing cells ({_counts(masks)})")
-            dropped = dropped | incomplete
-            if dropped.all():
-                fix = f"use {flag('missing', 'impute')}, or ignore the columns with the most missing cells"
-                raise BadArgument(self.path, f"every record has missing cells ({_counts(masks)})", fix)
-        return self.take(np.flatnonzero(~dropped))
+            left_out = f"left out {int(incomplete.sum()):,} of {records}"
+            notes.append(f"{left_out} because of missing cells ({count_cells(masks)})")
+            lost = lost | incomplete
+            if lost.all():
+                what = f"every record has missing cells ({count_cells(masks)})"
+                other = f"use {flag('missing', 'impute')}, or ignore the columns with the most missing cells"
+                raise BadArgument(self.path, what, other if target else fix)
+        return self.take(np.flatnonzero(~lost))
 
-    def _refuse_missing(self, masks: Masks, columns: Mapping[str, Column]) -> NoReturn:
+    def _refuse_missing(self, masks: Masks, columns: Mapping[str, Column], fix: str) -> NoReturn:
         """Raise an error that names the first missing cell, counts all of them and lists the options."""
         name = min(masks, key=lambda column: int(masks[column].argmax()))
         row, stacked = int(masks[name].argmax()), np.stack(list(masks.values()))
@@ -168,37 +195,50 @@ class CsvTable:
         what += (
             f". {int(stacked.any(0).sum()):,} of {len(self):,} records have missing cells: {int(stacked.sum()):,} in "
         )
-        what += f"{len(masks)} column{'s' * (len(masks) > 1)} ({_counts(masks)})"
-        fix = "use --missing drop to leave these records out, or --missing impute to fill in the cells"
-        fix += ' (in Python missing="drop" or missing="impute")'
-        if cell.strip() and not columns[name].numeric:
+        what += f"{len(masks)} column{'s' * (len(masks) > 1)} ({count_cells(masks)})"
+        if fix == IMPUTE and cell.strip() and not columns[name].numeric:
             fix += f"; use {flag('categorical', name)} if {cell!r} is an ordinary value"
         self.refuse(row, name, what, fix)
 
-    def impute(self, inputs: Sequence[Column], train: Indices, notes: list[str]) -> "CsvTable":
-        """Replace missing numbers with the median of the training rows, and missing words with a category."""
-        table, counts, changes = self, 0, []
+    def find_fills(self, inputs: Sequence[Column], train: Indices) -> Fills:
+        """Return the median of the training rows for columns of numbers, and a category for columns of words."""
+        fills: dict[str, float | str | None] = {}
         for column in inputs:
-            cells, value, label = self.columns[column.name], CATEGORY, f"the category {CATEGORY!r}"
-            count = int(np.isin(cells, list(column.gaps)).sum())
-            if count and column.numeric:
-                known = [size for cell in cells[train] if (size := number(cell, self.decimal)) is not None]
+            fills[column.name] = CATEGORY
+            if column.numeric:
+                cells = self.columns[column.name][train]
+                known = [size for cell in cells if (size := number(cell, self.decimal)) is not None]
                 if not known:
                     fix = f"use {flag('ignore', column.name)}"
                     self.refuse_column(column.name, "every cell in the training part is missing", fix)
-                median = float(np.median(known))
-                value, label = repr(median).replace(".", self.decimal), f"the median {median:.4g}"
-            if count:
-                table = table.replace_cells(column.name, dict.fromkeys(column.gaps, value))
-                changes.append(f"{column.name}: {count:,} with {label}")
+                fills[column.name] = float(np.median(known))
+        return fills
+
+    def fill(self, inputs: Sequence[Column], fills: Fills, notes: list[str]) -> "CsvTable":
+        """Replace missing cells with the values for their columns; columns without a value stay as they are."""
+        table, counts, changes = self, 0, []
+        for column in inputs:
+            count = int(np.isin(self.columns[column.name], list(column.gaps)).sum())
+            value = fills[column.name]
+            if count and value is not None:
+                number = isinstance(value, float)
+                text = repr(value).replace(".", self.decimal) if number else str(value)
+                table = table.replace_cells(column.name, dict.fromkeys(column.gaps, text))
+                shown = f"the median {value:.4g}" if number else f"the category {value!r}"
+                changes.append(f"{column.name}: {count:,} with {shown}")
                 counts += count
         if changes:
             notes.append(f"filled in {counts:,} missing cells ({shorten(changes)})")
         return table
 
 
-def _counts(masks: Masks) -> str:
-    """Format the number of missing cells in each column, largest first."""
+def find_gaps(values: Iterable[str], missing: Collection[str]) -> frozenset[str]:
+    """Return the values that count as missing."""
+    return frozenset(value for value in values if value.strip().lower() in missing)
+
+
+def count_cells(masks: Masks) -> str:
+    """Format the number of cells in each column, largest first."""
     most = sorted(masks.items(), key=lambda item: -int(item[1].sum()))
     return shorten(f"{name}: {int(mask.sum()):,}" for name, mask in most)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,12 +15,17 @@ from fedveil.defences.description import class_name, describe_defence
 from fedveil.errors import BadArgument
 from fedveil.federation.rounds import ClearRound
 from fedveil.files import write_atomically
-from fedveil.graph.outputs import chosen_output
+from fedveil.graph.outputs import chosen_output, describe_output
 from fedveil.plain_json import read_json, to_json
-from fedveil.scheme.losses import CLASS_LOSSES, LOSSES
+from fedveil.records.encoding import Encoding, NumbersEncoding, OutputForm, OutputKind, TensorForm
+from fedveil.records.inputs import tensors_by_path
+from fedveil.scheme.losses import CLASS_LOSSES, LOSSES, CrossEntropy, Poisson
+from fedveil.scheme.outputs import are_class_indices, head_axis
+from fedveil.scheme.token_losses import TokenCrossEntropy
 from fedveil.scheme.torch_losses import is_module
 
 if TYPE_CHECKING:
+    from fedveil.federation.fitting import Evaluation
     from fedveil.federation.server import Server
 
 DESCRIPTION = "audit.json"
@@ -127,6 +132,50 @@ def describe_run(server: "Server") -> RunDescription:
         limits=None if server.limits is None else _plain_settings(asdict(server.limits)),
         secure_aggregation=not isinstance(server.rounds, ClearRound),
     )
+
+
+def describe_encoding(server: "Server", given: Encoding, evaluation: "Evaluation | None") -> Encoding:
+    """Return the encoding of a run, with the forms of the model's inputs and outputs and the numbers of its classes.
+
+    It contains no statistics of clients' records: those in `given` are the program's own.
+    """
+    from fedveil.federation.targets import one_output
+
+    tensors = {
+        path: TensorForm(tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."))
+        for path, tensor in tensors_by_path(server.example).items()
+    }
+    output = one_output(server.model, server.example)
+    form = _describe_outputs(server, output, given, evaluation.target if evaluation else None)
+    classes = given.classes
+    if form.kind in ("softmax", "scores") or (form.kind == "sigmoid" and output.numel() == 1):
+        count = output.shape[form.class_axis] if form.kind != "sigmoid" else 2
+        classes = (*classes[:count], *range(len(classes), count))  # labels without a name are numbers
+    inputs = given.inputs
+    if inputs == NumbersEncoding() and server.columns:
+        inputs = NumbersEncoding(server.columns)
+    return replace(given, inputs=inputs, classes=classes, tensors=tensors, outputs=form)
+
+
+def _describe_outputs(server: "Server", output: Tensor, given: Encoding, target: Tensor | None) -> OutputForm:
+    """Return what a model's outputs are, of which there is one, given the loss and a target, if one is known."""
+    from fedveil.federation.evaluate import LOG_PROBABILITIES, is_binary_loss
+
+    loss, shape = server.loss, tuple(output.shape[1:])
+    axis = (head_axis(server.model) or -1) if output.dim() > 2 else -1
+    if output.dim() > 2 and (loss.name in LOG_PROBABILITIES or getattr(loss, "average_positions", False)):
+        axis = 1  # as in torch
+    indexed = target is not None and are_class_indices(output, target)
+    found: OutputKind = "values"
+    if is_binary_loss(loss):
+        found = "sigmoid"
+    elif isinstance(loss, CrossEntropy | TokenCrossEntropy) or loss.name in LOG_PROBABILITIES:
+        found = "softmax"
+    elif isinstance(loss, Poisson):
+        found = "exponential"
+    elif isinstance(loss, CLASS_LOSSES) or indexed or (given.classes and shape == (len(given.classes),)):
+        found = "scores"
+    return OutputForm(found, shape, axis, describe_output(chosen_output(server.model)))
 
 
 def _has_factory(kind: type[nn.Module]) -> bool:

@@ -26,6 +26,7 @@ from fedveil.scheme.token_losses import TokenCrossEntropy
 
 METRICS = ("accuracy", "auc", "mse", "loss")
 LOGITS = "torch.nn.BCEWithLogitsLoss"
+LOG_PROBABILITIES = ("torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss")  # softmax turns their outputs into probabilities
 PRIMARY = ("accuracy", "loss", "mse")  # the first of these that is available determines the best model
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from fedveil.checks import check_boolean, check_count
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
@@ -42,6 +44,7 @@ class Evaluation:
         track_test: whether the test data are evaluated every time even if there are validation data.
         monitor: the monitored metric.
         metrics: the user's metrics, by name.
+        target: the target of one of these records.
     """
 
     validation: Source | None
@@ -49,6 +52,7 @@ class Evaluation:
     track_test: bool
     monitor: Monitor
     metrics: "Mapping[str, Metric]"
+    target: Tensor
 
     def measure(self, server: "Server") -> dict[str, float]:
         """Return the metrics on the records that decide which model is best."""
@@ -105,7 +109,7 @@ class MetricChoices:
         known = {*decisive.names, *self.metrics}
         monitor = choose_monitor(self.monitor, self.mode, known, server.schedule, prefix)
         sources = [part and part.source for part in (validation, test)]
-        result = Evaluation(sources[0], sources[1], self.track_test, monitor, self.metrics)
+        result = Evaluation(sources[0], sources[1], self.track_test, monitor, self.metrics, decisive.target)
         if self.metrics or monitor.name in UNDEFINED:
             result.check(server)
         return result

@@ -40,7 +40,14 @@ from fedveil.graph.foreign_code import unwrap
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.outputs import Output, choose_output
 from fedveil.records.shards import Shards
-from fedveil.records.sources import UserRecords, as_source, check_sources, choose_batch_size, list_clients
+from fedveil.records.sources import (
+    UserRecords,
+    as_source,
+    check_columns,
+    check_sources,
+    choose_batch_size,
+    list_clients,
+)
 from fedveil.scheme import Entropy
 from fedveil.scheme.losses import Function, Loss, couples_samples
 
@@ -241,6 +248,7 @@ class Federation(Server):
         for name, value in {"whole_shard": whole_shard, "secure_aggregation": secure_aggregation, "fuse": fuse}.items():
             check_boolean(where, name, value)
         clients = list_clients(clients)
+        columns = check_columns(clients)
         sources = check_sources([as_source(f"client {number}", client) for number, client in enumerate(clients)])
         inputs, _ = sources[0].take(range(min(2, len(sources[0]))))
         template = one_output(model, inputs)  # raises if the model does not accept the records
@@ -252,6 +260,7 @@ class Federation(Server):
             rate = 1.0 if whole_shard else _sampling_rate([len(source) for source in sources], chosen)
             defence = add_privacy(defence, privacy, rate)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
+        self.columns = columns
         if (local := self.defence.local_training) is not None:
             size, whole_shard = local.batch_size or size, True
         self.shards = make_shards(model, self.loss, sources, size, seed, self.dtype)

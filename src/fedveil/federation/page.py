@@ -223,7 +223,7 @@ def run_page(
         all_scores = scores(models, test, server.loss)
         metric = primary_metric(next(iter(all_scores.values())))
         result = {view: values[metric] for view, values in all_scores.items()}
-        views = view_sections(models, test, details.classes, metric, result)
+        views = view_sections(models, test, [str(name) for name in details.encoding.classes], metric, result)
     sections = [
         *(curve_sections(histories) if server.round else []),
         *views,

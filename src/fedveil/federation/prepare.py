@@ -84,10 +84,11 @@ def keep_random_state() -> Iterator[None]:
 
 
 class HeldOut(NamedTuple):
-    """Records that are not used for training, and the names of the metrics on them."""
+    """Records that are not used for training, the names of the metrics on them, and the target of the first one."""
 
     source: Source
     names: set[str]
+    target: Tensor
 
 
 def read_held_out(
@@ -115,6 +116,7 @@ def read_held_out(
     if isinstance(source, Rows):
         check_range(owner, (source.inputs, source.targets), range(len(source)), dtype)
     inputs, targets = source.take(range(min(2, len(source))))
+    target = targets[:1]
     fix = f"use {owner} of the same form as the clients' records"
     outputs = try_model(model, inputs, owner, fix, None if client_inputs is None else client_inputs())
     with attribute_targets(owner):
@@ -124,7 +126,7 @@ def read_held_out(
         what = f"{loss.name} does not accept them ({describe(targets)}) for outputs ({describe(outputs)})"
         with refuse_failure("targets", what, "use targets of the same form as the clients', or correct the loss"):
             names = metric_names(outputs, targets.to(outputs.device), loss, axis=head_axis(model))
-    return HeldOut(source, names)
+    return HeldOut(source, names, target)
 
 
 def refuse_single(model: nn.Module, shards: Shards) -> None:

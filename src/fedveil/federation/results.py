@@ -16,6 +16,7 @@ from fedveil.federation.history import RoundRecord, headlines
 from fedveil.federation.stopping import has_stalled
 from fedveil.files import convert_os_errors, write_atomically
 from fedveil.plain_json import PYTHON, SCHEMA, check_schema, read_json, to_json
+from fedveil.records.encoding import Encoding
 from fedveil.records.sources import Source
 from fedveil.scheme.outputs import head_axis
 
@@ -37,15 +38,13 @@ class RunDetails:
         title: title of the page, without the defence; by default, the class of the model.
         settings: further settings of the run, for the page, config.json and trackers.
         repeat: the command that repeats the run.
-        classes: names of the classes, in the order of their indices.
-        target_scale: for a standardised regression target, its mean and standard deviation.
+        encoding: how records are encoded, for predictions; `Data.encoding` has that of a data set.
     """
 
     title: str = ""
     settings: Mapping[str, Setting] = field(default_factory=dict)
     repeat: str = ""
-    classes: Sequence[str] = ()
-    target_scale: tuple[float, float] | None = None
+    encoding: Encoding = Encoding()  # noqa: RUF009  (it is frozen)
 
 
 def primary_metric(measured: Collection[str]) -> str:
@@ -170,8 +169,8 @@ def summarise(
             best = copy.deepcopy(server.model)
             best.load_state_dict(server.best[1])
             best_test = headlines(measure(*predict_source(best, test), server.loss, axis=head_axis(best)))
-    if details.target_scale is not None and "mse" in metrics:
-        metrics["rmse"] = math.sqrt(metrics["mse"]) * details.target_scale[1]
+    if details.encoding.target_scale is not None and "mse" in metrics:
+        metrics["rmse"] = math.sqrt(metrics["mse"]) * details.encoding.target_scale[1]
     budget = None
     if accountant is not None:
         epsilons = accountant.epsilon(), accountant.epsilon(replace=True)
@@ -200,7 +199,7 @@ def figures_by_class(server: "Server", details: RunDetails, test: Source) -> tup
     classes = find_classes(outputs, targets, loss, head_axis(server.model))
     if classes is None:
         return ()
-    names = details.classes or [str(number) for number in range(classes.count)]
+    names = [str(name) for name in details.encoding.classes or range(classes.count)]
     if classes.count != len(names):
         return ()
     result = score_classes(classes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 from pydantic import JsonValue
 
 from fedveil.errors import FedveilError
-from fedveil.federation.description import describe_run
+from fedveil.federation.description import describe_encoding, describe_run
 from fedveil.federation.fitting import FitPlan
 from fedveil.federation.history import RoundRecord
 from fedveil.federation.results import CONFIG, MetricsFile, RunDetails, Setting, is_repeatable, summarise
@@ -19,6 +19,7 @@ from fedveil.federation.rounds import ClearRound
 from fedveil.federation.status import ClientStatus, RunStatus, State, measure_pace, update_clients
 from fedveil.files import write_atomically
 from fedveil.plain_json import PYTHON, SCHEMA, read_json, to_json
+from fedveil.records.encoding import write_encoding
 
 if TYPE_CHECKING:
     from fedveil.federation.server import Server
@@ -97,6 +98,7 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         self._write_settings()
+        write_encoding(self._folder, describe_encoding(self._server, self._details.encoding, self._plan.evaluation))
         engine = self._server.engine
         names = [] if engine.traffic is None else [str(member) for member in engine.members()]
         more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""

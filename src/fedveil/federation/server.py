@@ -65,6 +65,7 @@ class Server(StoredServer):
     rounds: RoundKind
     defence_server: AnyServer
     example: Inputs  # the inputs of a few records, whose values do not matter
+    columns: tuple[str, ...] = ()  # names of the inputs, if clients' records are frames in this process
 
     def __init__(
         self,

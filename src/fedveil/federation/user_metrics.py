@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import BadArgument
-from fedveil.federation.evaluate import find_classes, is_binary_loss, rank_outputs, select_positions
+from fedveil.federation.evaluate import LOG_PROBABILITIES, find_classes, is_binary_loss, rank_outputs, select_positions
 from fedveil.federation.targets import refuse_failure
 from fedveil.scheme.losses import CrossEntropy, Loss
 from fedveil.scheme.outputs import class_axis
@@ -19,7 +19,6 @@ CPU = torch.device("cpu")
 RESERVED = ("accuracy", "loss", "mse", "round", "epoch", "error", "lr", "seconds", "evaluated", "epsilon")
 PREDICTIONS = ("input", "logits", "output", "outputs", "pred", "predictions", "preds", "y_pred", "y_prob", "y_score")
 PROBABILITIES = ("y_prob", "y_proba", "y_score")  # second parameters of functions that do not take classes
-LOG_PROBABILITIES = ("torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss")  # losses whose outputs are passed to softmax
 
 
 @runtime_checkable

@@ -190,6 +190,23 @@ def list_clients(clients: object) -> list[UserRecords]:
     return list(cast(Sequence[UserRecords], clients))
 
 
+def list_columns(records: object) -> tuple[str, ...]:
+    """Return the names of the inputs if they are a pandas DataFrame, otherwise ()."""
+    inputs = records[0] if isinstance(records, tuple | list) and len(records) == 2 else None
+    return tuple(map(str, inputs.columns)) if is_frame(inputs) else ()
+
+
+def check_columns(clients: Sequence[object]) -> tuple[str, ...]:
+    """Return the names of the inputs; refuse clients whose DataFrames have other columns, or another order."""
+    named = {number: names for number, client in enumerate(clients) if (names := list_columns(client))}
+    first = next(iter(named.values()), ())
+    for number, names in named.items():
+        if names != first:
+            what = f"its columns are {', '.join(names):.80}, but those of client {min(named)} {', '.join(first):.80}"
+            raise BadArgument(f"client {number}", what, "use the same columns in the same order: frame[columns]")
+    return first
+
+
 def as_source(owner: str, records: object) -> Source:
     """Convert a user's records to a source.
 

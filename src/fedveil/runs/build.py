@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, ReduceLROnPlateau
 
 from fedveil import data as datasets
-from fedveil import models
 from fedveil.data import Data, DataPart, split
 from fedveil.data.catalogue import Scaling, Task
 from fedveil.data.splits import hold_out
@@ -136,6 +135,8 @@ def record_shape(name: str, data: Data) -> torch.Size:
 
 def named_model(settings: ModelSettings, shape: torch.Size, outputs: int) -> nn.Module:
     """Return one of the library's networks, for records of the given shape."""
+    from fedveil import models
+
     name, width = settings.name, settings.width
     check_network(name)
     if name == "mlp":

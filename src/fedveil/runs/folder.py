@@ -1,6 +1,7 @@
 """The folder of a run: config.json, metrics.jsonl, the last and the best model, report.html and a checkpoint."""
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,8 @@ from fedveil.federation.local import Federation
 from fedveil.federation.results import RunDetails, RunSummary, is_repeatable, read_rounds
 from fedveil.federation.state import RECORDS, Folder
 from fedveil.files import lock_folder, write_atomically
-from fedveil.plain_json import SCHEMA, check_schema, read_json
+from fedveil.plain_json import SCHEMA
+from fedveil.records.encoding import FILE, read_encoding
 from fedveil.runs.build import build_federation, choose_loss, choose_settings, load_data, load_factory, named_model
 from fedveil.runs.choices import applicable_values, chosen_keys, format_command
 from fedveil.runs.settings import (
@@ -34,7 +36,6 @@ from fedveil.runs.settings import (
 if TYPE_CHECKING:
     from fedveil.federation.user_metrics import Metric
 
-SHAPES = "model.json"
 PASS_NETWORK = "pass the network: load_model(folder, model=...)"
 RUN = (checkpoint.LAST, checkpoint.PREVIOUS, MODEL, "summary.json")  # a folder with any of these files contains a run
 
@@ -168,14 +169,11 @@ def _architecture(folder: Path, trust_code: bool) -> nn.Module:
     config = read_config(folder, trust_code=trust_code)
     if ":" in config.model.name:
         return load_factory(config.model.name)
-    try:
-        shapes = read_json(folder / SHAPES)
-        check_schema(shapes, SHAPES)
-        shape, outputs = torch.Size(shapes["record"]), int(shapes["outputs"])
-    except (ValueError, KeyError, TypeError) as error:
-        what = f"{SHAPES}, which contains the shape of records, cannot be read: {error}"
-        raise BadArgument(str(folder), what, PASS_NETWORK) from error
-    return named_model(config.model, shape, outputs)
+    encoding = read_encoding(folder)
+    tensor = (encoding.tensors or {}).get("inputs")
+    if tensor is None or encoding.outputs is None:
+        raise BadArgument(str(folder / FILE), "it does not contain the shapes of inputs and outputs", PASS_NETWORK)
+    return named_model(config.model, torch.Size(tensor.shape), math.prod(encoding.outputs.shape))
 
 
 def _described_network(folder: Path, trust_code: bool) -> nn.Module:
@@ -217,14 +215,13 @@ def train(
             if RECORDS in federation.changed:
                 what = "the data have changed since this run was trained on them"
                 raise BadArgument(str(home), what, "restore the data, or start a run with another --out")
-        _write_config(home, config, data)
+        _write_config(home, config)
         chosen = data.validation if config.data.validation is not None else None
         details = RunDetails(
             f"{data.name}, {config.model.name}",
             config.flat(),
             f"fedveil train {format_command(config)}",
-            data.classes,
-            data.target_scale,
+            data.encoding,
         )
         federation.fit(
             config.training.epochs,
@@ -253,12 +250,9 @@ def metrics_of(data: Data) -> "dict[str, Metric]":
     return {"mae": lambda targets, predictions: (targets - predictions).double().abs().mean() * scale}
 
 
-def _write_config(folder: Path, config: Config, data: Data) -> None:
-    """Write the configuration, and the shape of a record, which is needed to build the library's networks."""
+def _write_config(folder: Path, config: Config) -> None:
+    """Write the configuration."""
     sections: dict[str, dict[str, Value]] = {}
     for key, value in applicable_values(config).items():
         sections.setdefault(SECTION_OF[key], {})[key] = value
     write_atomically(folder / "config.json", json.dumps({"schema": SCHEMA, **sections}, indent=2) + "\n")
-    if isinstance(data.train.inputs, Tensor):
-        shapes = {"record": list(data.train.inputs.shape[1:]), "outputs": data.outputs, "classes": data.classes}
-        write_atomically(folder / SHAPES, json.dumps({"schema": SCHEMA, **shapes}) + "\n")
