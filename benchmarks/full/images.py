@@ -1,8 +1,6 @@
-"""Train ResNet20 on all images of a data set, with clients that augment their own images."""
+"""ResNet20 on all images of a data set, with clients that augment their own images."""
 
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from sklearn.metrics import roc_auc_score
@@ -11,23 +9,20 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 
 from benchmarks.full.augmented import AugmentedImages
-from benchmarks.full.tasks import IMAGE_TASKS, ImageRun
+from benchmarks.full.tasks import ImageTask, Run
 from fedveil import CrossEntropy, Federation
 from fedveil.data import Data, split
-from fedveil.federation import Probabilities
-from fedveil.federation.fitting import Callback
-from fedveil.federation.history import History
 from fedveil.models import resnet
 from fedveil.records.shards import count_batches
 
 
-def build(run: ImageRun, data: Data, depth: int = 20, dtype: torch.dtype = torch.float32) -> Federation:
+def build(run: Run, task: ImageTask, data: Data, depth: int = 20) -> Federation:
     """Return the federation of a run, before the first round; all defences see the same augmented batches."""
-    task, images, targets = IMAGE_TASKS[run.task], data.train.tensor.to(dtype), data.train.targets
+    images, targets = data.train.tensor, data.train.targets
     parts = split(data, run.clients, seed=run.seed)
     clients = [AugmentedImages(images[rows], targets[rows], run.seed, k) for k, rows in enumerate(parts)]
     torch.manual_seed(run.seed)
-    model: nn.Module = resnet(depth, images.shape[1], data.outputs).to(dtype)
+    model: nn.Module = resnet(depth, images.shape[1], data.outputs).to(images.dtype)
     if run.defence == "rounding":
         model = model.to(memory_format=torch.channels_last)
     batch = task.batch // run.clients
@@ -46,16 +41,6 @@ def build(run: ImageRun, data: Data, depth: int = 20, dtype: torch.dtype = torch
     for client in clients:
         client.current_round = lambda: federation.round
     return federation
-
-
-def train(
-    run: ImageRun, federation: Federation, data: Data, folder: Path, on_round: Sequence[Callback] = ()
-) -> History:
-    """Train to the last epoch; continue from the last checkpoint in the folder, if there is one."""
-    parameter = next(federation.model.parameters())
-    metrics = {"auc": Probabilities(one_against_rest)} if "auc" in IMAGE_TASKS[run.task].metrics else {}
-    test = data.test.tensor.to(parameter.dtype), data.test.targets
-    return federation.fit(run.epochs, test=test, folder=folder, resume=True, metrics=metrics, on_round=list(on_round))
 
 
 def class_weights(targets: Tensor, classes: int) -> tuple[float, ...]:

@@ -1,11 +1,17 @@
 """The runs at the paper's scale: all settings, chosen before the first run and not tuned on the results."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 DEFENCES = ("plain", "veil", "rounding")
-"""The rounding baseline is plain training in another memory layout: other kernels, which sum in another order."""
+"""The rounding baseline is plain training whose gradients differ by rounding errors.
+
+For images, the model has another memory layout (channels last): other kernels, which sum in another order. For bank, it
+is `Plain(rounding=...)`.
+"""
+BANK_EVERY = 10  # epochs between evaluations, and between lines of progress
 
 
 @dataclass(frozen=True)
@@ -16,7 +22,7 @@ class ImageTask:
         batch: number of images in a round, divided equally among the clients.
         peak: largest learning rate of the one-cycle schedule.
         weighted: whether the loss has class weights, inversely proportional to the frequency of the class.
-        metrics: metrics in the table.
+        metrics: metrics in the table; curves show the first one.
     """
 
     batch: int
@@ -26,19 +32,21 @@ class ImageTask:
 
 
 @dataclass(frozen=True)
-class ImageRun:
-    """A training run on images."""
+class Run:
+    """A training run; `layers` is the depth of the MLP for bank."""
 
     task: str
     clients: int
     defence: str
     epochs: int
     seed: int = 0
+    layers: int | None = None
 
     @property
     def name(self) -> str:
         """The name on the command line and of the folder."""
-        return f"{self.task}-k{self.clients}-{self.defence}-{self.seed}"
+        net = f"-l{self.layers}" if self.layers else ""
+        return f"{self.task}{net}-k{self.clients}-{self.defence}-{self.seed}"
 
 
 IMAGE_TASKS: Mapping[str, ImageTask] = MappingProxyType(
@@ -47,8 +55,12 @@ IMAGE_TASKS: Mapping[str, ImageTask] = MappingProxyType(
         "lesion": ImageTask(100, 0.1, True, ("accuracy", "balanced_accuracy", "auc", "loss")),
     }
 )
-IMAGE_RUNS = (
-    *(ImageRun("cifar10", 5, defence, 24) for defence in DEFENCES),
-    *(ImageRun("lesion", 5, defence, 30) for defence in DEFENCES),
-    *(ImageRun("cifar10", clients, defence, 10) for clients in (1, 10) for defence in ("plain", "veil")),
+RUNS = (
+    *(Run("cifar10", 5, defence, 24) for defence in DEFENCES),
+    *(Run("cifar10", clients, defence, 10) for clients in (1, 10) for defence in ("plain", "veil")),
+    *(Run("lesion", 5, defence, 30) for defence in DEFENCES),
+    *(
+        Run("bank", clients, defence, 200, seed, layers)
+        for seed, clients, layers, defence in itertools.product(range(3), (10, 5, 1), (3, 5, 7), DEFENCES)
+    ),
 )
