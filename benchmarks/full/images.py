@@ -16,13 +16,13 @@ from fedveil.models import resnet
 from fedveil.records.shards import count_batches
 
 
-def build(run: Run, task: ImageTask, data: Data, depth: int = 20) -> Federation:
+def build(run: Run, task: ImageTask, data: Data, depth: int = 20, dtype: torch.dtype = torch.float32) -> Federation:
     """Return the federation of a run, before the first round; all defences see the same augmented batches."""
-    images, targets = data.train.tensor, data.train.targets
+    images, targets = data.train.tensor.to(dtype), data.train.targets
     parts = split(data, run.clients, seed=run.seed)
     clients = [AugmentedImages(images[rows], targets[rows], run.seed, k) for k, rows in enumerate(parts)]
     torch.manual_seed(run.seed)
-    model: nn.Module = resnet(depth, images.shape[1], data.outputs).to(images.dtype)
+    model: nn.Module = resnet(depth, images.shape[1], data.outputs).to(dtype)
     if run.defence == "rounding":
         model = model.to(memory_format=torch.channels_last)
     batch = task.batch // run.clients
