@@ -9,6 +9,7 @@ from benchmarks.full import __main__ as command
 from benchmarks.full import images, page, tasks, training
 from benchmarks.full.augmented import PADDING, AugmentedImages
 from benchmarks.full.tasks import Run
+from tests.docs.markdown import ROOT
 from torch.nn.functional import pad
 
 from fedveil.data import Data, DataPart
@@ -133,3 +134,10 @@ def test_every_run_has_its_own_name_and_every_bank_run_is_in_the_papers_table():
     for run in tasks.RUNS:
         if run.task == "bank" and run.seed == 0:
             assert training.bank.paper_config(run).training.batch_size == 32
+
+
+def test_the_committed_tables_are_those_of_the_committed_results():
+    home = ROOT / "results" / "full"
+    results = json.loads((home / "results.json").read_text())
+    assert (home / "tables.md").read_text() == page.write_tables(results)
+    assert (home / "bank.md").read_text() == page.write_bank(results)

@@ -96,7 +96,8 @@ def format_metric(name: str, value: float) -> str:
 
 def image_header(task: str) -> list[str]:
     """Return the header of `image_rows`."""
-    names = [name.replace("_", " ") + ("" if name == "loss" else ", %") for name in IMAGE_TASKS[task].metrics]
+    shown = {"auc": "AUC, %", "loss": "loss"}
+    names = [shown.get(name, f"{name.replace('_', ' ')}, %") for name in IMAGE_TASKS[task].metrics]
     return ["clients", "training", "epochs", *names, "CPU hours"]
 
 
@@ -136,7 +137,7 @@ def curves(results: Results) -> list[Section]:
     """Return one chart per data set and number of clients, with all complete runs."""
     charts: list[Section] = []
     for task, clients in dict.fromkeys((run.task, run.clients) for run in RUNS if run.task in IMAGE_TASKS):
-        metric = IMAGE_TASKS[task].metrics[-2] if task == "lesion" else "accuracy"
+        metric = IMAGE_TASKS[task].metrics[0]
         lines = {}
         for run in RUNS:
             own = results["runs"].get(run.name, {})

@@ -52,7 +52,7 @@ class Run:
 IMAGE_TASKS: Mapping[str, ImageTask] = MappingProxyType(
     {
         "cifar10": ImageTask(250, 0.2, False, ("accuracy", "loss")),
-        "lesion": ImageTask(100, 0.1, True, ("accuracy", "balanced_accuracy", "auc", "loss")),
+        "lesion": ImageTask(100, 0.1, True, ("balanced_accuracy", "auc", "accuracy", "loss")),
     }
 )
 RUNS = (
