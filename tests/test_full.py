@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from benchmarks.full import __main__ as command
-from benchmarks.full import images, page, tasks, training
+from benchmarks.full import distance, images, page, tasks, training
 from benchmarks.full.augmented import PADDING, AugmentedImages
 from benchmarks.full.tasks import Run
 from tests.docs.markdown import ROOT
@@ -141,3 +141,22 @@ def test_the_committed_tables_are_those_of_the_committed_results():
     results = json.loads((home / "results.json").read_text())
     assert (home / "tables.md").read_text() == page.write_tables(results)
     assert (home / "bank.md").read_text() == page.write_bank(results)
+
+
+def test_distances_continue_after_a_kill_between_two_checkpoints(tmp_path):
+    data, made = pictures(), []
+
+    def make(name):
+        made.append(start(Run("cifar10", 3, name, 4), data))
+        return made[-1]
+
+    whole = distance.measure(make, tmp_path / "whole", 5)
+    distance.measure(make, tmp_path / "half", 2)
+    made[-1].step()
+    made[-1].save(tmp_path / "half" / "rounding")  # a kill that came after one of three checkpoints
+    found = distance.measure(make, tmp_path / "half", 5)
+    assert list(found) == list(whole) == [1, 2, 3, 4, 5]
+    assert [own["rounding"] for own in found.values()] == [own["rounding"] for own in whole.values()]
+    assert all(0 < own["veil"] < distance.BOUND for own in found.values())
+    assert distance.exceeded({1: {"veil": 1e-15, "rounding": 1e-15}, 21: {"veil": 1.0, "rounding": 0.5}}) == []
+    assert distance.exceeded({1: {"veil": 1e-9, "rounding": 1.0}, 2: {"veil": 4e-15, "rounding": 1e-15}}) == [1, 2]
