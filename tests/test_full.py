@@ -27,8 +27,8 @@ def pictures():
 
 def accounts():
     draw = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(300, 4, generator=draw), torch.rand(300, 1, generator=draw).round()
-    return Data("tiny", DataPart(inputs[:240], targets[:240]), DataPart(inputs[240:], targets[240:]))
+    inputs, targets = torch.randn(220, 4, generator=draw), torch.rand(220, 1, generator=draw).round()
+    return Data("tiny", DataPart(inputs[:160], targets[:160]), DataPart(inputs[160:], targets[160:]))
 
 
 def start(run, data, dtype=torch.float64):
@@ -134,6 +134,18 @@ def test_every_run_has_its_own_name_and_every_bank_run_is_in_the_papers_table():
     for run in tasks.RUNS:
         if run.task == "bank" and run.seed == 0:
             assert training.bank.paper_config(run).training.batch_size == 32
+
+
+def test_tables_and_curves_show_complete_runs_and_how_far_the_others_are():
+    whole = {"epochs": 24, "done": 24, "columns": ["epoch", "accuracy", "loss"], "cpu_hours": 1.25}
+    runs = {"cifar10-k5-plain-0": {**whole, "curve": [[23, 0.5, 2.0], [24, 0.875, 0.5]]}}
+    results = {"made": "torch", "runs": {**runs, "cifar10-k5-veil-0": {"epochs": 24, "done": 3}}}
+    text = page.write_tables(results)
+    assert "| 5 | plain | 24 | 87.50 | 0.5000 | 1.2 |" in text
+    assert "| 5 | veil | 24 | not complete: epoch 3 of 24 |  |  |" in text
+    (chart,) = page.curves(results)
+    assert chart.series == {"plain": [(23.0, 50.0), (24.0, 87.5)]}
+    assert page.make_page(results).verdict.startswith(f"1 of {len(tasks.RUNS)} runs")
 
 
 def test_the_committed_tables_are_those_of_the_committed_results():
