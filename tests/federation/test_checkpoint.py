@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fedveil.defences import PPDL, Plain, Private
 from fedveil.errors import BadArgument
-from fedveil.federation import checkpoint
+from fedveil.federation import Federation, checkpoint
 from fedveil.runs.folder import is_finished, train
 
 
@@ -326,3 +326,29 @@ def test_kills_at_any_moment_lose_no_run(tmp_path, kills, caplog):
             furthest[folder] = run.round
     assert "continues from" not in caplog.text  # no checkpoint was ever damaged
     assert max(furthest.values()) > 2  # and the kills did not all come before the first one
+
+
+def test_a_resumed_rounding_baseline_draws_the_noise_of_an_uninterrupted_one(tmp_path):
+    """The noise of one unit in the last place changes most of the 46 numbers, so they are not equal by chance."""
+    run, again = make(defence=Plain(rounding=1)), make(defence=Plain(rounding=1))
+    run.fit(rounds=3, folder=tmp_path)
+    again.resume(tmp_path)
+    mine, others = run.step().gradients, again.step().gradients
+    assert all(torch.equal(gradient, others[name]) for name, gradient in mine.items())
+
+
+def test_a_model_in_another_memory_layout_is_saved_and_continues(tmp_path):
+    def convolutions():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Flatten(), torch.nn.Linear(12, 2))
+        records = torch.randn(8, 2, 4, 4), torch.randn(8, 2)
+        return Federation(net.to(memory_format=torch.channels_last), [records], "plain", batch_size=4)
+
+    run, again = convolutions(), convolutions()
+    run.fit(2, folder=tmp_path / "whole")
+    convolutions().fit(1, folder=tmp_path / "half")
+    again.fit(2, folder=tmp_path / "half", resume=True)
+    assert equal(again, run)
+    assert not again.model[0].weight.is_contiguous()
+    stored = load_file(tmp_path / "half" / "model.safetensors")
+    assert all(torch.equal(stored[name], value) for name, value in run.model.state_dict().items())

@@ -55,6 +55,12 @@ def test_a_plot_without_matplotlib_is_refused_with_the_command_that_installs_it(
         History([SECOND]).plot()
 
 
+def test_the_names_of_a_history_are_those_of_its_records():
+    plain = RoundRecord(1, 1.0, 0.0, 0.1, 1.0, figures={"epsilon": 1.0}, notes={"faults": ("late",)})
+    for records in ([], [plain], [plain, SECOND], [SECOND]):
+        assert History(records).names == {name for record in records for name in record.to_dict()}
+
+
 def test_a_plot_of_no_rounds_is_refused():
     with pytest.raises(BadArgument, match="there are no rounds yet"):
         History().plot()

@@ -19,6 +19,9 @@ from fedveil.defences.interface import (
     LocalTraining,
     Ranges,
     Samples,
+    State,
+    StateValue,
+    read_state,
 )
 from fedveil.errors import BadArgument
 from fedveil.graph.build import Frozen
@@ -199,6 +202,15 @@ class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> PlainRound:
         """Broadcast the model."""
         return self._round_type(model, self.figures, self._noise)
+
+    def state(self) -> State:
+        """Return the state of the rounding baseline's generator, so that a resumed run draws the same noise."""
+        return {} if self._noise is None else {"rounding": self._noise.get_state()}
+
+    def restore(self, state: Mapping[str, StateValue]) -> None:
+        """Continue with the generator's state."""
+        if self._noise is not None:
+            self._noise.set_state(read_state("Plain", state, "rounding", Tensor).cpu())
 
 
 def average(updates: Sequence[PlainUpdate], weights: Sequence[float], figures: Mapping[str, float]) -> Aggregate:

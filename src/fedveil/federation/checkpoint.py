@@ -64,7 +64,8 @@ def save(path: Path, state: Mapping[str, object], tag: StateTag = NO_RUN) -> Non
 
 def save_values(path: Path, state: Mapping[str, Tensor], number: int) -> None:
     """Write a model's values and the round to a safetensors file; a shared tensor is written once per name."""
-    values = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+    layout = torch.contiguous_format  # safetensors refuses other layouts, such as channels_last
+    values = {name: tensor.detach().cpu().clone(memory_format=layout) for name, tensor in state.items()}
     write_atomically(path, save_tensors(values, {ROUND: str(number)}))
 
 

@@ -1,7 +1,7 @@
 """The history of a training run."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from fedveil.errors import BadArgument
@@ -84,7 +84,7 @@ class History:
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """Return the (round, value) pairs of a metric or figure for the rounds that have it."""
-        points = [(record.round, record[name]) for record in self.records if name in record]
+        points = [(record.round, values[name]) for record in self.records if name in (values := record.to_dict())]
         if self.records and not points:
             known = ", ".join(sorted(self.names - {"round", "evaluated"}))
             evaluated = any(record.evaluated for record in self.records)
@@ -95,7 +95,11 @@ class History:
     @property
     def names(self) -> set[str]:
         """The names of all values in the records."""
-        return {name for record in self.records for name in record}
+        found = set[str]()
+        for record in self.records:  # without a dict for each of possibly very many records
+            found.update(record.metrics, record.figures, record.notes)
+        kinds = {record.evaluated is None: record for record in self.records}
+        return found.union(*(replace(one, metrics={}, figures={}, notes={}) for one in kinds.values()))
 
     @property
     def last(self) -> RoundRecord:

@@ -112,20 +112,23 @@ def veil_sections(plan: Plan, draws: int = 0) -> list[Section]:
 def curve_sections(histories: Mapping[str, History], note: str = TEXTS["error"]) -> list[Section]:
     """Return curves of metrics, epsilon and errors over the rounds."""
     sections: list[Section] = []
-    names = {name for history in histories.values() for name in history.names}
+    known = {run: history.names for run, history in histories.items()}
+    names = set[str]().union(*known.values())
     for name in METRICS:
         held_out = {"Validation": VALIDATION + name, "Test": name}
         for kind, key in held_out.items():
-            series = {run: history.curve(key) for run, history in histories.items() if key in history.names}
+            series = {run: history.curve(key) for run, history in histories.items() if key in known[run]}
             at_end = key == name and VALIDATION + name in names and all(len(value) == 1 for value in series.values())
             if series and not at_end:
                 sections.append(Curves(f"{kind} {name}", "round", name, series))
-    spent = {run: history.curve("epsilon") for run, history in histories.items() if "epsilon" in history.names}
+    spent = {run: history.curve("epsilon") for run, history in histories.items() if "epsilon" in known[run]}
     if spent:
         sections.append(Curves("Epsilon spent", "round", "epsilon", spent, note=TEXTS["spent"]))
-    errors = {run: [(r, e) for r, e in h.curve("error") if e > 0] for run, h in histories.items() if "error" in h.names}
-    if known := {run: points for run, points in errors.items() if points}:
-        sections.append(error_section(known, note))
+    errors = {
+        run: [(r, e) for r, e in h.curve("error") if e > 0] for run, h in histories.items() if "error" in known[run]
+    }
+    if positive := {run: points for run, points in errors.items() if points}:
+        sections.append(error_section(positive, note))
     return sections
 
 

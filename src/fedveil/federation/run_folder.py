@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("fedveil")
 METRICS, SUMMARY, REPORT = "metrics.jsonl", "summary.json", "report.html"
 MAX_NAMES = 20  # clients named in the first status
-INTERVAL = 5.0  # seconds between updates of the page and the status while training
+INTERVAL = 5.0  # minimum number of seconds between updates of the page and the status while training
+PAUSE = 20  # minimum number of seconds between updates, as a multiple of the duration of the last one
+MAX_PAUSE = 600.0
 
 
 def read_settings(folder: Path) -> dict[str, Setting]:
@@ -90,7 +92,7 @@ class RunFolder:
     def __init__(self, server: "Server", plan: FitPlan, folder: Path, details: RunDetails) -> None:
         self._server, self._plan, self._folder, self._details = server, plan, folder, details
         self._metrics = MetricsFile(folder / METRICS, server)
-        self._started, self._shown = time.time(), 0.0  # the second is the time of the last update
+        self._started, self._due = time.time(), 0.0  # the second is the time of the next update
         self._clients: Mapping[str, ClientStatus] = {}
         private = server.defence_server.accountant is not None
         self._private, self._timed = private, not private and isinstance(server.rounds, ClearRound)
@@ -114,7 +116,7 @@ class RunFolder:
             texts = [str(fault) for fault in faults]
             asked = sorted(traffic.members, key=str)
             self._clients = update_clients(self._clients, record.round, asked, traffic.seconds, texts, self._timed)
-        if time.monotonic() - self._shown >= INTERVAL:
+        if time.monotonic() >= self._due:
             self._show("training")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
@@ -168,9 +170,11 @@ class RunFolder:
         """Write the status and the live page."""
         from fedveil.federation.page import live_page
 
+        began = time.monotonic()
         status, title = self._status(state, message), self._details.title or type(self._server.model).__name__
         self._write(status, lambda: live_page(self._server, title, status, self._settings))
-        self._shown = time.monotonic()
+        ended = time.monotonic()
+        self._due = ended + min(MAX_PAUSE, max(INTERVAL, PAUSE * (ended - began)))
 
     def _write(self, status: RunStatus, make_page: "Callable[[], Page]") -> None:
         """Write the status and a page; a failure is only logged, because it must not end the run."""
