@@ -36,7 +36,20 @@ def reshape(call: Call) -> Outcome:
     return call.x.units.map(lambda factor: reshape_factor(factor, before, after))
 
 
-@rule("transpose", "permute", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "mT", "adjoint", "flip", "roll")
+@rule(
+    "transpose",
+    "permute",
+    "t",
+    "movedim",
+    "moveaxis",
+    "swapaxes",
+    "swapdims",
+    "mT",
+    "numpy_T",
+    "adjoint",
+    "flip",
+    "roll",
+)
 def permute(call: Call) -> Outcome:
     """Permute the dims, or the elements along a dim."""
     if call.name == "roll" and not call["dims"]:
@@ -49,6 +62,7 @@ rule("select", "select_copy")(lambda call: _select(call, call.dim(), *call.integ
 rule("unbind")(lambda call: [_select(call, call.dim(), index) for index in range(len(call.output))])
 rule("expand", "expand_as", "broadcast_to", "expand_copy")(lambda call: call.broadcast(call.x))
 rule("zeros", "zeros_like", "new_zeros", "zero")(lambda call: Units(zero=True))
+rule("ones_like", "new_ones", "full_like", "new_full")(lambda call: Units())  # only the shape is read
 
 
 @rule("split", "chunk", "split_with_sizes", "tensor_split", "unsafe_split", "unsafe_chunk")
@@ -158,8 +172,14 @@ def stack(call: Call) -> Outcome:
 
 
 def mix_neighbours(call: Call, units: Units, dims: Dims) -> Units:
-    """Return the units after mixing neighbours along `dims`, which forbids permutations and unequal factors."""
-    return Units(call.merge_scale(units.scale, dims), call.ledger.fix_along(units.order, dims))
+    """Return the units after mixing neighbours along `dims`, which forbids permutations and unequal factors there."""
+    order = []
+    for factor in units.order:
+        if varying_dims(factor) and varying_dims(factor) <= dims:
+            call.ledger.fix(factor)
+        else:
+            order.append(call.ledger.merge_order(factor, dims))
+    return Units(call.merge_scale(units.scale, dims), tuple(order))
 
 
 @rule("pad", "constant_pad_nd")
@@ -204,13 +224,7 @@ def index(call: Call) -> Outcome:
 
 def _share(call: Call, dims: Dims) -> Units:
     """Make the units of the first operand equal along `dims`, and return them."""
-    order = []
-    for factor in call.x.units.order:
-        if varying_dims(factor) and varying_dims(factor) <= dims:
-            call.ledger.fix(factor)
-        else:
-            order.append(call.ledger.merge_order(factor, dims))
-    return Units(call.merge_scale(call.x.units.scale, dims), tuple(order))
+    return mix_neighbours(call, call.x.units, dims)
 
 
 @rule("triu", "tril")
