@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from tests.oracle import Network, assert_close, batch, built, plain
+from tests.oracle import Network, assert_close, batch, built, plain, recovery_error
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -90,14 +90,25 @@ def test_a_batch_for_which_forward_fails_is_refused_by_every_entry_point():
             call()
 
 
-def test_a_checkpoint_around_the_head_is_refused_if_candidates_are_subtracted():
-    model = built(
-        lambda: Network(
-            lambda m, x: checkpoint(lambda x: torch.tanh(m.head(x)), m.body(x).relu(), use_reentrant=False),
-            body=nn.Linear(4, 6),
-            head=nn.Linear(6, 3),
+def checkpointed(m, x):
+    """A head inside a checkpoint, and an operation that follows it."""
+    return checkpoint(lambda x: torch.tanh(m.head(x)), m.body(x).relu(), use_reentrant=False)
+
+
+def test_a_checkpoint_around_the_head_runs_again_with_the_noise_subtracted():
+    model = built(lambda: Network(checkpointed, body=nn.Linear(4, 6), head=nn.Linear(6, 3)))
+    inputs, targets = batch((4,), 3)
+    assert fedveil.analyse(model, inputs).head.path == "head"
+    assert recovery_error(model, inputs, targets, groups=2, additive=1e3, multiplicative=10.0) < 1e-9
+
+
+def test_a_checkpoint_that_calls_a_function_of_the_heads_weight_is_refused():
+    def run(m, x):
+        return checkpoint(
+            lambda x: nn.functional.linear(x, m.head.weight).tanh(), m.body(x).relu(), use_reentrant=False
         )
-    )
+
+    model = built(lambda: Network(run, body=nn.Linear(4, 6), head=nn.Linear(6, 3, bias=False)))
     with pytest.raises(BadArgument, match=r"backward pass fails: torch.utils.checkpoint.*\n  Fix: checkpoint neither"):
         fedveil.Federation(model, [batch((4,), 3)]).step()
 

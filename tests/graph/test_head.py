@@ -112,6 +112,27 @@ def test_a_tied_embedding_leaves_the_noise_to_another_layer_unless_the_head_is_e
     assert recovery_error(model, ids, targets, groups=3) < 1e-9
 
 
+def test_an_addmm_takes_noise_only_if_it_adds_a_bias_to_a_product():
+    ids = torch.randint(0, 9, (5, 4), generator=torch.Generator().manual_seed(0))
+    targets = torch.randn(5, 4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def projected(**factors):
+        """A tied language model whose only other layer is an addmm."""
+        return Network(
+            lambda m, ids: torch.addmm(m.bias, m.embedding(ids).flatten(0, 1), m.weight, **factors).relu().unflatten(
+                0, ids.shape
+            )
+            @ m.embedding.weight.T,
+            embedding=nn.Embedding(9, 6), weight=nn.Parameter(torch.randn(6, 6)), bias=nn.Parameter(torch.randn(6)),
+        )  # fmt: skip
+
+    model = built(projected)
+    assert planned(model, ids).head.weight == "weight"
+    assert recovery_error(model, ids, targets, groups=3, additive=1e3, multiplicative=10.0) < 1e-9
+    with pytest.raises(errors.HeadNotLinear, match="it is not the sum of a product and a bias"):
+        planned(built(lambda: projected(beta=2)), ids)
+
+
 def answering(name):
     """A model that returns a dict with two tensors."""
 
@@ -184,6 +205,26 @@ def functional():
     )
 
 
+def transposed():
+    """A layer whose weight is transposed, as in GPT-2."""
+    parts = {"weight": nn.Parameter(torch.randn(8, 4)), "bias": nn.Parameter(torch.randn(4))}
+    return Network(
+        lambda m, x: torch.addmm(m.bias, m.first(x.flatten(1)).relu(), m.weight).softmax(1),
+        first=nn.Linear(192, 8),
+        **parts,
+    )
+
+
+def multiplied(transpose):
+    """A layer that is a product with a matrix or its transpose."""
+    parts = {"weight": nn.Parameter(torch.randn(4, 192) if transpose else torch.randn(192, 4))}
+    return lambda: Network(
+        lambda m, x: (torch.sin(m.table * x.flatten(1)) @ (m.weight.T if transpose else m.weight)).softmax(1),
+        table=nn.Parameter(torch.randn(1, 192)),
+        **parts,
+    )
+
+
 def branches():
     """Two last layers side by side: the noise goes to the one before them, which both depend on."""
     layers = {"shared": nn.Linear(192, 8), "left": nn.Linear(8, 3), "right": nn.Linear(8, 2)}
@@ -201,6 +242,9 @@ STACKED = {
     "grouped last layer": lambda: then(nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 1, groups=2))),
     "tanh behind a transposed convolution": lambda: then(nn.Tanh(), nn.ConvTranspose2d(6, 4, 2, stride=2)),
     "functional": functional,
+    "transposed": transposed,
+    "matrix": multiplied(False),
+    "transposed matrix": multiplied(True),
     "branches": branches,
 }
 REPEATED = {

@@ -12,11 +12,12 @@ from fedveil.errors import AnalysisError, BadArgument, FedveilError, NothingToVe
 from fedveil.graph.build import Frozen, build_plan
 from fedveil.graph.export import SAMPLES, export, first_line
 from fedveil.graph.foreign_code import refuse_hooks, run_eagerly, unwrap
-from fedveil.graph.head import find_head
+from fedveil.graph.head import find_head, find_layer
 from fedveil.graph.inputs import Inputs, describe_form
 from fedveil.graph.outputs import Output, choose_output
 from fedveil.graph.plan import ModelState, Plan
 from fedveil.graph.probe import probe
+from fedveil.graph.skips import combinations
 from fedveil.graph.walk import Walk
 
 MAX_BARE = 0.1  # warn if more than this fraction of the parameter values would be sent unchanged
@@ -138,10 +139,16 @@ def make_plan(
             what = "the model returns one number for the whole batch, such as a mean or a loss"
             raise AnalysisError(type(model).__name__, what, "return one row per sample; the loss averages them")
         probe(model, inputs, samples)
-        layer, node = (None, None) if exposed else find_head(model, graph, inputs, samples, only_trained=only_trained)
+        others = [export(model, inputs, samples, chosen) for chosen in combinations(graph.decisions)]
+        skipped = {name for name in graph.used if not all(name in own.used for own in others)}
+        layer, node = None, None
+        if not exposed:
+            layer, node = find_head(model, graph, inputs, samples, only_trained=only_trained, skipped=skipped)
     walk = Walk(graph, node)
     try:
         walk.run()
+        for own in others:
+            Walk(own, find_layer(own, layer) if layer and node else None, walk.ledger, walk.used).run()
         return build_plan(model, walk, layer, describe_form(inputs), public, frozen, output)
     except FedveilError:
         raise

@@ -1,25 +1,30 @@
 """Record a model's operations with torch.export, as calls to ATen functions."""
 
 import copy
+import dis
+import io
 import linecache
 import logging
 import re
+import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export.graph_signature import OutputKind
 from torch.nn.utils.rnn import PackedSequence
 
 from fedveil.errors import AnalysisError, BadArgument, FedveilError, NotTraceable
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
 from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
 from fedveil.graph.outputs import return_predictions
+from fedveil.graph.skips import SkipMode
 
 SAMPLES = 2  # batch size of the example: torch.export treats 1 as a special case, and BatchNorm needs at least 2
 EXPORTING = threading.RLock()  # exporting changes global state, so two threads would interfere
@@ -34,12 +39,20 @@ class ModelGraph:
         parameters: the parameter name of each placeholder; a tied parameter is listed under its first name.
         buffers: the buffer name of each placeholder; tied buffers are handled in the same way.
         outputs: the node of the model's predictions.
+        decisions: the number of times that forward decides at random whether to skip layers.
     """
 
     graph: fx.Graph
     parameters: dict[str, str]
     buffers: dict[str, str]
     outputs: tuple[fx.Node, ...]
+    decisions: int = 0
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The names of parameters that forward reads."""
+        places = [node for node in self.graph.nodes if node.op == "placeholder" and node.users]
+        return frozenset(self.parameters[node.name] for node in places if node.name in self.parameters)
 
 
 def copy_model(model: nn.Module) -> nn.Module:
@@ -85,32 +98,52 @@ def check_example(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> I
 
 @contextmanager
 def silence_torch() -> Iterator[None]:
-    """Suppress log messages and warnings from torch.export (failures, recurrent layers, deprecations)."""
+    """Suppress log messages, printed graphs and warnings from torch.export (failures, recurrent layers)."""
     with EXPORTING:
         before = logging.root.manager.disable
         logging.disable(logging.CRITICAL)
         try:
-            with warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()), _assume_assertions():
                 yield
         finally:
             logging.disable(before)
 
 
-def export(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> ModelGraph:
-    """Record the operations of a forward pass, which depend only on shapes, dtypes and modes."""
+@contextmanager
+def _assume_assertions() -> Iterator[None]:
+    """Let forward assert what depends on the values of its inputs: where that is false, a client's forward raises."""
+    decide: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
+
+    def read(own: torch.SymBool) -> bool:
+        frame = sys._getframe(1)
+        code = [step for step in dis.get_instructions(frame.f_code) if step.opname not in ("TO_BOOL", "NOT_TAKEN")]
+        jump, target = [*(step for step in code if step.offset >= frame.f_lasti), None, None][:2]
+        fails = target and ("ASSERTION" in target.opname or target.argval is AssertionError)
+        return bool(jump and "IF_TRUE" in jump.opname and fails) or decide(own)
+
+    torch.SymBool.__bool__ = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.SymBool.__bool__ = decide  # type: ignore[method-assign]
+
+
+def export(model: nn.Module, inputs: Inputs, samples: int = SAMPLES, skipped: Collection[int] = ()) -> ModelGraph:
+    """Record the operations of a forward pass, which depend only on shapes, dtypes, modes, and what is skipped."""
     model_copy, first = copy_model(model), dict[int, str]()
     state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {name: first.setdefault(id(tensor), name) for name, tensor in state}  # tied tensors have several names
     args, kwargs = arguments(check_example(model, inputs, samples))
     try:
-        with silence_torch():
+        with silence_torch(), SkipMode(skipped) as mode:
             program = torch.export.export(return_predictions(model_copy), args, kwargs, strict=False)
-            if _needs_functionalization(program.graph):
+            if any(map(_needs_functionalization, _list_graphs(program.graph_module))):
                 program = program.run_decompositions({})
     except FedveilError:
         raise
     except Exception as error:
         raise explain(model, model_copy, error) from None  # its cause prints whole graphs
+    _inline_blocks(program.graph_module)
     if any("autocast" in getattr(node.target, "__name__", "") for node in program.graph.nodes):
         what = f"its forward method enables torch.autocast: {ROUNDING}"
         fix = "remove the autocast block; put torch.autocast around client_step or Federation.fit"
@@ -119,9 +152,30 @@ def export(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> ModelGra
     signature = program.graph_signature
     parameters = {node: names[name] for node, name in signature.inputs_to_parameters.items()}
     buffers = {node: names[name] for node, name in signature.inputs_to_buffers.items()}
-    found = {node.name: node for node in program.graph.nodes}
-    outputs = tuple(found[name] for name in signature.user_outputs if isinstance(name, str) and name in found)
-    return ModelGraph(program.graph, parameters, buffers, outputs)
+    (last,) = (node for node in program.graph.nodes if node.op == "output")
+    results = zip(last.args[0], signature.output_specs, strict=True)
+    outputs = tuple(own for own, spec in results if spec.kind == OutputKind.USER_OUTPUT and isinstance(own, fx.Node))
+    return ModelGraph(program.graph, parameters, buffers, outputs, mode.asked)
+
+
+def _list_graphs(module: fx.GraphModule) -> list[fx.Graph]:
+    return [own.graph for own in module.modules() if isinstance(own, fx.GraphModule)]
+
+
+def _inline_blocks(module: fx.GraphModule) -> None:
+    """Replace each block inside torch.no_grad by its operations, in place; nothing else in the graph changes."""
+    for node in [own for own in module.graph.nodes if operation_name(own) == "wrap_with_set_grad_enabled"]:
+        _, body, *operands = node.args
+        block = getattr(module, body.target)
+        _inline_blocks(block)
+        places = [own for own in block.graph.nodes if own.op == "placeholder"]
+        with module.graph.inserting_before(node):
+            results = module.graph.graph_copy(block.graph, dict(zip(places, operands, strict=True)))
+            assert isinstance(results, tuple | list)
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
 
 
 ROUNDING = "it rounds veiled activations differently from plain ones"

@@ -1,11 +1,13 @@
 """Find the layer that receives additive noise: the final layer, or the last one that can take it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import Argument
 from torch.utils import _pytree as pytree
 
 from fedveil.errors import HeadNotLinear
@@ -14,6 +16,7 @@ from fedveil.graph.export import SAMPLES, ModelGraph, check_example, copy_model
 from fedveil.graph.inputs import Inputs, LayerOutputMode, arguments, each
 from fedveil.graph.operations import describe_location, innermost_module, named_arguments, operation_name
 from fedveil.graph.outputs import return_predictions
+from fedveil.graph.skips import SkipMode
 
 Tail = Literal["alike", "reshaped", "stacked", "repeated"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
@@ -29,7 +32,7 @@ class Head:
         weight: the name of its weight.
         bias: the name of its bias, if it has one.
         outputs: the number of its outputs.
-        dim: the dim of the weight that indexes outputs: 0, or 1 for a transposed convolution.
+        dim: the dim of the weight that indexes outputs: 0, or 1 for a transposed convolution and addmm.
         axis: the dim of the output tensor that indexes outputs: -1 for a Linear, 1 for a convolution.
         tail: the operations after the layer. "alike": all are linear and treat every output in the same way.
             "reshaped": all are reshapes, which clients need not run. Otherwise, clients subtract each noise candidate
@@ -52,20 +55,32 @@ class Head:
 
 
 def find_head(
-    model: nn.Module, graph: ModelGraph, inputs: Inputs, samples: int = SAMPLES, *, only_trained: bool = False
+    model: nn.Module,
+    graph: ModelGraph,
+    inputs: Inputs,
+    samples: int = SAMPLES,
+    *,
+    only_trained: bool = False,
+    skipped: Collection[str] = (),
 ) -> tuple[Head, fx.Node | None]:
     """Return the final layer and its node; if it cannot take noise, return the last layer that can, and None.
 
-    If `only_trained` is true, layers with a frozen weight or bias cannot take noise.
+    If `only_trained` is true, layers with a frozen weight or bias cannot take noise. Nor can layers whose weight is in
+    `skipped`, because forward may not call them.
     """
     frozen = {name for name, own in model.named_parameters() if only_trained and not own.requires_grad}
     inputs = check_example(model, inputs, samples)
     found = _find_head_at_end(model, graph, inputs)
-    if found and frozen.isdisjoint((found[0].weight, found[0].bias)):
+    if found and frozen.isdisjoint((found[0].weight, found[0].bias)) and found[0].weight not in skipped:
         return found
     reasons: list[str] = []
-    for node in _find_layers(graph):
+    for node in [
+        *_find_layers(graph, operations.LAYERS | {operations.ADDMM}),
+        *_find_layers(graph, {operations.MATMUL}),
+    ]:
         try:
+            if _describe_layer(graph, node)[0].weight in skipped:
+                raise _UnsuitableLayer("forward may skip it at random, such as with layerdrop")
             return _find_head_within(model, graph, node, inputs, frozen), None
         except _UnsuitableLayer as reason:
             reasons.append(f"{describe_location(node)}: {reason}")
@@ -76,6 +91,14 @@ def find_head(
         "give the model a Linear or a convolution whose weight nothing else uses; or, for multiplicative noise only, "
         'call analyse(model, inputs, head="exposed"): clients then see the true predictions',
     )
+
+
+def find_layer(graph: ModelGraph, head: Head) -> fx.Node | None:
+    """Return the node of the head in a graph in which other layers are skipped."""
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and operation_name(n) in operations.LAYERS]
+    weights = [(n, named_arguments(n)["weight"]) for n in nodes]
+    found = [n for n, own in weights if isinstance(own, fx.Node) and graph.parameters.get(own.name) == head.weight]
+    return found[-1] if found else None
 
 
 class _UnsuitableLayer(Exception):
@@ -105,9 +128,9 @@ def _find_head_at_end(model: nn.Module, graph: ModelGraph, inputs: Inputs) -> tu
     return (replace(head, tail="reshaped"), node) if linear and operations.SAME_ELEMENTS.issuperset(tail) else None
 
 
-def _find_layers(graph: ModelGraph) -> list[fx.Node]:
-    """Return Linear layers and convolutions from last to first, with those on every path to the output in front."""
-    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and operation_name(n) in operations.LAYERS][::-1]
+def _find_layers(graph: ModelGraph, kinds: Collection[str]) -> list[fx.Node]:
+    """Return the layers of these kinds from last to first, with those on every path to the output in front."""
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and operation_name(n) in kinds][::-1]
     state = {*graph.parameters, *graph.buffers}
     inputs = {n for n in graph.graph.nodes if n.op == "placeholder" and n.name not in state}
     unavoidable = [node for node in nodes if not _reaches(graph.outputs[0], inputs, node)]
@@ -129,7 +152,7 @@ def _reaches(node: fx.Node, goals: set[fx.Node], avoid: fx.Node | None) -> bool:
 
 def _describe_layer(graph: ModelGraph, node: fx.Node) -> tuple[Head, int]:
     """Return a layer as a head, and the number of times forward calls it."""
-    name, arguments, names, calls = operation_name(node), named_arguments(node), dict[str, str](), 0
+    name, arguments, names, calls = operation_name(node), _layer_arguments(node), dict[str, str](), 0
     for key in ("weight", "bias"):
         argument = arguments[key]
         if argument is None:
@@ -138,17 +161,43 @@ def _describe_layer(graph: ModelGraph, node: fx.Node) -> tuple[Head, int]:
         if known is None:
             raise _UnsuitableLayer("its weight or bias is computed, not a parameter")
         same = [n for n in graph.graph.nodes if n.op == "placeholder" and graph.parameters.get(n.name) == known]
-        users = [user for n in same for user in n.users]
-        if any(operation_name(u) != name or named_arguments(u)[key] not in same for u in users):
+        users = [user for n in same for user in _list_readers(n)]
+        if any(operation_name(u) != name or _layer_arguments(u)[key] not in same for u in users):
             raise _UnsuitableLayer(f"{known} is also used elsewhere (tied weights)")
         names[key], calls = known, max(calls, len(users))
     assert isinstance(arguments["weight"], fx.Node)
     if arguments.get("groups", 1) != 1:
         raise _UnsuitableLayer(f"it has {arguments['groups']} groups")
-    dim = 1 if name.startswith("conv_transpose") else 0
+    transposed = name == operations.MATMUL and arguments["weight"] is named_arguments(node)["other"]
+    dim = 1 if name.startswith("conv_transpose") or name == operations.ADDMM or transposed else 0
     outputs = arguments["weight"].meta["val"].shape[dim]
-    axis, path = -1 if name == "linear" else 1, innermost_module(node)[0]
+    axis, path = 1 if name in operations.CONVOLUTIONS else -1, innermost_module(node)[0]
     return Head(path, names["weight"], names.get("bias"), outputs, dim, axis, "alike"), calls
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    return operation_name(node) in operations.TRANSPOSES and node.meta["val"].dim() == 2
+
+
+def _list_readers(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that read a parameter or its transpose."""
+    return [reader for user in node.users for reader in (user.users if _is_transpose(user) else [user])]
+
+
+def _layer_arguments(node: fx.Node) -> dict[str, Argument]:
+    """Return a layer's arguments by name; in addmm, the bias is the first and the weight is the last matrix."""
+    found = named_arguments(node)
+    if operation_name(node) == operations.MATMUL:
+        other = found["other"]
+        if not isinstance(other, fx.Node) or other.meta["val"].dim() != 2:
+            raise _UnsuitableLayer("its second matrix is not a parameter")
+        return {"weight": other.all_input_nodes[0] if _is_transpose(other) else other, "bias": None}
+    if operation_name(node) != operations.ADDMM:
+        return found
+    bias = found["self"]
+    if found["alpha"] != 1 or found["beta"] != 1 or not isinstance(bias, fx.Node) or bias.meta["val"].dim() != 1:
+        raise _UnsuitableLayer("it is not the sum of a product and a bias")
+    return {"weight": found["mat2"], "bias": bias}
 
 
 def _find_head_within(model: nn.Module, graph: ModelGraph, node: fx.Node, inputs: Inputs, frozen: set[str]) -> Head:
@@ -201,7 +250,7 @@ def _run(model: nn.Module, head: Head, inputs: Inputs, extra: int, copies: int =
         example = each(mode.from_tensor, inputs)
         args, kwargs = arguments(example)
         try:
-            with LayerOutputMode(values[head.weight], change) as layer:
+            with SkipMode(), LayerOutputMode(values[head.weight], change) as layer:
                 out = torch.func.functional_call(return_predictions(model_copy), values, args, kwargs)
         except Exception:
             return None

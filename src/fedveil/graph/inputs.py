@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fedveil.graph.operations import LAYERS
+from fedveil.graph.operations import ADDMM, LAYERS, MATMUL
 from fedveil.graph.outputs import find_predictions
 
 Named = Mapping[str, Any]
@@ -107,7 +107,7 @@ def record_calls(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
 
 
 class LayerOutputMode(TorchFunctionMode):
-    """A mode that changes the output of the Linear or convolution that uses the given weight.
+    """A mode that changes the output of the Linear, convolution or addmm that uses the given weight.
 
     Attributes:
         calls: the number of calls to the layer so far.
@@ -123,9 +123,36 @@ class LayerOutputMode(TorchFunctionMode):
     ) -> object:
         """Call the function, and change its result if it computes the layer."""
         found = func(*args, **(kwargs or {}))
-        weight = args[1] if len(args) > 1 else (kwargs or {}).get("weight")
-        if weight is not self._weight or getattr(func, "__name__", "") not in LAYERS:
+        name = getattr(func, "__name__", "")
+        position, key = (2, "mat2") if name == ADDMM else (1, "weight")
+        weight = args[position] if len(args) > position else (kwargs or {}).get(key)
+        product = name in (MATMUL, f"__{MATMUL}__") and isinstance(args[1], Tensor) and self._is_view(args[1])
+        if not product and (weight is not self._weight or (name not in LAYERS and name != ADDMM)):
             return found
         assert isinstance(found, Tensor)
         self.calls += 1
         return self._change(found)
+
+    def _is_view(self, tensor: Tensor) -> bool:
+        same = tensor.untyped_storage()._cdata == self._weight.untyped_storage()._cdata
+        return same and tensor.numel() == self._weight.numel()
+
+
+@contextmanager
+def change_recomputed(model: nn.Module, weight: Tensor, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Change the output of the layer that uses the weight in calls during backward, in which checkpoints run again."""
+    entered: list[ExitStack] = []
+
+    def begin(*_: object) -> None:
+        entered.append(ExitStack())
+        entered[-1].enter_context(LayerOutputMode(weight, change))
+
+    def end(*_: object) -> None:
+        entered.pop().close()
+
+    owners = [own for own in model.modules() if any(tensor is weight for tensor in own._parameters.values())]
+    with ExitStack() as stack:
+        for module in owners:
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            stack.callback(module.register_forward_hook(end, always_call=True).remove)
+        yield

@@ -9,6 +9,9 @@ from torch.fx.node import Argument
 SPATIAL_DIMS = (1, 2, 3)
 CONVOLUTIONS = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in SPATIAL_DIMS)
 LAYERS = CONVOLUTIONS | {"linear"}
+ADDMM = "addmm"  # computes a Linear whose weight is transposed, as in GPT-2
+MATMUL = "matmul"  # computes a Linear if the second matrix is a parameter or its transpose, as in Falcon
+TRANSPOSES = {"numpy_T", "t", "mT", "transpose", "permute"}
 
 AVERAGE_POOLS = frozenset(f"{kind}avg_pool{n}d" for kind in ("", "adaptive_", "_adaptive_") for n in SPATIAL_DIMS)
 MAX_POOLS = frozenset(f"{kind}max_pool{n}d" for kind in ("", "adaptive_") for n in SPATIAL_DIMS)

@@ -4,6 +4,7 @@ A probe refuses code that changes gradients, and records the operations of a for
 that forward does not depend on what differs between the two passes, such as the number of samples.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from fedveil.graph.export import SAMPLES, check_example, copy_model, explain, si
 from fedveil.graph.foreign_code import IN_STEP, new_nodes, refuse_custom_backward, refuse_packing
 from fedveil.graph.inputs import Inputs, Named, arguments, each
 from fedveil.graph.outputs import return_predictions
+from fedveil.graph.skips import SkipMode
 
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 Operation = tuple[object, ...]  # a function and its flattened arguments, with tensors as numbers or names
@@ -79,7 +81,8 @@ class _HookMode(TorchFunctionMode):
         if name in HOOKS:
             what = f"its forward method calls {name} on a tensor; the hook would receive perturbed gradients"
             raise NotExact(self._paths[-1], what, IN_STEP)
-        if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "grad_fn":
+        reads = name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "grad_fn"
+        if reads and sys._getframe(1).f_globals.get("__name__") != nn.Module.__module__:  # it checks new parameters
             what = "its forward method reads grad_fn, through which the backward pass can be changed"
             raise NotExact(self._paths[-1], what, "remove the code that uses grad_fn")
         refuse_packing(self._paths[-1])
@@ -133,7 +136,7 @@ def probe(model: nn.Module, inputs: Inputs, samples: int = SAMPLES) -> list[Oper
         labels |= {id(leaf): f"input {n}" for n, leaf in enumerate(pytree.tree_leaves((args, kwargs)))}
         operations = _OperationMode(labels)
         try:
-            with _follow_modules(model_copy, paths), _HookMode(paths), operations:
+            with _follow_modules(model_copy, paths), _HookMode(paths), SkipMode(), operations:
                 torch.func.functional_call(model_copy, values, args, kwargs)
         except FedveilError:
             raise

@@ -30,7 +30,7 @@ from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.export import attribute_failure
 from fedveil.graph.foreign_code import WRAPPER, find_original, refuse_packing, run_eagerly
 from fedveil.graph.head import INNER_TAILS
-from fedveil.graph.inputs import Inputs, LayerOutputMode, call, count
+from fedveil.graph.inputs import Inputs, LayerOutputMode, call, change_recomputed, count
 from fedveil.graph.outputs import choose_output
 from fedveil.graph.plan import ModelState
 from fedveil.graph.units import factor_along
@@ -169,8 +169,7 @@ class _BatchRun:
         result = self._allocate(count)
         if head.tail == "stacked":
             buffers = self._copy_buffers()
-            with self._load_values(buffers):
-                outputs = self._run_candidates(head, range(count))
+            with self._load_values(buffers), self._run_candidates(head, range(count)) as outputs:
                 if len(outputs) != count * len(self.targets):  # otherwise uninitialised rows would be sent
                     raise ModelMismatch(head.path[:80], "the layers after it couple samples", SAME_CODE)
                 for number, part in enumerate(outputs.chunk(count)):
@@ -179,9 +178,8 @@ class _BatchRun:
         buffer_states = []
         for number in range(count):
             buffers = self._copy_buffers(number)
-            repeat = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=number < count - 1)
-            with repeat, self._load_values(buffers):  # dropout drops the same units for every candidate
-                outputs = self._run_candidates(head, [number])
+            same_dropout = torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=number < count - 1)
+            with same_dropout, self._load_values(buffers), self._run_candidates(head, [number]) as outputs:
                 self._run_backward(result, number, outputs, self._cotangent(outputs), last=True)
             buffer_states.append(buffers)
         if head.tail in INNER_TAILS:
@@ -249,8 +247,9 @@ class _BatchRun:
             raise ModelMismatch(head.path[:80], NOT_CALLED, SAME_CODE)
         return captured[0]
 
-    def _run_candidates(self, head: PublicHead, numbers: Sequence[int]) -> Tensor:
-        """Return the model's outputs, taking each of these candidates as the true offset, stacked along the batch."""
+    @contextmanager
+    def _run_candidates(self, head: PublicHead, numbers: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the model's outputs, taking each of these candidates as the true offset, stacked along the batch."""
 
         def correct(output: Tensor) -> Tensor:
             _check_outputs(head, output)
@@ -262,7 +261,8 @@ class _BatchRun:
             outputs = self._call()
         if not layer.calls:
             raise ModelMismatch(head.path[:80], NOT_CALLED, SAME_CODE)
-        return outputs
+        with change_recomputed(self.model, self.values[head.weight], correct):
+            yield outputs
 
     def _cotangent(self, outputs: Tensor) -> Tensor:
         loss = self.broadcast.loss

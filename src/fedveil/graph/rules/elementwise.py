@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fedveil.graph import operations
-from fedveil.graph.calls import Activation, Call, NoRule, Outcome, StateTensor, Traced, as_state, rule
+from fedveil.graph.calls import Activation, Call, NoRule, Outcome, StateTensor, Traced, as_state, as_tensor, rule
 from fedveil.graph.units import Symmetry, Units
 
 LINEAR = (
@@ -165,6 +165,19 @@ def _(call: Call) -> Outcome:
 def _(call: Call) -> Outcome:
     value = 1 if isinstance(call["value"], Traced) else call["value"]
     return _apply_mask(call, call.tensor("mask"), _combine(call, call["self"], value, "it inserts a constant"))
+
+
+@rule("index_put")
+def _(call: Call) -> Outcome:
+    """Insert one value, or one row, wherever a mask is true."""
+    values, indices = call.tensor("values"), call.sequence("indices")
+    mask = as_tensor(indices[0])
+    covered = frozenset(range(mask.value.dim()))
+    rows = values.value.dim() <= call.rank - len(covered)
+    if len(indices) > 1 or mask.value.dtype != torch.bool or not rows or any(mask.units[:2]):
+        raise NoRule("it inserts different values at computed positions")
+    units = add_tensors(call, call.tensor("self"), values)
+    return Units(units.scale, call.ledger.reconcile_order(units.order, frozenset(range(call.rank)), (), covered))
 
 
 @rule("maximum", "minimum")

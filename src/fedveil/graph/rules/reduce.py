@@ -97,8 +97,12 @@ def batch_norm(call: Call) -> Outcome:
 def group_norm(call: Call) -> Outcome:
     """Normalise groups of channels. Allow no factors; channels within a group and whole groups may be permuted."""
     inputs = call.merge_to_channels(call.x.units, 1, call.x.value.dim())
+    count, channels = *call.integers("num_groups"), call.x.value.shape[1]
+    if count == channels:
+        call.limit(inputs.scale, Symmetry.SIGN, "statistics over a channel let only signs through, because of eps")
+        return call.pack(_apply_affine(call, inputs))
     inputs = call.drop_scale(inputs, "statistics over several channels let no factor through")
-    groups = [factor.reshape(*call.integers("num_groups"), -1) for factor in inputs.order]
+    groups = [factor.reshape(count, -1) for factor in inputs.order]
     call.ledger.fold(groups, frozenset({1}))
     return _apply_affine(call, inputs)
 
@@ -143,13 +147,14 @@ def _merge_orders(call: Call, orders: Sequence[Tensor], inside: Dims) -> tuple[t
 
 @dataclass(eq=False)
 class NormedWeight(StateTensor):
-    """A weight normalised by weight_norm: each row is g v / |v|.
+    """A weight normalised by weight_norm: each slice along one dim, such as each row, is g v / |v|.
 
-    The factors of its rows multiply g. Its columns can only change sign, because the norms of the rows must not change.
-    The rows and columns of v are permuted, and g is permuted along with the rows.
+    The factors along this dim multiply g. The others can only be signs, because the norms of the slices must not
+    change. The rows and columns of v are permuted, and g is permuted along with the slices.
     """
 
     norm: StateTensor | None = None
+    dim: int = 0
 
     @property
     def units(self) -> Units:
@@ -164,11 +169,14 @@ class NormedWeight(StateTensor):
         assert self.norm is not None
         shape = (self.value if view is None else view).shape
         rows = _row_dims(shape, self.value.shape[0])
+        if self.dim:  # a view splits only the first dim, into groups
+            rows = frozenset({len(shape) - self.value.dim() + self.dim})
         outputs = tuple(factor for factor in units.scale if varying_dims(factor) <= rows)
         columns = tuple(factor for factor in units.scale if not varying_dims(factor) <= rows)
-        self.ledger.limit(columns, Symmetry.SIGN, self.name, "each row of the weight is normalised")
+        self.ledger.limit(columns, Symmetry.SIGN, self.name, "each slice of the weight is normalised")
         super().attach(Units(columns, units.order), view)
         order = tuple(factor for factor in units.order if varying_dims(factor) <= rows)
+        self.ledger.fix(*[own for own in units.order if varying_dims(own) & rows and not varying_dims(own) <= rows])
         norms = self.norm.value.reshape([size if dim in rows else 1 for dim, size in enumerate(shape)])
         self.norm.attach(Units(outputs, order), norms)
 
@@ -180,8 +188,8 @@ def _row_dims(shape: Sequence[int], count: int) -> Dims:
 
 @rule("_weight_norm")
 def weight_norm(call: Call) -> Outcome:
-    """Normalise a weight over all dims except the first, as torch.nn.utils.weight_norm does."""
-    direction, norm = call["v"], call["g"]
-    if not isinstance(direction, StateTensor) or not isinstance(norm, StateTensor) or call["dim"] != 0:
-        raise NoRule("the parameters of weight_norm are computed, or its dim is not 0")
-    return NormedWeight(direction.value, direction.name, True, call.ledger, direction.whole, norm)
+    """Normalise a weight over all dims except one, as torch.nn.utils.weight_norm does."""
+    direction, norm, (dim,) = call["v"], call["g"], call.integers("dim")
+    if not isinstance(direction, StateTensor) or not isinstance(norm, StateTensor) or dim < 0:
+        raise NoRule("the parameters of weight_norm are computed, or it normalises the whole weight")
+    return NormedWeight(direction.value, direction.name, True, call.ledger, direction.whole, norm, dim)

@@ -36,7 +36,20 @@ def reshape(call: Call) -> Outcome:
     return call.x.units.map(lambda factor: reshape_factor(factor, before, after))
 
 
-@rule("transpose", "permute", "t", "movedim", "moveaxis", "swapaxes", "swapdims", "mT", "adjoint", "flip", "roll")
+@rule(
+    "transpose",
+    "permute",
+    "t",
+    "movedim",
+    "moveaxis",
+    "swapaxes",
+    "swapdims",
+    "mT",
+    "numpy_T",
+    "adjoint",
+    "flip",
+    "roll",
+)
 def permute(call: Call) -> Outcome:
     """Permute the dims, or the elements along a dim."""
     if call.name == "roll" and not call["dims"]:
@@ -158,8 +171,14 @@ def stack(call: Call) -> Outcome:
 
 
 def mix_neighbours(call: Call, units: Units, dims: Dims) -> Units:
-    """Return the units after mixing neighbours along `dims`, which forbids permutations and unequal factors."""
-    return Units(call.merge_scale(units.scale, dims), call.ledger.fix_along(units.order, dims))
+    """Return the units after mixing neighbours along `dims`, which forbids permutations and unequal factors there."""
+    order = []
+    for factor in units.order:
+        if varying_dims(factor) and varying_dims(factor) <= dims:
+            call.ledger.fix(factor)
+        else:
+            order.append(call.ledger.merge_order(factor, dims))
+    return Units(call.merge_scale(units.scale, dims), tuple(order))
 
 
 @rule("pad", "constant_pad_nd")
@@ -203,14 +222,9 @@ def index(call: Call) -> Outcome:
 
 
 def share(call: Call, units: Units, dims: Dims) -> Units:
-    """Make units equal along `dims`, and return them."""
-    order = []
-    for factor in units.order:
-        if varying_dims(factor) and varying_dims(factor) <= dims:
-            call.ledger.fix(factor)
-        else:
-            order.append(call.ledger.merge_order(factor, dims))
-    return Units(call.merge_scale(units.scale, dims), tuple(order), units.zero)
+    """Make units equal along `dims`, and return them; zeros remain zeros."""
+    shared = mix_neighbours(call, units, dims)
+    return Units(shared.scale, shared.order, units.zero)
 
 
 @rule("triu", "tril")

@@ -1,0 +1,127 @@
+"""Structures of published transformers: masked features, resized positions, weight_norm, no_grad, assertions."""
+
+import pytest
+import torch
+from tests.oracle import Network, batch, built, planned, recovery_error
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+
+import fedveil
+from fedveil.errors import NotTraceable
+
+MASK = torch.tensor([[True, False, False, True], [False, True, False, False]]).repeat(3, 1)
+
+
+def masked(m, x):
+    """Replace the features at masked positions by a parameter, as SpecAugment does in Wav2Vec2."""
+    x = m.first(x.flatten(2).transpose(1, 2)).relu()
+    x = x.index_put((MASK[: len(x), : x.shape[1]],), m.row)
+    return m.head(x.relu().mean(1))
+
+
+def resized(m, x):
+    """Add positions that are resized to the size of the image, as in YOLOS."""
+    x = m.first(x).flatten(2).transpose(1, 2)
+    table = m.positions.transpose(1, 2).unflatten(2, (3, 3))
+    table = F.interpolate(table, size=(2, 2), mode="bicubic", align_corners=False).flatten(2).transpose(1, 2)
+    return m.head((x + table).relu().mean(1))
+
+
+def constant_factors(m, x):
+    """Compute a gate inside no_grad, from a layer that is trained elsewhere."""
+    x = m.first(x.flatten(1)).relu()
+    with torch.no_grad():
+        gate = m.second(x).relu()
+    return m.head(m.second(x).relu() + gate)
+
+
+def positional(dim, groups=1):
+    """A convolution whose weight is normalised over all dims but one, as the positions of Wav2Vec2."""
+    conv = weight_norm(nn.Conv1d(6, 6, 3, padding=1, groups=groups), dim=dim)
+    return Network(
+        lambda m, x: m.head(m.conv(m.first(x.flatten(1).unflatten(1, (3, 4))).relu()).relu().mean(2)),
+        first=nn.Conv1d(3, 6, 1), conv=conv, head=nn.Linear(6, 3),
+    )  # fmt: skip
+
+
+def per_channel():
+    """A GroupNorm with one channel per group."""
+    layers = [nn.Conv2d(3, 4, 1), nn.GroupNorm(4, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)]
+    return nn.Sequential(*layers)
+
+
+def ones(m, x):
+    """Compute a constant from a shape."""
+    x = m.first(x.flatten(1)).relu()
+    return m.head(x * (2 * x.new_ones(x.shape) + torch.full_like(x, 0.5)))
+
+
+CASES = {
+    "masked": lambda: Network(masked, first=nn.Linear(3, 6), row=nn.Parameter(torch.rand(6)), head=nn.Linear(6, 3)),
+    "resized": lambda: Network(
+        resized, first=nn.Conv2d(3, 6, 1), positions=nn.Parameter(torch.randn(1, 9, 6)), head=nn.Linear(6, 3)
+    ),
+    "no_grad": lambda: Network(constant_factors, first=nn.Linear(12, 6), second=nn.Linear(6, 6), head=nn.Linear(6, 3)),
+    "weight_norm over columns": lambda: positional(1),
+    "weight_norm over positions": lambda: positional(2, groups=2),
+    "one channel per group": per_channel,
+    "ones": lambda: Network(ones, first=nn.Linear(12, 6), head=nn.Linear(6, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_structures_of_published_models_are_covered_and_exact(name):
+    model = built(CASES[name])
+    inputs, targets = batch((3, 2, 2), 3)
+    plan = planned(model, inputs)
+    assert plan.shares["bare"] < 0.05, plan
+    assert recovery_error(model, inputs, targets, groups=2, multiplicative=10.0) < 1e-9
+
+
+def test_columns_of_groups_that_share_a_norm_keep_their_places():
+    model, (inputs, targets) = built(lambda: positional(1, groups=2)), batch((3, 2, 2), 3)
+    assert recovery_error(model, inputs, targets, groups=2, multiplicative=10.0) < 1e-9
+
+
+def test_a_mask_keeps_the_places_along_its_dims_and_different_rows_are_left_bare():
+    def several(m, x):
+        x = m.first(x.flatten(2).transpose(1, 2)).relu()
+        return m.head(x.index_put((torch.tensor([0, 1]),), m.rows).mean(1))
+
+    model = built(
+        lambda: Network(several, first=nn.Linear(3, 6), rows=nn.Parameter(torch.rand(6)), head=nn.Linear(6, 3))
+    )
+    inputs, targets = batch((3, 2, 2), 3)
+    assert any("computed positions" in why for _, why in planned(model, inputs).pinned)
+    assert recovery_error(model, inputs, targets, multiplicative=10.0) < 1e-9
+
+
+# A function that asserts a property of the inputs, as XLM does of lengths; pytest would rewrite its assertion.
+ASSERTING = """
+def asserting(m, x):
+    lengths = (x > 0).sum(1)
+    assert lengths.max().item() <= x.shape[1]
+    return m.head(m.first(x).relu())
+"""
+
+
+def test_an_assertion_about_inputs_holds_in_the_analysis_and_a_branch_is_refused():
+    inputs, targets = batch((4,), 3)
+    scope: dict[str, object] = {}
+    exec(ASSERTING, scope)
+    model = built(lambda: Network(scope["asserting"], first=nn.Linear(4, 6), head=nn.Linear(6, 3)))
+    assert recovery_error(model, inputs, targets, groups=2, multiplicative=10.0) < 1e-9
+
+    def branching(m, x):
+        return m.head(m.first(x).relu() if (x > 0).sum().item() > 3 else m.first(x))
+
+    with pytest.raises(NotTraceable, match="reads the values of a tensor"):
+        fedveil.analyse(built(lambda: Network(branching, first=nn.Linear(4, 6), head=nn.Linear(6, 3))), inputs)
+
+
+def test_what_a_failed_export_records_is_not_printed(capfd):
+    model = Network(lambda m, x: m.head(x if x.sum() > 0 else -x), head=nn.Linear(4, 3))
+    with pytest.raises(NotTraceable):
+        fedveil.analyse(model, torch.zeros(2, 4))
+    assert capfd.readouterr() == ("", "")
