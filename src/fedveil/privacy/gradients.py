@@ -11,16 +11,16 @@ candidate. The norm is over all parameters. The sum is computed in one of three 
 - Models that vmap does not support, and operations after a veiled head, are run for one record at a time.
 
 One record must not affect how the others are computed, because a server that chooses the weights can make different
-rounding visible. The way is therefore chosen with a record of zeros, buffers are copied for every record, and the
-position of a record in a batch should be random (`RecordPrivateClient.sample`).
+rounding visible. The way is therefore chosen with a record of zeros, buffers are copied for every record, attributes of
+modules are restored, and the position of a record in a batch should be random (`RecordPrivateClient.sample`).
 
 Gradients are computed in the model's dtype, then scaled and summed in float64. Each contribution has a norm of at most
 `clip` in exact arithmetic, and `summation_error` bounds the rounding error of the sum.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple, cast
 
@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
+from fedveil.privacy.isolation import attempt, keep_attributes
 from fedveil.privacy.row_layers import ForwardVaries, Product, RowLayer, find_row_layers, norms, run_with_taps
 from fedveil.scheme.broadcast import Broadcast, PublicHead
 from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward, walk_back
@@ -240,7 +241,9 @@ def _chunks(
         rows = slice(start, min(start + size, records))
         some, wanted = _take(inputs, rows), targets[rows]
         used = included[rows]
-        yield rows, (_run_vmap(task, way, some, wanted, used) if way else (_run_loop(task, some, wanted, used), []))
+        with keep_attributes(task.model):
+            found = _run_vmap(task, way, some, wanted, used) if way else (_run_loop(task, some, wanted, used), [])
+        yield rows, found
 
 
 class Way(NamedTuple):
@@ -258,30 +261,27 @@ def choose_way(task: RecordGradients, inputs: Inputs, targets: Tensor) -> Way | 
     """
     zeros, target = each(lambda own: torch.zeros_like(own[:2]), inputs), torch.zeros_like(targets[:2])
     before = {name: own._version for name, own in task.values.items()}
-    way = None if needs_loop(task) else _try_vmap(task, zeros, target)
-    if way is None:
-        with contextlib.suppress(Exception):  # zeros may not be valid inputs
-            task.single(_take(zeros, slice(1)), target[:1])
+    with keep_attributes(task.model):
+        way = None if needs_loop(task) else attempt(partial(_find_way, task, zeros, target))
+        if way is None:
+            attempt(lambda: task.single(_take(zeros, slice(1)), target[:1]))  # zeros may not be valid inputs
     if changed := [name for name, own in task.values.items() if own._version != before[name]]:
         raise BadArgument("privacy", f"forward changes {changed[0]}, so records affect one another", "remove this code")
     return way
 
 
-def _try_vmap(task: RecordGradients, zeros: Inputs, target: Tensor) -> Way | None:
-    """Return how vmap computes gradients for records of zeros, or None if it does not support the model."""
+def _find_way(task: RecordGradients, zeros: Inputs, target: Tensor) -> Way:
+    """Return how vmap computes gradients for records of zeros; raise an error if it does not support the model."""
     included = torch.ones(len(target), dtype=torch.bool)
+    layers, outputs = find_row_layers(task, zeros)
+    inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
+    dense = dense_targets(task.loss, task.head, outputs.expand(len(target), -1), target) if inside else target
+    way = Way(layers, outputs if inside else None)
     try:
-        layers, outputs = find_row_layers(task, zeros)
-        inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
-        dense = dense_targets(task.loss, task.head, outputs.expand(len(target), -1), target) if inside else target
-        way = Way(layers, outputs if inside else None)
-        try:
-            _run_vmap(task, way, zeros, dense, included)
-        except ForwardVaries:
-            way = Way([], way.outputs)
-            _run_vmap(task, way, zeros, dense, included)
-    except (RuntimeError, ValueError, IndexError, TypeError):  # vmap does not support an operation of `forward`
-        return None
+        _run_vmap(task, way, zeros, dense, included)
+    except ForwardVaries:
+        way = Way([], way.outputs)
+        _run_vmap(task, way, zeros, dense, included)
     return way
 
 
@@ -295,12 +295,11 @@ def separate_slopes(task: RecordGradients, outputs: Tensor, targets: Tensor, inc
     found = []
     for number, used in enumerate(included.tolist()):
         row = slice(number, number + 1)
-        try:
-            found.append(task.slopes(outputs[row], targets[row]))
-        except Exception:
-            if used:
-                raise
-            found.append(torch.zeros_like(outputs[row]).expand(task.candidates, *outputs[row].shape))
+        compute = partial(task.slopes, outputs[row], targets[row])
+        own = compute() if used else attempt(compute)
+        found.append(
+            torch.zeros_like(outputs[row]).expand(task.candidates, *outputs[row].shape) if own is None else own
+        )
     return torch.cat(found, dim=1)
 
 
@@ -357,12 +356,10 @@ def _run_loop(task: RecordGradients, inputs: Inputs, targets: Tensor, included: 
     found = []
     for number, used in enumerate(included.tolist()):
         one = slice(number, number + 1)
-        try:
-            found.append(task.single(_take(inputs, one), targets[one]))
-        except Exception:
-            if used:
-                raise
-            found.append({name: _no_gradient(task, name) for name in task.trainable})
+        compute = partial(task.single, _take(inputs, one), targets[one])
+        with keep_attributes(task.model):
+            own = compute() if used else attempt(compute)
+        found.append({name: _no_gradient(task, name) for name in task.trainable} if own is None else own)
     return {name: torch.stack([record[name] for record in found]) for name in task.trainable}
 
 
