@@ -1,6 +1,7 @@
 """Over a network, one record affects neither the form of the others nor whether their client takes part."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -8,11 +9,15 @@ import pandas as pd
 import pytest
 import torch
 from tests.federation.secured import net, parts
-from tests.federation.test_record_sums import clear_server, exact_sum, flat
+from tests.federation.test_record_sums import PRIVATE, clear_server, exact_sum, flat, transcript
 from torch import nn
 
 from fedveil import Privacy
 from fedveil.federation.client import ClientSession
+from fedveil.federation.record_sums import RecordRound
+from fedveil.federation.sums import Sums
+from fedveil.secagg import exponent
+from fedveil.secagg.messages import HEAD
 
 
 class WholeNumbers(nn.Module):
@@ -235,3 +240,36 @@ def test_a_module_that_remembers_a_record_forgets_it_before_the_next(how):
     found = [exact_sum(build, "cross_entropy", vectors(own), torch.ones(2, 3).double()) for own in (1.0, 1e4)]
     assert float((found[0] - found[1]).norm()) <= 2.0 + 1e-3
     assert bool(found[0].any())
+
+
+def choose_exponents_by_data(monkeypatch):
+    """Plant an error: the exponents of a round come from the exact sum of the last round."""
+    layout, aggregate, sizes = Sums.layout, Sums.aggregate, [1.0]
+
+    def measure(self, defence_round, total, opening):
+        sizes[0] = float(np.abs(total[HEAD:].view(np.int64)).max())
+        return aggregate(self, defence_round, total, opening)
+
+    def choose(self, defence_round, clients):
+        exponents, rows, checks = layout(self, defence_round, clients)
+        return (exponent(sizes[0]),) * len(exponents), rows, checks
+
+    monkeypatch.setattr(Sums, "aggregate", measure)
+    monkeypatch.setattr(Sums, "layout", choose)
+    monkeypatch.setattr(RecordRound, "check_format", lambda *_: None)  # otherwise, clients refuse
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["as it is", "planted"])
+def test_no_message_but_the_noisy_model_depends_on_a_record_if_the_server_adds_the_noise(
+    planted, tmp_path, monkeypatch
+):
+    """All gradients are 0, apart from that of one record in one of two data sets. The server knows the exact sum."""
+    if planted:
+        choose_exponents_by_data(monkeypatch)
+    privacy, found = replace(PRIVATE, noise_by="server", rate=1.0, vanishing=0), []
+    for error in (0.0, 1e6):
+        data = [(inputs, net()(inputs).detach()) for inputs, _ in parts()]
+        data[0][1][0] += error
+        found.append(transcript(data, tmp_path, privacy))
+    assert len(found[0][1]) == 15
+    assert (found[0] == found[1]) is not planted
