@@ -8,11 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tests.federation.secured import net, parts
+from tests.federation.secured import POLICY, net, parts
 from tests.federation.test_record_sums import PRIVATE, clear_server, exact_sum, flat, transcript
 from torch import nn
 
 from fedveil import Privacy
+from fedveil.errors import BadArgument
 from fedveil.federation.client import ClientSession
 from fedveil.federation.record_sums import RecordRound
 from fedveil.federation.sums import Sums
@@ -273,3 +274,10 @@ def test_no_message_but_the_noisy_model_depends_on_a_record_if_the_server_adds_t
         found.append(transcript(data, tmp_path, privacy))
     assert len(found[0][1]) == 15
     assert (found[0] == found[1]) is not planted
+
+
+@pytest.mark.parametrize("name", ["noise", "clip", "rate"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, None, True, "1", 10**400])
+def test_terms_that_are_no_numbers_are_refused_before_the_ledger_is_charged(name, value):
+    with pytest.raises(BadArgument, match="rivacy"):
+        RecordRound.from_terms({**PRIVATE.terms(), name: value}, POLICY)
