@@ -61,9 +61,11 @@ def test_without_noise_the_result_is_the_mean_of_clipped_gradients(defence, secu
     assert float((found - wanted).abs().max()) <= rounding + 1e-15
 
 
-def noises(count, defence, secure, noise_by, **more):
-    """The noise of rounds of one federation, in units of what the multiplier promises."""
+def noises(count, defence, secure, noise_by, folder=None, **more):
+    """The noise of rounds of one federation, resumed if there is a folder, in units of what the multiplier promises."""
     own = federation(defence, secure, noise_by=noise_by, **more)
+    if folder is not None:
+        own.fit(rounds=own.round + 1, folder=folder, resume=True)
     quiet = federation(defence, secure, noise_by=noise_by, **{**more, "noise": 0.0})
     wanted = flat(quiet.step().gradients)
     found = torch.cat([flat(own.step().gradients) - wanted for _ in range(count)])
@@ -79,9 +81,24 @@ def noises(count, defence, secure, noise_by, **more):
 def test_noise_has_the_promised_deviation(defence, secure, noise_by, dtype):
     drawn = noises(60, defence, secure, noise_by, dtype=dtype)
     expected = math.sqrt(4 / 3) if noise_by == "clients" else 1.0  # one client's share is not relied on
-    bound = math.sqrt(math.log(2 / 1e-11) / 2 / len(drawn)) + 1e-6  # Dvoretzky-Kiefer-Wolfowitz, and a unit of the grid
-    assert stats.kstest(drawn / expected, "norm").statistic < bound
-    assert stats.kstest(drawn / expected / 1.25, "norm").statistic > bound  # a planted error shows
+    assert has_deviation(drawn, expected)
+    assert not has_deviation(drawn, 1.25 * expected)  # a planted error shows
+
+
+def has_deviation(drawn, expected):
+    """Whether normal values have this deviation: by Dvoretzky-Kiefer-Wolfowitz, and up to a unit of the grid."""
+    return stats.kstest(drawn / expected, "norm").statistic < math.sqrt(math.log(2 / 1e-11) / 2 / len(drawn)) + 1e-6
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_noise_of_a_resumed_run_is_as_promised_and_not_that_of_the_first(place, tmp_path):
+    """Learning rate 0, so every round has the same sum. Noise that is used twice cancels in the difference."""
+    first, second = (noises(40, "plain", *place, tmp_path / "run") for _ in range(2))
+    expected = math.sqrt(4 / 3) if place[1] == "clients" else 1.0
+    assert has_deviation(first, expected)
+    assert has_deviation(second, expected)
+    assert has_deviation(first - second, math.sqrt(2) * expected)
+    assert not has_deviation(first - second, expected)  # the sample is large enough
 
 
 def test_noise_is_drawn_anew_in_every_round_and_never_seeded_by_the_run():

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+import tomllib
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ DEFAULTS = {
     "late": 0.0,  # seconds that a client sleeps whose fault is "late"
     "capture": "",  # folder into which clients write what they were sent
     "keys": "",  # folder of identities and roster, for secure aggregation
-    "privacy": "",  # arguments of `fedveil.Privacy`, as JSON
+    "privacy": "",  # arguments of `fedveil.Privacy`, as TOML: FLARE replaces text in braces
     "tap": "",  # folder into which the server writes what it receives
     "evaluate-every": 0,  # rounds; then the server records its run, and resumes it
     "kill-at": 0,  # round after which the server kills itself
@@ -131,7 +132,7 @@ def serve(make_server, config):
         patience=config["patience"],
         attempts=config["attempts"],
         pause=0.5,
-        privacy=Privacy(**json.loads(config["privacy"])) if config["privacy"] else None,
+        privacy=Privacy(**tomllib.loads(config["privacy"])) if config["privacy"] else None,
         **keys_of(config),
     )
     if config["tap"]:

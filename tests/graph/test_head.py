@@ -146,7 +146,9 @@ def answering(name):
 def test_an_ambiguous_dict_is_refused_with_a_fix_that_works():
     values, targets = batch((6,), 3)
     inputs = {"values": values, "mask": (values > 0).double()}
-    with pytest.raises(errors.BadArgument, match=r"(?s)Network.*several tensors.*output=\"last_hidden_state\""):
+    with pytest.raises(
+        errors.BadArgument, match=r"(?s)Network.*several floating-point tensors.*output=\"last_hidden_state\""
+    ):
         fedveil.analyse(answering("scores"), inputs)
     model = choose_output(built(lambda: answering("scores")), "scores")
     assert recovery_error(model, inputs, targets, groups=2, multiplicative=10.0) < 1e-9

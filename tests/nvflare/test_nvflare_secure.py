@@ -53,10 +53,11 @@ def run_with_a_kill(folder, **config):
     marks.mkdir()
     with Flare(folder / "flare", sites=4) as flare:
         config |= {"keys": str(folder / "keys"), "tap": str(tap), "marks": str(marks)}
-        job = flare.run(out, rounds=ROUNDS, wait_for=4, work=0.3, timeout=10.0, wait=False, **config)
-        wait_until((marks / "1-5").exists, 200, "client 1 in round 5")
+        job = flare.run(out, rounds=ROUNDS, wait_for=4, work=0.3, timeout=30.0, wait=False, **config)
+        wait_until(lambda: (marks / "1-5").exists() or job.poll() is not None, 400, "client 1 in round 5")
+        assert job.poll() is None, flare.logs()
         flare.kill_work(1)
-        flare.wait(out, 300)
+        flare.wait(out, 600)
         assert job.wait(120) == 0
     found = records(out)
     assert len(found) == ROUNDS
@@ -74,7 +75,7 @@ def test_twenty_rounds_with_one_client_killed_and_back(tmp_path):
 
 
 PRIVACY = {"noise": 1.0, "rate": 0.5, "clip": 0.5, "noise_by": "clients", "vanishing": 1}
-LIMITS = '[privacy]\ndataset = "digits"\nrecords = {records}\nepsilon = 60.0\nnoise = 0.9\nrate = 0.5\n'
+LIMITS = '[privacy]\ndataset = "site-{part}"\nrecords = {records}\nepsilon = 60.0\nnoise = 0.9\nrate = 0.5\n'
 
 
 def train_in_one_process():
@@ -97,8 +98,9 @@ def test_veil_secure_aggregation_and_record_privacy_with_one_client_killed_and_b
     make_keys(tmp_path / "keys")
     for part, size in enumerate(SIZES):
         policy = tmp_path / "keys" / f"site-{part + 1}.policy"
-        policy.write_text(policy.read_text() + LIMITS.format(records=size))
-    found, out = run_with_a_kill(tmp_path, privacy=json.dumps(PRIVACY))
+        policy.write_text(policy.read_text() + LIMITS.format(part=part, records=size))  # a ledger each
+    privacy = "\n".join(f"{name} = {json.dumps(value)}" for name, value in PRIVACY.items())
+    found, out = run_with_a_kill(tmp_path, privacy=privacy)
     counted = [record["records"] for record in found]
     assert set(counted) <= set(SURVIVORS)  # the declared numbers of those in the sum: at most one is missing
     assert counted[-1] == sum(SIZES)

@@ -144,7 +144,7 @@ class Dense(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.kind, self.calls, bias = kind, 0, kind != "no bias"
+        self.kind, bias, type(self).calls = kind, kind != "no bias", 0
         self.first, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
         self.mid, self.head = nn.Linear(8, 8, bias=bias), nn.Linear(8, 5, bias=bias)
         if kind.startswith("tied"):
@@ -154,7 +154,7 @@ class Dense(nn.Module):
             (getattr(self.mid, kind[7:]) if kind[7:] else self.mid).requires_grad_(False)
 
     def forward(self, x):
-        self.calls += 1
+        type(self).calls += 1  # attributes of the object are restored
         x = torch.tanh(self.norm(self.first(x)))
         if self.kind == "rows":
             return self.head(self.mid(torch.stack([x, x.square(), x.sin()], 1)).tanh().mean(1))

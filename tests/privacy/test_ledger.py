@@ -100,7 +100,12 @@ def test_a_locked_ledger_is_an_error_and_not_an_endless_wait(tmp_path, monkeypat
     assert own.spent() == {(2.0, 0.3): 2}
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"schema": 2, "rounds": []}', '{"schema": 1, "rounds": [[1.0, 0.5, 0]]}'])
+ROWS = ["[1.0, 0.5, 0]", "[1.0, 0.5, 1.9]", "[Infinity, 0.5, 1]", "[1.0, 0.5, 5], [1.0, 0.5, 1]", "[1.0, 0.5, true]"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"schema": 2, "rounds": []}', *[f'{{"schema": 1, "rounds": [{row}]}}' for row in ROWS]]
+)
 def test_a_damaged_ledger_ends_the_clients_part(text, tmp_path):
     own = PrivacyLedger(tmp_path / "d.ledger", 3.0, 1e-5)
     own.path.write_text(text)

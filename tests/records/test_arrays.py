@@ -1,5 +1,7 @@
 """Arrays, frames and lists as tensors: every type is converted, or refused with the place and the reason."""
 
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -131,3 +133,28 @@ def test_other_values_are_refused_by_place_and_reason(name):
         tensor(value)
     for text in ("clients[0]: inputs cannot be converted to a tensor: ", *texts):
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (pd.DataFrame({"a": [1, None], "b": ["x", "2.5"]}), [[1, math.nan], [math.nan, 2.5]]),
+        (pd.Series([1, pd.NA, 3], dtype="Int64"), [1, math.nan, 3]),
+        (pd.Series([True, None, "no"]), [1, math.nan, math.nan]),
+        (pd.Series(["1", "b"], dtype="category"), [1, math.nan]),
+        (pd.Series(pd.to_datetime(["2026-01-01"])), [math.nan]),
+        (np.array([[1, "b"]]), [[1, math.nan]]),
+        (np.array([1, None, 10**400], dtype=object), [1, math.nan, math.nan]),
+        (np.ma.array([1, 2], mask=[False, True]), [1, math.nan]),
+    ],
+)
+def test_gaps_become_nan_if_the_caller_asks_for_it(value, wanted):
+    found = as_tensor("clients[0]", "inputs", value, gaps=True)
+    assert found.dtype == torch.float64
+    assert torch.equal(found.nan_to_num(-1), torch.tensor(wanted, dtype=torch.float64).nan_to_num(-1))
+    with pytest.raises(BadArgument, match="cannot be converted"):
+        tensor(value)
+
+
+def test_without_gaps_nothing_changes():
+    assert as_tensor("clients[0]", "inputs", pd.Series([1, 2]), gaps=True).dtype == torch.int64

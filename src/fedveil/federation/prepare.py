@@ -29,7 +29,14 @@ OwnRecords = UserRecords | Callable[[], UserRecords]
 
 
 def make_shards(
-    model: nn.Module, loss: Loss, clients: Sequence[Source], batch_size: int, seed: int, dtype: torch.dtype
+    model: nn.Module,
+    loss: Loss,
+    clients: Sequence[Source],
+    batch_size: int,
+    seed: int,
+    dtype: torch.dtype,
+    *,
+    fit: bool = False,
 ) -> Shards:
     """Convert the clients' records to the form that the model and the loss expect; in memory if all records are.
 
@@ -40,10 +47,11 @@ def make_shards(
         batch_size: number of records per client and round.
         seed: seed for the order of records.
         dtype: dtype of floating-point numbers.
+        fit: whether to convert targets of the wrong dtype (`fedveil.federation.targets.fit_dtype`).
     """
     check_count(WHERE, "batch_size", batch_size)
     check_integer(WHERE, "seed", seed)
-    make, device = target_maker(model, loss, clients[0].take([0])), next(model.parameters()).device
+    make, device = target_maker(model, loss, clients[0].take([0]), fit=fit), next(model.parameters()).device
 
     def prepare(owner: str, batch: Batch, numbers: Sequence[int]) -> Batch:
         check_range(owner, batch, numbers, dtype)
@@ -61,10 +69,13 @@ def make_shards(
 
 
 def read_own_records(data: OwnRecords, *, check: bool = True) -> Source:
-    """Return the client's records; refuse unusable records, if `check`, without revealing their values."""
+    """Return the client's records; refuse unusable records, if `check`, without revealing their values.
+
+    Otherwise, missing values and text become NaN in frames and arrays.
+    """
     records = data if isinstance(data, Dataset) or not callable(data) else data()
     try:
-        source = as_source("this client", records)
+        source = as_source("this client", records, gaps=not check)
         return check_sources([source])[0] if check else source
     except FedveilError as error:  # its text may contain values from records, and errors are sent to the server
         print(f"fedveil: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ from fedveil.defences.interface import AnyClient, Samples
 from fedveil.errors import Aborted, BadArgument
 from fedveil.federation.prepare import make_shards
 from fedveil.federation.sums import Words, encode_words, no_words, row_bits
+from fedveil.privacy.isolation import attempt
 from fedveil.privacy.ledger import PrivacyLedger, open_ledger
 from fedveil.privacy.samplers import discrete_gaussian
 from fedveil.privacy.settings import Privacy
@@ -159,9 +161,17 @@ def sum_sample(
     _, total = client.accumulate(
         task.broadcast, None, client.step(task.broadcast, Samples(torch.empty(0), torch.empty(0)))
     )
+    empty = True
     for batch, used in read_slots(task, model, source, prepare, *sample):
         if (update := compute_partial_update(client, task, batch, used)) is not None:
             _, total = client.accumulate(task.broadcast, total, update)
+            empty = empty and not bool(used.any())
+    if empty and bool(sample[1].any()):
+        with contextlib.suppress(Exception):
+            print(
+                "fedveil: no record could be used; to find the cause, train on these records in one process",
+                file=sys.stderr,
+            )
     return task.codec.encode_update(client.prepare_sum(total, members))
 
 
@@ -184,13 +194,12 @@ def read_slots(
             if (batch := read_record(task, model, source, row)) is not None:
                 yield batch, torch.tensor([used]) & are_finite(batch)
         return
-    try:
-        batch = prepare().take_separately(rows)
-        finite = are_finite(batch)
-    except Exception:
+    batch = attempt(lambda: prepare().take_separately(rows))
+    finite = None if batch is None else attempt(partial(are_finite, batch))
+    if batch is None or finite is None:
         yield from _read_each(task, model, source, rows, included)
-        return
-    yield zero_unused(batch, included & finite), included & finite
+    else:
+        yield zero_unused(batch, included & finite), included & finite
 
 
 def _read_each(
@@ -214,11 +223,12 @@ def _read_each(
 
 def read_record(task: "ClientTask", model: nn.Module, source: Source, row: int) -> Batch | None:
     """Return a single record in the form that the loss expects, or None if it cannot be used."""
-    try:
+
+    def read() -> Batch:
         single = as_source("this client", source.take([row]))
-        return make_shards(model, task.loss, [single], 1, task.ask.seed, task.dtype).records(0)
-    except Exception:  # print nothing, because a message could reveal the record
-        return None
+        return make_shards(model, task.loss, [single], 1, task.ask.seed, task.dtype, fit=True).records(0)
+
+    return attempt(read)  # prints nothing, because a message could reveal the record
 
 
 def are_finite(batch: Batch) -> Tensor:
@@ -250,16 +260,16 @@ def compute_partial_update(client: AnyClient, task: "ClientTask", batch: Batch, 
 
     The result is None if no records are left.
     """
-    try:
+
+    def step(batch: Batch, used: Tensor) -> object:
         return client.step(task.broadcast, Samples(*batch, used.to(task.dtype)))
-    except Exception:
-        used = used.clone()
-        for slot in used.nonzero()[:, 0].tolist():
-            index = torch.tensor([slot])
-            try:
-                client.step(task.broadcast, Samples(*take_rows(batch, index), used[index].to(task.dtype)))
-            except Exception:
-                used[slot] = False
-        if not used.any():
-            return None
-        return client.step(task.broadcast, Samples(*zero_unused(batch, used), used.to(task.dtype)))
+
+    update = attempt(partial(step, batch, used))
+    if update is not None:
+        return update
+    used = used.clone()
+    for slot in used.nonzero()[:, 0].tolist():
+        index = torch.tensor([slot])
+        if attempt(partial(step, take_rows(batch, index), used[index])) is None:
+            used[slot] = False
+    return step(zero_unused(batch, used), used) if used.any() else None

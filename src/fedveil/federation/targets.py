@@ -73,13 +73,13 @@ def default_loss(output: Tensor, sources: Sequence[Source]) -> str:
     raise BadArgument("Federation", what, fix)
 
 
-def target_maker(model: nn.Module, loss: Loss, example: Batch) -> Callable[[Tensor], Tensor]:
+def target_maker(model: nn.Module, loss: Loss, example: Batch, *, fit: bool = False) -> Callable[[Tensor], Tensor]:
     """Return a function that converts class indices to one-hot rows in the shape of the model's outputs.
 
     The function refuses targets that do not fit the loss. A custom loss receives targets unchanged. Cross-entropy at
     several positions of a record (pixels, tokens) keeps indices: one-hot targets would need as much memory as the
     outputs, and indices show which axis of the outputs is the class axis. If shapes do not determine that axis, it is
-    the class axis of the last layer's outputs.
+    the class axis of the last layer's outputs. If `fit`, targets of the wrong dtype are converted.
     """
     if isinstance(loss, AUTOGRAD_LOSSES):
         return lambda targets: targets
@@ -87,6 +87,7 @@ def target_maker(model: nn.Module, loss: Loss, example: Batch) -> Callable[[Tens
 
     def make(targets: Tensor) -> Tensor:
         template = output.expand(len(targets), *output.shape[1:])
+        targets = fit_dtype(targets, template) if fit else targets
         if isinstance(loss, CLASS_LOSSES):
             _check_classes(loss, targets, template, axis)
         elif isinstance(loss, BinaryCrossEntropy):
@@ -96,6 +97,19 @@ def target_maker(model: nn.Module, loss: Loss, example: Batch) -> Callable[[Tens
         return targets if targets.is_floating_point() else _dense(loss, targets, template, axis)
 
     return make
+
+
+def fit_dtype(targets: Tensor, outputs: Tensor) -> Tensor:
+    """Return one target per record as a class index if the model has several outputs, and as a float if it has one.
+
+    Their dtype in an array depends on all records: a single missing label turns integers into floats.
+    """
+    if outputs.dim() != 2 or targets.numel() != len(targets):
+        return targets
+    if outputs.shape[1] == 1:
+        return targets.to(outputs.dtype)
+    indices = targets.reshape(-1).long()
+    return indices if bool((indices == targets.reshape(-1)).all()) else targets
 
 
 def one_output(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -1,9 +1,10 @@
 """Run FLARE jobs in the simulator, or submit them to a deployment and resubmit them if they end early."""
 
 import contextlib
+import inspect
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from nvflare.fuel.flare_api.flare_api import new_secure_session
 from nvflare.recipe import SimEnv
 
 from fedveil.checks import check_count
-from fedveil.errors import FedveilError
+from fedveil.errors import BadArgument, FedveilError
+from fedveil.federation.protocol import clean
 from fedveil.nvflare.kits import configure
 from fedveil.nvflare.server import GROUP, PROGRESS
 
@@ -39,10 +41,16 @@ class Job(CollabRecipe):  # type: ignore[misc]
         sites: number of sites that must be connected for the job to start.
         installed: whether the classes' packages are installed on the server and on every site, so that no code is sent.
             Sites must list them (docs/nvflare.md). By default, their source files are sent, but never those of fedveil.
+
+    An argument of either object must not be text in braces, such as JSON: FLARE takes it for the name of a variable.
     """
 
     def __init__(self, name: str, server: object, client: object, *, sites: int = 1, installed: bool = False) -> None:
         check_count(type(self).__name__, "sites", sites)
+        for part in (server, client):
+            for argument in inspect.signature(type(part).__init__).parameters:
+                value = getattr(part, argument, getattr(part, f"_{argument}", None))
+                _refuse_variables(f"{type(part).__name__}.{argument}", value)
         super().__init__(name, server=server, client=client, min_clients=sites, sync_task_timeout=START)
         self.packages = [type(part).__module__.partition(".")[0] for part in (server, client)]
         self._job.set_app_packages(["fedveil", *(self.packages if installed else [])])
@@ -51,6 +59,16 @@ class Job(CollabRecipe):  # type: ignore[misc]
     def _user_source_entries(objs: Sequence[object]) -> list[tuple[str, str | None]]:
         """Return an empty list, because FLARE itself finds the classes' modules and their imports."""
         return []
+
+
+def _refuse_variables(where: str, value: object) -> None:
+    """Refuse text that FLARE would replace with the value of a variable, or with None if there is none."""
+    if isinstance(value, str) and value.strip().startswith("{") and value.strip().endswith("}"):
+        what = f"the text {clean(value)!r} is in braces, so FLARE takes it for the name of a variable"
+        raise BadArgument(where, what, "pass a dict instead of JSON, or remove the braces")
+    if isinstance(value, Mapping | list | tuple):
+        for key in value if isinstance(value, Mapping) else range(len(value)):
+            _refuse_variables(f"{where}[{key!r}]", value[key])
 
 
 def simulate(job: Job, sites: int, workspace: Path) -> None:

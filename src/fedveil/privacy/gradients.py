@@ -11,16 +11,16 @@ candidate. The norm is over all parameters. The sum is computed in one of three 
 - Models that vmap does not support, and operations after a veiled head, are run for one record at a time.
 
 One record must not affect how the others are computed, because a server that chooses the weights can make different
-rounding visible. The method is therefore chosen with a record of zeros, buffers are copied for every record, and the
-position of a record in a batch should be random (`RecordPrivateClient.sample`).
+rounding visible. The method is therefore chosen with a record of zeros, buffers are copied for every record, attributes
+of modules are restored, and the position of a record in a batch should be random (`RecordPrivateClient.sample`).
 
 Gradients are computed in the model's dtype, then scaled and summed in float64. Each contribution has a norm of at most
 `clip` in exact arithmetic, and `summation_error` bounds the rounding error of the sum.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple, cast
 
@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fedveil.checks import suspend_autocast
 from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, count, each
+from fedveil.privacy.isolation import attempt, keep_attributes
 from fedveil.privacy.row_layers import ForwardVaries, Product, RowLayer, find_row_layers, norms, run_with_taps
 from fedveil.scheme.broadcast import Broadcast, PublicHead
 from fedveil.scheme.client import add_alpha, client_step, cotangents, find_links, forward, walk_back
@@ -74,25 +75,22 @@ class RecordGradients:
         """Return an object that computes the gradients of a plain model."""
         refuse_coupling(loss)
         axis = head_axis(model)
-        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
-        trainable = tuple([name for name, parameter in model.named_parameters() if parameter.requires_grad])
+        parameters = {name: value.detach() for name, value in model.named_parameters()}
+        buffers = {name: value.detach() for name, value in model.named_buffers()}
+        trainable = tuple([name for name, value in model.named_parameters() if value.requires_grad])
 
         def slopes(outputs: Tensor, targets: Tensor) -> Tensor:
             return output_gradient(loss, outputs, targets, axis).unsqueeze(0)
 
         def single(inputs: Inputs, targets: Tensor) -> Tensors:
             leaves = {name: parameters[name].requires_grad_() for name in trainable}
-            copies = {name: buffer.clone() for name, buffer in buffers.items()}  # a forward pass may change them
+            copies = {name: value.clone() for name, value in buffers.items()}  # a forward pass may change them
             with torch.enable_grad():
                 outputs = compute_outputs(model, inputs, parameters | leaves | copies)
                 back = slopes(outputs.detach(), targets)[0]
                 result = torch.autograd.grad(outputs, list(leaves.values()), back, allow_unused=True)
             pairs = zip(leaves.items(), result, strict=True)
-            return {
-                name: (torch.zeros_like(p) if gradient is None else gradient).unsqueeze(0)
-                for (name, p), gradient in pairs
-            }
+            return {name: (torch.zeros_like(p) if value is None else value).unsqueeze(0) for (name, p), value in pairs}
 
         return cls(model, parameters | buffers, trainable, slopes, 1, None, single, loss)
 
@@ -113,8 +111,8 @@ class RecordGradients:
         def single(inputs: Inputs, targets: Tensor) -> Tensors:
             return client_step(model, broadcast, inputs, targets).passes
 
-        values_with_buffers, candidates = values | dict(broadcast.buffers), len(head.candidates) if head else 1
-        return cls(model, values_with_buffers, broadcast.trainable, slopes, candidates, head, single, broadcast.loss)
+        every, candidates = values | dict(broadcast.buffers), len(head.candidates) if head else 1
+        return cls(model, every, broadcast.trainable, slopes, candidates, head, single, broadcast.loss)
 
     def fresh_values(self, leaves: Tensors) -> Tensors:
         """Return all values, with `leaves` as parameters and copies of the buffers, which a forward pass may change."""
@@ -176,8 +174,8 @@ def clipped_sums(
     if links and isinstance(inputs, Tensor):
         chunks = _stack_chunks(task, links, inputs, targets, included, memory)
     total: Tensors = {}
-    for rows, chunk in chunks:
-        for name, value in _clip(task, *chunk, included[rows], clip).items():
+    for rows, result in chunks:
+        for name, value in _clip(task, *result, included[rows], clip).items():
             total[name] = total[name].add_(value) if name in total else value
     for name in () if total else task.trainable:  # there are no records
         total[name] = _no_gradient(task, name).double()
@@ -192,8 +190,9 @@ def clip_factors(squares: Tensor, included: Tensor, clip: float, terms: int) -> 
     return torch.where(included & squares.isfinite(), factors, torch.zeros_like(factors))
 
 
-# gradients with dims (records, candidates, ...), and products for the other parameters
-GradientParts = tuple[Tensors, list[Product]]
+GradientParts = tuple[
+    Tensors, list[Product]
+]  # gradients with dims (records, candidates, ...); products for other parameters
 
 
 def _stack_chunks(
@@ -201,7 +200,7 @@ def _stack_chunks(
 ) -> Iterator[tuple[slice, GradientParts]]:
     """Yield chunks of records whose activations and cotangents in float64 need at most `memory` bytes."""
     widths = [task.values[f"{path}.weight"].shape for path in links if path is not None]
-    each_needs = 8 * sum(inputs_size + (1 + task.candidates) * left for left, inputs_size in widths)
+    each_needs = 8 * sum(entered + (1 + task.candidates) * left for left, entered in widths)
     size = max(1, min(CHEAP, memory) // each_needs)
     for start in range(0, len(inputs), size):
         rows = slice(start, start + size)
@@ -212,24 +211,24 @@ def _stack_products(
     task: RecordGradients, links: Sequence[str | None], inputs: Tensor, targets: Tensor, included: Tensor
 ) -> list[Product]:
     """Return the products of a stack of Linear and ReLU."""
-    activations = forward(links, task.values, inputs)
-    steps = walk_back(links, task.values, activations, separate_slopes(task, activations[-1], targets, included))
+    seen = forward(links, task.values, inputs)
+    steps = walk_back(links, task.values, seen, separate_slopes(task, seen[-1], targets, included))
     result = [Product.from_layer(task, f"{path}.weight", f"{path}.bias", *step) for path, *step in steps]
     return [product for product in result if product.weight or product.bias]
 
 
 def _clip(task: RecordGradients, gradients: Tensors, products: list[Product], included: Tensor, clip: float) -> Tensors:
     """Return the clipped sums of a chunk; `gradients` is emptied to free memory."""
-    parts = [torch.square(norms(gradient.flatten(2))).T for gradient in gradients.values()]
+    parts = [torch.square(norms(value.flatten(2))).T for value in gradients.values()]
     squares = torch.stack(parts + [product.squares() for product in products]).sum(0)
     factors = clip_factors(squares, included, clip, task.parameters())
-    all_included, result = bool(factors.all()), Tensors()
+    whole, result = bool(factors.all()), Tensors()
     for name in list(gradients):
-        tensor = gradients.pop(name)  # to free memory
-        flat = tensor.flatten(2) if all_included else tensor.flatten(2).masked_fill((factors.T == 0).unsqueeze(2), 0.0)
-        result[name] = torch.einsum("kr,rkp->kp", factors, flat.double()).view(tensor.shape[1:])
+        value = gradients.pop(name)  # to free memory
+        flat = value.flatten(2) if whole else value.flatten(2).masked_fill((factors.T == 0).unsqueeze(2), 0.0)
+        result[name] = torch.einsum("kr,rkp->kp", factors, flat.double()).view(value.shape[1:])
     for product in products:
-        result |= product.sums(factors, all_included)
+        result |= product.sums(factors, whole)
     return result
 
 
@@ -246,14 +245,13 @@ def _chunks(
         rows = slice(start, min(start + size, records))
         chunk, row_targets = _take(inputs, rows), targets[rows]
         used = included[rows]
-        yield (
-            rows,
-            (
+        with keep_attributes(task.model):
+            result = (
                 _run_vmap(task, mode, chunk, row_targets, used)
                 if mode
                 else (_run_loop(task, chunk, row_targets, used), [])
-            ),
-        )
+            )
+        yield rows, result
 
 
 class VmapMode(NamedTuple):
@@ -271,30 +269,27 @@ def choose_vmap(task: RecordGradients, inputs: Inputs, targets: Tensor) -> VmapM
     """
     zeros, target = each(lambda tensor: torch.zeros_like(tensor[:2]), inputs), torch.zeros_like(targets[:2])
     before = {name: value._version for name, value in task.values.items()}
-    mode = None if needs_loop(task) else _try_vmap(task, zeros, target)
-    if mode is None:
-        with contextlib.suppress(Exception):  # zeros may not be valid inputs
-            task.single(_take(zeros, slice(1)), target[:1])
+    with keep_attributes(task.model):
+        mode = None if needs_loop(task) else attempt(partial(_try_vmap, task, zeros, target))
+        if mode is None:
+            attempt(lambda: task.single(_take(zeros, slice(1)), target[:1]))  # zeros may not be valid inputs
     if changed := [name for name, value in task.values.items() if value._version != before[name]]:
         raise BadArgument("privacy", f"forward changes {changed[0]}, so records affect one another", "remove this code")
     return mode
 
 
-def _try_vmap(task: RecordGradients, zeros: Inputs, target: Tensor) -> VmapMode | None:
-    """Return how vmap computes gradients for records of zeros, or None if it does not support the model."""
+def _try_vmap(task: RecordGradients, zeros: Inputs, target: Tensor) -> VmapMode:
+    """Return how vmap computes gradients for records of zeros; raise an error if it does not support the model."""
     included = torch.ones(len(target), dtype=torch.bool)
+    layers, outputs = find_row_layers(task, zeros)
+    inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
+    dense = dense_targets(task.loss, task.head, outputs.expand(len(target), -1), target) if inside else target
+    mode = VmapMode(layers, outputs if inside else None)
     try:
-        layers, outputs = find_row_layers(task, zeros)
-        inside = outputs.dim() == 2 and not isinstance(task.loss, AUTOGRAD_LOSSES)
-        dense = dense_targets(task.loss, task.head, outputs.expand(len(target), -1), target) if inside else target
-        mode = VmapMode(layers, outputs if inside else None)
-        try:
-            _run_vmap(task, mode, zeros, dense, included)
-        except ForwardVaries:
-            mode = VmapMode([], mode.outputs)
-            _run_vmap(task, mode, zeros, dense, included)
-    except (RuntimeError, ValueError, IndexError, TypeError):  # vmap does not support an operation of `forward`
-        return None
+        _run_vmap(task, mode, zeros, dense, included)
+    except ForwardVaries:
+        mode = VmapMode([], mode.outputs)
+        _run_vmap(task, mode, zeros, dense, included)
     return mode
 
 
@@ -308,12 +303,11 @@ def separate_slopes(task: RecordGradients, outputs: Tensor, targets: Tensor, inc
     result = []
     for number, used in enumerate(included.tolist()):
         row = slice(number, number + 1)
-        try:
-            result.append(task.slopes(outputs[row], targets[row]))
-        except Exception:
-            if used:
-                raise
-            result.append(torch.zeros_like(outputs[row]).expand(task.candidates, *outputs[row].shape))
+        compute = partial(task.slopes, outputs[row], targets[row])
+        value = compute() if used else attempt(compute)
+        result.append(
+            torch.zeros_like(outputs[row]).expand(task.candidates, *outputs[row].shape) if value is None else value
+        )
     return torch.cat(result, dim=1)
 
 
@@ -351,20 +345,18 @@ def _run_vmap(
         targets = separate_slopes(task, outputs, targets, included).movedim(1, 0)
 
     def gradients(record: Inputs, target: Tensor) -> tuple[Tensors, Tensors, Tensors]:
-        run = torch.func.vjp(
-            lambda parameters, taps: run_with_taps(task, parameters, taps, record), leaves, taps, has_aux=True
-        )
-        outputs, back, layer_inputs = cast(tuple[Tensor, Back, Tensors], run)
+        run = torch.func.vjp(lambda value, taps: run_with_taps(task, value, taps, record), leaves, taps, has_aux=True)
+        outputs, back, entered = cast(tuple[Tensor, Back, Tensors], run)
         slopes = task.slopes(outputs.unsqueeze(0), target.unsqueeze(0)).squeeze(1) if inside else target
         rows = [back(row) for row in slopes]
         join = torch.cat if len(rows) > 1 else itemgetter(0)  # avoids a copy
         result = {name: join([task.trim_alpha(name, row[0][name].unsqueeze(0)) for row in rows]) for name in leaves}
-        return result, {name: join([row[1][name].reshape(1, -1) for row in rows]) for name in taps}, layer_inputs
+        return result, {name: join([row[1][name].reshape(1, -1) for row in rows]) for name in taps}, entered
 
     with sdpa_kernel(SDPBackend.MATH):  # vmap does not support the other backends
-        by_parameter, cotangents, layer_inputs = torch.func.vmap(gradients, randomness="different")(inputs, targets)
-    pairs = [(cotangents[layer.weight].movedim(1, 0), layer_inputs[layer.weight].flatten(1)) for layer in layers]
-    return by_parameter, [
+        result, cotangents, entered = torch.func.vmap(gradients, randomness="different")(inputs, targets)
+    pairs = [(cotangents[layer.weight].movedim(1, 0), entered[layer.weight].flatten(1)) for layer in layers]
+    return result, [
         Product.from_layer(task, layer.weight, layer.bias, *pair) for layer, pair in zip(layers, pairs, strict=True)
     ]
 
@@ -373,13 +365,11 @@ def _run_loop(task: RecordGradients, inputs: Inputs, targets: Tensor, included: 
     """Compute the gradients of one record at a time; ignore failures for records that are not included."""
     result = []
     for number, used in enumerate(included.tolist()):
-        rows = slice(number, number + 1)
-        try:
-            result.append(task.single(_take(inputs, rows), targets[rows]))
-        except Exception:
-            if used:
-                raise
-            result.append({name: _no_gradient(task, name) for name in task.trainable})
+        one = slice(number, number + 1)
+        compute = partial(task.single, _take(inputs, one), targets[one])
+        with keep_attributes(task.model):
+            value = compute() if used else attempt(compute)
+        result.append({name: _no_gradient(task, name) for name in task.trainable} if value is None else value)
     return {name: torch.stack([record[name] for record in result]) for name in task.trainable}
 
 

@@ -11,6 +11,7 @@ that covers such choices, but is larger.
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -57,9 +58,12 @@ class PrivacyLedger:
                 result = json.loads(self.path.read_text())
             if result["schema"] != SCHEMA:
                 raise ValueError
-            rounds = {(float(noise), float(rate)): int(count) for noise, rate, count in result["rounds"]}
-            if any(not noise > 0 or not 0 < rate <= 1 or count < 1 for (noise, rate), count in rounds.items()):
-                raise ValueError
+            rounds = {(float(noise), float(rate)): count for noise, rate, count in result["rounds"]}
+            if len(rounds) < len(result["rounds"]):
+                raise ValueError  # the same settings twice
+            for (noise, rate), count in rounds.items():
+                if not 0 < noise < math.inf or not 0 < rate <= 1 or type(count) is not int or count < 1:
+                    raise ValueError
         except (ValueError, KeyError, TypeError, RecursionError):
             what = "this ledger is damaged, so the epsilon spent so far is unknown"
             raise BadArgument(str(self.path), what, "restore it from a backup; do not delete it") from None

@@ -64,7 +64,7 @@ class Privacy:
         check_choice(where, "unit", self.unit, ("record", "client"))
         check_choice(where, "noise_by", self.noise_by, ("server", "clients"))
         for name, low, high in (("clip", MIN_CLIP, MAX_CLIP), ("noise", 0.0, 1e6), ("epsilon", 1e-6, 1e6)):
-            if getattr(self, name) is not None:
+            if name == "clip" or getattr(self, name) is not None:
                 check_range(where, name, getattr(self, name), low, high)
         check_delta(where, self.delta)
         if self.rate is not None:

@@ -25,7 +25,7 @@ class _NotNumericError(Exception):
     """Raised if a value is not numeric, with the reason and a fix."""
 
 
-def as_tensor(where: str, kind: str, value: object) -> Tensor:
+def as_tensor(where: str, kind: str, value: object, *, gaps: bool = False) -> Tensor:
     """Convert numbers in any common form to a tensor.
 
     Args:
@@ -33,6 +33,7 @@ def as_tensor(where: str, kind: str, value: object) -> Tensor:
         kind: the role of the value, such as "inputs" or "targets".
         value: a tensor, a NumPy array or scalar, a pandas DataFrame (a column per feature) or Series, a number, or a
             list of numbers, nested or not.
+        gaps: whether everything in an array or frame that is not a number becomes NaN, instead of an error.
 
     Returns:
         The tensor. A tensor is returned unchanged. Integers stay integers, and bools stay bool. float16 becomes
@@ -53,6 +54,8 @@ def as_tensor(where: str, kind: str, value: object) -> Tensor:
     try:
         tensor = _from_array(_read_array(value))
     except _NotNumericError as error:
+        if gaps and (isinstance(value, np.ndarray) or is_frame(value) or is_series(value)):
+            return torch.from_numpy(_fill_gaps(value))
         why, fix = error.args
         raise BadArgument(where, f"{kind} cannot be converted to a tensor: {why}", fix) from error.__cause__
     plain = isinstance(value, int | float | list | tuple) and not isinstance(value, np.generic)
@@ -85,6 +88,21 @@ def _read_array(value: object) -> Array:
     image = type(value).__module__.startswith("PIL.")
     fix = "give the dataset a transform that returns tensors, such as torchvision.transforms.ToTensor()"
     raise _NotNumericError(f"it is {_name_type(value)}", fix if image else f"use {FORMS}: .to_numpy() or .toarray()")
+
+
+def _fill_gaps(value: object) -> NDArray[np.float64]:
+    """Return an array or frame as float64, with NaN for everything that is not a number."""
+    masked = np.ma.getmaskarray(value) if isinstance(value, np.ma.MaskedArray) else False
+    cells = np.asarray(value, dtype=object)
+    numbers = [_as_number(item) for item in cells.flat]
+    return np.where(masked, np.nan, np.array(numbers, dtype=np.float64).reshape(cells.shape))
+
+
+def _as_number(item: object) -> float:
+    try:
+        return float(item)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
 
 
 def _name_type(value: object) -> str:

@@ -207,13 +207,14 @@ def check_columns(clients: Sequence[object]) -> tuple[str, ...]:
     return first
 
 
-def as_source(owner: str, records: object) -> Source:
+def as_source(owner: str, records: object, *, gaps: bool = False) -> Source:
     """Convert a user's records to a source.
 
     Args:
         owner: the name of the owner in messages, such as "client 0" or "test data".
         records: see `UserRecords`. Arrays, frames and TensorDatasets stay in memory; other Datasets are read on demand.
             The DataLoader's order is not used, so that a resumed run can continue with the next batch.
+        gaps: whether missing values and text in arrays and frames become NaN.
 
     Raises:
         BadArgument: the records have another form.
@@ -228,11 +229,12 @@ def as_source(owner: str, records: object) -> Source:
             raise BadArgument(
                 owner, "a TensorDataset of one tensor has no targets", "use TensorDataset(inputs, targets)"
             )
-        return _store(owner, _join_arguments(dataset.tensors[:-1]), dataset.tensors[-1])
+        return _store(owner, _join_arguments(dataset.tensors[:-1]), dataset.tensors[-1], gaps)
     if isinstance(records, tuple | list) and len(records) == 2:
-        return _store(owner, *records)
+        inputs, targets = records
+        return _store(owner, inputs, targets, gaps)
     if isinstance(records, Mapping) and any(name in records for name in LABELS):
-        return _store(owner, *split_labels(owner, records))
+        return _store(owner, *split_labels(owner, records), gaps)
     if isinstance(records, tuple | list | Mapping | str) or _is_array(records):
         length = f" of {len(records)}" if isinstance(records, tuple | list) else ""
         what = f"it is a {type(records).__name__}{length}, not records with their targets"
@@ -242,13 +244,13 @@ def as_source(owner: str, records: object) -> Source:
     return Stream(owner, dataset, collate)
 
 
-def _store(owner: str, inputs: object, targets: object) -> Rows:
+def _store(owner: str, inputs: object, targets: object, gaps: bool) -> Rows:
     """Return a pair of inputs and targets as tensors; `check_form` later refuses leaves that are not arrays."""
 
     def convert(path: pytree.KeyPath, leaf: object) -> object:
         if not _is_array(leaf):
             return leaf
-        tensor = as_tensor(owner, "inputs" + pytree.keystr(path), leaf)
+        tensor = as_tensor(owner, "inputs" + pytree.keystr(path), leaf, gaps=gaps)
         return tensor.double() if is_frame(leaf) else tensor  # columns are features, even if they contain integers
 
     parts = targets if isinstance(targets, tuple | list) else ()
@@ -257,7 +259,7 @@ def _store(owner: str, inputs: object, targets: object) -> Rows:
         raise BadArgument(
             owner, what, "pass one pair (inputs, targets): concatenate all inputs, and all targets, with torch.cat"
         )
-    result = as_tensor(owner, "targets", targets)
+    result = as_tensor(owner, "targets", targets, gaps=gaps)
     if is_frame(targets):  # a single column of integers contains classes
         result = result[:, 0] if result.shape[1] == 1 and not result.is_floating_point() else result.double()
     if not result.dim():
