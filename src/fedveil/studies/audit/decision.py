@@ -86,16 +86,21 @@ def rate_words(plain: AuditResult) -> str:
 def insider_words(verdicts: Mapping[str, Mapping[str, Verdict]], results: Audits) -> Iterator[str]:
     """Yield one paragraph per defence: whether an insider copies the model, names participants, rebuilds records."""
     yield WORDS["insider"]
-    for name in results:
-        clauses = [clause(column, own[name]) for column, own in verdicts.items() if name in own]
-        missing = [
-            WORDS[f"untried_{kind}"]
-            for kind in KINDS.values()
-            if kind not in {KINDS[c] for c, own in verdicts.items() if name in own}
-        ]
-        if clauses or missing:
+    said = {name: list(defence_words(name, verdicts)) for name in results}
+    for name, words in said.items():
+        if words and name != "plain" and words == said.get("plain"):
+            yield WORDS["same"].format(defence=display_name(name))
+        elif words:
             under = WORDS["under_plain"] if name == "plain" else WORDS["under"].format(defence=display_name(name))
-            yield f"{under} {' '.join(capitalise(one) for one in [*clauses, *missing])}"
+            yield " ".join([under, words[0], *map(capitalise, words[1:])])
+
+
+def defence_words(name: str, verdicts: Mapping[str, Mapping[str, Verdict]]) -> Iterator[str]:
+    """Yield what an insider achieves under one defence, and what was not measured."""
+    measured = {column: own[name] for column, own in verdicts.items() if name in own}
+    yield from (clause(column, one) for column, one in measured.items())
+    tried = {KINDS[column] for column in measured}
+    yield from (WORDS[f"untried_{kind}"] for kind in dict.fromkeys(KINDS.values()) if kind not in tried)
 
 
 KINDS = {page.AGREEMENT: "copy", page.RANKING: "copy", page.MEMBERSHIP: "members", page.RECORD: "record"}
