@@ -93,7 +93,7 @@ def test_the_reach_is_the_way_of_sgd_along_a_constant_gradient(steps, lr, moment
 
 
 @pytest.mark.parametrize("build", [net, normed])
-def test_five_rounds_are_flowers_fedavg_over_clients_written_out(build):
+def test_five_rounds_are_flowers_fedavg_over_clients_written_out_also_with_secure_aggregation(build):
     pytest.importorskip("flwr", reason="Flower is not installed: pip install 'fedveil[flower]'")
     from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
     from flwr.server.strategy import FedAvg
@@ -107,9 +107,11 @@ def test_five_rounds_are_flowers_fedavg_over_clients_written_out(build):
         mean, _ = strategy.aggregate_fit(number + 1, results, [])
         values = map(torch.from_numpy, parameters_to_ndarrays(mean))
         model.load_state_dict(dict(zip(floats(model), values, strict=True)), strict=False)
-    run = federation(build=build)
-    run.fit(rounds=5)
-    assert worst(floats(run.model), floats(model)) < 1e-9
+    for secure in (False, True):
+        run = federation(build=build, secure_aggregation=secure)
+        run.fit(rounds=5)
+        promise = 5 * max(record.figures["fixed_point_error"] for record in run.history.records) if secure else 0
+        assert worst(floats(run.model), floats(model)) < 1e-9 + promise < 1e-6
 
 
 @pytest.mark.parametrize("change", [{"local_epochs": 2}, {"local_lr": 0.06}, {"local_batch": 7}, {"local_momentum": 0}])

@@ -185,3 +185,14 @@ def test_a_chart_that_moves_to_the_second_page_is_printed_there_with_its_axis(ta
     assert [number for number, text in enumerate(pages) if "guessing" in text] == [chart_page]
     with_rows = {number for number, text in enumerate(pages) if "attacker " in text}
     assert len(with_rows) == 1  # a table that fits on a page is not cut
+
+
+@pytest.mark.skipif(shutil.which("pdftotext") is None, reason="pdftotext is not installed")
+@pytest.mark.parametrize("length", [20, 30, 40, 50])
+def test_the_answers_begin_on_the_first_printed_page_whatever_their_length(tab, tmp_path, length):
+    answers = Answers("For the decision", {f"Question {n}?": ["A long answer. " * length] for n in range(4)})
+    tab.open(write(Page("Audit", "It leaks. " * 20, [answers], "fedveil audit"), tmp_path / "page.html"))
+    printed = tab.send("Page.printToPDF", preferCSSPageSize=True)["data"]
+    (tmp_path / "page.pdf").write_bytes(base64.b64decode(printed))
+    done = subprocess.run(["pdftotext", str(tmp_path / "page.pdf"), "-"], capture_output=True, text=True, check=True)
+    assert "Question 0?" in done.stdout.split("\f")[0]

@@ -54,6 +54,17 @@ def test_a_leak_is_told_with_its_numbers_and_what_to_change():
     assert "use larger batches" in said[CHANGE]
 
 
+def test_a_defence_that_changes_nothing_is_said_to_change_nothing():
+    plain = audit(1.0, 40.0, members={"as published": 0.7})
+    _, said = answers({"plain": plain, "veil": plain, "spn": audit(1.0, 40.0, members={"as published": 0.6})}, plain)
+    assert said[WORST].count("Without any defence, it gets a copy") == 1
+    assert WORDS["same"].format(defence="veil") in said[WORST]
+    assert "With the defence “veil”" not in said[WORST]
+    assert "With the defence “spn”, it gets a copy" in said[WORST]
+    _, said = answers({"veil": plain}, plain)  # without plain on the page, nothing is left out
+    assert "With the defence “veil”, it gets a copy" in said[WORST]
+
+
 def test_nothing_found_is_not_called_safe_and_too_few_records_are_not_called_nothing():
     plain = audit(0.1, 11.0, members={"as published": 0.5})
     found, said = answers({"plain": plain}, plain)

@@ -90,18 +90,21 @@ def rate_words(plain: AuditResult) -> str:
 def insider_words(verdicts: Mapping[str, Mapping[str, Verdict]], results: Audits) -> Iterator[str]:
     """Yield one paragraph per defence: whether an insider copies the model, names participants, rebuilds records."""
     yield WORDS["insider"]
-    for name in results:
-        clauses = [clause(column, verdict[name]) for column, verdict in verdicts.items() if name in verdict]
-        missing = [
-            WORDS[f"untried_{kind}"]
-            for kind in KINDS.values()
-            if kind not in {KINDS[c] for c, verdict in verdicts.items() if name in verdict}
-        ]
-        if clauses or missing:
-            introduction = (
-                WORDS["under_plain"] if name == "plain" else WORDS["under"].format(defence=display_name(name))
-            )
-            yield f"{introduction} {' '.join(capitalise(sentence) for sentence in [*clauses, *missing])}"
+    paragraphs = {name: list(defence_words(name, verdicts)) for name in results}
+    for name, words in paragraphs.items():
+        if words and name != "plain" and words == paragraphs.get("plain"):
+            yield WORDS["same"].format(defence=display_name(name))
+        elif words:
+            under = WORDS["under_plain"] if name == "plain" else WORDS["under"].format(defence=display_name(name))
+            yield " ".join([under, words[0], *map(capitalise, words[1:])])
+
+
+def defence_words(name: str, verdicts: Mapping[str, Mapping[str, Verdict]]) -> Iterator[str]:
+    """Yield what an insider achieves under one defence, and what was not measured."""
+    measured = {column: verdict[name] for column, verdict in verdicts.items() if name in verdict}
+    yield from (clause(column, verdict) for column, verdict in measured.items())
+    tried = {KINDS[column] for column in measured}
+    yield from (WORDS[f"untried_{kind}"] for kind in dict.fromkeys(KINDS.values()) if kind not in tried)
 
 
 KINDS = {page.AGREEMENT: "copy", page.RANKING: "copy", page.MEMBERSHIP: "members", page.RECORD: "record"}
