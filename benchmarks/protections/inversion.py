@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +38,14 @@ def batch_of(name: str) -> int:
     return max(1, round(TASKS[name].rate * (len(records(name).train.targets) // CLIENTS)))
 
 
-def invert_updates(name: str, protection: Protection, count: int, trained: bool) -> Figures:
+def invert_updates(name: str, protection: Protection, count: int, trained: bool, rounds: int = ROUNDS) -> Figures:
     """Return in how many rounds the server knows a record, and the median gain over the mean record in dB.
 
     Each client has `count` records, all in its update. The network is new, or at the end of training; in every round
     records, noise and network are drawn again (networks at the end of training: one of three).
     """
     gains, chance = [], []
-    for number in range(ROUNDS):
+    for number in range(rounds):
         order = torch.randperm(len(records(name).train.targets), generator=generator("inversion", number))
         chosen, other = order[: CLIENTS * count], order[-1]
         model = trained_model(name, protection.epsilon, number % NETWORKS) if trained else new_model(name, number)
@@ -52,11 +53,11 @@ def invert_updates(name: str, protection: Protection, count: int, trained: bool)
         truth = records(name).train.tensor[rows].flatten(1).double()
         gains.append(max(gain(name, guess, truth) for guess in guesses(leak)))
         chance.append(gain(name, records(name).train.tensor[other].flatten().double(), truth))
-    known = proportion(sum(value >= KNOWN for value in gains), ROUNDS)
+    known = proportion(sum(value >= KNOWN for value in gains), rounds)
     return {
         "known": [known.value, known.low, known.high],
         "gain": statistics.median(gains),
-        "chance": sum(value >= KNOWN for value in chance) / ROUNDS,  # the same rate for an unrelated record
+        "chance": sum(value >= KNOWN for value in chance) / rounds,  # the same rate for an unrelated record
         "records": len(truth),
     }
 
@@ -94,10 +95,17 @@ def guesses(leak: Leak) -> list[Tensor]:
     return found
 
 
+@cache
+def reference(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean training record, and the smallest and the largest number in any of them."""
+    train = records(name).train.tensor.flatten(1).double()
+    return train.mean(0), train.min(), train.max()
+
+
 def gain(name: str, guess: Tensor, truth: Tensor) -> float:
     """Return how much closer a guess comes to one of the records than the mean record, in dB, for the best of them."""
-    train = records(name).train.tensor.flatten(1).double()
-    guess = guess.clamp(train.min(), train.max())
-    far, near = ((own - truth).square().mean(1) for own in (train.mean(0), guess))
+    mean, low, high = reference(name)
+    guess = guess.clamp(low, high)
+    far, near = ((own - truth).square().mean(1) for own in (mean, guess))
     ratio = float((far / near.clamp_min(1e-300)).max())
     return min(MAX_GAIN, 10 * math.log10(max(ratio, 1e-300)))
