@@ -161,11 +161,16 @@ def predict(engine, folder):
     rows = list(csv.DictReader((folder / "new.csv").read_text().splitlines()))
     printed = [[float(row[f"probability_{number}"]) for number in range(4)] for row in rows]
     np.testing.assert_array_equal(printed, found.probabilities)
-    encoding = json.loads((folder / "encoding.json").read_text())
-    assert (encoding["tensors"], encoding["outputs"]["kind"]) == (
-        {"inputs": {"shape": [6], "dtype": "float32"}},
-        "softmax",
-    )
+    encoding = json.loads((folder / "encoding.json").read_text())  # no statistics of the clients' records
+    assert encoding == {
+        "schema": 1,
+        "inputs": {"columns": [], "kind": "numbers"},
+        "target": "",
+        "classes": encoding["classes"],
+        "target_scale": None,
+        "tensors": {"inputs": {"shape": [6], "dtype": "float32"}},
+        "outputs": {"kind": "softmax", "shape": [4], "class_axis": -1, "entry": ""},
+    }
     assert list(map(str, encoding["classes"])) == list("0123")
 
 
