@@ -299,6 +299,20 @@ def test_names_and_encodings_can_be_given_from_python(bank, tmp_path):
     assert len(found) == 600
 
 
+def test_a_model_in_float64_takes_rows_and_integers_but_no_nan(bank, tmp_path):
+    data = load("csv", path=bank / "bank.csv", **OPTIONS)
+    train_part, net = (data.train.tensor, data.train.targets), mlp(16, 2, hidden=4).double()
+    details = RunDetails(encoding=data.encoding)
+    fedveil.Federation(net, [train_part], "plain", adam).fit(rounds=1, folder=tmp_path, details=details)
+    predictor = fedveil.load_predictor(tmp_path, model=mlp(16, 2, hidden=4).double())
+    assert len(predictor(bank / "bank.csv")) == 600
+    ones = torch.ones(3, 16)
+    np.testing.assert_array_equal(predictor(ones.int()).probabilities, predictor(ones).probabilities)
+    ones[1, 2] = torch.nan
+    with pytest.raises(BadArgument, match="new records, record 1: inputs contain NaN"):
+        predictor(ones)
+
+
 class Points(nn.Module):
     """A class at each of five positions."""
 

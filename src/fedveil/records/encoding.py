@@ -179,7 +179,7 @@ def read_encoding(folder: Path) -> Encoding:
     path = folder / FILE
     if not path.is_file():
         here = f"there is no {FILE} in it" if folder.is_dir() else "there is no such folder"
-        raise BadArgument(str(folder), here, "use the folder of a run")
+        raise BadArgument(str(folder), here, "use the folder of a run, or train again")
     values = check_schema(read_json(path), str(path))
     try:
         return TypeAdapter(Encoding).validate_python(values)

@@ -36,7 +36,7 @@ from fedveil.runs.settings import (
 if TYPE_CHECKING:
     from fedveil.federation.user_metrics import Metric
 
-PASS_NETWORK = "pass the network: load_model(folder, model=...)"
+PASS_NETWORK = "pass the network: model=Net() in Python, --network my_package.module:Net on the command line"
 RUN = (checkpoint.LAST, checkpoint.PREVIOUS, MODEL, "summary.json")  # a folder with any of these files contains a run
 
 
@@ -189,7 +189,7 @@ def _described_network(folder: Path, trust_code: bool) -> nn.Module:
         raise BadArgument(str(folder), what, PASS_NETWORK)
     if not spec.startswith("fedveil.") and not trust_code:
         what = f"its network is {spec}, and importing it runs that module's code"
-        raise BadArgument(str(folder), what, f"{PASS_NETWORK}, or trust_code=True")
+        raise BadArgument(str(folder), what, f"{PASS_NETWORK}; or trust the folder: trust_code=True, --trust-code")
     return load_factory(spec)
 
 

@@ -3,7 +3,7 @@
 import math
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -28,13 +28,14 @@ from fedveil.graph.outputs import Output, choose_output, read_choice
 from fedveil.records.arrays import as_tensor, is_frame
 from fedveil.records.encoding import Encoding, ImageEncoding, NumbersEncoding, OutputForm, TableEncoding, read_encoding
 from fedveil.records.inputs import Inputs, as_dicts, tensors_by_path
+from fedveil.records.sources import check_finite
 from fedveil.runs.folder import load_model
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 Array = NDArray[np.generic]
-ARRAYS, WHERE = (".npy", ".npz"), "records"
+ARRAYS, WHERE = (".npy", ".npz"), "new records"
 INPUTS = "inputs"  # the array of records in an .npz file that has several
 UNKNOWN = ("refuse", "ignore")
 
@@ -137,12 +138,14 @@ class Predictor:
         return Predictions(labels, probabilities, values, self.encoding.classes, *found)
 
     def encode(self, records: object) -> EncodedRecords:
-        """Return records as the model's inputs."""
+        """Return records as the model's inputs; refuse NaN and infinity."""
         if isinstance(records, str | Path):
-            return self._encode_file(Path(records))
-        if is_frame(records):
-            return self._encode_frame(records)
-        return self._encode_arrays(records)
+            found = self._encode_file(Path(records))
+        else:
+            found = self._encode_frame(records) if is_frame(records) else self._encode_arrays(records)
+        check_finite(WHERE, (found.inputs, torch.zeros(len(found.rows))), found.rows.tolist())
+        first = next(self.model.parameters())
+        return replace(found, inputs=move_inputs(found.inputs, first.device, first.dtype))
 
     def _encode_file(self, path: Path) -> EncodedRecords:
         own = self.encoding.inputs
@@ -194,13 +197,14 @@ class Predictor:
         return self._cast(inputs)
 
     def _cast(self, inputs: Inputs) -> EncodedRecords:
-        """Cast floats to the dtype of the model, and numbers to floats if the model takes floats."""
-        first, expected = next(self.model.parameters()), (self.encoding.tensors or {}).get("inputs")
+        """Convert integers to floats if the model takes floats."""
+        expected = (self.encoding.tensors or {}).get("inputs")
         if isinstance(inputs, Tensor) and expected is not None:
             if not isinstance(self.encoding.inputs, NumbersEncoding):  # others may differ in length
                 self._check_shape(inputs, expected.shape)
-            inputs = inputs.to(first.dtype) if expected.dtype.startswith(("float", "bfloat")) else inputs
-        return _number_rows(move_inputs(inputs, first.device, first.dtype))
+            real = inputs.is_floating_point() or not expected.dtype.startswith(("float", "bfloat"))
+            inputs = inputs if real else inputs.double()
+        return _number_rows(inputs)
 
     def _check_shape(self, inputs: Tensor, shape: Sequence[int]) -> None:
         if tuple(inputs.shape[1:]) != tuple(shape) or not inputs.dim():
