@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import fedveil
 from benchmarks.zoo import BOUND
+from fedveil.errors import BadArgument
 from fedveil.graph.inputs import Inputs, call
 from fedveil.graph.outputs import Output, choose_output
 from fedveil.scheme.losses import Loss, find_loss
@@ -68,7 +69,7 @@ def choose(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Output | None]:
         view = choose_output(model, output)
         try:
             forward(view, inputs)
-        except fedveil.BadArgument:
+        except BadArgument:
             continue
         return view, output
     raise ValueError("forward returns no tensor")

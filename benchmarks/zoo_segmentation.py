@@ -25,7 +25,7 @@ def build(name: str) -> Case:
     encoder = encoder or ENCODERS.get(kind, "resnet18")
     given = {"dynamic_img_size": True} if kind == "DPT" else {}
     model = getattr(segmentation, kind)(encoder, encoder_weights=None, classes=2, **given)
-    return model, images(64)
+    return model, images(128 if kind == "PAN" else 64)
 
 
 def measure(name: str) -> dict[str, object]:

@@ -195,6 +195,22 @@ def test_writing_into_parts_of_a_tensor_stays_exact(operation):
     assert recovery_error(model, inputs, targets, multiplicative=10.0) < 1e-8
 
 
+@pytest.mark.parametrize(
+    ("norm", "training", "symmetry"),
+    [
+        (nn.BatchNorm2d(4), False, "any"),
+        (nn.BatchNorm2d(4, track_running_stats=False), True, "signs"),
+        (nn.BatchNorm2d(4, affine=False, track_running_stats=False), False, "signs"),
+    ],
+)
+def test_norms_keep_their_rules_in_a_graph_without_writes(norm, training, symmetry):
+    model = built(lambda: net(nn.Sequential(norm, do(write_into)))).train(training)
+    inputs, targets = batch((3, 6, 6), 3)
+    axes = {axis.written_by[0]: axis.symmetry.words for axis in planned(model, inputs).axes}
+    assert axes["first.weight"] == symmetry
+    assert recovery_error(model, inputs, targets, multiplicative=10.0) < 1e-8  # first.bias before a norm: g = 0
+
+
 def tied(again):
     """A layer that is used twice, by `again`."""
     layers = {"first": nn.Linear(5, 6), "again": nn.Linear(6, 6), "head": nn.Linear(6, 3)}

@@ -102,6 +102,16 @@ def test_a_federation_under_autocast_rounds_only_its_clients_passes(defence):
     assert 1e-5 < distance(gradients, fedveil.Federation(model, data, "plain").exchange().gradients) < 20 * EPS
 
 
+def test_gradients_per_record_are_not_rounded():
+    model, data = network("alike"), [batch((5,), 3, dtype=torch.float32)]
+    privacy = fedveil.Privacy(clip=1.0, noise=1.0)
+    federation = fedveil.Federation(model, data, fedveil.Veil(multiplicative=1.0, decoys=2), privacy=privacy)
+    model.seen.clear()
+    with autocast():
+        federation.exchange()
+    assert set(model.seen) == {torch.float32}
+
+
 def test_autocast_to_float16_is_refused():
     with (
         autocast(torch.float16),

@@ -1,7 +1,7 @@
 """Analyse a model, or refuse it if it cannot be veiled."""
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
@@ -84,6 +84,8 @@ def analyse(
     if not isinstance(model, nn.Module):
         raise BadArgument("analyse", f"model is {model!r:.60}, not a torch.nn.Module", "pass an instance: Net()")
     model = choose_output(unwrap("analyse", model), output)
+    if lazy := [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]:
+        raise AnalysisError(lazy[0], "it has no shape yet", "run the model once: model(inputs)")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_complex() or (tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-6):
             what = f"it is {tensor.dtype}: a veil would lose more precision than plain training"
@@ -111,6 +113,18 @@ def analyse(
     return plan
 
 
+def _check_outputs(model: nn.Module, outputs: Sequence[Tensor]) -> None:
+    """Refuse outputs without a row per sample, or rounded to a lower precision than that of the parameters."""
+    name, found = type(model).__name__, next((p for p in model.parameters() if p.is_floating_point()), None)
+    if any(own.dim() == 0 for own in outputs):
+        what = "the model returns one number for the whole batch, such as a mean or a loss"
+        raise AnalysisError(name, what, "return one row per sample; the loss averages them")
+    for own in outputs:
+        if found is not None and torch.finfo(own.dtype).eps > torch.finfo(found.dtype).eps:
+            what = f"it rounds its outputs to {own.dtype}, which changes perturbed outputs differently"
+            raise AnalysisError(name, what, f"return them in {found.dtype}")
+
+
 REPORT = "report a bug with the model; until then, use the defence 'plain' or 'ppdl', which do not analyse it"
 
 
@@ -135,9 +149,7 @@ def make_plan(
         if len(graph.outputs) != 1:  # forward was replaced by a function, which cannot be wrapped
             fix = "define forward in a class that derives from the model's"
             raise AnalysisError(type(model).__name__, "its replaced forward method returns several tensors", fix)
-        if any(node.meta["val"].dim() == 0 for node in graph.outputs if isinstance(node.meta.get("val"), Tensor)):
-            what = "the model returns one number for the whole batch, such as a mean or a loss"
-            raise AnalysisError(type(model).__name__, what, "return one row per sample; the loss averages them")
+        _check_outputs(model, [own for node in graph.outputs if isinstance(own := node.meta.get("val"), Tensor)])
         probe(model, inputs, samples)
         others = [export(model, inputs, samples, chosen) for chosen in combinations(graph.decisions)]
         skipped = {name for name in graph.used if not all(name in own.used for own in others)}

@@ -252,5 +252,8 @@ def explain(model: nn.Module, model_copy: nn.Module, error: Exception) -> Analys
     if "pytree" in text.lower():
         what = "its forward method takes an object that is not a tensor, tuple, list or mapping"
         return NotTraceable(where, what, "pass its tensors, in a tuple or a mapping")
+    if found := re.match(r"submodule `(\w+)`", text):
+        what = f"torch.export takes its layer {found[1]!r} for the method of this name"
+        return NotTraceable(where, what, f"rename the layer {found[1]!r}")
     fix = "check that example_inputs have the shapes and dtypes that the model expects, and that forward runs on them"
     return NotTraceable(where, f"torch.export cannot trace its forward method: {first}", fix)

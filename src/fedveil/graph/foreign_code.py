@@ -108,9 +108,11 @@ def unwrap(where: str, model: nn.Module) -> nn.Module:
     """Return the module to perturb: that from which a model was compiled, with a warning, or the model itself.
 
     Raises:
-        BadArgument: the model is or contains a scripted or parallel module.
+        BadArgument: the model is or contains a scripted or parallel module, or has parameters on the meta device.
     """
     found = find_original(model)
+    if meta := [name for name, own in found.named_parameters() if own.is_meta]:
+        raise BadArgument(where, f"{meta[0]} is on the meta device, which holds no values", "load the model's weights")
     for path, module in found.named_modules():
         name = f"model.get_submodule({path!r})" if path else "model"
         if isinstance(module, torch.jit.ScriptModule):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MethodType
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 
 from fedveil.errors import BadArgument
@@ -87,22 +88,22 @@ def find_predictions(model: nn.Module, returned: object, output: Output | None =
         returned: what its forward method returned.
         output: the choice, as in `choose_output`.
     """
-    if output is None and isinstance(returned, Tensor):
-        return returned
     name = type(model).__name__
+    if output is None and isinstance(returned, Tensor):
+        return _check_dense(name, returned)
     if callable(output):
         found = output(returned)
         if not isinstance(found, Tensor):
             what = f"it returns {_describe(found)}, not one tensor"
             raise BadArgument("output", what, "return one tensor with a row per sample")
-        return found
+        return _check_dense("output", found)
     entries = _list_entries(returned)
     floats = {key: own for key, own in entries.items() if isinstance(own, Tensor) and own.is_floating_point()}
     rows = [key for key, own in floats.items() if own.dim()]  # a scalar is a loss
     names = ", ".join(floats) or "none"
     if output is not None:
         if output in floats:
-            return floats[output]
+            return _check_dense(name, floats[output])
         what = f"forward returns {_describe(returned)} with no floating-point tensor {output[:40]!r}, but with {names}"
         raise BadArgument(name, what, "choose one of these, or pass output=function")
     chosen = LOGITS if LOGITS in rows else rows[0] if len(rows) == 1 else None
@@ -111,7 +112,15 @@ def find_predictions(model: nn.Module, returned: object, output: Output | None =
         what = f"its forward method returns {_describe(returned)} with {several}"
         fix = 'choose one by name, such as output="last_hidden_state", or with a function: output=lambda out: out[0]'
         raise BadArgument(name, what, fix if rows else "return the outputs that the loss needs as one tensor")
-    return floats[chosen]
+    return _check_dense(name, floats[chosen])
+
+
+def _check_dense(where: str, found: Tensor) -> Tensor:
+    """Refuse predictions that no loss can be computed from."""
+    if found.is_floating_point() and found.layout == torch.strided:
+        return found
+    kind = "" if found.layout == torch.strided else f" and layout {found.layout}"
+    raise BadArgument(where, f"its predictions have dtype {found.dtype}{kind}", "return a dense tensor of real numbers")
 
 
 def _list_entries(returned: object) -> dict[str, object]:

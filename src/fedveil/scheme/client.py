@@ -30,7 +30,7 @@ from fedveil.errors import BadArgument, ModelMismatch
 from fedveil.graph.export import attribute_failure
 from fedveil.graph.foreign_code import WRAPPER, find_original, refuse_packing, run_eagerly
 from fedveil.graph.head import INNER_TAILS
-from fedveil.graph.inputs import Inputs, LayerOutputMode, call, change_recomputed, count
+from fedveil.graph.inputs import Inputs, LayerOutputMode, call, change_recomputed, count, each
 from fedveil.graph.outputs import choose_output
 from fedveil.graph.plan import ModelState
 from fedveil.graph.units import factor_along
@@ -190,7 +190,7 @@ class _BatchRun:
     def _call(self) -> Tensor:
         """Return the model's output; convert an exception in forward to one that names the module."""
         with attribute_failure(self.model, "its forward method fails on this batch", SAME_FORM), resume_autocast():
-            return self._restore(call(self.model, self.inputs))
+            return self._restore(call(self.model, each(Tensor.clone, self.inputs)))  # forward may change its inputs
 
     def _restore(self, output: Tensor) -> Tensor:
         """Convert what forward computed under autocast to the dtype of the broadcast."""

@@ -19,7 +19,7 @@ from fedveil.checks import suspend_autocast
 from fedveil.errors import NotExact
 from fedveil.graph.draws import FixedDraws
 from fedveil.graph.foreign_code import run_eagerly
-from fedveil.graph.inputs import Inputs
+from fedveil.graph.inputs import Inputs, each
 from fedveil.scheme.broadcast import Broadcast, check_inputs
 from fedveil.scheme.client import client_step
 from fedveil.scheme.losses import Loss, SquaredError, sample_weights
@@ -68,7 +68,9 @@ def check_exact(
     if targets is None:
         broadcast = dataclasses.replace(broadcast, loss=SquaredError())
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = compute_outputs(model, inputs, {name: b.clone() for name, b in model.named_buffers()})
+            outputs = compute_outputs(
+                model, each(Tensor.clone, inputs), {name: b.clone() for name, b in model.named_buffers()}
+            )
         targets = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
     pair = _Pair(perturbation, model, broadcast, inputs, targets)
     draws = FixedDraws()
@@ -119,7 +121,7 @@ class _Pair:
         leaves = {name: values[name].requires_grad_() for name in self.broadcast.trainable}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with torch.random.fork_rng(devices=[]), run_eagerly(model), draws, torch.enable_grad():
-            outputs = compute_outputs(model, self.inputs, values | buffers)
+            outputs = compute_outputs(model, each(Tensor.clone, self.inputs), values | buffers)
             delta = _slope(loss, outputs.detach(), self.targets, head_axis(model))
             result = torch.autograd.grad(outputs, list(leaves.values()), delta, allow_unused=True)
         pairs = zip(leaves.items(), result, strict=True)

@@ -80,7 +80,9 @@ def _apply_affine(call: Call, inputs: Units) -> Units:
     return outputs.map(lambda factor: factor_along(factor, 1, call.x.value.dim()))
 
 
-@rule("batch_norm", "instance_norm", "_native_batch_norm_legit_functional")
+@rule(
+    "batch_norm", "instance_norm", *[f"_native_batch_norm_legit{form}" for form in ("", "_functional", "_no_training")]
+)
 def batch_norm(call: Call) -> Outcome:
     """Normalise channels. Because of eps, batch statistics absorb only signs; running statistics absorb all factors."""
     inputs = call.merge_to_channels(call.x.units, 1, call.x.value.dim())
