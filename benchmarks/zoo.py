@@ -21,7 +21,10 @@ from pathlib import Path
 from benchmarks.timing import table
 
 BOUND = 1e-9
-PACKAGES = {"transformers": "benchmarks.zoo_transformers"}  # modules with names() and measure(name)
+PACKAGES = {  # modules with names() and measure(name)
+    "transformers": "benchmarks.zoo_transformers",
+    "peft": "benchmarks.zoo_peft",
+}
 SECONDS = 180.0
 
 
