@@ -215,5 +215,12 @@ def test_a_pretrained_encoder_is_exact_in_float32():
     labels = torch.tensor([1, 0, 0, 1])
     assert fedveil.analyse(model, inputs).shares["bare"] == 0
     error = relative_error(model, inputs, labels, "cross_entropy", lambda out: F.cross_entropy(out.logits, labels))
-    layers = model.config.num_hidden_layers
-    assert error < 100 * layers * torch.finfo(torch.float32).eps
+    plain, exact = (
+        torch.autograd.grad(
+            F.cross_entropy(own(**inputs).logits, labels), list(own.bert.parameters()), allow_unused=True
+        )
+        for own in (model, copy.deepcopy(model).double())
+    )
+    pairs = [(a, b) for a, b in zip(plain, exact, strict=True) if b is not None]
+    rounding = max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
+    assert 0 < error < 11 * rounding  # at most 10 times that of plain training, as promised, and that of plain training
