@@ -43,6 +43,12 @@ def experts(m, x):
     return m.head(multiply_groups(x, m.weights, offs=offsets).relu())
 
 
+def shifted_norm(m, x):
+    """Normalise with a weight of 1 plus a parameter, as Nemotron does."""
+    x = m.first(x.flatten(1))
+    return m.head(m.second(F.layer_norm(x, (6,), m.gain + 1, m.shift)).relu())
+
+
 def constant_factors(m, x):
     """Compute a gate inside no_grad, from a layer that is trained elsewhere."""
     x = m.first(x.flatten(1)).relu()
@@ -80,6 +86,11 @@ CASES = {
     "gathered": lambda: Network(gathered, first=nn.Linear(3, 6), second=nn.Linear(6, 6), head=nn.Linear(6, 3)),
     "experts": lambda: Network(
         experts, first=nn.Linear(12, 6), weights=nn.Parameter(torch.randn(2, 6, 6)), head=nn.Linear(6, 3)
+    ),
+    "norm with a computed weight": lambda: Network(
+        shifted_norm,
+        first=nn.Linear(12, 6), second=nn.Linear(6, 6), gain=nn.Parameter(torch.randn(6)),
+        shift=nn.Parameter(torch.randn(6)), head=nn.Linear(6, 3),
     ),
     "no_grad": lambda: Network(constant_factors, first=nn.Linear(12, 6), second=nn.Linear(6, 6), head=nn.Linear(6, 3)),
     "weight_norm over columns": lambda: positional(1),
