@@ -10,7 +10,11 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 # Files and the tests in each are shuffled; the seed of the order is printed, and ORDER=--randomly-seed=N repeats it.
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ORDER)
 
-.PHONY: help venv demo test test-all lint bench docs clean
+# Packages of models for `make zoo`, and what they import; nothing else changes the versions of the library's own.
+MODELS := transformers peft accelerate datasets tokenizers safetensors huggingface-hub httpx2 httpcore2 truststore regex \
+	multiprocess pyarrow xxhash dill einops torchvision timm monai segmentation-models-pytorch torch-geometric
+
+.PHONY: help venv demo test test-all lint bench zoo docs clean
 
 help:  ## print this list (the default)
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -45,8 +49,12 @@ lint: venv  ## ruff and mypy
 bench: venv  ## measure exactness, speed and memory on this machine
 	$(BIN)/python -m benchmarks
 
+zoo: venv  ## analyse published models of transformers and others, which it installs into .zoo (hours)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .zoo $(MODELS)
+	PYTHONPATH=.zoo:src OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.zoo --results zoo.jsonl
+
 docs: venv  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # not ours to heed: the theme announces its successor
 
 clean:  ## remove .venv and everything that was built
-	rm -rf $(VENV) build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .zoo build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

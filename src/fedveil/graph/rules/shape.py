@@ -9,7 +9,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedveil.graph.calls import Activation, Call, NoRule, Outcome, Traced, as_tensor, rule
-from fedveil.graph.units import Dims, Symmetry, Units, compress, factor_along, reshape_factor, varying_dims
+from fedveil.graph.units import (
+    Dims,
+    Symmetry,
+    Units,
+    compress,
+    distinct_dims,
+    factor_along,
+    reshape_factor,
+    varying_dims,
+)
 
 
 def _move_along(call: Call, dim: int, operation: Callable[[Tensor], Tensor]) -> Units:
@@ -225,6 +234,17 @@ def share(call: Call, units: Units, dims: Dims) -> Units:
     """Make units equal along `dims`, and return them; zeros remain zeros."""
     shared = mix_neighbours(call, units, dims)
     return Units(shared.scale, shared.order, units.zero)
+
+
+@rule("gather")
+def _(call: Call) -> Outcome:
+    """Select elements along a dim; along other dims, places are kept where the index differs."""
+    index, dim = call.tensor("index"), call.dim()
+    others = frozenset(range(call.rank)) - {dim}
+    if any(index.units[:2]) or any(call.value.shape[d] != call.x.value.shape[d] for d in others):
+        raise NoRule("its index is computed, or it leaves out elements along several dims")
+    units = mix_neighbours(call, call.x.units, frozenset({dim}))
+    return Units(units.scale, call.ledger.fix_along(units.order, distinct_dims(index.value) & others))
 
 
 @rule("triu", "tril")
