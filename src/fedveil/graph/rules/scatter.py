@@ -3,7 +3,7 @@
 from fedveil.graph.calls import Activation, Call, NoRule, Outcome, Traced, rule
 from fedveil.graph.rules.elementwise import add_tensors
 from fedveil.graph.rules.shape import concatenate, narrow, share
-from fedveil.graph.units import Dims, Symmetry, Units
+from fedveil.graph.units import Dims, Symmetry, Units, distinct_dims
 
 
 def _index_dims(call: Call, operands: list[Traced]) -> Dims:
@@ -11,11 +11,13 @@ def _index_dims(call: Call, operands: list[Traced]) -> Dims:
 
     Every operand has one element per element of the index along these dims.
     """
-    index, dim = call.tensor("index"), call.dim()
-    others = [d for d in range(index.value.dim()) if d != dim]
+    index = call.tensor("index")
+    others = frozenset(range(index.value.dim())) - {call.dim()}
+    if any(index.units[:2]):
+        raise NoRule("its index is computed from values that carry noise")
     if any(operand.value.shape[d] != index.value.shape[d] for operand in operands for d in others):
         raise NoRule("its index covers only a part of the other dims")
-    return frozenset(d for d in others if index.value.shape[d] > 1 and index.value.stride(d) != 0)
+    return distinct_dims(index.value) & others
 
 
 def _share_along(call: Call, operand: Traced, fixed: Dims) -> Units:

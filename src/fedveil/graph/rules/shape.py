@@ -14,7 +14,6 @@ from fedveil.graph.units import (
     Symmetry,
     Units,
     compress,
-    distinct_dims,
     factor_along,
     reshape_factor,
     varying_dims,
@@ -234,17 +233,6 @@ def share(call: Call, units: Units, dims: Dims) -> Units:
     """Make units equal along `dims`, and return them; zeros remain zeros."""
     shared = mix_neighbours(call, units, dims)
     return Units(shared.scale, shared.order, units.zero)
-
-
-@rule("gather")
-def _(call: Call) -> Outcome:
-    """Select elements along a dim; along other dims, places are kept where the index differs."""
-    index, dim = call.tensor("index"), call.dim()
-    others = frozenset(range(call.rank)) - {dim}
-    if any(index.units[:2]) or any(call.value.shape[d] != call.x.value.shape[d] for d in others):
-        raise NoRule("its index is computed, or it leaves out elements along several dims")
-    units = mix_neighbours(call, call.x.units, frozenset({dim}))
-    return Units(units.scale, call.ledger.fix_along(units.order, distinct_dims(index.value) & others))
 
 
 @rule("triu", "tril")
