@@ -135,7 +135,10 @@ def _list_entries(returned: object) -> dict[str, object]:
 
 
 def _describe(found: object) -> str:
-    return f"a {type(found).__name__}" + (f" of {len(found)}" if isinstance(found, tuple | list) else "")
+    name = type(found).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}" + (
+        f" of {len(found)}" if isinstance(found, tuple | list) else ""
+    )
 
 
 def chosen_output(model: nn.Module) -> Output | None:
