@@ -89,8 +89,11 @@ CASES = {
     ),
     "norm with a computed weight": lambda: Network(
         shifted_norm,
-        first=nn.Linear(12, 6), second=nn.Linear(6, 6), gain=nn.Parameter(torch.randn(6)),
-        shift=nn.Parameter(torch.randn(6)), head=nn.Linear(6, 3),
+        first=nn.Linear(12, 6),
+        second=nn.Linear(6, 6),
+        gain=nn.Parameter(torch.randn(6)),
+        shift=nn.Parameter(torch.randn(6)),
+        head=nn.Linear(6, 3),
     ),
     "no_grad": lambda: Network(constant_factors, first=nn.Linear(12, 6), second=nn.Linear(6, 6), head=nn.Linear(6, 3)),
     "weight_norm over columns": lambda: positional(1),
