@@ -54,9 +54,9 @@ def nothing(*arguments):
     return None
 
 
-RULES = ("attempt", "round", "roster", "membership", "roster_size", "key", "step", "members", "survivors")
+RULES = ("attempt", "round", "roster", "membership", "roster_size", "step", "members", "survivors")
 SAFEGUARDS = {
-    **{f"check_{name}": (rules, nothing) for name in (*RULES, "signatures", "budget", "same_members")},
+    **{f"check_{name}": (rules, nothing) for name in (*RULES, "agreement", "budget", "same_members")},
     "admit_message": (party, lambda server, channels, digest, own: own[65 if own[:1] == b"s" else 33 :]),
     "forget_attempt": (RunMemory, nothing),
     "contribute": (client_module, lambda admitted, work: work()),
