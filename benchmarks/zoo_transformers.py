@@ -23,7 +23,7 @@ import fedveil
 from benchmarks.zoo import BOUND
 from fedveil.graph.inputs import Inputs, call, each
 from fedveil.graph.outputs import choose_output
-from fedveil.graph.skips import GROUPED, multiply_groups
+from fedveil.graph.export import GROUPED, multiply_groups
 from fedveil.scheme.losses import Loss, find_loss
 from fedveil.scheme.outputs import values
 

@@ -299,7 +299,7 @@ def test_load_model_takes_the_checkpoint_if_it_is_newer(tmp_path, best):
     found = fedveil.load_model(tmp_path, model=net(), best=best).state_dict()
     wanted = run.best[1] if best else run.model.state_dict()
     assert all(torch.equal(value, found[name]) for name, value in wanted.items())
-    with pytest.raises(BadArgument, match=r"(?s)is a Sequential, which cannot be built.*load_model\(folder, model="):
+    with pytest.raises(BadArgument, match=r"(?s)is a Sequential, which cannot be built.*pass the network: model="):
         fedveil.load_model(tmp_path)
 
 

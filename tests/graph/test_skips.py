@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import fedveil
 from fedveil.errors import HeadNotLinear
-from fedveil.graph.skips import combinations
+from fedveil.graph.export import combinations
 
 LAYERS, SEEDS = 5, range(6)
 

@@ -9,7 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import fedveil
 from fedveil.errors import NotTraceable
-from fedveil.graph.skips import multiply_groups
+from fedveil.graph.export import multiply_groups
 
 MASK = torch.tensor([[True, False, False, True], [False, True, False, False]]).repeat(3, 1)
 

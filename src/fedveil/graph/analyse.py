@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from fedveil.checks import suspend_autocast
 from fedveil.errors import AnalysisError, BadArgument, FedveilError, NothingToVeil, TooLittleCovered
 from fedveil.graph.build import Frozen, build_plan
-from fedveil.graph.export import SAMPLES, export, first_line
+from fedveil.graph.export import SAMPLES, combinations, export, first_line
 from fedveil.graph.foreign_code import refuse_hooks, run_eagerly, unwrap
 from fedveil.graph.head import find_head, find_layer
 from fedveil.graph.inputs import Inputs, describe_form
 from fedveil.graph.outputs import Output, choose_output
 from fedveil.graph.plan import ModelState, Plan
 from fedveil.graph.probe import probe
-from fedveil.graph.skips import combinations
 from fedveil.graph.walk import Walk
 
 MAX_BARE = 0.1  # warn if more than this fraction of the parameter values would be sent unchanged

@@ -3,6 +3,7 @@
 import copy
 import dis
 import io
+import itertools
 import linecache
 import logging
 import re
@@ -10,7 +11,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +21,18 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import OutputKind
 from torch.fx.experimental.sym_node import SymNode
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
 
 from fedveil.errors import AnalysisError, BadArgument, FedveilError, NotTraceable
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
 from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
 from fedveil.graph.outputs import return_predictions
-from fedveil.graph.skips import SkipMode
 
 SAMPLES = 2  # batch size of the example: torch.export treats 1 as a special case, and BatchNorm needs at least 2
 EXPORTING = threading.RLock()  # exporting changes global state, so two threads would interfere
+COMPARISONS = {f"{dunder}{name}{dunder}" for name in ("lt", "le", "gt", "ge") for dunder in ("", "__")}
+GROUPED = {"grouped_mm", "_grouped_mm"}
+MAX_COMBINED = 3  # up to this number of decisions, every combination is followed
 
 
 @dataclass(frozen=True)
@@ -268,3 +272,63 @@ def explain(model: nn.Module, model_copy: nn.Module, error: Exception) -> Analys
         return NotTraceable(where, what, f"rename the layer {found[1]!r}")
     fix = "check that example_inputs have the shapes and dtypes that the model expects, and that forward runs on them"
     return NotTraceable(where, f"torch.export cannot trace its forward method: {first}", fix)
+
+
+class SkipMode(TorchFunctionMode):
+    """Decides every comparison of one random number with a constant, and replaces what fake tensors do not support.
+
+    Some models skip layers at random, as layerdrop does: `if torch.rand([]) < 0.1`. A client draws the layers to skip
+    while its forward runs, so a plan must hold for every draw. The operations are recorded once without skipping, once
+    for each skipped layer and once with all of them skipped, and the plan obeys the constraints of all these graphs; up
+    to three decisions, of every combination. If layers follow one another and each is skipped by a separate decision,
+    this covers every draw: whatever reads the output of a layer makes its noise equal to that of the layer before,
+    because it reads either.
+
+    Attributes:
+        asked: the number of decisions so far.
+    """
+
+    def __init__(self, chosen: Collection[int] = ()) -> None:
+        super().__init__()
+        self.asked = 0
+        self._chosen = frozenset(chosen)  # the decisions for which the comparison is true
+        self._drawn: dict[int, Tensor] = {}
+        self._compared: dict[int, tuple[Tensor, list[bool]]] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run the function, or decide."""
+        name, first = getattr(func, "__name__", ""), args[0] if args else None
+        if name == "__bool__" and id(first) in self._compared:
+            known = self._compared[id(first)][1]
+            if not known:
+                known.append(self.asked in self._chosen)
+                self.asked += 1
+            return known[0]
+        run: Callable[..., object] = multiply_groups if name in GROUPED else func
+        found = run(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.dim() == 0:
+            if name == "rand":
+                self._drawn[id(found)] = found
+            elif name in COMPARISONS and id(first) in self._drawn and isinstance(args[1], int | float):
+                self._compared[id(found)] = found, []
+        return found
+
+
+def multiply_groups(rows: Tensor, weights: Tensor, *, offs: Tensor, **_: object) -> Tensor:
+    """Compute torch.nn.functional.grouped_mm, which fake tensors do not support in float32, with other operations."""
+    group = (torch.arange(len(rows), device=rows.device).unsqueeze(1) >= offs).sum(1).clamp(max=len(weights) - 1)
+    return torch.bmm(rows.unsqueeze(1), weights[group]).squeeze(1)
+
+
+def combinations(decisions: int) -> list[tuple[int, ...]]:
+    """Return the sets of true decisions, except the empty one, that must be followed."""
+    numbers = range(decisions)
+    if decisions <= MAX_COMBINED:
+        return [own for size in numbers for own in itertools.combinations(numbers, size + 1)]
+    return [*((number,) for number in numbers), tuple(numbers)]

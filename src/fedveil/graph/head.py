@@ -12,11 +12,10 @@ from torch.utils import _pytree as pytree
 
 from fedveil.errors import HeadNotLinear
 from fedveil.graph import operations
-from fedveil.graph.export import SAMPLES, ModelGraph, check_example, copy_model
+from fedveil.graph.export import SAMPLES, ModelGraph, SkipMode, check_example, copy_model
 from fedveil.graph.inputs import Inputs, LayerOutputMode, arguments, each
 from fedveil.graph.operations import describe_location, innermost_module, named_arguments, operation_name
 from fedveil.graph.outputs import return_predictions
-from fedveil.graph.skips import SkipMode
 
 Tail = Literal["alike", "reshaped", "stacked", "repeated"]
 TAILS: tuple[Tail, ...] = get_args(Tail)

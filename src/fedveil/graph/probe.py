@@ -19,11 +19,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil.errors import FedveilError, NotExact
-from fedveil.graph.export import SAMPLES, check_example, copy_model, explain, silence_torch
+from fedveil.graph.export import SAMPLES, SkipMode, check_example, copy_model, explain, silence_torch
 from fedveil.graph.foreign_code import IN_STEP, new_nodes, refuse_custom_backward, refuse_packing
 from fedveil.graph.inputs import Inputs, Named, arguments, each
 from fedveil.graph.outputs import return_predictions
-from fedveil.graph.skips import SkipMode
 
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 Operation = tuple[object, ...]  # a function and its flattened arguments, with tensors as numbers or names
