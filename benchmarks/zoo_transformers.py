@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 import fedveil
 from benchmarks.zoo import BOUND
+from fedveil.graph.export import GROUPED, multiply_groups
 from fedveil.graph.inputs import Inputs, call, each
 from fedveil.graph.outputs import choose_output
-from fedveil.graph.export import GROUPED, multiply_groups
 from fedveil.scheme.losses import Loss, find_loss
 from fedveil.scheme.outputs import values
 

@@ -79,7 +79,7 @@ def test_a_deployed_defence_is_audited_with_its_package_s_code_and_its_claim_is_
     out, page = capsys.readouterr().out, (tmp_path / "report.html").read_text()
     assert re.search(rf"^{name} +rounds stacked .* \d+\.\d \[", out, re.MULTILINE)
     assert f"{name}: {find(name).claim}." in " ".join(out.split())
-    assert "What the authors claim" in page
+    assert "Claims of the authors" in page
     assert " ".join(flags) in re.search(r"^repeat: (.*)", out, re.MULTILINE)[1]
     run = str(tmp_path / name.replace(":", ".") / "run")  # its name is not code that could come from anyone
     assert main(["audit", run, *few]) == 0

@@ -107,8 +107,8 @@ INPUTS, TARGETS = torch.zeros(3, 2), torch.zeros(3, 1)
     ("inputs", "targets", "more", "text"),
     [
         (INPUTS[:0], TARGETS[:0], {}, "x.train: there are 0 records in inputs"),
-        (INPUTS.to(torch.complex64), TARGETS, {}, "x.train: the dtype of inputs is torch.complex64"),
-        ({"age": INPUTS.double()}, TARGETS, {}, "x.train: the dtype of inputs['age'] is torch.float64"),
+        (INPUTS.to(torch.complex64), TARGETS, {}, "x.train: inputs has dtype torch.complex64"),
+        ({"age": INPUTS.double()}, TARGETS, {}, "x.train: inputs['age'] has dtype torch.float64"),
         (INPUTS, TARGETS[:2], {}, "x.train: there are 3 records in inputs and 2 targets"),
         (INPUTS, TARGETS, {"classes": ("a",)}, "use torch.int64 targets of shape (records,)"),
         (INPUTS, torch.tensor([0, 1, 5]), {"classes": ("a", "b")}, "targets range from 0 to 5, but there are 2"),

@@ -44,7 +44,7 @@ NORM = 1e4  # norm of a canary's gradient if the clipping norm is unknown
 RELATIVE_NORM = 10.0  # norm of a canary's gradient, relative to the clipping norm
 GUESSES = 0.5  # number of guesses, as a fraction of the number of canaries
 CANARIES = 3000  # with more canaries, the bound is looser at delta = 1e-5
-CANARY = "canary_mark"  # input that marks each record: RECORD, NULL, or FIRST + the index of a canary
+CANARY = "canary_mark"  # input that marks each record as RECORD, NULL, or FIRST + the index of its canary
 RECORD, NULL, FIRST = 0, 1, 2
 Order = Callable[[int, int], Tensor]
 

@@ -45,7 +45,7 @@ def fake_inputs(shape: torch.Size, count: int, low: float, high: float) -> Tenso
     """Generate the same records of this shape on every call: smooth random images, or normal noise.
 
     The amplitude of a frequency f of an image is proportional to f^-2.5, so images are smoother than photographs (about
-    f^-1.2, Field 1987). Each image is scaled so that its values extend from `low` to `high`.
+    f^-1.2, Field 1987). Each image is shifted and scaled so that its values range from `low` to `high`.
     """
     rng, image = torch.Generator().manual_seed(0), image_shape(shape)
     if image is None:

@@ -25,7 +25,7 @@ INPUT = (
     "as in ids=128:int. Name all arguments or none. For one number per record, leave out the sizes, as in length=:int"
 )
 HEAD = "linear: add noise to the final layer; exposed: do not, so that clients see the true predictions"
-COVERAGE = "fail if less than this fraction (0 to 1) of the model's values can be perturbed"
+COVERAGE = "fail if less than this fraction (0 to 1) of the model's parameter values can be perturbed"
 PUBLIC = "name or prefix of parameters whose values clients know"
 
 

@@ -40,8 +40,10 @@ def status(
             print(json.dumps({"folder": str(folder), "expected_end": result.expected_end, **asdict(result)}))
             continue
         print(*([""] if number else []), folder, sep="\n" if number else "")
-        for name, value in describe_status(result, time.time()).items():
-            print(f"  {name:<14}{value}")
+        lines = describe_status(result, time.time())
+        width = max(13, *map(len, lines))
+        for name, value in lines.items():
+            print(f"  {name:<{width}} {value}")
         rows = [list(CLIENT_COLUMNS), *list_clients(result)[:MAX_CLIENTS]] if result.clients else []
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:

@@ -147,12 +147,12 @@ def _check_part(where: str, part: DataPart, classes: tuple[str, ...]) -> None:
     for path, tensor in tensors_by_path(inputs).items():
         real = tensor.dtype == torch.float32 or not (tensor.is_floating_point() or tensor.is_complex())
         if not real or tensor.dim() < (2 if tensor is inputs else 1):
-            what = f"the dtype of {path} is {tensor.dtype}, and the shape is {tuple(tensor.shape)}"
+            what = f"{path} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}"
             raise BadArgument(where, what, "use float32 or integers of shape (records, ...)")
     dtype, least = (torch.int64, 1) if classes else (torch.float32, 2)
     if targets.dtype != dtype or targets.dim() < least:
         form = "(records,), or (records, ...) with a class at each position" if classes else "(records, outputs)"
-        what = f"the dtype of targets is {targets.dtype}, and the shape is {tuple(targets.shape)}"
+        what = f"targets have dtype {targets.dtype} and shape {tuple(targets.shape)}"
         raise BadArgument(where, what, f"use {dtype} targets of shape {form}")
     if classes and not 0 <= int(targets.min()) <= int(targets.max()) < len(classes):
         what = f"targets range from {int(targets.min())} to {int(targets.max())}, but there are {len(classes)} classes"

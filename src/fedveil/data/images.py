@@ -64,7 +64,7 @@ def images(
     seed: Seed = 0,
     scaling: Scaling = "records",
 ) -> Data:
-    """Load a folder or zip file of images, with one folder per class; channels are standardised on the training part.
+    """Load a folder or zip file of images, with one folder per class, and standardise channels with the training part.
 
     If there is no folder test/, each class is divided at random, and `notes` reports this.
 

@@ -101,7 +101,7 @@ class CsvTable:
         return dict(zip(columns, zip(mean, deviation, strict=True), strict=True))
 
     def standardise(self, columns: Sequence[str], moments: Moments) -> Floats:
-        """Standardise numeric columns with these means and deviations; refuse a cell that is too large for float32."""
+        """Standardise numeric columns with these moments; refuse cells whose result is too large for float32."""
         mean, deviation = np.array([moments[column] for column in columns], dtype=np.float64).T
         found: Floats = (self._stack_numbers(columns) - mean) / deviation
         self._refuse_first(np.abs(found) > np.finfo(np.float32).max, columns)

@@ -299,7 +299,7 @@ class Defence(ABC, Generic[B, U]):
 
     @property
     def update_kind(self) -> Literal["gradient", "difference"]:
-        """The content of an update: a gradient, or the difference of the models before and after local training."""
+        """The content of an update: a gradient, or the change of the model in local training."""
         return "gradient" if self.local_training is None else "difference"
 
     @property

@@ -52,7 +52,7 @@ class Plain(Defence[nn.Module, PlainUpdate]):
     """No defence: the server computes the weighted mean of plain gradients.
 
     With `local_epochs`, this is FedAvg (McMahan et al., AISTATS 2017). In every round, each client takes SGD steps on
-    the model over all its records, and sends the difference of the models before and after. The server's optimizer
+    the model over all its records, and sends the change of the model. The server's optimizer
     applies the weighted mean of the differences as if it were a gradient. `torch.optim.SGD` with lr=1 and no momentum
     therefore computes the weighted mean of the clients' models; with another optimizer, this is FedOpt (Reddi et al.,
     ICLR 2021). An epoch of the federation is one round.

@@ -89,7 +89,7 @@ class PPDL(Plain):
         sigma: standard deviation of the noise, which does not provide meaningful differential privacy.
         clip: maximum norm of a client's gradient, "median", or None to disable clipping.
         seed: makes the noise reproducible, for tests. By default, the operating system provides randomness.
-        local_epochs: as for `fedveil.defences.Plain`; the difference of the models takes the place of the gradient.
+        local_epochs: as for `fedveil.defences.Plain`; the change of the model takes the place of the gradient.
         local_lr: as for `fedveil.defences.Plain`.
         local_batch: as for `fedveil.defences.Plain`.
         local_momentum: as for `fedveil.defences.Plain`.

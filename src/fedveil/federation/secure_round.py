@@ -109,7 +109,7 @@ class SecureRound:
             return None
         why, total = "", None
         try:
-            total = self._open(attempt, faults)
+            total = self._settle_and_reveal(attempt, faults)
         except Aborted as error:
             faults.add(Fault(SERVER, FaultKind.ABORTED, f"{error.where}: {error.what}"))
             self._conflicting |= {attempt.names[name] for name in attempt.tally.conflicting_members}
@@ -156,7 +156,7 @@ class SecureRound:
             self._take(member, partial(attempt.tally.take_upload, self._name(member), upload), faults)
         return attempt
 
-    def _open(self, attempt: _Attempt, faults: FaultLog) -> Words:
+    def _settle_and_reveal(self, attempt: _Attempt, faults: FaultLog) -> Words:
         """Settle until all remaining clients agree, then reveal; return the sum."""
         tally = attempt.tally
         while not tally.has_agreement():

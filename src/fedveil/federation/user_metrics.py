@@ -23,7 +23,7 @@ PROBABILITIES = ("y_prob", "y_proba", "y_score")  # second parameters of functio
 
 @runtime_checkable
 class MetricObject(Protocol):
-    """A metric with a state, such as those of torchmetrics."""
+    """A stateful metric, such as a `torchmetrics.Metric`."""
 
     def update(self, outputs: Tensor, targets: Tensor, /) -> object:
         """Add a batch."""

@@ -1,4 +1,4 @@
-"""Analyse a model: find the axes that share noise and the symmetry of each axis, without random numbers or I/O."""
+"""Analyse a model: find which axes share noise, and the symmetry of each. Uses no random numbers and no I/O."""
 
 from fedveil.graph.analyse import analyse
 from fedveil.graph.coverage import as_dict

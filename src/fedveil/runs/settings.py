@@ -66,8 +66,8 @@ class DataSettings(NamedSettings):
 
     data: str = _key("digits", "data set (see fedveil data list), or package.module:factory")
     path: str | None = _key(None, "file or folder to read; by default in FEDVEIL_DATA", f"bank csv {IMAGES}")
-    train_size: Positive | None = _key(None, "number of training records; by default all", SIZED)
-    test_size: Positive | None = _key(None, "number of test records; by default all", SIZED)
+    train_size: Positive | None = _key(None, "use only this many training records", SIZED)
+    test_size: Positive | None = _key(None, "use only this many test records", SIZED)
     duration: bool = _key(True, "use the duration of the call as an input; it nearly reveals the answer", "bank")
     task: Task | None = _key(None, "type of task; by default regression for bank, inferred for csv", "bank csv")
     target: str | None = _key(None, "the column to predict", "csv")
@@ -154,9 +154,9 @@ class TrainingSettings(Settings):
 
     loss: LossName | None = _key(None, "loss; by default cross_entropy for classes, otherwise squared_error")
     label_smoothing: BelowOne = _key(0.0, "for cross_entropy: amount of label smoothing", rare=True)
-    optimizer: Literal["adam", "adamw", "sgd"] = _key("adam", "the server's optimizer; by default sgd for FedAvg")
-    lr: AboveZero = _key(1e-3, "the server's learning rate; by default 1 for FedAvg")
-    momentum: BelowOne = _key(0.9, "for sgd: momentum; with local_epochs, by default 0", rare=True)
+    optimizer: Literal["adam", "adamw", "sgd"] = _key("adam", "the server's optimizer; sgd with local_epochs")
+    lr: AboveZero = _key(1e-3, "the server's learning rate; 1 with local_epochs")
+    momentum: BelowOne = _key(0.9, "for sgd: momentum; 0 with local_epochs", rare=True)
     weight_decay: NonNegative = _key(0.0, "weight decay", rare=True)
     schedule: Literal["constant", "cosine", "plateau"] = _key(
         "constant", "learning-rate schedule; plateau follows --monitor"

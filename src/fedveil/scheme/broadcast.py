@@ -93,7 +93,7 @@ def _split_tensors(where: str, values: Values, tensors: Mapping[str, Tensor], *p
     """Return the tensors for each prefix, without the prefix; refuse other tensors and invalid dicts."""
     for what, value in (("values", values), ("tensors", tensors)):
         if not isinstance(value, Mapping) or not all(type(name) is str for name in value):
-            raise BadArgument(where, f"{what} must be a dict with names as keys, got {type(value).__name__}")
+            raise BadArgument(where, f"{what} must be a dict whose keys are strings")
     parts = [strip_prefix(prefix, tensors) for prefix in prefixes]
     if sum(map(len, parts)) < len(tensors):
         extra = next(name for name in tensors if name.partition("/")[0] not in prefixes or "/" not in name)

@@ -41,7 +41,7 @@ from fedveil.wire import Tensors
 
 SAME_FORM = "pass inputs with the shapes and dtypes of the example that was analysed"
 BACKWARD = "checkpoint neither the layer with additive noise nor those after it, and replace x += y by x = x + y"
-NOT_CALLED = "forward did not call the layer with additive noise"
+NOT_CALLED = "forward did not run the layer that has additive noise"
 
 
 def _check_outputs(head: PublicHead, outputs: Tensor) -> None:

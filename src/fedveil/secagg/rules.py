@@ -32,8 +32,8 @@ REASONS = {
     "full": "the table of runs in the client's memory is full",
     "roster": "the roster contains a stranger or an invalid key, or does not contain the client",
     "few": "too few members take part, or remain, to hide each of them",
-    "attempt": "the attempt is not later than the last one, or is not the one in progress",
-    "round": "the round has already been revealed, or is earlier than the last one",
+    "attempt": "the attempt is not later than the previous one, or is not the current one",
+    "round": "the round has already been revealed, or is earlier than the previous one",
     "step": "a step of settling was skipped or repeated",
     "members": "the remaining members are not a subset of the previous ones, or do not include the client",
     "signatures": "too few members have signed the same list of members",
@@ -126,7 +126,9 @@ def check_membership(opening: Opening, name: str, key: bytes) -> None:
 def check_attempt(run: RunMemory, opening: Opening) -> None:
     """Require an attempt later than any for which this key was used, so that no mask is used twice."""
     if opening.attempt <= run.attempt:
-        raise Aborted("attempt", "opening", f"attempt {opening.attempt} is not later than the last one, {run.attempt}")
+        raise Aborted(
+            "attempt", "opening", f"attempt {opening.attempt} is not later than the previous one, {run.attempt}"
+        )
 
 
 def check_round(run: RunMemory, opening: Opening) -> None:
@@ -134,7 +136,7 @@ def check_round(run: RunMemory, opening: Opening) -> None:
     if opening.round <= run.revealed:
         raise Aborted("round", "opening", f"round {opening.round} is not later than the last revealed, {run.revealed}")
     if opening.round < run.round:
-        raise Aborted("round", "opening", f"round {opening.round} is earlier than the last one, {run.round}")
+        raise Aborted("round", "opening", f"round {opening.round} is earlier than the previous one, {run.round}")
 
 
 def check_step(current: Current, settle: Settle) -> None:

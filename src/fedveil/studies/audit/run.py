@@ -268,7 +268,11 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         claims = {name: find(name).claim for name in results if name != page.UNDEFENDED}
         lines = [f"{name}: {claim}." for name, claim in claims.items() if claim]
         return replace(
-            presentation, sections=[*presentation.sections, *([Text("What the authors claim", lines)] if lines else [])]
+            presentation,
+            sections=[
+                *presentation.sections,
+                *([Text("Claims of the authors", lines)] if lines else []),
+            ],
         )
 
     def summarise(self, results: Results[AuditResult], presentation: Presentation) -> Mapping[str, JsonValue]:
