@@ -110,7 +110,7 @@ class TensorForm:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class OutputForm:
-    """What a model's outputs are.
+    """The form of a model's outputs.
 
     Attributes:
         kind: "softmax" and "sigmoid" turn the outputs into probabilities of classes; "scores" has one number per class,
