@@ -11,7 +11,7 @@ from tests.nvflare.processes import Flare
 class Deployed:
     """Three clients that know one another, and their server, beside the processes of an engine."""
 
-    timeout: float  # seconds after which a round goes on without a client; several times what one takes
+    timeout: float  # seconds after which a round goes on without a silent client; several times what one takes
     patience = 300.0  # seconds in which a site that was started again is known again
     strangers_end = True  # whether a site with a wrong certificate gives up
 
@@ -46,7 +46,7 @@ class Deployed:
 class Flower(Deployed, Deployment):
     """A SuperLink with registered keys, and stock SuperNodes in the loop that docs/flower.md recommends."""
 
-    timeout = 45.0
+    timeout = 90.0  # every message starts a process that imports torch: a round took 55 s on two very busy cores
 
     def __init__(self, home):
         for folder in ("keys", "strangers"):

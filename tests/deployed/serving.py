@@ -29,7 +29,6 @@ DEFAULTS = {
     "marks": "",  # folder in which clients say that they have begun a round
     "secrets": "",  # file into which the server writes what nobody should get
     "work": 0.0,  # seconds that a client sleeps
-    "late": 0.0,  # seconds that a client sleeps whose fault is "late"
     "capture": "",  # folder into which clients write what they were sent
     "keys": "",  # folder of identities and roster, for secure aggregation
     "privacy": "",  # arguments of `fedveil.Privacy`, as TOML: FLARE replaces text in braces

@@ -19,18 +19,18 @@ RESUMES = "ends, and resumes by submitting again"
 BY_ITSELF = "ends, and fedveil.nvflare.submit submits it again by itself"
 
 
-def submit(deployed, out, rounds, work=0.0, **config):
-    deployed.run(out, rounds=rounds, timeout=deployed.timeout, work=work, wait=False, **config)
+def submit(deployed, out, rounds, **config):
+    deployed.run(out, rounds=rounds, wait=False, **config)
 
 
 def kill_work(deployed, *run):
-    submit(deployed, *run, work=3.0)
+    submit(deployed, *run, work=3.0, timeout=deployed.timeout)
     deployed.await_work(1, 1)
     deployed.kill_work(1)
 
 
 def kill_site(deployed, *run, **config):
-    submit(deployed, *run, work=3.0, **config)
+    submit(deployed, *run, work=3.0, timeout=deployed.timeout, **config)
     deployed.await_work(1, 1)
     deployed.kill_client(1)
 
@@ -41,7 +41,7 @@ def restart_site(deployed, *run):
 
 
 def straggle(deployed, *run):
-    submit(deployed, *run, work=1.0, faults="1:1:late", late=deployed.timeout + 10.0)
+    submit(deployed, *run, work=1.0, faults="1:1:late", timeout=deployed.timeout)
 
 
 def garble(deployed, *run):
@@ -101,7 +101,7 @@ def test_a_fault_has_the_outcome_of_the_table(fault, harm, engine, then, wanted,
                 deployed.start_client(part)
         harm(deployed, out, rounds)
         if then == RESUMES:
-            deployed.run(out, rounds=rounds, timeout=deployed.timeout)
+            deployed.run(out, rounds=rounds)
         deployed.wait(out)
         if stranger and deployed.strangers_end:
             assert stranger.wait(60) != 0, deployed.logs()
