@@ -175,6 +175,10 @@ def test_frames_are_encoded_as_files_are(bank):
     np.testing.assert_array_equal(found.probabilities, wanted.probabilities)
     shown = found.to_frame()
     assert list(shown.columns) == ["prediction", "probability_no", "probability_yes"]
+    assert shown.index.equals(frame.index)
+    frame = frame.set_axis(frame.index + 7000)  # assignments are aligned by index
+    frame["yes"] = predictor(frame).to_frame()["probability_yes"]
+    assert list(frame["yes"]) == found.probabilities[:, 1].tolist()
     assert list(shown["prediction"]) == list(found.labels)
     assert len(rows) == len(shown)
 
@@ -186,8 +190,13 @@ def test_rows_that_training_would_leave_out_are_left_out_and_with_refuse_they_ar
     write_bank(tmp_path / "whole.csv", missing=0.0)
     for how in ("drop", "refuse"):
         train(tmp_path / how, *TABLE, "--path", str(tmp_path / "whole.csv"), "--missing", how)
-    found = fedveil.load_predictor(tmp_path / "drop", unknown="ignore")(tmp_path / "new.csv")
+    predictor = fedveil.load_predictor(tmp_path / "drop", unknown="ignore")
+    found = predictor(tmp_path / "new.csv")
     assert found.rows.tolist() == complete
+    assert found.to_frame().index.tolist() == complete
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_csv(tmp_path / "new.csv", na_values="?").set_axis([f"r{row}" for row in range(50)])
+    assert predictor(frame).to_frame().index.tolist() == [f"r{row}" for row in complete]
     assert any(note.startswith(f"left out {50 - len(complete)} of 50 records") for note in found.notes)
     with pytest.raises(BadArgument, match=r"(?s)of 50 records have missing cells.*Fix: fill in the cells"):
         fedveil.load_predictor(tmp_path / "refuse", unknown="ignore")(tmp_path / "new.csv")

@@ -32,7 +32,7 @@ from fedveil.records.sources import check_finite
 from fedveil.runs.folder import load_model
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import DataFrame, Index
 
 Array = NDArray[np.generic]
 ARRAYS, WHERE = (".npy", ".npz"), "new records"
@@ -53,6 +53,7 @@ class Predictions:
             them out.
         names: the file of each image; otherwise ().
         notes: messages about ignored columns, missing cells and unknown categories.
+        index: the index of these records in the DataFrame that was passed; otherwise None.
     """
 
     labels: Array | None
@@ -62,6 +63,7 @@ class Predictions:
     rows: NDArray[np.int64]
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    index: "Index | None" = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -81,10 +83,10 @@ class Predictions:
         return found
 
     def to_frame(self) -> "DataFrame":
-        """Return the predictions as a pandas DataFrame, whose index is `rows`."""
+        """Return the predictions as a pandas DataFrame with the index of the DataFrame that was passed, or `rows`."""
         from pandas import DataFrame
 
-        return DataFrame(self.columns(), index=self.rows)
+        return DataFrame(self.columns(), index=self.rows if self.index is None else self.index)
 
 
 def _name_columns(name: str, values: Array, numbers: Sequence[int]) -> dict[str, Array]:
@@ -134,7 +136,8 @@ class Predictor:
             outputs = predict(self.model, encoded.inputs)
         form = self.encoding.outputs or OutputForm("values", tuple(outputs.shape[1:]))
         labels, probabilities, values = convert_outputs(outputs.double().cpu(), form, self.encoding)
-        found = encoded.rows, encoded.names, tuple(encoded.notes)
+        index = records.index[encoded.rows] if is_frame(records) else None
+        found = encoded.rows, encoded.names, tuple(encoded.notes), index
         return Predictions(labels, probabilities, values, self.encoding.classes, *found)
 
     def encode(self, records: object) -> EncodedRecords:
