@@ -150,6 +150,23 @@ def test_a_cell_that_cannot_be_encoded_is_named_by_row_and_column(bank, tmp_path
         predictor(frame.head(0))
 
 
+def test_single_rows_and_repeated_columns_are_refused(bank, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    numbers = pandas.DataFrame(np.random.default_rng(0).normal(size=(20, 2)), columns=["age", "income"])
+    fedveil.Federation(mlp(2, 1, hidden=4), [(numbers, numbers["age"])], "plain").fit(rounds=1, folder=tmp_path)
+    own = fedveil.load_predictor(tmp_path, model=mlp(2, 1, hidden=4))
+    for predictor, frame in [(fedveil.load_predictor(bank / "run"), pandas.DataFrame([ROW])), (own, numbers)]:
+        for record in (frame.iloc[0], dict(frame.iloc[0])):
+            text = (
+                rf"^new records: they are a {type(record).__name__}, .*\n  Fix: pass a DataFrame: frame.iloc\[\[0\]\]"
+            )
+            with pytest.raises(BadArgument, match=text):
+                predictor(record)
+        assert len(predictor(frame.iloc[[0]])) == 1
+        with pytest.raises(BadArgument, match=r"^the DataFrame: several columns have the same name: age\.\n"):
+            predictor(pandas.concat([frame, frame[["age"]]], axis=1))
+
+
 def test_a_missing_column_and_files_of_other_kinds_are_refused(bank, tmp_path, capsys):
     (tmp_path / "new.csv").write_text("age,job\n30,student\n")
     run = str(bank / "run")

@@ -25,7 +25,7 @@ from fedveil.federation.state import Folder
 from fedveil.federation.targets import refuse_failure
 from fedveil.files import convert_os_errors
 from fedveil.graph.outputs import Output, choose_output, read_choice
-from fedveil.records.arrays import as_tensor, is_frame
+from fedveil.records.arrays import as_tensor, is_frame, is_series
 from fedveil.records.encoding import Encoding, ImageEncoding, NumbersEncoding, OutputForm, TableEncoding, read_encoding
 from fedveil.records.inputs import Inputs, as_dicts, tensors_by_path
 from fedveil.records.sources import check_finite
@@ -145,10 +145,18 @@ class Predictor:
         if isinstance(records, str | Path):
             found = self._encode_file(Path(records))
         else:
+            self._refuse_single(records)
             found = self._encode_frame(records) if is_frame(records) else self._encode_arrays(records)
         check_finite(WHERE, (found.inputs, torch.zeros(len(found.rows))), found.rows.tolist())
         first = next(self.model.parameters())
         return replace(found, inputs=move_inputs(found.inputs, first.device, first.dtype))
+
+    def _refuse_single(self, records: object) -> None:
+        """Refuse a Series or a dict, such as a single row, if the model was trained on columns."""
+        own = self.encoding.inputs
+        if not isinstance(own, ImageEncoding) and own.columns and (is_series(records) or isinstance(records, Mapping)):
+            fix = "pass a DataFrame: frame.iloc[[0]] for one row, or pandas.DataFrame([record]) for a dict"
+            raise BadArgument(WHERE, f"they are a {type(records).__name__}, not a table with columns", fix)
 
     def _encode_file(self, path: Path) -> EncodedRecords:
         own = self.encoding.inputs
