@@ -1,10 +1,11 @@
 """Losses and targets that do not fit are refused before a round: whose, why, and which loss would fit."""
 
+import pandas
 import pytest
 import torch
 from tests.asks import OUTPUTS, ask_of
 from tests.small import Records
-from torch import nn
+from torch import Tensor, nn
 
 from fedveil import Federation
 from fedveil.errors import BadArgument
@@ -119,3 +120,17 @@ def test_a_client_elsewhere_checks_its_own_targets_against_the_loss_that_it_is_a
     with pytest.raises(BadArgument, match=r"^this client: targets: cross_entropy expects probabilities") as caught:
         client.reply(message)
     assert not any(f"{value:.3f}" in str(caught.value) for value in bad.flatten().tolist())
+
+
+@pytest.mark.parametrize("form", [Tensor.numpy, lambda own: pandas.Series(own.numpy(), dtype="boolean"), Records])
+def test_booleans_are_the_classes_0_and_1(form):
+    x = torch.randn(30, 3)
+    histories = []
+    for targets in (x[:, 0] > 0, (x[:, 0] > 0).long()):
+        make = (lambda y: Records(x, y)) if form is Records else lambda y: (x, form(y))
+        torch.manual_seed(0)
+        run = Federation(mlp(3, 2, hidden=4), [make(targets)], "plain")
+        histories.append(run.fit(rounds=2, test=make(targets)).last)
+        assert run.loss.name == "cross_entropy"
+    assert histories[0].metrics == histories[1].metrics
+    assert {"accuracy", "f1", "auc"} <= set(histories[0].metrics)

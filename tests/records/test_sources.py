@@ -11,7 +11,8 @@ from tests.oracle import built, worst
 from tests.small import Records
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
-from fedveil import Federation, errors
+from fedveil import Federation, audit, audit_model, errors
+from fedveil.data import from_records
 from fedveil.errors import BadArgument
 from fedveil.models import mlp
 
@@ -197,6 +198,26 @@ LISTED = Records(*pairs()[0])
 def test_records_that_cannot_be_trained_on_are_refused(client, text):
     with pytest.raises(errors.BadArgument, match=text):
         Federation(small_mlp(), [client], "plain").fit(rounds=2)
+
+
+SWAPPED = "its columns are b, a, but those of {} a, b.\n  Fix: use the same columns in the same order: frame"
+
+
+def test_held_out_frames_need_the_columns_of_the_training_frames():
+    table = pandas.DataFrame(torch.randn(60, 2).numpy(), columns=["a", "b"])
+    own, new = ((table[part], np.arange(30) % 2) for part in (slice(0, 30), slice(30, 60)))
+    swapped, unnamed = (new[0][["b", "a"]], new[1]), (new[0].to_numpy(), new[1])
+    run, clients = Federation(mlp(2, 2, hidden=4), [own], "plain"), SWAPPED.format("the clients")
+    for name in ("test", "validation"):
+        with pytest.raises(BadArgument, match=f"^{name} data: {clients}"):
+            run.fit(rounds=1, **{name: swapped})
+        with pytest.raises(BadArgument, match=f"^mine.{name}: {SWAPPED.format('mine.train')}"):
+            from_records("mine", own, **({"test": new} | {name: swapped}))
+    run.fit(rounds=1, test=new, validation=unnamed)  # the columns of an array are not known
+    with pytest.raises(BadArgument, match=f"^test data: {clients}"):
+        audit(run, swapped)
+    with pytest.raises(BadArgument, match=f"^others: {SWAPPED.format('members')}"):
+        audit_model(run.model, own, swapped)
 
 
 def changed(number, change):

@@ -150,6 +150,23 @@ def test_a_cell_that_cannot_be_encoded_is_named_by_row_and_column(bank, tmp_path
         predictor(frame.head(0))
 
 
+def test_single_rows_and_repeated_columns_are_refused(bank, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    numbers = pandas.DataFrame(np.random.default_rng(0).normal(size=(20, 2)), columns=["age", "income"])
+    fedveil.Federation(mlp(2, 1, hidden=4), [(numbers, numbers["age"])], "plain").fit(rounds=1, folder=tmp_path)
+    own = fedveil.load_predictor(tmp_path, model=mlp(2, 1, hidden=4))
+    for predictor, frame in [(fedveil.load_predictor(bank / "run"), pandas.DataFrame([ROW])), (own, numbers)]:
+        for record in (frame.iloc[0], dict(frame.iloc[0])):
+            text = (
+                rf"^new records: they are a {type(record).__name__}, .*\n  Fix: pass a DataFrame: frame.iloc\[\[0\]\]"
+            )
+            with pytest.raises(BadArgument, match=text):
+                predictor(record)
+        assert len(predictor(frame.iloc[[0]])) == 1
+        with pytest.raises(BadArgument, match=r"^the DataFrame: several columns have the same name: age\.\n"):
+            predictor(pandas.concat([frame, frame[["age"]]], axis=1))
+
+
 def test_a_missing_column_and_files_of_other_kinds_are_refused(bank, tmp_path, capsys):
     (tmp_path / "new.csv").write_text("age,job\n30,student\n")
     run = str(bank / "run")
@@ -175,6 +192,10 @@ def test_frames_are_encoded_as_files_are(bank):
     np.testing.assert_array_equal(found.probabilities, wanted.probabilities)
     shown = found.to_frame()
     assert list(shown.columns) == ["prediction", "probability_no", "probability_yes"]
+    assert shown.index.equals(frame.index)
+    frame = frame.set_axis(frame.index + 7000)  # assignments are aligned by index
+    frame["yes"] = predictor(frame).to_frame()["probability_yes"]
+    assert list(frame["yes"]) == found.probabilities[:, 1].tolist()
     assert list(shown["prediction"]) == list(found.labels)
     assert len(rows) == len(shown)
 
@@ -186,8 +207,13 @@ def test_rows_that_training_would_leave_out_are_left_out_and_with_refuse_they_ar
     write_bank(tmp_path / "whole.csv", missing=0.0)
     for how in ("drop", "refuse"):
         train(tmp_path / how, *TABLE, "--path", str(tmp_path / "whole.csv"), "--missing", how)
-    found = fedveil.load_predictor(tmp_path / "drop", unknown="ignore")(tmp_path / "new.csv")
+    predictor = fedveil.load_predictor(tmp_path / "drop", unknown="ignore")
+    found = predictor(tmp_path / "new.csv")
     assert found.rows.tolist() == complete
+    assert found.to_frame().index.tolist() == complete
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_csv(tmp_path / "new.csv", na_values="?").set_axis([f"r{row}" for row in range(50)])
+    assert predictor(frame).to_frame().index.tolist() == [f"r{row}" for row in complete]
     assert any(note.startswith(f"left out {50 - len(complete)} of 50 records") for note in found.notes)
     with pytest.raises(BadArgument, match=r"(?s)of 50 records have missing cells.*Fix: fill in the cells"):
         fedveil.load_predictor(tmp_path / "refuse", unknown="ignore")(tmp_path / "new.csv")

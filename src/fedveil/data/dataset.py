@@ -19,6 +19,7 @@ from fedveil.records.sources import (
     check_finite,
     check_form,
     check_range,
+    check_same_columns,
     list_columns,
 )
 
@@ -207,6 +208,8 @@ def from_records(
     first, second = read_part(f"{name}.train", train), read_part(f"{name}.test", test)
     third = None if validation is None else read_part(f"{name}.validation", validation)
     encoding = NumbersEncoding(list_columns(train))
+    for purpose, records in {"test": test, "validation": validation}.items():
+        check_same_columns(f"{name}.{purpose}", records, f"{name}.train", encoding.columns)
     held_out = {"test": second} if third is None else {"test": second, "validation": third}
     for purpose, part in held_out.items():
         check_same_form(f"{name}.{purpose}", describe_forms(part), f"{name}.train", describe_forms(first))

@@ -21,6 +21,7 @@ from fedveil.data.tables import (
     count_cells,
     find_gaps,
     number,
+    refuse_repeated,
 )
 from fedveil.errors import BadArgument
 from fedveil.records.encoding import CategoryColumn, NumberColumn, TableEncoding
@@ -107,6 +108,8 @@ def _find_missing(table: CsvTable, encoding: TableEncoding, column: NumberColumn
 
 def read_frame(frame: "DataFrame", encoding: TableEncoding | None = None) -> CsvTable:
     """Return the cells of a pandas DataFrame as text, as they would be in a CSV file with decimal points."""
+    names = [str(name) for name in frame.columns]
+    refuse_repeated("the DataFrame", names, "give each column its own name: frame.columns = [...]")
     columns = {str(name): _cells(series) for name, series in frame.items()}
     for column in encoding.columns if encoding else ():
         if isinstance(column, CategoryColumn) and column.name in columns:

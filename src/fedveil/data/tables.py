@@ -297,10 +297,7 @@ def _read_columns(path: str, rows: list[tuple[list[str], int]], delimiter: str) 
     if not rows:
         raise BadArgument(path, "the file is empty", "use a CSV file with a header")
     header = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(rows[0][0])]
-    repeated = sorted({name for name in header if header.count(name) > 1})
-    if repeated:
-        what = f"several columns have the same name: {shorten(repeated)}"
-        raise BadArgument(f"{path}, line {rows[0][1]}", what, "give each column its own name in the first line")
+    refuse_repeated(f"{path}, line {rows[0][1]}", header, "give each column its own name in the first line")
     if len(rows) == 1:
         raise BadArgument(path, "there is a header but no rows", "use a CSV file with records")
     for row, line in rows[1:]:
@@ -309,6 +306,12 @@ def _read_columns(path: str, rows: list[tuple[list[str], int]], delimiter: str) 
             fix = f"correct the line, or set the delimiter if it is not {delimiter!r}"
             raise BadArgument(f"{path}, line {line}", what, fix)
     return dict(zip(header, np.array([row for row, _ in rows[1:]], dtype=object).T, strict=True))
+
+
+def refuse_repeated(where: str, names: Sequence[str], fix: str) -> None:
+    """Refuse columns with the same name."""
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise BadArgument(where, f"several columns have the same name: {shorten(repeated)}", fix)
 
 
 def number(cell: str, decimal: str = ".") -> float | None:

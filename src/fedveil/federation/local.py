@@ -44,6 +44,7 @@ from fedveil.records.sources import (
     UserRecords,
     as_source,
     check_columns,
+    check_same_columns,
     check_sources,
     choose_batch_size,
     list_clients,
@@ -313,6 +314,7 @@ class Federation(Server):
 
     def _read_held_out(self, owner: str, records: UserRecords) -> HeldOut:
         """Check held-out records against the model, the loss and the clients' records."""
+        check_same_columns(owner, records, "the clients", self.columns)
         return read_held_out(owner, records, self.model, self.loss, self.dtype, lambda: self.shards.example)
 
     def state(self) -> CheckpointState:

@@ -200,11 +200,17 @@ def check_columns(clients: Sequence[object]) -> tuple[str, ...]:
     """Return the names of the inputs; refuse clients whose DataFrames have other columns, or another order."""
     named = {number: names for number, client in enumerate(clients) if (names := list_columns(client))}
     first = next(iter(named.values()), ())
-    for number, names in named.items():
-        if names != first:
-            what = f"its columns are {', '.join(names):.80}, but those of client {min(named)} {', '.join(first):.80}"
-            raise BadArgument(f"client {number}", what, "use the same columns in the same order: frame[columns]")
+    for number in named:
+        check_same_columns(f"client {number}", clients[number], f"client {min(named)}", first)
     return first
+
+
+def check_same_columns(owner: str, records: object, first_owner: str, first: tuple[str, ...]) -> None:
+    """Refuse a DataFrame of inputs whose columns, or their order, differ from those of the first owner, if known."""
+    names = list_columns(records)
+    if names and first and names != first:
+        what = f"its columns are {', '.join(names):.80}, but those of {first_owner} {', '.join(first):.80}"
+        raise BadArgument(owner, what, "use the same columns in the same order: frame[columns]")
 
 
 def as_source(owner: str, records: object, *, gaps: bool = False) -> Source:

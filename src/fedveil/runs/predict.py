@@ -25,14 +25,14 @@ from fedveil.federation.state import Folder
 from fedveil.federation.targets import refuse_failure
 from fedveil.files import convert_os_errors
 from fedveil.graph.outputs import Output, choose_output, read_choice
-from fedveil.records.arrays import as_tensor, is_frame
+from fedveil.records.arrays import as_tensor, is_frame, is_series
 from fedveil.records.encoding import Encoding, ImageEncoding, NumbersEncoding, OutputForm, TableEncoding, read_encoding
 from fedveil.records.inputs import Inputs, as_dicts, tensors_by_path
 from fedveil.records.sources import check_finite
 from fedveil.runs.folder import load_model
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import DataFrame, Index
 
 Array = NDArray[np.generic]
 ARRAYS, WHERE = (".npy", ".npz"), "new records"
@@ -53,6 +53,7 @@ class Predictions:
             them out.
         names: the file of each image; otherwise ().
         notes: messages about ignored columns, missing cells and unknown categories.
+        index: the index of these records in the DataFrame that was passed; otherwise None.
     """
 
     labels: Array | None
@@ -62,6 +63,7 @@ class Predictions:
     rows: NDArray[np.int64]
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    index: "Index | None" = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -81,10 +83,10 @@ class Predictions:
         return found
 
     def to_frame(self) -> "DataFrame":
-        """Return the predictions as a pandas DataFrame, whose index is `rows`."""
+        """Return the predictions as a pandas DataFrame with the index of the DataFrame that was passed, or `rows`."""
         from pandas import DataFrame
 
-        return DataFrame(self.columns(), index=self.rows)
+        return DataFrame(self.columns(), index=self.rows if self.index is None else self.index)
 
 
 def _name_columns(name: str, values: Array, numbers: Sequence[int]) -> dict[str, Array]:
@@ -134,7 +136,8 @@ class Predictor:
             outputs = predict(self.model, encoded.inputs)
         form = self.encoding.outputs or OutputForm("values", tuple(outputs.shape[1:]))
         labels, probabilities, values = convert_outputs(outputs.double().cpu(), form, self.encoding)
-        found = encoded.rows, encoded.names, tuple(encoded.notes)
+        index = records.index[encoded.rows] if is_frame(records) else None
+        found = encoded.rows, encoded.names, tuple(encoded.notes), index
         return Predictions(labels, probabilities, values, self.encoding.classes, *found)
 
     def encode(self, records: object) -> EncodedRecords:
@@ -142,10 +145,18 @@ class Predictor:
         if isinstance(records, str | Path):
             found = self._encode_file(Path(records))
         else:
+            self._refuse_single(records)
             found = self._encode_frame(records) if is_frame(records) else self._encode_arrays(records)
         check_finite(WHERE, (found.inputs, torch.zeros(len(found.rows))), found.rows.tolist())
         first = next(self.model.parameters())
         return replace(found, inputs=move_inputs(found.inputs, first.device, first.dtype))
+
+    def _refuse_single(self, records: object) -> None:
+        """Refuse a Series or a dict, such as a single row, if the model was trained on columns."""
+        own = self.encoding.inputs
+        if not isinstance(own, ImageEncoding) and own.columns and (is_series(records) or isinstance(records, Mapping)):
+            fix = "pass a DataFrame: frame.iloc[[0]] for one row, or pandas.DataFrame([record]) for a dict"
+            raise BadArgument(WHERE, f"they are a {type(records).__name__}, not a table with columns", fix)
 
     def _encode_file(self, path: Path) -> EncodedRecords:
         own = self.encoding.inputs

@@ -21,7 +21,7 @@ from fedveil.federation.targets import target_maker
 from fedveil.lookup import import_object
 from fedveil.progress import Progress
 from fedveil.records.shards import MemoryShards, generator
-from fedveil.records.sources import Rows, UserRecords, as_source
+from fedveil.records.sources import Rows, UserRecords, as_source, check_same_columns
 from fedveil.scheme.losses import CLASS_LOSSES
 from fedveil.studies.audit.results import UNDEFENDED, AuditResult
 from fedveil.studies.audit.run import AuditOptions, attack_subject
@@ -45,6 +45,7 @@ def collect_data(federation: Federation, test: UserRecords, name: str) -> Data:
         what = "the clients' records are read batch by batch, but attacks need them in memory"
         raise BadArgument(WHERE, what, "pass the records as tensors or arrays")
     inputs = one_tensor(WHERE, shards.inputs)
+    check_same_columns("test data", test, "the clients", federation.columns)
     source = as_source("test data", test)
     if not isinstance(source, Rows):
         source = Rows("test data", *source.take(range(len(source))))

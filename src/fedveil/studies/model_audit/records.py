@@ -12,7 +12,7 @@ from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import move_inputs
 from fedveil.records.inputs import check_same_form, describe_forms, join_batches, tensors_by_path
 from fedveil.records.shards import generator
-from fedveil.records.sources import UserRecords
+from fedveil.records.sources import UserRecords, check_same_columns, list_columns
 from fedveil.studies.membership.attacks import Indices, Records
 
 WHERE = "audit_model"
@@ -43,6 +43,7 @@ def read_records(model: nn.Module, members: UserRecords, others: UserRecords, se
     """Read members and others; refuse records that differ in form, that are too few, or that are in both."""
     parts = {"members": read_part("members", members), "others": read_part("others", others)}
     first, second = parts.values()
+    check_same_columns("others", others, "members", list_columns(members))
     check_same_form("others", describe_forms(second), "members", describe_forms(first))
     for name, part in parts.items():
         if len(part.targets) < LEAST:
