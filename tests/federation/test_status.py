@@ -155,6 +155,15 @@ def test_the_status_of_a_private_run_has_its_budget_and_nothing_that_depends_on_
     }
 
 
+def test_metrics_are_labelled_by_the_records_they_were_measured_on(tmp_path):
+    run, held_out = federation("plain"), pairs(5)[0]
+    run.fit(rounds=1, validation=held_out, test=held_out, metrics={"lift": lambda t, p: 2.0}, folder=tmp_path)
+    facts = describe_status(read_status(tmp_path))
+    assert facts["validation lift"] == facts["lift"] == "2"
+    assert {"test mse", "validation mse"} <= facts.keys()
+    assert not any("_" in name or name == "test lift" for name in facts)
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == 2
     assert "neither this folder nor its subfolders contain" in capsys.readouterr().err
