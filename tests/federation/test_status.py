@@ -164,6 +164,23 @@ def test_metrics_are_labelled_by_the_records_they_were_measured_on(tmp_path):
     assert not any("_" in name or name == "test lift" for name in facts)
 
 
+def test_a_resumed_run_keeps_its_start_and_a_finished_one_is_not_changed(tmp_path):
+    def fit(rounds, **options):
+        run = federation("veil")
+        run.fit(rounds=rounds, test=pairs(5)[0], folder=tmp_path, verbose=False, **options)
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix in (".json", ".html")}
+
+    first = fit(2)
+    started = read_status(tmp_path).started
+    assert fit(2, resume=True) == first
+    longer = fit(4, resume=True)
+    assert (read_status(tmp_path).started, read_status(tmp_path).round) == (started, 4)
+    (tmp_path / "report.html").unlink()
+    restored = fit(4, resume=True)
+    assert restored.keys() == longer.keys() == first.keys()
+    assert json.loads(restored["status.json"])["started"] == started
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == 2
     assert "neither this folder nor its subfolders contain" in capsys.readouterr().err

@@ -14,9 +14,9 @@ from fedveil.errors import FedveilError
 from fedveil.federation.description import describe_encoding, describe_run
 from fedveil.federation.fitting import FitPlan
 from fedveil.federation.history import RoundRecord
-from fedveil.federation.results import CONFIG, MetricsFile, RunDetails, Setting, is_repeatable, summarise
+from fedveil.federation.results import CONFIG, MetricsFile, RunDetails, Setting, is_repeatable, read_rounds, summarise
 from fedveil.federation.rounds import ClearRound
-from fedveil.federation.status import ClientStatus, RunStatus, State, measure_pace, update_clients
+from fedveil.federation.status import ClientStatus, RunStatus, State, find_status, measure_pace, update_clients
 from fedveil.files import write_atomically
 from fedveil.plain_json import PYTHON, SCHEMA, read_json, to_json
 from fedveil.records.encoding import write_encoding
@@ -92,11 +92,20 @@ class RunFolder:
     def __init__(self, server: "Server", plan: FitPlan, folder: Path, details: RunDetails) -> None:
         self._server, self._plan, self._folder, self._details = server, plan, folder, details
         self._metrics = MetricsFile(folder / METRICS, server)
-        self._started, self._due = time.time(), 0.0  # the second is the time of the next update
+        before = find_status(folder) if server.round else None  # of the run that the server has resumed
+        self._started, self._due = before.started if before else time.time(), 0.0  # the time of the next update
+        self._complete = before is not None and before.state == "finished" and self._is_complete(before.round)
         self._clients: Mapping[str, ClientStatus] = {}
         private = server.defence_server.accountant is not None
         self._private, self._timed = private, not private and isinstance(server.rounds, ClearRound)
         self._settings: Mapping[str, Setting] = {}
+
+    def _is_complete(self, number: int) -> bool:
+        """Return whether the folder has the files of a run that finished after this round, and no round is left."""
+        server, plan = self._server, self._plan
+        ended = server.round >= plan.last or plan.has_stalled(server.history.records)
+        complete = number == server.round == read_rounds(self._folder) and (self._folder / REPORT).is_file()
+        return complete and (ended or not server.defence_server.has_budget)
 
     def __enter__(self) -> Self:
         self._write_settings()
@@ -105,7 +114,8 @@ class RunFolder:
         names = [] if engine.traffic is None else [str(member) for member in engine.members()]
         more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
         connected = f"connected at the start: {', '.join(names[:MAX_NAMES])}{more}" if names else ""
-        self._show("training" if self._server.round else "waiting", connected)
+        if not self._complete:
+            self._show("training" if self._server.round else "waiting", connected)
         return self
 
     def append(self, record: RoundRecord) -> None:
@@ -130,6 +140,8 @@ class RunFolder:
         test = self._plan.evaluation.test if self._plan.evaluation else None
         summary = summarise(server, folder, self._details, test, self._plan.patience)
         server.summary = summary
+        if self._complete:
+            return
         write_atomically(folder / SUMMARY, to_json(summary.to_dict(), indent=2) + "\n")
         status = self._status("finished", summary.stopped or "")
         from fedveil.federation.page import run_page

@@ -114,6 +114,14 @@ def read_status(folder: Path) -> RunStatus:
         raise BadArgument(str(path), what, "use the version of Fedveil that wrote it") from error
 
 
+def find_status(folder: Path) -> RunStatus | None:
+    """Return the status of the run in a folder; None if it is missing or damaged."""
+    try:
+        return read_status(folder)
+    except ValueError:  # a BadArgument is a ValueError
+        return None
+
+
 def find_runs(folder: Path) -> list[Path]:
     """Return a folder if it holds a run, or else the runs below it, latest first, as in the workspace of FLARE."""
     if (folder / STATUS).is_file():
