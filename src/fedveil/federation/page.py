@@ -177,7 +177,7 @@ def client_sections(status: RunStatus) -> list[Section]:
 
 
 def live_page(server: "Server", title: str, status: RunStatus, settings: Mapping[str, Setting]) -> Page:
-    """Return the page of a run that has not ended, which reloads itself; or of one that failed."""
+    """Return the page of a run that has not ended, which reloads itself; or of one that failed or was stopped."""
     history, monitor = server.history, server.monitor
     latest = ""
     if monitor is not None and monitor.key in history.metrics:

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import JsonValue
 
+from fedveil.defences.registry import refers_to_code
 from fedveil.errors import FedveilError
+from fedveil.federation import checkpoint
 from fedveil.federation.description import describe_encoding, describe_run
 from fedveil.federation.fitting import FitPlan
 from fedveil.federation.history import RoundRecord
@@ -79,6 +82,22 @@ def _flatten(arguments: JsonValue, prefix: str) -> dict[str, JsonValue]:
     return result
 
 
+def describe_stop(folder: Path) -> str:
+    """Return the last saved round of a stopped run, and how to resume it."""
+    found = checkpoint.found_in(folder)
+    tag = checkpoint.read_tag(found[0]) if found else None
+    if tag is None:
+        return "no round is saved; start the run again"
+    resume = f"fit(folder={str(folder)!r}, resume=True)"
+    if is_repeatable(folder):
+        settings = read_settings(folder)
+        code = any(":" in str(settings.get(key)) for key in ("data", "model")) or refers_to_code(
+            str(settings.get("defence"))
+        )
+        resume = f"fedveil train --resume --out {shlex.quote(str(folder))}{' --trust-code' * code}"
+    return f"round {tag.round} is saved; resume with {resume}"
+
+
 class RunFolder:
     """Writes the folder of a run while its server trains.
 
@@ -133,7 +152,8 @@ class RunFolder:
         self._metrics.__exit__(kind)
         if error is not None:
             where = str(error) if isinstance(error, FedveilError) else type(error).__name__
-            self._show("failed", where)
+            stopped = isinstance(error, KeyboardInterrupt)  # Ctrl-C, or SIGTERM as `Termination`
+            self._show(*(("stopped", describe_stop(self._folder)) if stopped else ("failed", where)))
             return
         server, folder = self._server, self._folder
         self._write_settings()  # again, because more clients may have joined

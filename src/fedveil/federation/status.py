@@ -19,7 +19,7 @@ STATUS = "status.json"
 RECENT = 20  # number of rounds from which the expected end is computed
 SLOW, NOTICED = 2.0, 0.5  # a slow answer took this many times the median, and at least this many seconds
 CLIENT_COLUMNS = ("client", "answered", "last round")
-State = Literal["waiting", "training", "finished", "failed"]
+State = Literal["waiting", "training", "finished", "stopped", "failed"]
 MEASURED = ("accuracy", "auc", "balanced_accuracy", "f1", "loss", "mae", "mse", "r2")  # metrics of Fedveil
 FAULT = re.compile(r"client (.+?): (.*)", re.DOTALL)
 
@@ -51,14 +51,14 @@ class RunStatus:
     """The status of a run. With differential privacy, it depends neither on records nor on test data.
 
     Attributes:
-        state: "waiting" for the first round, "training", "finished", or "failed".
+        state: "waiting" for the first round, "training", "finished", "stopped" by a signal, or "failed".
         round: number of complete rounds.
         rounds: number of planned rounds.
         started, updated: seconds since 1970.
         pace: seconds per round, over the last rounds; None before the first.
         metrics: the latest test metrics; empty with differential privacy.
         epsilon, budget, delta: the privacy budget spent, its limit, and delta; None without differential privacy.
-        message: why the run failed or stopped early, or notes about the last round.
+        message: why the run failed or stopped early, how to resume it, or notes about the last round.
         clients: remote clients by name; empty if clients are in the server's process.
     """
 
@@ -77,8 +77,8 @@ class RunStatus:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has finished or failed."""
-        return self.state in ("finished", "failed")
+        """Whether the run has finished, was stopped or failed."""
+        return self.state in ("finished", "stopped", "failed")
 
     @property
     def expected_end(self) -> float | None:
