@@ -20,6 +20,7 @@ from fedveil.cli.training import TrainCommand
 from fedveil.data import from_records
 from fedveil.defences.plain import PlainRound
 from fedveil.federation import checkpoint
+from fedveil.federation.status import read_status
 from fedveil.runs.build import load_data
 from fedveil.runs.choices import format_command
 from fedveil.runs.folder import open_run, read_config
@@ -243,7 +244,9 @@ def test_a_signal_saves_the_round_and_prints_the_command_that_resumes(
     assert signal.getsignal(signal.SIGTERM) == before
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fedveil: ")]
     command = shlex.join(["fedveil", "train", "--resume", "--out", str(folder)])
-    assert line == f"fedveil: stopped; round 5 is saved; to resume, run: {command}"
+    assert line == f"fedveil: stopped; round 5 is saved; resume with {command}"
+    status = read_status(folder)
+    assert (status.state, status.message) == ("stopped", f"round 5 is saved; resume with {command}")
     assert checkpoint.load(folder / "checkpoint.pt")["round"] == 5
     assert main(shlex.split(command)[1:]) == 0
     assert rounds_in(folder) == list(range(1, 4 * PER_EPOCH + 1))
@@ -252,7 +255,7 @@ def test_a_signal_saves_the_round_and_prints_the_command_that_resumes(
 def test_the_command_that_resumes_trusts_code_that_the_user_has_named(tmp_path, monkeypatch, capsys, harmless):
     words = ["--data", f"{HERE}:pairs", "--model", f"{HERE}:Both", *LONGER, "--out", str(tmp_path)]
     assert stop(monkeypatch, words, 2, signal.SIGTERM) == 143
-    command = capsys.readouterr().err.rpartition("to resume, run: ")[2]
+    command = capsys.readouterr().err.rpartition("resume with ")[2]
     assert main(shlex.split(command)[1:]) == 0
     assert command.strip().endswith("--trust-code")
 
@@ -266,7 +269,7 @@ def test_a_run_that_is_stopped_before_its_first_round_or_by_a_full_disk_says_so(
 
     monkeypatch.setattr(fedveil.runs.folder, "train", interrupt)
     assert main(["train"]) == 130
-    assert capsys.readouterr().err.strip() == "fedveil: stopped; no round was completed; run the same command again"
+    assert capsys.readouterr().err.strip() == "fedveil: stopped; no round is saved; start the run again"
     monkeypatch.setattr(fedveil.runs.folder, "train", full)
     assert main(["train"]) == 2
     assert "runs/x: cannot be used: No space left on device.\n  Fix: choose another" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 from tests.federation.test_remote import server_of
 from tests.small import federation, pairs
 
-from fedveil import Privacy
+from fedveil import Federation, Privacy
 from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.federation import run_folder
@@ -22,6 +22,7 @@ from fedveil.federation.status import (
     read_status,
     update_clients,
 )
+from fedveil.signals import Termination
 
 SILENT = {("site-2", number): lambda data: None for number in range(1, 6)}
 
@@ -153,6 +154,56 @@ def test_the_status_of_a_private_run_has_its_budget_and_nothing_that_depends_on_
     assert values.keys() - times == {
         *("schema", "state", "round", "rounds", "metrics", "epsilon", "budget", "delta", "message", "clients")
     }
+
+
+def test_metrics_are_labelled_by_the_records_they_were_measured_on(tmp_path):
+    run, held_out = federation("plain"), pairs(5)[0]
+    run.fit(rounds=1, validation=held_out, test=held_out, metrics={"lift": lambda t, p: 2.0}, folder=tmp_path)
+    facts = describe_status(read_status(tmp_path))
+    assert facts["validation lift"] == facts["lift"] == "2"
+    assert {"test mse", "validation mse"} <= facts.keys()
+    assert not any("_" in name or name == "test lift" for name in facts)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_run_stopped_by_a_signal_says_which_round_is_saved_and_how_to_resume(tmp_path, at):
+    run, exchange = federation("veil"), Federation._exchange
+
+    def stop(server):
+        if server.round == at:
+            raise Termination
+        return exchange(server)
+
+    run._exchange = lambda: stop(run)
+    with pytest.raises(Termination):
+        run.fit(rounds=4, folder=tmp_path, verbose=False)
+    status = read_status(tmp_path)
+    resume = f"round 2 is saved; resume with fit(folder={str(tmp_path)!r}, resume=True)"
+    assert (status.state, status.round, status.ended) == ("stopped", at, True)
+    assert status.message == (resume if at else "no round is saved; start the run again")
+    page = (tmp_path / "report.html").read_text()
+    assert f"Stopped: round {at} of 4" in page
+    assert 'http-equiv="refresh"' not in page
+    assert "Failed:" not in page
+    federation("veil").fit(rounds=4, folder=tmp_path, resume=True, verbose=False)
+    assert read_status(tmp_path).state == "finished"
+
+
+def test_a_resumed_run_keeps_its_start_and_a_finished_one_is_not_changed(tmp_path):
+    def fit(rounds, **options):
+        run = federation("veil")
+        run.fit(rounds=rounds, test=pairs(5)[0], folder=tmp_path, verbose=False, **options)
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix in (".json", ".html")}
+
+    first = fit(2)
+    started = read_status(tmp_path).started
+    assert fit(2, resume=True) == first
+    longer = fit(4, resume=True)
+    assert (read_status(tmp_path).started, read_status(tmp_path).round) == (started, 4)
+    (tmp_path / "report.html").unlink()
+    restored = fit(4, resume=True)
+    assert restored.keys() == longer.keys() == first.keys()
+    assert json.loads(restored["status.json"])["started"] == started
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, capsys):

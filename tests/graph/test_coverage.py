@@ -1,5 +1,7 @@
 """The coverage of a plan, and the values that clients know."""
 
+import re
+
 import pytest
 import torch
 from tests.oracle import Network, built, perturb
@@ -9,6 +11,7 @@ from torch import nn
 import fedveil
 from fedveil import errors
 from fedveil.defences import Veil
+from fedveil.defences.veil import VeilServer
 
 
 def half_bare():
@@ -33,6 +36,32 @@ def test_an_operation_without_a_rule_leaves_values_bare_and_the_plan_and_a_warni
     same = sum(int((sent[name] == p).sum()) for name, p in model.named_parameters())  # bit for bit
     assert same / sum(p.numel() for p in model.parameters()) == pytest.approx(plan.shares["bare"])
     assert plan.coverage == 1 - plan.shares["bare"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        ({"multiplicative": 1.0}, {"scaled": 27, "signed": 49 + 56, "moved": 36 + 8, "bare": 0}),
+        ({"multiplicative": 1.0, "permute": False}, {"scaled": 27, "signed": 49 + 56, "moved": 0, "bare": 36 + 8}),
+        ({"permute": False}, {"scaled": 64 + 27, "signed": 49, "moved": 0, "bare": 36}),
+    ],
+)
+def test_a_run_counts_only_the_noise_that_its_veil_draws(tmp_path, settings, counts):
+    layers = (nn.Linear(5, 6), nn.GELU(), nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, 3))
+    records = torch.randn(8, 5), torch.randint(3, (8,))
+    federation = fedveil.Federation(nn.Sequential(*layers), [records], Veil(**settings))
+    federation.fit(1, folder=tmp_path, verbose=False)
+    shares = {name: count / (36 + 49 + 64 + 27) for name, count in counts.items()}
+    assert {kind: federation.summary.coverage[kind] for kind in shares} == pytest.approx(shares)
+    page = (tmp_path / "report.html").read_text()
+    for kind, share in shares.items():
+        assert re.search(rf">{kind}</th><td[^>]*>{100 * share:.1f} %<", page)
+
+
+def test_factors_of_1_have_no_sizes_that_known_values_could_reveal():
+    plan = fedveil.analyse(normed(), torch.zeros(2, 3, 2, 2))
+    with_factors, without = (Veil(multiplicative=bound).start(plan) for bound in (4.0, 1.0))
+    assert VeilServer(with_factors).plan.known.share > VeilServer(without).plan.known.share
 
 
 def test_a_bound_on_the_coverage_refuses():

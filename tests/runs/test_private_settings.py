@@ -66,7 +66,7 @@ def test_train_learns_at_epsilon_3_by_itself_and_repeats_from_its_files(tmp_path
     found = json.loads(printed.out)
     assert found["accuracy"] > 0.8  # three runs had 0.905 to 0.919
     assert found["epsilon"] <= 3
-    assert "chosen for privacy based on the number of records: --layers 1 --lr 0.02" in printed.err
+    assert "chosen for privacy based on the number of records: --layers 1 --multiplicative 1.0 --lr 0.02" in printed.err
     again = choose_settings(config_of(epsilon=3.0, loss="cross_entropy"), 1438)
     assert applicable_values(configure(read_file(tmp_path / "run" / "config.json"))) == applicable_values(again)
     assert is_finished(config_of(epsilon=3.0), tmp_path / "run")
@@ -75,6 +75,21 @@ def test_train_learns_at_epsilon_3_by_itself_and_repeats_from_its_files(tmp_path
     assert words[words.index("--clip") :][:2] == ["--clip", "2.0"]
     assert main([*command, "--resume"]) == 0
     assert "chosen for privacy" not in capsys.readouterr().err
+
+
+def test_factors_are_1_with_privacy_per_record_and_others_are_refused(tmp_path, capsys):
+    small = {"train_size": 60, "test_size": 20, "clients": 2, "hidden": 8, "epochs": 1, "rate": 0.5, "epsilon": 3.0}
+    summary = train(config_of(**small), tmp_path)
+    assert configure(read_file(tmp_path / "config.json")).defence.multiplicative == 1
+    assert "<dt>multiplicative</dt><dd>1.0</dd>" in (tmp_path / "report.html").read_text()
+    assert "--multiplicative 1.0" in summary.repeat
+    assert summary.coverage["scaled"] == pytest.approx((8 * 10 + 10) / (64 * 8 + 8 + 8 * 10 + 10))  # the last layer
+    assert train(config_of(**small), tmp_path, resume=True).rounds == summary.rounds
+    capsys.readouterr()
+    assert main(["train", "--multiplicative", "4", "--epsilon", "3", "--out", str(tmp_path / "refused")]) == 2
+    assert "Fix: leave multiplicative out" in capsys.readouterr().err
+    config_of(multiplicative=4.0, epsilon=3.0, defence="plain")
+    assert config_of(multiplicative=2.0, noise=1.0, unit="client").defence.multiplicative == 2
 
 
 def test_resnets_get_group_norm_and_can_be_loaded_again(tmp_path):

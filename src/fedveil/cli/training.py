@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from tyro.conf import Positional, arg
 
 from fedveil.cli.parser import FederationCommand, Json, Switch, parse_command
 from fedveil.cli.show import hide_progress, print_progress, print_table, round_callback
-from fedveil.defences.registry import refers_to_code
 from fedveil.errors import BadArgument
 from fedveil.plain_json import to_json
 from fedveil.runs.choices import applicable_values, check_names
@@ -63,7 +61,9 @@ class TrainCommand(FederationCommand):
             with catch_sigterm():
                 self._train(folder)
         except KeyboardInterrupt as end:
-            print(f"\nfedveil: stopped; {format_resume_hint(folder, self.config)}", file=sys.stderr)
+            from fedveil.federation.run_folder import describe_stop
+
+            print(f"\nfedveil: stopped; {describe_stop(folder)}", file=sys.stderr)
             raise SystemExit(TERMINATED if isinstance(end, Termination) else INTERRUPTED) from end
 
     def _train(self, folder: Path) -> None:
@@ -98,20 +98,6 @@ class TrainCommand(FederationCommand):
         if 0 < len(rows) <= MAX_SHOWN:
             cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
             print_table([["\nclass", "precision", "recall", "f1", "records"], *cells], 1)
-
-
-def format_resume_hint(folder: Path, config: Config) -> str:
-    """Return a message with the last saved round of a stopped run and the command that resumes it."""
-    from fedveil.federation import checkpoint
-
-    result = checkpoint.found_in(folder)
-    header = checkpoint.read_tag(result[0]) if result else None
-    if header is None:
-        return "no round was completed; run the same command again"
-    words = ["fedveil", "train", "--resume", "--out", str(folder)]
-    if any(":" in name for name in (config.data.name, config.model.name)) or refers_to_code(config.defence.name):
-        words.append("--trust-code")
-    return f"round {header.round} is saved; to resume, run: {shlex.join(words)}"
 
 
 def label_values(summary: Mapping[str, int | float | str | None]) -> dict[str, int | float | str | None]:

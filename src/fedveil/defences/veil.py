@@ -23,6 +23,7 @@ from fedveil.defences.interface import (
 )
 from fedveil.graph import Plan, analyse
 from fedveil.graph.build import Frozen
+from fedveil.graph.coverage import restrict
 from fedveil.graph.inputs import Inputs
 from fedveil.scheme import Aggregate, Broadcast, Entropy, Loss, NoiseSettings, Perturbation, Update, VeilSession
 from fedveil.scheme.broadcast import check_broadcast, client_view
@@ -140,7 +141,8 @@ class VeilServer(DefenceServer[Broadcast, Update]):
     """Draws new noise for each broadcast."""
 
     def __init__(self, session: VeilSession) -> None:
-        self.session, self.plan = session, session.plan
+        noise, self.session = session.settings, session
+        self.plan = restrict(session.plan, factors=noise.multiplicative > 1, permutations=noise.permute)
 
     @property
     def draws(self) -> int:  # type: ignore[override]

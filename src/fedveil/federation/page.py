@@ -12,7 +12,7 @@ from torch import nn
 from fedveil.federation.evaluate import METRICS, metrics, predict_classes, predict_source
 from fedveil.federation.history import VALIDATION, History
 from fedveil.federation.results import RunDetails, RunSummary, Setting, primary_metric
-from fedveil.federation.status import CLIENT_COLUMNS, RunStatus, describe_status, list_clients
+from fedveil.federation.status import CLIENT_COLUMNS, RunStatus, describe_status, label_metric, list_clients
 from fedveil.graph import Plan
 from fedveil.graph.coverage import describe_known_values
 from fedveil.records.sources import Source
@@ -177,14 +177,14 @@ def client_sections(status: RunStatus) -> list[Section]:
 
 
 def live_page(server: "Server", title: str, status: RunStatus, settings: Mapping[str, Setting]) -> Page:
-    """Return the page of a run that has not ended, which reloads itself; or of one that failed."""
+    """Return the page of a run that has not ended, which reloads itself; or of one that failed or was stopped."""
     history, monitor = server.history, server.monitor
     latest = ""
     if monitor is not None and monitor.key in history.metrics:
         kind = "Validation" if monitor.prefix else "Test"
         value = format_metric(monitor.name, history.metrics[monitor.key])
         latest = f" {kind} {monitor.name} {value} after round {history.last.round}."
-    known = ("state", *(f"test {name}" for name in status.metrics))
+    known = ("state", *map(label_metric, status.metrics))
     facts = {name: text for name, text in describe_status(status).items() if name not in known}
     curves = curve_sections({server.defence.name: history}) if history.records else []
     sections = [

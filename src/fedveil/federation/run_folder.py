@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import JsonValue
 
+from fedveil.defences.registry import refers_to_code
 from fedveil.errors import FedveilError
+from fedveil.federation import checkpoint
 from fedveil.federation.description import describe_encoding, describe_run
 from fedveil.federation.fitting import FitPlan
 from fedveil.federation.history import RoundRecord
-from fedveil.federation.results import CONFIG, MetricsFile, RunDetails, Setting, is_repeatable, summarise
+from fedveil.federation.results import CONFIG, MetricsFile, RunDetails, Setting, is_repeatable, read_rounds, summarise
 from fedveil.federation.rounds import ClearRound
-from fedveil.federation.status import ClientStatus, RunStatus, State, measure_pace, update_clients
+from fedveil.federation.status import ClientStatus, RunStatus, State, find_status, measure_pace, update_clients
 from fedveil.files import write_atomically
 from fedveil.plain_json import PYTHON, SCHEMA, read_json, to_json
 from fedveil.records.encoding import write_encoding
@@ -79,6 +82,22 @@ def _flatten(arguments: JsonValue, prefix: str) -> dict[str, JsonValue]:
     return result
 
 
+def describe_stop(folder: Path) -> str:
+    """Return the last saved round of a stopped run, and how to resume it."""
+    found = checkpoint.found_in(folder)
+    tag = checkpoint.read_tag(found[0]) if found else None
+    if tag is None:
+        return "no round is saved; start the run again"
+    resume = f"fit(folder={str(folder)!r}, resume=True)"
+    if is_repeatable(folder):
+        settings = read_settings(folder)
+        code = any(":" in str(settings.get(key)) for key in ("data", "model")) or refers_to_code(
+            str(settings.get("defence"))
+        )
+        resume = f"fedveil train --resume --out {shlex.quote(str(folder))}{' --trust-code' * code}"
+    return f"round {tag.round} is saved; resume with {resume}"
+
+
 class RunFolder:
     """Writes the folder of a run while its server trains.
 
@@ -92,11 +111,20 @@ class RunFolder:
     def __init__(self, server: "Server", plan: FitPlan, folder: Path, details: RunDetails) -> None:
         self._server, self._plan, self._folder, self._details = server, plan, folder, details
         self._metrics = MetricsFile(folder / METRICS, server)
-        self._started, self._due = time.time(), 0.0  # the second is the time of the next update
+        before = find_status(folder) if server.round else None  # of the run that the server has resumed
+        self._started, self._due = before.started if before else time.time(), 0.0  # the time of the next update
+        self._complete = before is not None and before.state == "finished" and self._is_complete(before.round)
         self._clients: Mapping[str, ClientStatus] = {}
         private = server.defence_server.accountant is not None
         self._private, self._timed = private, not private and isinstance(server.rounds, ClearRound)
         self._settings: Mapping[str, Setting] = {}
+
+    def _is_complete(self, number: int) -> bool:
+        """Return whether the folder has the files of a run that finished after this round, and no round is left."""
+        server, plan = self._server, self._plan
+        ended = server.round >= plan.last or plan.has_stalled(server.history.records)
+        complete = number == server.round == read_rounds(self._folder) and (self._folder / REPORT).is_file()
+        return complete and (ended or not server.defence_server.has_budget)
 
     def __enter__(self) -> Self:
         self._write_settings()
@@ -105,7 +133,8 @@ class RunFolder:
         names = [] if engine.traffic is None else [str(member) for member in engine.members()]
         more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
         connected = f"connected at the start: {', '.join(names[:MAX_NAMES])}{more}" if names else ""
-        self._show("training" if self._server.round else "waiting", connected)
+        if not self._complete:
+            self._show("training" if self._server.round else "waiting", connected)
         return self
 
     def append(self, record: RoundRecord) -> None:
@@ -123,13 +152,16 @@ class RunFolder:
         self._metrics.__exit__(kind)
         if error is not None:
             where = str(error) if isinstance(error, FedveilError) else type(error).__name__
-            self._show("failed", where)
+            stopped = isinstance(error, KeyboardInterrupt)  # Ctrl-C, or SIGTERM as `Termination`
+            self._show(*(("stopped", describe_stop(self._folder)) if stopped else ("failed", where)))
             return
         server, folder = self._server, self._folder
         self._write_settings()  # again, because more clients may have joined
         test = self._plan.evaluation.test if self._plan.evaluation else None
         summary = summarise(server, folder, self._details, test, self._plan.patience)
         server.summary = summary
+        if self._complete:
+            return
         write_atomically(folder / SUMMARY, to_json(summary.to_dict(), indent=2) + "\n")
         status = self._status("finished", summary.stopped or "")
         from fedveil.federation.page import run_page

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from fedveil.errors import BadArgument
-from fedveil.federation.history import RoundRecord
+from fedveil.federation.history import VALIDATION, RoundRecord
 from fedveil.federation.protocol import Member
 from fedveil.files import write_atomically
 from fedveil.plain_json import SCHEMA, check_schema, read_json, to_json
@@ -19,7 +19,8 @@ STATUS = "status.json"
 RECENT = 20  # number of rounds from which the expected end is computed
 SLOW, NOTICED = 2.0, 0.5  # a slow answer took this many times the median, and at least this many seconds
 CLIENT_COLUMNS = ("client", "answered", "last round")
-State = Literal["waiting", "training", "finished", "failed"]
+State = Literal["waiting", "training", "finished", "stopped", "failed"]
+MEASURED = ("accuracy", "auc", "balanced_accuracy", "f1", "loss", "mae", "mse", "r2")  # metrics of Fedveil
 FAULT = re.compile(r"client (.+?): (.*)", re.DOTALL)
 
 
@@ -50,14 +51,14 @@ class RunStatus:
     """The status of a run. With differential privacy, it depends neither on records nor on test data.
 
     Attributes:
-        state: "waiting" for the first round, "training", "finished", or "failed".
+        state: "waiting" for the first round, "training", "finished", "stopped" by a signal, or "failed".
         round: number of complete rounds.
         rounds: number of planned rounds.
         started, updated: seconds since 1970.
         pace: seconds per round, over the last rounds; None before the first.
         metrics: the latest test metrics; empty with differential privacy.
         epsilon, budget, delta: the privacy budget spent, its limit, and delta; None without differential privacy.
-        message: why the run failed or stopped early, or notes about the last round.
+        message: why the run failed or stopped early, how to resume it, or notes about the last round.
         clients: remote clients by name; empty if clients are in the server's process.
     """
 
@@ -76,8 +77,8 @@ class RunStatus:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has finished or failed."""
-        return self.state in ("finished", "failed")
+        """Whether the run has finished, was stopped or failed."""
+        return self.state in ("finished", "stopped", "failed")
 
     @property
     def expected_end(self) -> float | None:
@@ -111,6 +112,14 @@ def read_status(folder: Path) -> RunStatus:
         first = error.errors()[0]
         what = f"{'.'.join(map(str, first['loc']))} is not valid: {first['msg']}"
         raise BadArgument(str(path), what, "use the version of Fedveil that wrote it") from error
+
+
+def find_status(folder: Path) -> RunStatus | None:
+    """Return the status of the run in a folder; None if it is missing or damaged."""
+    try:
+        return read_status(folder)
+    except ValueError:  # a BadArgument is a ValueError
+        return None
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -218,6 +227,17 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if hours < 48 else f"{days} d {hours % 24} h"
 
 
+def label_metric(name: str) -> str:
+    """Return the label of a metric; those of Fedveil on test records begin with "test".
+
+    >>> label_metric("accuracy"), label_metric("validation_f1"), label_metric("lift")
+    ('test accuracy', 'validation f1', 'lift')
+    """
+    if name.startswith(VALIDATION):
+        return f"validation {name.removeprefix(VALIDATION)}"
+    return f"test {name}" if name in MEASURED else name
+
+
 def describe_status(status: RunStatus, now: float | None = None) -> dict[str, str]:
     """Return named facts about a run; `now` adds how long ago the status was updated."""
     age = "" if now is None else f" ({format_duration(max(0.0, now - status.updated))} ago)"
@@ -226,7 +246,7 @@ def describe_status(status: RunStatus, now: float | None = None) -> dict[str, st
     if (end := status.expected_end) is not None and status.pace is not None:
         remaining = format_duration(end - status.updated if now is None else max(0.0, end - now))
         result["expected end"] = f"{format_time(end)}, in {remaining} ({status.pace:.3g} s per round)"
-    result |= {f"test {name}": f"{value:.4g}" for name, value in status.metrics.items()}
+    result |= {label_metric(name): f"{value:.4g}" for name, value in status.metrics.items()}
     if status.delta is not None:
         limit = "" if status.budget is None else f" of {status.budget:g}"
         spent = "0" if not status.round else "infinite" if status.epsilon is None else f"{status.epsilon:.3g}"

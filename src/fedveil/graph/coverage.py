@@ -6,7 +6,7 @@ factors. If all but one of these factors are known, the last one is revealed, fo
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,16 @@ def _hidden_parts(plan: "Plan") -> list["TensorPart"]:
     head = (plan.head.weight, plan.head.bias) if plan.head else ()
     parameters = plan.layout.trainable + plan.layout.frozen
     return [part for entry in parameters if entry.name not in head for part in plan.pieces[entry.name]]
+
+
+def restrict(plan: "Plan", *, factors: bool, permutations: bool) -> "Plan":
+    """Return the plan that a veil uses if its factors are all 1, apart from signs, or if it permutes nothing."""
+    if not factors:
+        axes = tuple(replace(axis, symmetry=axis.symmetry & Symmetry.SIGN) for axis in plan.axes)
+        plan = replace(plan, axes=axes, symmetries=plan.symmetries & Symmetry.SIGN)
+    if not permutations:
+        plan = replace(plan, slots=replace(plan.slots, order=np.zeros_like(plan.slots.order)))
+    return plan
 
 
 def measure_shares(plan: "Plan") -> MappingProxyType[str, float]:

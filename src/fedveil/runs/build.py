@@ -251,7 +251,7 @@ def choose_settings(config: Config, records: int) -> Config:
         per_epoch = math.ceil(1 / rate)
         epochs = training.epochs if "epochs" in given else max(1, round(default_rounds(rate) / per_epoch))
         result |= {"rate": rate, "epochs": epochs, "clip": CLIP, "schedule": "cosine", "schedule_every": "round"}
-        result |= {"layers": 1}
+        result |= {"layers": 1, "multiplicative": 1.0}
         if training.optimizer != "sgd":
             result["lr"] = default_lr(epochs * per_epoch)
     result = {key: value for key, value in result.items() if given.get(key) is None}

@@ -180,7 +180,7 @@ class TrainingSettings(Settings):
 
 
 NEEDS_NOISE = ("clip", "rate", "noise_by", "unit")
-CHOSEN = ("rate", "epochs", "clip", "lr", "schedule", "schedule_every", "layers", "norm")
+CHOSEN = ("rate", "epochs", "clip", "lr", "schedule", "schedule_every", "layers", "norm", "multiplicative")
 """Keys whose defaults are different with differential privacy (`fedveil.runs.build.choose_settings`)."""
 
 
@@ -326,6 +326,9 @@ def _check_together(config: Config, where: str) -> None:
         if changed:
             fix = "add --epsilon 3"
             raise BadArgument(where, f"{changed[0]} has no effect without epsilon or noise", fix)
+    elif config.defence.name == "veil" and privacy.unit == "record" and config.given().get("multiplicative", 1.0) != 1:
+        what = f"multiplicative = {config.defence.multiplicative:g} changes the norms of the gradients to clip"
+        raise BadArgument(where, what, "leave multiplicative out: with privacy per record, the factors are 1")
     if training.mode and not training.monitor:
         raise BadArgument(where, "mode has no effect without monitor", "add --monitor accuracy")
     if training.track_test and config.data.validation is None:

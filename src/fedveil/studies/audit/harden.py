@@ -66,7 +66,7 @@ def private_records(epsilon: int) -> Values:
 
     They set the noise instead of a budget, because attackers observe a few more rounds.
     """
-    rounds: Values = {"epochs": 75, "rate": 0.5, "lr": 0.02, "clip": 0.5}
+    rounds: Values = {"epochs": 75, "rate": 0.5, "lr": 0.02, "clip": 0.5, "multiplicative": 1.0}
     return {**CROSS_ENTROPY, **rounds, "unit": "record", "noise": RECORD_NOISE[epsilon], "delta": 1e-5}
 
 
