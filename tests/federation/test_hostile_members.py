@@ -246,7 +246,7 @@ def trained(kind, n, hostile):
     names = tuple(f"site-{k}" for k in range(n))
     known = parties(names, {name: kind for name in names[:hostile]})
     server = server_of("veil", known=known, sizes=SIZES[:n])
-    attempts, inside, open_sum = [], [], server.rounds._open
+    attempts, inside, open_sum = [], [], server.rounds._settle_and_reveal
 
     def watch_opening(attempt, faults):
         attempts.append(attempt)
@@ -255,7 +255,7 @@ def trained(kind, n, hostile):
     def note(record):
         inside.append(() if "skipped" in record else attempts[-1].tally.survivors)
 
-    server.rounds._open = watch_opening
+    server.rounds._settle_and_reveal = watch_opening
     server.fit(rounds=ROUNDS, on_round=note)
     return server, inside
 
