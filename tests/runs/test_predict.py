@@ -182,6 +182,25 @@ def test_a_missing_column_and_files_of_other_kinds_are_refused(bank, tmp_path, c
         assert text in capsys.readouterr().err
 
 
+def test_the_delimiter_and_the_decimal_mark_may_differ_from_those_of_the_training_file(bank, tmp_path, capsys):
+    plain, other, out = tmp_path / "plain.csv", tmp_path / "other.csv", tmp_path / "p.csv"
+    rows = [ROW, ROW | {"euribor3m": "2.5", "age": "31.5"}]
+    for path, mark, decimal in ((plain, ",", "."), (other, "\t", ",")):
+        text = "\n".join(mark.join(cells) for cells in [ROW, *(row.values() for row in rows)])
+        path.write_text(text if decimal == "." else text.replace(".", decimal))
+    wanted = fedveil.load_predictor(bank / "run")(plain).probabilities[:, 1].tolist()
+    words = ["predict", str(bank / "run"), str(other), "--out", str(out), "--decimal", ","]
+    for more in ([], ["--delimiter", "tab"]):
+        assert cli.main([*words, *more]) == 0
+        assert [float(row["probability_yes"]) for row in read(out)] == wanted
+    assert cli.main([*words, "--delimiter", ","]) == 2
+    assert "',' is both the decimal mark and the delimiter" in capsys.readouterr().err
+    assert cli.main([*words, "--delimiter", ";"]) == 2  # taken as it is, not detected
+    assert "there is no column age" in capsys.readouterr().err
+    own = fedveil.load_predictor(bank / "run", delimiter="tab", decimal=",")
+    assert own(other).probabilities[:, 1].tolist() == wanted
+
+
 def test_frames_are_encoded_as_files_are(bank):
     pandas = pytest.importorskip("pandas")
     rows = write_new(bank / "frame.csv", 200)
