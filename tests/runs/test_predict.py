@@ -77,7 +77,12 @@ def test_a_thousand_new_rows_get_the_predictions_of_the_training_pipeline(bank, 
     notes = capsys.readouterr().err
     assert "ignored columns that are not inputs: customer" in notes
     assert "filled in" in notes
-    assert "all inputs are 0 for cells with unknown categories (" in notes
+    new = {name: sum(row[name] == "astronaut" for row in rows) for name in ("job", "poutcome")}
+    first, second = sorted(new, key=lambda name: -new[name])
+    counts = f"({first}: {new[first]}, {second}: {new[second]})"
+    assert f"all inputs are 0 for cells with unknown categories {counts}\n" in notes
+    empty = sum(row["poutcome"] in ("", "NA", "?") for row in rows)
+    assert f"all inputs are 0 for cells missing where training had none missing (poutcome: {empty})\n" in notes
     wanted = fedveil.load_model(bank / "run")(reference(rows, table)).softmax(1).detach().numpy()
     found = read(out)
     assert [row["row"] for row in found] == [str(number) for number in range(1, 1001)]
@@ -182,6 +187,25 @@ def test_a_missing_column_and_files_of_other_kinds_are_refused(bank, tmp_path, c
         assert text in capsys.readouterr().err
 
 
+def test_the_delimiter_and_the_decimal_mark_may_differ_from_those_of_the_training_file(bank, tmp_path, capsys):
+    plain, other, out = tmp_path / "plain.csv", tmp_path / "other.csv", tmp_path / "p.csv"
+    rows = [ROW, ROW | {"euribor3m": "2.5", "age": "31.5"}]
+    for path, mark, decimal in ((plain, ",", "."), (other, "\t", ",")):
+        text = "\n".join(mark.join(cells) for cells in [ROW, *(row.values() for row in rows)])
+        path.write_text(text if decimal == "." else text.replace(".", decimal))
+    wanted = fedveil.load_predictor(bank / "run")(plain).probabilities[:, 1].tolist()
+    words = ["predict", str(bank / "run"), str(other), "--out", str(out), "--decimal", ","]
+    for more in ([], ["--delimiter", "tab"]):
+        assert cli.main([*words, *more]) == 0
+        assert [float(row["probability_yes"]) for row in read(out)] == wanted
+    assert cli.main([*words, "--delimiter", ","]) == 2
+    assert "',' is both the decimal mark and the delimiter" in capsys.readouterr().err
+    assert cli.main([*words, "--delimiter", ";"]) == 2  # taken as it is, not detected
+    assert "there is no column age" in capsys.readouterr().err
+    own = fedveil.load_predictor(bank / "run", delimiter="tab", decimal=",")
+    assert own(other).probabilities[:, 1].tolist() == wanted
+
+
 def test_frames_are_encoded_as_files_are(bank):
     pandas = pytest.importorskip("pandas")
     rows = write_new(bank / "frame.csv", 200)
@@ -215,7 +239,9 @@ def test_rows_that_training_would_leave_out_are_left_out_and_with_refuse_they_ar
     frame = pandas.read_csv(tmp_path / "new.csv", na_values="?").set_axis([f"r{row}" for row in range(50)])
     assert predictor(frame).to_frame().index.tolist() == [f"r{row}" for row in complete]
     assert any(note.startswith(f"left out {50 - len(complete)} of 50 records") for note in found.notes)
-    with pytest.raises(BadArgument, match=r"(?s)of 50 records have missing cells.*Fix: fill in the cells"):
+    with pytest.raises(
+        BadArgument, match=r"(?s)of 50 records have missing cells.*Fix: fill in the cells.*only if cells"
+    ):
         fedveil.load_predictor(tmp_path / "refuse", unknown="ignore")(tmp_path / "new.csv")
 
 

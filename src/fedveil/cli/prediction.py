@@ -3,6 +3,7 @@
 import csv
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,6 +20,8 @@ RECORDS = "new records: a CSV file, a folder or zip file of images, or an .npy o
 OUT = "file for the predictions: .csv, or .npz for arrays"
 MODEL = "the model after the last round, or the one with the best evaluation"
 UNKNOWN = "whether categories that training did not have are refused, or ignored: all their inputs are then 0"
+DELIMITER = "field delimiter, such as ; or tab; by default that of the training file, or detected"
+DECIMAL = "decimal mark in numbers; by default that of the training file"
 NETWORK = "package.module:name of a model or of a function that builds it, for a run whose model is your own"
 TRUST = "import code that the run names; use only if you trust it"
 FILE = "file for the model; by default model.pt2 or model.onnx in the folder of the run"
@@ -37,6 +40,8 @@ def predict(
     out: Annotated[Path, arg(help=OUT)] = Path("predictions.csv"),
     model: Which = "last",
     unknown: Annotated[Literal["refuse", "ignore"], arg(help=UNKNOWN)] = "refuse",
+    delimiter: Annotated[str | None, arg(help=DELIMITER, help_behavior_hint="")] = None,
+    decimal: Annotated[Literal[".", ","] | None, arg(help=DECIMAL, help_behavior_hint="")] = None,
     network: Network = "",
     trust_code: Trust = False,
 ) -> None:
@@ -48,7 +53,8 @@ def predict(
         raise BadArgument("--out", f"{out} is neither .csv nor .npz", "use --out predictions.csv")
     if out.resolve() == records.resolve():
         raise BadArgument("--out", f"{out} is the file of the records", "choose another file")
-    found = _load(run, model, network, trust_code, unknown)(records)
+    predictor = _load(run, model, network, trust_code)
+    found = replace(predictor, unknown=unknown, delimiter=delimiter, decimal=decimal)(records)
     for note in found.notes:
         print(f"{records}: {note}", file=sys.stderr)
     write_atomically(out, _format_arrays(found) if out.suffix == ".npz" else _format_csv(found))
@@ -81,14 +87,12 @@ def _check_run(run: Path, records: Path | None = None) -> None:
         raise BadArgument(str(records), "there is no such file", "pass an existing file or folder")
 
 
-def _load(
-    run: Path, model: str, network: str, trust_code: bool, unknown: Literal["refuse", "ignore"] = "refuse"
-) -> "Predictor":
+def _load(run: Path, model: str, network: str, trust_code: bool) -> "Predictor":
     from fedveil.runs.build import load_factory
     from fedveil.runs.predict import load_predictor
 
     own = load_factory(network) if network else None
-    return load_predictor(run, best=model == "best", model=own, unknown=unknown, trust_code=trust_code)
+    return load_predictor(run, best=model == "best", model=own, trust_code=trust_code)
 
 
 def _format_csv(found: "Predictions") -> str:

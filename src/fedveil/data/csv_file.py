@@ -11,14 +11,13 @@ from fedveil.data.catalogue import Between, Scaling, Seed, Task, shorten
 from fedveil.data.dataset import FEW, Data, part_from_arrays
 from fedveil.data.rows import describe_table, encode_rows, number_columns
 from fedveil.data.splits import divide
-from fedveil.data.tables import CATEGORY, Column, CsvTable, Fills, Indices, flag, number, read_table
+from fedveil.data.tables import CATEGORY, Column, CsvTable, Fills, Indices, flag, number, read_delimiter, read_table
 from fedveil.errors import BadArgument
 from fedveil.records.encoding import CategoryColumn, NumberColumn
 
 WHERE = "load('csv')"
 MAX_CATEGORIES = 1000
 MANY = 0.2  # a column with more categories per record than this does not help a model
-_TAB = {"\\t": "\t", "tab": "\t"}  # how users type a tab in a shell
 _PANDAS = "pandas.read_parquet (or read_excel, read_json)(path).to_csv('records.csv')"
 _BINARY = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"PAR1", b"ARROW1")
 _OTHER_FILES = (*_BINARY, b'{"', b"[{", b"<!DOCTYPE", b"<!doctype", b"\xff\xfe", b"\xfe\xff")
@@ -116,13 +115,7 @@ def _open_table(path: Path, delimiter: str | None, decimal: str, notes: list[str
     if path.is_dir():
         fix = "pass one of its files as --path, or use --data images for a folder of images"
         raise BadArgument(str(path), "it is a folder, not a CSV file", fix)
-    mark = _TAB.get(delimiter or "", delimiter)
-    if mark is not None and (len(mark) != 1 or mark in '"\r\n'):
-        what = f"delimiter must be one character, got {delimiter!r}"
-        raise BadArgument(WHERE, what, 'use ",", ";" or "tab", for example')
-    if decimal == mark:
-        what = f"{decimal!r} is both the decimal mark and the delimiter"
-        raise BadArgument(WHERE, what, f"use {flag('delimiter', ';')}")
+    mark = read_delimiter(WHERE, delimiter, decimal)
     if path.is_file():
         with path.open("rb") as file:
             if file.read(16).startswith(_OTHER_FILES):

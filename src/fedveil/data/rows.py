@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 Unknown = Literal["refuse", "ignore"]
-COMPLETE = "fill in the cells or leave these records out; a model trained with --missing impute would accept them"
+COMPLETE = "fill in the cells or leave these records out; a model trained with --missing impute would accept them, in "
+COMPLETE += "columns of words only if cells were missing in training too"
 NO_FILL = "fill in the cells: training had none missing in this column; or use --unknown ignore, as for new categories"
 IGNORE = '; or use --unknown ignore (in Python unknown="ignore"), with which all inputs of an unknown category are 0'
 
@@ -94,7 +95,11 @@ def encode_new_rows(
     if masks := table.find_unknown(known):
         if unknown == "refuse":
             table.refuse_unknown(masks, known, IGNORE)
-        notes.append(f"all inputs are 0 for cells with unknown categories ({count_cells(masks)})")
+        gaps = {own.name: np.isin(table.columns[own.name], list(own.gaps)) for own in columns if own.name in masks}
+        new = {name: mask & ~gaps[name] for name, mask in masks.items()}
+        for cells, what in ((new, "with unknown categories"), (gaps, "missing where training had none missing")):
+            if found := {name: mask for name, mask in cells.items() if mask.any()}:
+                notes.append(f"all inputs are 0 for cells {what} ({count_cells(found)})")
     kept = np.flatnonzero(np.isin(lines, table.lines))
     return torch.from_numpy(encode_rows(table, encoding).astype(np.float32)), kept
 

@@ -23,6 +23,7 @@ MISSING = ("", "na", "n/a", "#n/a", "<na>", "nan", "null", "?")  # values of mis
 MISSING_NUMBERS = (*MISSING, "none")  # in a column of words, "None" may be an ordinary value
 CATEGORY = "missing"  # category that replaces missing words
 LARGEST = 1e150  # the largest number that can be standardised; the squares of larger ones overflow
+_TAB = {"\\t": "\t", "tab": "\t"}  # how users type a tab in a shell
 _AS_UTF8 = "save it as UTF-8, or convert it: iconv -f latin1 -t utf-8 old.csv > new.csv"
 
 Moments = Mapping[str, tuple[float, float]]
@@ -273,6 +274,18 @@ def parse_table(path: str, content: bytes, delimiter: str | None = ",", decimal:
         raise BadArgument(f"{path}, line {reader.line_num}", f"it is not valid CSV: {error}", fix) from error
     columns = _read_columns(path, rows, delimiter)
     return CsvTable(path, columns, np.array([line for _, line in rows[1:]]), delimiter, decimal)
+
+
+def read_delimiter(where: str, delimiter: str | None, decimal: str) -> str | None:
+    """Return the character that a user chose as the delimiter, or None; refuse several, and the decimal mark."""
+    mark = _TAB.get(delimiter or "", delimiter)
+    if mark is not None and (len(mark) != 1 or mark in '"\r\n'):
+        what = f"delimiter must be one character, got {delimiter!r}"
+        raise BadArgument(where, what, 'use ",", ";" or "tab", for example')
+    if decimal == mark:
+        what = f"{decimal!r} is both the decimal mark and the delimiter"
+        raise BadArgument(where, what, f"use {flag('delimiter', ';')}")
+    return mark
 
 
 def find_delimiter(text: str) -> str:

@@ -5,7 +5,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from fedveil.data.archives import open_archive
 from fedveil.data.catalogue import shorten
 from fedveil.data.images import SUFFIXES, decode_images, encode_images
 from fedveil.data.rows import Unknown, encode_new_rows, read_frame
-from fedveil.data.tables import CsvTable, parse_table
+from fedveil.data.tables import CsvTable, parse_table, read_delimiter
 from fedveil.errors import BadArgument
 from fedveil.federation.evaluate import move_inputs, predict
 from fedveil.federation.state import Folder
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Index
 
 Array = NDArray[np.generic]
+Decimal = Literal[".", ","]
 ARRAYS, WHERE = (".npy", ".npz"), "new records"
 INPUTS = "inputs"  # the array of records in an .npz file that has several
 UNKNOWN = ("refuse", "ignore")
@@ -118,14 +119,19 @@ class Predictor:
         model: the model, in evaluation mode.
         encoding: the encoding in the run's folder.
         unknown: whether categories that training did not have are refused, or ignored: all their inputs are then 0.
+        delimiter: the delimiter of CSV files; None for the training file's if the header contains it, else detected.
+        decimal: the decimal mark of CSV files; None for the training file's.
     """
 
     model: nn.Module
     encoding: Encoding
     unknown: Unknown = "refuse"
+    delimiter: str | None = None
+    decimal: Decimal | None = None
 
     def __post_init__(self) -> None:
         check_choice("load_predictor", "unknown", self.unknown, UNKNOWN)
+        check_choice("load_predictor", "decimal", self.decimal or ".", (".", ","))
 
     def __call__(self, records: object) -> Predictions:
         """Return the predictions for records; refuse records that cannot be encoded."""
@@ -169,7 +175,16 @@ class Predictor:
                 return _encode_images(path, own)
             if path.is_dir():
                 raise BadArgument(str(path), "it is a folder, but the model was not trained on images", "pass a file")
-            return self._encode_table(_read_table(path, own))
+            return self._encode_table(self._read_table(path))
+
+    def _read_table(self, path: Path) -> CsvTable:
+        """Read a CSV file; by default, with the training file's delimiter, or another if the header lacks that one."""
+        content, own = path.read_bytes(), self.encoding.inputs
+        decimal = self.decimal or (own.decimal if isinstance(own, TableEncoding) else ".")
+        delimiter = read_delimiter(str(path), self.delimiter, decimal)
+        if isinstance(own, TableEncoding) and own.delimiter.encode() in content.split(b"\n", 1)[0]:
+            delimiter = delimiter or own.delimiter
+        return parse_table(str(path), content, delimiter, decimal)
 
     def _encode_frame(self, frame: "DataFrame") -> EncodedRecords:
         own = self.encoding.inputs
@@ -236,6 +251,8 @@ def load_predictor(
     model: nn.Module | None = None,
     output: Output | None = None,
     unknown: Unknown = "refuse",
+    delimiter: str | None = None,
+    decimal: Decimal | None = None,
     trust_code: bool = False,
 ) -> Predictor:
     """Return the model of a run with the encoding of its records, to predict new records.
@@ -246,6 +263,8 @@ def load_predictor(
         model: as for `load_model`.
         output: the function that was passed to the server as `output`; the name of an entry is known.
         unknown: "refuse" categories that training did not have, or "ignore" them: all their inputs are then 0.
+        delimiter: the delimiter of CSV files; by default, that of the training file, or detected.
+        decimal: the decimal mark in CSV files; by default, that of the training file.
         trust_code: as for `load_model`.
 
     Example:
@@ -256,7 +275,7 @@ def load_predictor(
     encoding = read_encoding(Path(folder))
     chosen = read_choice("load_predictor", encoding.outputs.entry if encoding.outputs else "", output)
     network = load_model(folder, best=best, model=model, trust_code=trust_code)
-    return Predictor(choose_output(network, chosen), encoding, unknown)
+    return Predictor(choose_output(network, chosen), encoding, unknown, delimiter, decimal)
 
 
 def convert_outputs(
@@ -311,16 +330,6 @@ def _number_rows(inputs: Inputs) -> EncodedRecords:
     if not tensors or not tensors[0].dim() or not len(tensors[0]):
         raise BadArgument(WHERE, "there are no records", "pass at least one record")
     return EncodedRecords(inputs, np.arange(len(tensors[0])))
-
-
-def _read_table(path: Path, encoding: object) -> CsvTable:
-    """Read a CSV file with the delimiter of the training file, or another if its header does not contain that one."""
-    content = path.read_bytes()
-    if not isinstance(encoding, TableEncoding):
-        return parse_table(str(path), content, None)
-    header = content.split(b"\n", 1)[0]
-    delimiter = encoding.delimiter if encoding.delimiter.encode() in header else None
-    return parse_table(str(path), content, delimiter, encoding.decimal)
 
 
 def _encode_images(path: Path, encoding: ImageEncoding) -> EncodedRecords:
