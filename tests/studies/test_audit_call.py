@@ -194,7 +194,13 @@ def test_a_command_takes_the_clients_of_a_factory(folder, capsys, monkeypatch):
     module.load, module.Net = lambda: (clients(), TEST), Net
     monkeypatch.setitem(sys.modules, "own_site", module)
     assert cli.main(["audit", str(folder), "--data", "own_site:load", "--model", "own_site:Net", *FLAGS]) == 0
-    assert "simulation" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "simulation" not in printed
+    (repeat,) = [line for line in printed.splitlines() if line.startswith("repeat: ")]
+    wanted = (
+        f"--run {folder} --data own_site:load --model own_site:Net --trials 2 --broadcasts 1 --no-network --shadows 0"
+    )
+    assert repeat == f"repeat: fedveil audit {wanted}"
     assert json.loads((folder / "audit" / "results.json").read_text())["notes"] == []
 
 

@@ -7,6 +7,8 @@ from fedveil.attacks.scores import Estimate
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.decision import WORDS, decide, grade_sharing, per_hundred
 from fedveil.studies.audit.results import Members, ModelFigures, judge_all
+from fedveil.studies.gradients.server import ServerResults
+from fedveil.studies.jobs import Failure
 from fedveil.studies.membership.attacks import AttackScores
 from fedveil.studies.verdicts import MEMBERSHIP, judge
 
@@ -49,9 +51,16 @@ def test_a_leak_is_told_with_its_numbers_and_what_to_change():
     assert "With the defence “veil”" in said[WORST]
     assert "right in 60 of 100 pairs" in said[WORST]
     assert "close enough to recognise" in said[WORST]
-    assert WORDS["server_untried"] in said[WORST]
+    assert WORDS["server_untried"].format(why="") in said[WORST]
     assert "differential privacy" in said[CHANGE]
     assert "use larger batches" in said[CHANGE]
+
+
+def test_why_the_server_was_not_tried_is_said():
+    curious = ServerResults([Failure("csv: the records are not images.")])
+    plain = audit(1.0, 40.0, members={"as published": 0.7}, server=curious)
+    _, said = answers({"plain": plain}, plain)
+    assert "could do was not tried here (csv: the records are not images). Assume" in said[WORST]
 
 
 def test_a_defence_that_changes_nothing_is_said_to_change_nothing():

@@ -216,6 +216,7 @@ class AuditCommand(AttackCommand):
 
     def audit_from_description(self, run: Path) -> None:
         """Audit a run from Python, Flower or FLARE, on given records or on stand-ins."""
+        from fedveil.studies.attack import plain_values
         from fedveil.studies.audit.call import audit_from_description
         from fedveil.studies.audit.folder import parts_from_flags
         from fedveil.studies.audit.run import AuditOptions
@@ -224,7 +225,8 @@ class AuditCommand(AttackCommand):
         assert isinstance(options, AuditOptions)
         defence = {"defence": self.defence} if "defence" in self.used_flags else {}
         config, folder = self.config.changed(**defence), self.out or run / "audit"
-        values = {"run": str(run)} | {key: value for key, value in config.flat().items() if key in self.used_flags}
+        own = {**config.flat(), "trust_code": self.trust_code, **plain_values(options)}
+        values = {"run": str(run)} | {key: value for key, value in own.items() if key in self.used_flags}
         command = f"{self.where} {format_flags(values)}"
         with lock_folder(folder):
             with print_progress() as show:

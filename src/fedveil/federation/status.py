@@ -230,12 +230,12 @@ def format_duration(seconds: float) -> str:
 def label_metric(name: str) -> str:
     """Return the label of a metric; those of Fedveil on test records begin with "test".
 
-    >>> label_metric("accuracy"), label_metric("validation_f1"), label_metric("lift")
-    ('test accuracy', 'validation f1', 'lift')
+    >>> label_metric("validation_balanced_accuracy"), label_metric("accuracy"), label_metric("my_lift")
+    ('validation balanced accuracy', 'test accuracy', 'my_lift')
     """
-    if name.startswith(VALIDATION):
-        return f"validation {name.removeprefix(VALIDATION)}"
-    return f"test {name}" if name in MEASURED else name
+    own = name.removeprefix(VALIDATION)
+    text = own.replace("_", " ") if own in MEASURED else own
+    return f"validation {text}" if own != name else f"test {text}" if own in MEASURED else own
 
 
 def describe_status(status: RunStatus, now: float | None = None) -> dict[str, str]:

@@ -133,7 +133,8 @@ def _gain_over_guess(figure: AttackerFigure, verdict: Verdict) -> float:
 def server_words(plain: AuditResult) -> Iterator[str]:
     """Yield a sentence on the operator of the server."""
     if plain.server is None or not plain.server.complete:
-        yield WORDS["server_untried"]
+        failed = plain.server.failed.removesuffix(".") if plain.server else ""
+        yield WORDS["server_untried"].format(why=f" ({failed})" if failed else "")
         return
     from fedveil.studies.gradients.server import SINGLE, count_rounds
 
