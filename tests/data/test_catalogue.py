@@ -7,7 +7,7 @@ import pytest
 from tests.data.making import class_folders, refused, write_zip
 
 from fedveil.cli import main
-from fedveil.data import available, load
+from fedveil.data import list_datasets, load
 from fedveil.data.catalogue import CATALOGUE, find_loader
 
 TOO_LONG = "x" * 300
@@ -15,12 +15,12 @@ FILES = ("bank", "cifar10", "cifar100", "csv", "images", "lesion")
 
 
 def test_every_data_set_has_a_source_a_licence_and_a_loader_with_typed_options():
-    for info in available():
+    for info in list_datasets():
         assert all((info.description, info.source, info.licence))
         for option in inspect.signature(find_loader(info.name)).parameters.values():
             assert option.kind is option.KEYWORD_ONLY
             assert option.annotation is not option.empty
-    assert [info.name for info in available()] == sorted(CATALOGUE)
+    assert [info.name for info in list_datasets()] == sorted(CATALOGUE)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_catalogue_says_what_is_there(tmp_path, monkeypatch):
     for path in (archive, tmp_path / "cifar100" / "a.zip", tmp_path / "cifar100" / "b.zip"):
         path.parent.mkdir(exist_ok=True)
         write_zip(path, class_folders())
-    found = {info.name: (info.state, info.where) for info in available()}
+    found = {info.name: (info.state, info.where) for info in list_datasets()}
     assert found["digits"] == ("embedded", None)
     assert found["csv"] == ("yours", None)
     assert found["cifar10"] == ("found", archive)
@@ -88,6 +88,6 @@ def test_a_path_that_cannot_be_opened_is_named(name, tmp_path):
 def test_a_data_folder_that_cannot_be_read_is_an_error_without_a_traceback(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path / TOO_LONG))
     assert main(["data", "list"]) == 0
-    assert {info.state for info in available()} == {"embedded", "missing", "yours"}
+    assert {info.state for info in list_datasets()} == {"embedded", "missing", "yours"}
     assert main(["train", "--data", "bank", "--out", str(tmp_path / "run")]) == 2
     assert "cannot be read: File name too long" in capsys.readouterr().err

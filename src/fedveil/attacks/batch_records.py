@@ -150,7 +150,7 @@ def agreements(factors: Factors, directions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def choose_independent(pool: Directions, order: Tensor) -> list[int]:
-    """Return the first b linearly independent directions in the given order; fewer if there are not as many."""
+    """Return the first b linearly independent directions in the given order, or fewer if there are not that many."""
     chosen, basis = list[int](), pool.directions[:0]
     for number in order.tolist():
         residual = pool.directions[number] - pool.directions[number] @ basis.T @ basis

@@ -267,10 +267,10 @@ class AuditCommand(AttackCommand):
 
     def audit_suite(self, folder: Path) -> None:
         """Audit the federations in the standard suite whose data sets are available."""
-        from fedveil.data import available
+        from fedveil.data import list_datasets
         from fedveil.studies.audit.run import SUITE
 
-        missing = {entry.name for entry in available() if entry.state == "missing"}
+        missing = {entry.name for entry in list_datasets() if entry.state == "missing"}
         for name, values in SUITE.items():
             config = configure(values)
             print(f"{name}\n", file=sys.stderr if self.as_json else sys.stdout)

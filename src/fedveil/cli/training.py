@@ -137,10 +137,10 @@ def data(
     to: Annotated[Path | None, arg(help=TO, help_behavior_hint="")] = None,
 ) -> None:
     """List data sets, or download one."""
-    from fedveil.data import available, get
+    from fedveil.data import get, list_datasets
 
     if what == "list":
-        for entry in available():
+        for entry in list_datasets():
             where = f"  [{entry.where}]" if entry.where else ""
             print(f"{entry.name:<10} {entry.state:<9} {entry.description}{where}")
         return

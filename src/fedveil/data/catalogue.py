@@ -111,7 +111,7 @@ def load(name: str, *, path: str | Path | None = None, **options: object) -> "Da
     same order.
 
     Args:
-        name: one of `fedveil.data.available()`, such as "digits", "bank", "cifar10", "lesion", "images", "csv".
+        name: one of `fedveil.data.list_datasets()`, such as "digits", "bank", "cifar10", "lesion", "images", "csv".
         path: file or folder to read instead.
         **options: options of the data set; the error for an unknown option lists them.
 
@@ -150,11 +150,11 @@ def _find_info(name: str) -> DatasetInfo:
     return CATALOGUE[check_choice("load", "data set", name, CATALOGUE)]
 
 
-def available() -> list[DatasetInfo]:
+def list_datasets() -> list[DatasetInfo]:
     """Return all data sets that `load` accepts, sorted by name; `state` shows whether their files are available.
 
     Example:
-        >>> [info.state for info in available() if info.name == "digits"]
+        >>> [info.state for info in list_datasets() if info.name == "digits"]
         ['embedded']
     """
     return list(CATALOGUE.values())

@@ -304,7 +304,7 @@ class Defence(ABC, Generic[B, U]):
 
     @property
     def record_terms(self) -> Values:
-        """The settings with which clients protect records (`fedveil.Privacy.terms`); empty for other defences."""
+        """The settings that clients use to protect records (`fedveil.Privacy.terms`); empty if they do not."""
         return {}
 
     @property

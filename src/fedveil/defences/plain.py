@@ -302,8 +302,8 @@ def compute_gradients(
     used = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
     result: Sequence[Tensor | None] = [None] * len(trainable)
     if used:
-        roots, slopes = zip(*used, strict=True)
-        result = torch.autograd.grad(roots, list(trainable.values()), slopes, allow_unused=True)
+        roots, grad_outputs = zip(*used, strict=True)
+        result = torch.autograd.grad(roots, list(trainable.values()), grad_outputs, allow_unused=True)
     pairs = zip(trainable.items(), result, strict=True)
     return {name: torch.zeros_like(p) if gradient is None else gradient for (name, p), gradient in pairs}
 

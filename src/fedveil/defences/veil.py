@@ -66,7 +66,7 @@ class Veil(Defence[Broadcast, Update]):
             none for squared error if nothing follows the head (`fedveil.scheme.decoys`).
         keep_noise: draw factors, permutation, direction and partition once, and keep them in memory for all rounds; new
             ones are drawn for another model, a restored state or another process (docs/defences/veil.md).
-        entropy: `Entropy.for_tests(seed)` for reproducible tests.
+        entropy: source of random numbers, by default the operating system; `Entropy.for_tests(seed)` repeats them.
 
     >>> import torch, fedveil
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))

@@ -1,6 +1,6 @@
 """Federations over NVIDIA FLARE: `Server` in a job's main, a `Client` on each site, and `Job` to submit both.
 
-Clients exist for the whole job: a site loads torch and its records once, and a round takes milliseconds.
+Clients stay alive for the whole job: a site loads torch and its records only once, so a round takes milliseconds.
 """
 
 from typing import TYPE_CHECKING

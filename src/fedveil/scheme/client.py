@@ -193,7 +193,7 @@ class _BatchRun:
             return self._restore(call(self.model, each(Tensor.clone, self.inputs)))  # forward may change its inputs
 
     def _restore(self, output: Tensor) -> Tensor:
-        """Convert what forward computed under autocast to the dtype of the broadcast."""
+        """Cast an output that forward computed under autocast back to the broadcast's dtype."""
         return output.to(next(iter(self.values.values())).dtype) if is_suspended() else output
 
     def _copy_buffers(self, number: int = 0) -> Tensors:
