@@ -1,16 +1,19 @@
 """Checks of arguments, threads and autocast. The same mistake raises an error with the same wording everywhere."""
 
 import difflib
+import functools
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TypeGuard
+from typing import ParamSpec, TypeGuard, TypeVar
 
 from fedveil.errors import BadArgument, FedveilError
 
 DEVICES = ("cpu", "cuda")
+P = ParamSpec("P")
+R = TypeVar("R")
 _SUSPENDED: ContextVar[tuple[str, ...]] = ContextVar("_SUSPENDED", default=())
 
 
@@ -94,23 +97,38 @@ class SingleThreadLock:
         return SingleThreadLock, (self._where,)
 
 
-@contextmanager
-def suspend_autocast() -> Iterator[None]:
-    """Switch torch.autocast off, until `resume_autocast`; refuse autocast to another dtype than bfloat16.
+def suspend_autocast() -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function that runs without torch.autocast, until `resume_autocast`; only bfloat16 is accepted.
 
     Noise, sums over clients and recovery must not be rounded. A perturbed forward pass in bfloat16 is as close to one
     in float32 as a plain one is (benchmarks/autocast.py).
     """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            import torch
+
+            active = tuple(device for device in DEVICES if torch.is_autocast_enabled(device))
+            if not active and not _SUSPENDED.get():  # in most runs
+                return function(*args, **kwargs)
+            with _suspend(active):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+@contextmanager
+def _suspend(active: tuple[str, ...]) -> Iterator[None]:
+    """Switch torch.autocast off for these devices; refuse autocast to another dtype than bfloat16."""
     import torch
 
-    active = tuple(device for device in DEVICES if torch.is_autocast_enabled(device))
     for device in active:
         if (dtype := torch.get_autocast_dtype(device)) != torch.bfloat16:
             what = f"it is on for {device} with {dtype}, which a loss must be scaled for"
             raise BadArgument("torch.autocast", what, "pass dtype=torch.bfloat16, or train in float32")
-    if not active and not _SUSPENDED.get():
-        yield
-        return
     token = _SUSPENDED.set(active)
     try:
         with _autocast(active, enabled=False):

@@ -31,7 +31,7 @@ from fedveil.federation.local import LocalEngine
 from fedveil.records.shards import generator
 
 Tensors = Mapping[str, Tensor]
-CLAIM = 10**12  # number of records that a hostile client claims
+CLAIM = 10**12  # number of records that a hostile client claims to have
 SCALE = 1e4  # norm of scaled noise, relative to the honest mean
 BELOW = 0.9  # norm relative to the largest norm that is accepted
 SMALL = 0.5  # factor of the small inner-product attack

@@ -13,7 +13,7 @@ from fedveil.graph.ledger import Ledger, Region
 from fedveil.graph.outputs import Output
 from fedveil.graph.plan import Axis, Entry, Layout, ModelState, Plan, Pool, Reason, SlotRange, Slots, TensorPart
 from fedveil.graph.solve import Orders, Scales, components, ranks, solve_orders, solve_scales
-from fedveil.graph.units import Dims, Symmetry, compress, factor_along, varying_dims
+from fedveil.graph.units import Dims, Symmetry, compress, reshape_along, varying_dims
 from fedveil.graph.walk import Walk
 
 MAX_POOLED = 2**15  # maximum number of elements in a pooled tensor
@@ -137,7 +137,7 @@ class _SlotBuilder:
             return None
         position = torch.zeros((1,) * short.dim(), dtype=torch.int64)
         for d in dims:
-            position = position + factor_along(torch.arange(short.shape[d]) * strides[d], d, short.dim())
+            position = position + reshape_along(torch.arange(short.shape[d]) * strides[d], d, short.dim())
         label, place = short.numpy().ravel(), position.expand(short.shape).numpy().ravel()
         count = len(label)
         rank, kind, member = ranks(label), kinds[label], members[label]

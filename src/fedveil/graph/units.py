@@ -75,8 +75,8 @@ def compress(factor: Tensor) -> Tensor:
     return factor
 
 
-def factor_along(values: Tensor, dim: int, rank: int) -> Tensor:
-    """Return 1-D values as a factor that varies along `dim` of a tensor with `rank` dims."""
+def reshape_along(values: Tensor, dim: int, rank: int) -> Tensor:
+    """Reshape 1-D values so that they broadcast along `dim` of a tensor with `rank` dims."""
     return values.reshape([-1 if d == dim else 1 for d in range(rank)])
 
 

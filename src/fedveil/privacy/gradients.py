@@ -262,7 +262,7 @@ class VmapMode(NamedTuple):
 
 
 def choose_vmap(task: RecordGradients, inputs: Inputs, targets: Tensor) -> VmapMode | None:
-    """Choose how to compute the gradients of records of this form; return None for one record at a time.
+    """Choose how to compute per-record gradients; return None if records must be processed one at a time.
 
     The choice is made with zeros instead of records, because it affects rounding for all records. A model that changes
     its parameters is refused, because each record would then affect the next.

@@ -21,7 +21,7 @@ from fedveil.graph.head import INNER_TAILS, TAILS, Head, Tail
 from fedveil.graph.inputs import Inputs
 from fedveil.graph.outputs import Output, describe_output, read_choice
 from fedveil.graph.plan import ModelState
-from fedveil.graph.units import factor_along
+from fedveil.graph.units import reshape_along
 from fedveil.scheme.losses import LOSSES, Function, Loss, SquaredError, find_loss
 from fedveil.scheme.token_losses import TOKEN_LOSSES
 from fedveil.scheme.torch_losses import TorchLoss, build_module, is_module
@@ -378,6 +378,6 @@ def move_head(model: nn.Module, head: PublicHead, noise: Tensor) -> None:
     """Add one number per output to the weights of a model's head, in place, and to its bias if the bias has noise."""
     weight = model.get_parameter(head.weight)
     with torch.no_grad():
-        weight.add_(factor_along(noise, head.dim, weight.dim()))
+        weight.add_(reshape_along(noise, head.dim, weight.dim()))
         if head.bias and head.noisy_bias:
             model.get_parameter(head.bias).add_(noise)

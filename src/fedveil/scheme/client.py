@@ -33,7 +33,7 @@ from fedveil.graph.head import INNER_TAILS
 from fedveil.graph.inputs import Inputs, LayerOutputMode, call, change_recomputed, count, each
 from fedveil.graph.outputs import choose_output
 from fedveil.graph.plan import ModelState
-from fedveil.graph.units import factor_along
+from fedveil.graph.units import reshape_along
 from fedveil.scheme.broadcast import SAME_CODE, Broadcast, PublicHead, Update, check_broadcast, check_inputs, select_row
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, CLASS_LOSSES, CrossEntropy, Loss, match_targets, sample_weights
 from fedveil.scheme.outputs import head_axis, output_gradient
@@ -255,7 +255,7 @@ class _BatchRun:
             _check_outputs(head, output)
             y, alpha = torch.split_with_sizes(self._restore(output), [output.shape[head.axis] - 1, 1], head.axis)
             noises, axis = head.noise(y), head.axis % y.dim()
-            return torch.cat([y - factor_along(noises[number], axis, y.dim()) * alpha for number in numbers])
+            return torch.cat([y - reshape_along(noises[number], axis, y.dim()) * alpha for number in numbers])
 
         with LayerOutputMode(self.values[head.weight], correct) as layer:
             outputs = self._call()

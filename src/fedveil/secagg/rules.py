@@ -26,7 +26,7 @@ REASONS = {
     "server": "the message is not signed by the server in the client's policy",
     "run": "the client has no key for this run, the run has ended, or the opening is for another run",
     "key": "the client's key for this run must be replaced",
-    "policy": "the client's policy does not allow it: too few records or members, too many sums, or too little privacy",
+    "policy": "the client's policy does not allow this sum: too few records or members, too many sums, or weak privacy",
     "budget": "one more round would exceed the privacy budget of the client's data set",
     "repeat": "a sum on the same broadcast was opened over other members",
     "full": "the table of runs in the client's memory is full",

@@ -10,7 +10,7 @@ from fedveil.graph.calls import Activation, Call, NoRule, Outcome, StateTensor, 
 from fedveil.graph.operations import AVERAGE_POOLS, MAX_POOLS, SPATIAL_DIMS, UPSAMPLINGS, count_spatial_dims
 from fedveil.graph.rules.elementwise import add_tensors, apply_even, maximum, multiply_tensors
 from fedveil.graph.rules.shape import concatenate, mix_neighbours, narrow, share
-from fedveil.graph.units import Dims, Symmetry, Units, align, distinct_dims, factor_along, varying_dims
+from fedveil.graph.units import Dims, Symmetry, Units, align, distinct_dims, reshape_along, varying_dims
 
 MAXIMA = MAX_POOLS | {"fractional_max_pool2d"} | {f"max_pool{n}d_with_indices" for n in SPATIAL_DIMS}
 
@@ -77,7 +77,7 @@ def _apply_affine(call: Call, inputs: Units) -> Units:
         outputs = Units((new,), inputs.order)
     if bias is not None:
         bias.attach(outputs)
-    return outputs.map(lambda factor: factor_along(factor, 1, call.x.value.dim()))
+    return outputs.map(lambda factor: reshape_along(factor, 1, call.x.value.dim()))
 
 
 @rule(

@@ -14,7 +14,7 @@ from fedveil.graph.units import (
     Symmetry,
     Units,
     compress,
-    factor_along,
+    reshape_along,
     reshape_factor,
     varying_dims,
 )
@@ -205,7 +205,7 @@ def pad(call: Call) -> Outcome:
             row = torch.arange(1, factor.shape[dim] + 1, dtype=torch.float64).reshape(1, 1, -1)
             source = F.pad(row, ends[dim], mode=mode).long().flatten() - 1  # -1 for added zeros
             index = index.index_select(dim, source.clamp(min=0))
-            index = index.masked_fill(factor_along(source < 0, dim, factor.dim()), -1)
+            index = index.masked_fill(reshape_along(source < 0, dim, factor.dim()), -1)
         new = fresh([int((index < 0).sum())]) if (index < 0).any() else index.new_empty(0)
         index[index < 0] = factor.numel() + torch.arange(len(new))
         return lambda other: torch.cat([other.flatten(), new])[index]

@@ -185,7 +185,7 @@ def gallery(title: str, results: ServerResults) -> list[Section]:
     return [Pictures(title, [f"round {number + 1}" for number in range(len(rounds))], rows, TEXTS.notes["pictures"])]
 
 
-MAX_SEARCH = 16  # views with more records are not searched, since the duration grows with their number
+MAX_SEARCH = 16  # views with more records are not searched, because the search takes longer the more records there are
 DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
     "first layer": record_from_gradient,
     "rows that agree": record_from_agreeing_rows,
