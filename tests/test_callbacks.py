@@ -77,6 +77,7 @@ def test_wandb_has_settings_metrics_page_and_models_offline(tmp_path, monkeypatc
 
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "300")  # its process starts slowly on a busy machine
     curve = fit(callbacks.WeightsAndBiases("study", mode="offline", dir=str(tmp_path)), tmp_path / "run")
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     records = [wandb_internal_pb2.Record.FromString(content) for content in log_entries(file.read_bytes())]
