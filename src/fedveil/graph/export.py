@@ -25,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from fedveil.errors import AnalysisError, BadArgument, FedveilError, NotTraceable
 from fedveil.graph.inputs import Inputs, arguments, each, tensors
-from fedveil.graph.operations import IN_PLACE, is_in_place, operation_name
+from fedveil.graph.operations import is_in_place, operation_name
 from fedveil.graph.outputs import return_predictions
+from fedveil.graph.rules.elementwise import IN_PLACE
 
 SAMPLES = 2  # batch size of the example: torch.export treats 1 as a special case, and BatchNorm needs at least 2
 EXPORTING = threading.RLock()  # exporting changes global state, so two threads would interfere

@@ -16,6 +16,7 @@ from fedveil.graph.export import SAMPLES, ModelGraph, SkipMode, check_example, c
 from fedveil.graph.inputs import Inputs, LayerOutputMode, arguments, each
 from fedveil.graph.operations import describe_location, innermost_module, named_arguments, operation_name
 from fedveil.graph.outputs import return_predictions
+from fedveil.graph.rules.elementwise import ELEMENTWISE
 
 Tail = Literal["alike", "reshaped", "stacked", "repeated"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
@@ -282,7 +283,7 @@ def _keeps_samples_independent(step: fx.Node, parameters: list[fx.Node]) -> bool
     name, arguments = operation_name(step), named_arguments(step)
     if name in operations.ONLY_IN_EVAL:
         return not any(arguments.get(key) for key in ("train", "training", "use_input_stats"))
-    if name in operations.ELEMENTWISE:
+    if name in ELEMENTWISE:
         return all(t.dim() < value.dim() or t.shape[0] == 1 for t in (n.meta["val"] for n in parameters))
     dims = pytree.tree_leaves([arguments.get(key) for key in ("dim", "dims", "dim0", "dim1")])
     dims = [d % max(1, first.dim() + (name == "unsqueeze")) for d in dims if isinstance(d, int)]

@@ -22,30 +22,14 @@ UPSAMPLINGS = {
 }  # fmt: skip
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "_unsafe_view"}
 
-# Functions of a single number, grouped by the factors that they commute with.
-POSITIVE = {"relu", "leaky_relu", "abs", "rrelu"}
-ODD = {
-    "tanh", "sin", "asinh", "atan", "erf", "sign", "softshrink", "hardshrink", "sinh", "tan", "asin", "atanh",
-    "erfinv",
-}  # fmt: skip
-EVEN = {"square", "cos", "cosh"}
-OTHER = {
-    "gelu", "silu", "sigmoid", "log_sigmoid", "softplus", "elu", "selu", "celu", "mish", "relu6", "hardswish",
-    "hardsigmoid", "exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "clamp", "clamp_min", "clamp_max",
-    "threshold", "alpha_dropout", "feature_alpha_dropout", "erfc", "exp2", "logit", "round", "floor", "ceil",
-    "trunc", "nan_to_num", "sinc",
-}  # fmt: skip
-
 # Operations that may follow a head: linear ones that treat every output in the same way. SAME_ELEMENTS only reshape.
 SAME_ELEMENTS = RESHAPES | {"squeeze", "unsqueeze", "contiguous", "clone", "alias"}
 UNIFORM_LINEAR = SAME_ELEMENTS | UPSAMPLINGS | AVERAGE_POOLS | {
     "permute", "transpose", "movedim", "t", "mean", "sum", "slice", "narrow",
 }  # fmt: skip
 
-# Operations that do not couple samples: always, only in evaluation mode, or along dims other than the first.
-ELEMENTWISE = POSITIVE | ODD | EVEN | OTHER | {
-    "hardtanh", "neg", "pow", "add", "sub", "mul", "div", "clone", "contiguous", "alias", "_to_copy", "to", "type_as",
-}  # fmt: skip
+# Operations that do not couple samples: always (also ELEMENTWISE in rules/elementwise.py), only in evaluation mode,
+# or along dims other than the first.
 SAMPLE_BY_SAMPLE = LAYERS | UPSAMPLINGS | AVERAGE_POOLS | MAX_POOLS | {
     "layer_norm", "group_norm", "rms_norm", "pixel_shuffle", "pixel_unshuffle", "prelu",
 }  # fmt: skip
@@ -56,10 +40,6 @@ ALONG_DIMS = {
     "softmax", "log_softmax", "mean", "sum", "amax", "amin", "logsumexp", "norm", "linalg_vector_norm", "slice",
     "select", "narrow", "glu", "squeeze", "unsqueeze", "transpose", "flip", "cumsum", "argmax", "max", "std", "var",
 }  # fmt: skip
-
-# Element-wise in-place operations, after which views of the same memory still carry the same noise. A graph with other
-# in-place operations is rewritten without them.
-IN_PLACE = {"add", "sub", "neg", "hardtanh", "detach", "dropout", "feature_dropout"} | POSITIVE | ODD | OTHER
 
 
 def count_spatial_dims(name: str) -> int:

@@ -66,19 +66,19 @@ class ModelState:
                 hooks.append((path, MODULE_HOOK))
             prefix = f"{path}." if path else ""
             for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
-                for name, tensor in own.items():
+                for name, tensor in own.items() if own else ():  # most modules have no buffers
                     if tensor is None:
                         continue
                     known = homes.get(id(tensor))
                     if known is None:
-                        found[prefix + name] = tensor
-                        known = homes[id(tensor)] = named[prefix + name] = []
+                        full = prefix + name
+                        found[full] = tensor
+                        known = homes[id(tensor)] = named[full] = []
                         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-                            hooks.append((prefix + name, TENSOR_HOOK))
+                            hooks.append((full, TENSOR_HOOK))
                     known.append((own, name))
-            pending += [
-                (prefix + name, child) for name, child in reversed(module._modules.items()) if child is not None
-            ]
+            if children := module._modules:
+                pending += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
         return cls(parameters, buffers, named, tuple(modes), tuple(hooks))
 
 

@@ -346,10 +346,9 @@ def find_links(model: nn.Module, inputs: object, values: Collection[str]) -> lis
     for path, module in model._modules.items():
         if type(module) not in (nn.Linear, nn.ReLU) or module._forward_hooks or module._forward_pre_hooks:
             return None
-        if any(
-            f"{path}.{name}" not in values for name, parameter in module._parameters.items() if parameter is not None
-        ):
-            return None  # a module or tensor that is used twice is listed only under its first name
+        for name, parameter in module._parameters.items():
+            if parameter is not None and f"{path}.{name}" not in values:
+                return None  # a module or tensor that is used twice is listed only under its first name
         links.append(path if type(module) is nn.Linear else None)
     return None if model._forward_hooks or model._forward_pre_hooks else links
 

@@ -3,20 +3,41 @@
 import torch
 from torch import Tensor
 
-from fedveil.graph import operations
 from fedveil.graph.calls import Activation, Call, NoRule, Outcome, StateTensor, Traced, as_state, as_tensor, rule
 from fedveil.graph.units import Symmetry, Units
 
+# Functions of a single number, grouped by the factors that they commute with.
+POSITIVE = {"relu", "leaky_relu", "abs", "rrelu"}
+ODD = {
+    "tanh", "sin", "asinh", "atan", "erf", "sign", "softshrink", "hardshrink", "sinh", "tan", "asin", "atanh",
+    "erfinv",
+}  # fmt: skip
+EVEN = {"square", "cos", "cosh"}
+OTHER = {
+    "gelu", "silu", "sigmoid", "log_sigmoid", "softplus", "elu", "selu", "celu", "mish", "relu6", "hardswish",
+    "hardsigmoid", "exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "clamp", "clamp_min", "clamp_max",
+    "threshold", "alpha_dropout", "feature_alpha_dropout", "erfc", "exp2", "logit", "round", "floor", "ceil",
+    "trunc", "nan_to_num", "sinc",
+}  # fmt: skip
 LINEAR = (
     "neg", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "lift_fresh", "positive",
     "dropout", "feature_dropout", "native_dropout", "type_as",
 )  # fmt: skip
 SYMMETRIES = {
-    **dict.fromkeys(operations.POSITIVE, Symmetry.POSITIVE),
-    **dict.fromkeys(operations.ODD, Symmetry.SIGN),
-    **dict.fromkeys(operations.OTHER, Symmetry.NOTHING),
+    **dict.fromkeys(POSITIVE, Symmetry.POSITIVE),
+    **dict.fromkeys(ODD, Symmetry.SIGN),
+    **dict.fromkeys(OTHER, Symmetry.NOTHING),
 }
 MAX_FACTORS = 4  # maximum number of factors in a product; any others are limited to 1
+
+# These do not couple samples.
+ELEMENTWISE = POSITIVE | ODD | EVEN | OTHER | {
+    "hardtanh", "neg", "pow", "add", "sub", "mul", "div", "clone", "contiguous", "alias", "_to_copy", "to", "type_as",
+}  # fmt: skip
+
+# Element-wise in-place operations, after which views of the same memory still carry the same noise. A graph with other
+# in-place operations is rewritten without them.
+IN_PLACE = {"add", "sub", "neg", "hardtanh", "detach", "dropout", "feature_dropout"} | POSITIVE | ODD | OTHER
 
 
 # Functions of one tensor.
@@ -53,7 +74,7 @@ def apply_even(call: Call) -> Units:
     return Units((), call.x.units.order)
 
 
-rule(*operations.EVEN)(apply_even)
+rule(*EVEN)(apply_even)
 
 
 @rule("hardtanh")
