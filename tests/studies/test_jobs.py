@@ -95,6 +95,7 @@ def test_jobs_hand_results_on_fail_with_those_that_they_need_and_run_again(tmp_p
     assert values(mended, run_jobs(mended, tmp_path / "jobs", workers=1)) == [4, 16]
 
 
+@pytest.mark.slow
 def test_processes_run_in_parallel_and_a_dead_one_is_reported(tmp_path):
     news, asked = [], jobs(tmp_path / "log", "", "")
     found = run_jobs(asked, tmp_path, workers=2, show=lambda *one: news.append(one))
@@ -154,6 +155,7 @@ def kill_while_it_waits(tmp_path, workers):
     return children
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find children")
 def test_workers_end_with_the_process_that_started_them(tmp_path):
     started = kill_while_it_waits(tmp_path, workers=2)

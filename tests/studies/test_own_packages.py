@@ -29,6 +29,7 @@ def example(monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_the_example_looks_safe_to_published_attacks_and_falls_to_a_generic_one(example, tmp_path, capsys):
     spec = example["shifted"]
     flags = ["--data", "digits", "--train-size", "300", "--clients", "2", "--epochs", "30", "--workers", "1"]
