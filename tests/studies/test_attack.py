@@ -65,4 +65,4 @@ def test_a_failed_defence_has_a_row_and_its_reason_comes_first(study):
     shown = study.present(AttackRequest(config, ("veil",), study.options()), {"veil": Failure("diverged")})
     assert shown.verdict.startswith("No verdict")
     assert [row[:2] for row in shown.rows if row[0] == "veil"] == [["veil", "failed"]]
-    assert shown.first[0].paragraphs == ["veil: diverged"]
+    assert shown.top_sections[0].paragraphs == ["veil: diverged"]

@@ -153,8 +153,8 @@ def refuse(match, *args, **options):
 
 
 def test_what_is_missing_or_contradicts_is_refused():
-    refuse("no test records are given", trained())
-    refuse("clients= is given, but the Federation has its own", trained(), TEST, clients=clients())
+    refuse("there are no test records", trained())
+    refuse("clients= applies only to a folder", trained(), TEST, clients=clients())
     refuse("has not been trained", fedveil.Federation(Net(), clients()), TEST)
     refuse("model= is a model", trained(), TEST, model=Net())
 
@@ -178,7 +178,7 @@ def test_the_folder_of_a_python_run_with_its_records_is_the_run_itself(folder):
 def test_a_folder_with_other_records_or_none_is_simulated_and_says_so(folder, capsys):
     report = fedveil.audit(folder, TEST, clients=[records(seed=7), records(seed=8)], model=Net, **QUICK)
     assert "a simulation was audited: 2 clients in one process, 9 rounds" in report.notes[0]
-    assert "not known to be those that this run was trained on" in report.notes[0]
+    assert "which may not be the records that this run was trained on" in report.notes[0]
     report = fedveil.audit(folder, model=Net, **QUICK)
     assert report.notes[0].startswith(STAND_IN_NOTICE)
     assert report.presentation.page("").verdict.startswith(STAND_IN_NOTICE)
@@ -206,7 +206,7 @@ def test_a_command_takes_the_clients_of_a_factory(folder, capsys, monkeypatch):
 
 def test_code_that_a_folder_names_needs_trust(folder):
     assert read_description(folder).factory == f"{__name__}:Net"
-    refuse("importing it runs that module's code", folder)
+    refuse("importing it would run that module's code", folder)
     assert isinstance(fedveil.audit(folder, trust_code=True, **QUICK), AuditReport)
     with pytest.raises(BadArgument, match="belong to another network"):
         fedveil.audit(folder, model=mlp(FEATURES, CLASSES, hidden=9), **QUICK)
@@ -259,7 +259,7 @@ def test_training_anew_repeats_the_learning_rates_and_starts_from_other_values()
     found = [record.lr for record in again.history.records]
     assert found == pytest.approx(rates, rel=1e-12)
     assert rates[-1] == pytest.approx(1e-2 * 0.5**5, rel=1e-12)
-    started = recipe.new_pair(5)[0]
+    started = recipe.new_model_and_optimizer(5)[0]
     assert all(not torch.equal(a, b) for a, b in zip(started.parameters(), federation.model.parameters(), strict=True))
     assert again.optimizer is not federation.optimizer
 

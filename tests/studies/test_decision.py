@@ -6,7 +6,7 @@ from tests.studies.test_audit import audit, point
 from fedveil.attacks.scores import Estimate
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.decision import WORDS, decide, grade_sharing, per_hundred
-from fedveil.studies.audit.results import Members, ModelFigures, judge_all
+from fedveil.studies.audit.results import MembershipResults, ModelFigures, judge_all
 from fedveil.studies.gradients.server import ServerResults
 from fedveil.studies.jobs import Failure
 from fedveil.studies.membership.attacks import AttackScores
@@ -49,9 +49,9 @@ def test_a_leak_is_told_with_its_numbers_and_what_to_change():
     assert "in 70 of 100 such pairs" in said[SAFE]
     assert "names 10 of 100 people" in said[SAFE]
     assert "With the defence “veil”" in said[WORST]
-    assert "right in 60 of 100 pairs" in said[WORST]
-    assert "close enough to recognise" in said[WORST]
-    assert WORDS["server_untried"].format(why="") in said[WORST]
+    assert "it is right in 60 of 100 pairs" in said[WORST]
+    assert "closely enough to recognise" in said[WORST]
+    assert WORDS["server_untried"].format(reason="") in said[WORST]
     assert "differential privacy" in said[CHANGE]
     assert "use larger batches" in said[CHANGE]
 
@@ -60,7 +60,7 @@ def test_why_the_server_was_not_tried_is_said():
     curious = ServerResults([Failure("csv: the records are not images.")])
     plain = audit(1.0, 40.0, members={"as published": 0.7}, server=curious)
     _, said = answers({"plain": plain}, plain)
-    assert "could do was not tried here (csv: the records are not images). Assume" in said[WORST]
+    assert "the operator of the server can do (csv: the records are not images). Assume" in said[WORST]
 
 
 def test_a_defence_that_changes_nothing_is_said_to_change_nothing():
@@ -82,7 +82,7 @@ def test_nothing_found_is_not_called_safe_and_too_few_records_are_not_called_not
     assert "differential privacy" not in said[CHANGE]
     wide = AttackScores(point(0.5), Estimate(0.55, 0.4, 0.7), {"0.01": None, "0.001": None})
     few = audit(0.1, 11.0)
-    view = ModelFigures(point(0.1), membership=Members({"loss": wide}))
+    view = ModelFigures(point(0.1), membership=MembershipResults({"loss": wide}))
     few.attackers.clear()
     few.attackers["as published"] = view
     found, said = answers({"plain": few}, few)
@@ -94,7 +94,7 @@ def test_nothing_found_is_not_called_safe_and_too_few_records_are_not_called_not
 def test_what_was_not_measured_is_named():
     plain = audit(1.0, None, members={"as published": 0.5})
     _, said = answers({"plain": plain}, plain)
-    assert "Rebuilding a person's record was not measured" in said[WORST]
+    assert "We did not measure whether the insider can rebuild a person's record" in said[WORST]
     shown = page.show({"plain": plain})
     assert list(page.find_answers(shown)) == [SAFE, WORST, CHANGE, SURE]
     assert shown.page("").verdict == WORDS["headline_nothing"]

@@ -31,7 +31,7 @@ from fedveil.studies.gradients.run import guesses
 from fedveil.studies.gradients.server import SERVER, SINGLE, ServerOptions, ServerResults, difference_view, sum_view
 from fedveil.studies.jobs import Failure, JobResults
 from fedveil.studies.study import gather, publish
-from fedveil.studies.verdicts import RECOGNISED
+from fedveil.studies.verdicts import RECOGNITION_DB
 
 UNIT = 2.0**-24  # half a unit in the last place of a float32
 EPS = torch.finfo(torch.float64).eps
@@ -132,8 +132,8 @@ def test_a_sum_over_many_clients_shows_no_record_and_a_single_update_does():
         own, draws = DIGITS.test.tensor[:64], generator("test", name)
         found = server.attack_view(leak, search, data, own, count, draws, lambda fraction: None)
         best[name] = max(server.nearest(one, images[:count]).psnr for one in found.values())
-    assert best[sum_view(clients)] < mean + RECOGNISED
-    assert min(best[SINGLE], best[SAME_MODEL]) >= mean + RECOGNISED
+    assert best[sum_view(clients)] < mean + RECOGNITION_DB
+    assert min(best[SINGLE], best[SAME_MODEL]) >= mean + RECOGNITION_DB
 
 
 def test_the_nearest_image_is_found_among_all_pairs_and_a_guess_is_never_a_record_of_the_round():
@@ -154,7 +154,7 @@ def test_the_study_has_a_row_per_view_pictures_and_a_verdict(tmp_path):
     assert [tuple(row[:2]) for row in shown.rows] == [(name, view) for name in ("plain", "veil") for view in views]
     assert [row[2] for row in shown.rows[:4]] == ["1", "2", "1", "1"]
     single = dict(zip(shown.header, shown.rows[0], strict=True))
-    assert (single["first layer, dB"], single["known"]) == ("120.0", "2/2")
+    assert (single["first layer, dB"], single["recognised"]) == ("120.0", "2/2")
     assert "veil: LEAK: a record is revealed by single update (2 of 2 rounds)" in shown.verdict
     assert (tmp_path / "report.html").read_text().count("data:image/png") == 2 * 2 * (1 + len(views) + 1)
 
@@ -179,7 +179,7 @@ def planted(*figures):
     """A round in which the best attack and the mean image have these PSNRs, view by view."""
     code, views = "/////w==", {}
     for name, records, best, guess in figures:
-        near = [server.Nearest(psnr, 0.5, records - 1, code) for psnr in (best, 1.0, guess, 0.0)]
+        near = [server.NearestImage(psnr, 0.5, records - 1, code) for psnr in (best, 1.0, guess, 0.0)]
         attacks, floors = zip(server.ATTACKS, near[:2], strict=False), zip(server.FLOORS, near[2:], strict=True)
         views[name] = server.ServerView(records, dict(attacks), dict(floors))
     return server.ServerRound([0, 1], Search(), views, [code, code], (1, 2, 2))
@@ -201,14 +201,14 @@ def test_the_verdict_follows_the_figures():
 def test_records_that_are_not_images_and_too_few_records_are_refused():
     with pytest.raises(DoesNotApply, match="the records are not images"):
         server.images_and_model(config_of(data="diabetes"), None)
-    with pytest.raises(BadArgument, match="--batches: got '4,4'"):
+    with pytest.raises(BadArgument, match="--batches: expected distinct positive integers, got '4,4'"):
         ServerOptions(batches="4,4").counts()
     with pytest.raises(BadArgument, match="5 training records, but 100 clients need 100"):
         attack_round(config_of(data="digits", train_size=5), ServerOptions())
 
 
 def test_the_audit_has_the_curious_server_once_beside_the_undefended_federation(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(audit, "CURIOUS", dataclasses.replace(QUICK, rounds=1))
+    monkeypatch.setattr(audit, "CURIOUS_SERVER", dataclasses.replace(QUICK, rounds=1))
     words = ["--data", "digits", "--train-size", "200", "--clients", "2", "--epochs", "1", "--defence", "veil"]
     words += ["--trials", "1", "--broadcasts", "1", "--shadows", "0", "--no-network", "--workers", "1"]
     assert cli.main(["audit", *words, "--out", str(tmp_path)]) == 0, capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Studies of attacks: the same federation is attacked under one or several defences, in separate jobs."""
+"""Studies of attacks: each attacks one federation under one or several defences, in separate jobs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from fedveil.report import Facts, Text
 from fedveil.runs.build import load_data
 from fedveil.runs.settings import Config, Value
 from fedveil.studies.federations import TrainedRun, TrainRun
-from fedveil.studies.jobs import Failure, JobWork, Result, StudyJob, successes
+from fedveil.studies.jobs import Failure, JobTask, Result, StudyJob, successes
 from fedveil.studies.study import JobGraph, Presentation, Study, capitalise, failed_row, read_toml
 
 O = TypeVar("O")  # noqa: E741
@@ -35,7 +35,7 @@ class AttackRequest(Generic[O]):
         config: configuration of the federation.
         defences: names of the defences under which the federation is attacked.
         options: values of the attack's flags, as a frozen dataclass.
-        run: folder of a trained run to attack; `defences` then contains only its defence. None to train a new run.
+        run: folder of a trained run to attack, whose defence is the only one in `defences`; None to train a new run.
         label: prefix of job names, for attacks that share a folder.
         notes: sentences about the run, printed before the verdict.
     """
@@ -71,7 +71,8 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         defaults: configuration values that override the defaults of `Config`, at a scale that two cores can handle.
         result: type of the attack's result.
         trains: whether the federation is trained first.
-        needs_shared: whether the attack fails if any of the `shared` jobs fails; otherwise it runs without that job.
+        requires_shared_jobs: whether the attack fails if any job of `shared_jobs` fails; otherwise it runs without the
+            result of that job.
     """
 
     name: str
@@ -80,17 +81,17 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
     defaults: Mapping[str, Value] = {}
     result: type[R]
     trains = True
-    needs_shared = True
+    requires_shared_jobs = True
 
-    def attack(self, request: AttackRequest[O], defence: str, folder: Path) -> JobWork[R]:
-        """Return the work that attacks one defence; the trained federation is in `run_folder`."""
+    def attack(self, request: AttackRequest[O], defence: str, folder: Path) -> JobTask[R]:
+        """Return the task that attacks one defence; the trained federation is in `run_folder`."""
         raise NotImplementedError
 
     def show(self, request: AttackRequest[O], results: Mapping[str, R]) -> Presentation:
         """Present the results of the defences that did not fail; `present` adds the title, failures and settings."""
         raise NotImplementedError
 
-    def shared(self, request: AttackRequest[O], folder: Path) -> list[StudyJob[Result]]:
+    def shared_jobs(self, request: AttackRequest[O], folder: Path) -> list[StudyJob[Result]]:
         """Return the jobs that the attacks on all defences share; refuse a federation that cannot be attacked."""
         return []
 
@@ -100,14 +101,14 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
 
     def attacks(self, request: AttackRequest[O], folder: Path) -> dict[str, StudyJob[R]]:
         """Return the attack job for each defence."""
-        shared, jobs = tuple(self.shared(request, folder)), dict[str, StudyJob[R]]()
+        shared, jobs = tuple(self.shared_jobs(request, folder)), dict[str, StudyJob[R]]()
         for name in request.defences:
-            needs, after = (shared, ()) if self.needs_shared else ((), shared)
+            dependencies, predecessors = (shared, ()) if self.requires_shared_jobs else ((), shared)
             if self.trains and not request.run:
-                work = TrainRun(request.config_for(name), self.run_folder(request, name, folder))
-                needs = (StudyJob(request.job_name("train", name), work, TrainedRun), *needs)
-            attack = self.attack(request, name, folder)
-            jobs[name] = StudyJob(request.job_name(self.name, name), attack, self.result, needs, after, request.run)
+                task = TrainRun(request.config_for(name), self.run_folder(request, name, folder))
+                dependencies = (StudyJob(request.job_name("train", name), task, TrainedRun), *dependencies)
+            attack, label = self.attack(request, name, folder), request.job_name(self.name, name)
+            jobs[name] = StudyJob(label, attack, self.result, dependencies, predecessors, request.run)
         return jobs
 
     def graph(self, request: AttackRequest[O], folder: Path) -> JobGraph[Results[R]]:
@@ -115,9 +116,11 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         if ":" in request.config.data.name:
             one_tensor("attack", load_data(request.config).train.inputs)
         attacks = self.attacks(request, folder)
-        needed = {need.name: need for job in attacks.values() for need in (*job.needs, *job.after)}
-        jobs: list[StudyJob[Result]] = [*needed.values(), *attacks.values()]
-        return JobGraph(jobs, lambda done: {name: done[job] for name, job in attacks.items()})
+        earlier_jobs = {
+            earlier.name: earlier for job in attacks.values() for earlier in (*job.dependencies, *job.predecessors)
+        }
+        jobs: list[StudyJob[Result]] = [*earlier_jobs.values(), *attacks.values()]
+        return JobGraph(jobs, lambda results: {name: results[job] for name, job in attacks.items()})
 
     def present(self, request: AttackRequest[O], results: Results[R]) -> Presentation:
         """Complete the presentation from `show` with the title, the summary, failures and the configuration."""
@@ -139,14 +142,14 @@ def complete_presentation(
 ) -> Presentation:
     """Add failures, notes, the configuration and, if there is no verdict, `lead` to a presentation."""
     failures = {name: result.failed for name, result in results.items() if isinstance(result, Failure)}
-    failed = [Text("Failed", [f"{name}: {why}" for name, why in failures.items()])] if failures else []
+    failure_sections = [Text("Failed", [f"{name}: {reason}" for name, reason in failures.items()])] if failures else []
     return dataclasses.replace(
         presentation,
         verdict=" ".join([*notes, presentation.verdict or lead]),
-        plain=" ".join([*notes, presentation.plain]) if presentation.plain else "",
+        plain_verdict=" ".join([*notes, presentation.plain_verdict]) if presentation.plain_verdict else "",
         rows=[*presentation.rows, *(failed_row(name, len(presentation.header)) for name in failures)],
         sections=[*presentation.sections, facts],
-        first=[*failed, *presentation.first],
+        top_sections=[*failure_sections, *presentation.top_sections],
         lead=lead if presentation.verdict else "",
     )
 
@@ -157,15 +160,15 @@ def read_federations() -> dict[str, dict[str, dict[str, Value]]]:
     return TypeAdapter(dict[str, dict[str, dict[str, Value]]]).validate_python(read_toml("federations.toml"))
 
 
-def check_defences(names: Sequence[str], known: Sequence[str], flag: str) -> None:
-    """Refuse unknown or repeated names; names of the form package.module:Class are not looked up here."""
-    for number, name in enumerate(names):
+def check_defences(names: Sequence[str], choices: Sequence[str], flag: str) -> None:
+    """Refuse unknown or repeated names; names of the form package.module:Class are not looked up."""
+    for index, name in enumerate(names):
         if ":" not in name:
-            check_choice(flag, "defence", name, known)
-        if name in names[:number]:
+            check_choice(flag, "defence", name, choices)
+        if name in names[:index]:
             raise BadArgument(flag, f"{name!r} is given twice", "remove one of them")
     if not names:
-        raise BadArgument(flag, "no defence is given", f"use one or more of {', '.join(known)}")
+        raise BadArgument(flag, "no defence is given", f"use one or more of {', '.join(choices)}")
 
 
 def join_parts(
@@ -174,7 +177,9 @@ def join_parts(
     """Return the jobs for all parts and defences; `join` combines the results of all parts under one defence."""
     return JobGraph(
         [job for jobs in parts.values() for job in jobs.values()],
-        lambda done: {name: join({part: done[job] for part, job in jobs.items()}) for name, jobs in parts.items()},
+        lambda results: {
+            name: join({part: results[job] for part, job in jobs.items()}) for name, jobs in parts.items()
+        },
     )
 
 
