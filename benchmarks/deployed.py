@@ -98,12 +98,12 @@ class ServerRecords(Result):
 
 @dataclass(frozen=True)
 class AttackUpdates:
-    """Job work that attacks one client's update in several new federations, each for one round."""
+    """A task that attacks one client's update in several new federations, each for one round."""
 
     config: Config
     options: ServerOptions
 
-    def __call__(self, progress: Progress, done: JobResults) -> ServerRecords:
+    def __call__(self, progress: Progress, results: JobResults) -> ServerRecords:
         """Return the PSNR of the best attack in each federation."""
         found, floor = list[float](), list[float]()
         for number in range(self.options.rounds):
