@@ -83,7 +83,7 @@ class Unpickled(nn.Module):
         ({"weights": "whole.pt"}, "cannot be read without running code"),
         ({"weights": "absent.pt"}, "there is no such file"),
         ({"weights": "other.pt"}, "its values belong to another model"),
-        ({"weights": "numbers.pt"}, "it does not contain tensors by name"),
+        ({"weights": "numbers.pt"}, "it does not contain named tensors"),
         ({"weights": "broken.safetensors"}, "is damaged"),
         ({"others": "in.csv"}, "60 of the 60 others are also members"),
         ({"others": "reordered.csv"}, "but in.csv has the columns"),

@@ -208,7 +208,7 @@ def test_code_that_a_folder_names_needs_trust(folder):
     assert read_description(folder).factory == f"{__name__}:Net"
     refuse("importing it would run that module's code", folder)
     assert isinstance(fedveil.audit(folder, trust_code=True, **QUICK), AuditReport)
-    with pytest.raises(BadArgument, match="belong to another network"):
+    with pytest.raises(BadArgument, match="belongs to another network"):
         fedveil.audit(folder, model=mlp(FEATURES, CLASSES, hidden=9), **QUICK)
 
 

@@ -28,7 +28,14 @@ from fedveil.studies.attack import AttackRequest
 from fedveil.studies.audit import run as audit
 from fedveil.studies.gradients import server
 from fedveil.studies.gradients.run import guesses
-from fedveil.studies.gradients.server import SERVER, SINGLE, ServerOptions, ServerResults, difference_view, sum_view
+from fedveil.studies.gradients.server import (
+    SERVER,
+    SINGLE_UPDATE,
+    ServerOptions,
+    ServerResults,
+    difference_view,
+    sum_view,
+)
 from fedveil.studies.jobs import Failure, JobResults
 from fedveil.studies.study import gather, publish
 from fedveil.studies.verdicts import RECOGNITION_DB
@@ -71,11 +78,11 @@ def test_two_sums_of_the_same_model_that_differ_by_one_client_give_its_record_aw
     """Products and sums of one record round once, the difference and the bias once more: below 4 units of a pixel."""
     found = server.server_views(federation_of(Plain(), dtype=torch.float32), [10], 4)
     record = DIGITS.train.tensor[0].flatten().double()
-    for view, far in ((SAME_MODEL, False), (SINGLE, False), (sum_view(10), True)):
+    for view, far in ((SAME_MODEL, False), (SINGLE_UPDATE, False), (sum_view(10), True)):
         leak = found[view][0]
         gap = (record_from_gradient(leak, first_linear(leak.model)) - record).abs().max()
         assert (gap > 0.1) if far else (gap <= 4 * UNIT), view
-    assert relative(found[SAME_MODEL][0].gradients, found[SINGLE][0].gradients) <= 2 * UNIT
+    assert relative(found[SAME_MODEL][0].gradients, found[SINGLE_UPDATE][0].gradients) <= 2 * UNIT
 
 
 def test_sums_are_weighted_by_records():
@@ -89,7 +96,7 @@ def test_sums_are_weighted_by_records():
 def test_the_next_round_adds_what_the_step_changed_in_the_others_gradients():
     federation = federation_of(Plain(), clients=4)
     found = server.server_views(federation, [4], 4)
-    leak, single = found[NEXT_ROUND][0], found[SINGLE][0]
+    leak, single = found[NEXT_ROUND][0], found[SINGLE_UPDATE][0]
     before, later = (digit_gradients(leak, slice(1, 4), model) for model in (leak.model, federation.model))
     wanted = {name: own + 3 * (before[name] - later[name]) for name, own in single.gradients.items()}
     assert relative(leak.gradients, wanted) < 1e3 * EPS
@@ -101,19 +108,19 @@ def test_a_veil_does_not_change_what_the_server_sees(private):
     veil = Veil(groups=10, entropy=Entropy.for_tests(0))
     veil = Private(veil, 1.0, 0.0) if private else veil  # the server clips what it has seen
     plain, veiled = (server.server_views(federation_of(one), [2, 10], 4) for one in (Plain(), veil))
-    assert list(plain) == list(veiled) == [SINGLE, sum_view(2), sum_view(10), SAME_MODEL, NEXT_ROUND]
+    assert list(plain) == list(veiled) == [SINGLE_UPDATE, sum_view(2), sum_view(10), SAME_MODEL, NEXT_ROUND]
     for view in plain:
         assert relative(veiled[view][0].gradients, plain[view][0].gradients) < 1e4 * EPS, view
-    leak = plain[SINGLE][0]
-    assert relative(veiled[SINGLE][0].gradients, digit_gradients(leak, slice(1))) < 1e4 * EPS
+    leak = plain[SINGLE_UPDATE][0]
+    assert relative(veiled[SINGLE_UPDATE][0].gradients, digit_gradients(leak, slice(1))) < 1e4 * EPS
 
 
 def test_differences_after_local_training_are_attacked_as_gradients():
     """The first layer's gradient of one record always has the record's direction, however many steps there are."""
     one = server.server_views(federation_of(Plain(local_epochs=1, local_lr=0.5)), [2], 4)
-    for view, records in ((SINGLE, 1), (sum_view(2), 2)):
+    for view, records in ((SINGLE_UPDATE, 1), (sum_view(2), 2)):
         assert relative(one[view][0].gradients, digit_gradients(one[view][0], slice(records))) < 1e-9, view
-    leak = server.server_views(federation_of(Plain(local_epochs=5, local_lr=0.5)), [2], 4)[SINGLE][0]
+    leak = server.server_views(federation_of(Plain(local_epochs=5, local_lr=0.5)), [2], 4)[SINGLE_UPDATE][0]
     assert relative(leak.gradients, digit_gradients(leak, slice(1))) > 1e-3
     record = DIGITS.train.tensor[0].flatten().double()
     assert (record_from_gradient(leak, first_linear(leak.model)) - record).abs().max() < 1e-9
@@ -133,7 +140,7 @@ def test_a_sum_over_many_clients_shows_no_record_and_a_single_update_does():
         found = server.attack_view(leak, search, data, own, count, draws, lambda fraction: None)
         best[name] = max(server.nearest(one, images[:count]).psnr for one in found.values())
     assert best[sum_view(clients)] < mean + RECOGNITION_DB
-    assert min(best[SINGLE], best[SAME_MODEL]) >= mean + RECOGNITION_DB
+    assert min(best[SINGLE_UPDATE], best[SAME_MODEL]) >= mean + RECOGNITION_DB
 
 
 def test_the_nearest_image_is_found_among_all_pairs_and_a_guess_is_never_a_record_of_the_round():
@@ -150,7 +157,7 @@ def test_the_study_has_a_row_per_view_pictures_and_a_verdict(tmp_path):
     config = config_of(**{**SERVER.defaults, "train_size": 200, "defence": "plain"})
     asked = AttackRequest(config, ("plain", "veil"), QUICK)
     shown = publish(SERVER, asked, gather(SERVER, asked, tmp_path, workers=1), tmp_path, "again")
-    views = [SINGLE, sum_view(2), SAME_MODEL, NEXT_ROUND]
+    views = [SINGLE_UPDATE, sum_view(2), SAME_MODEL, NEXT_ROUND]
     assert [tuple(row[:2]) for row in shown.rows] == [(name, view) for name in ("plain", "veil") for view in views]
     assert [row[2] for row in shown.rows[:4]] == ["1", "2", "1", "1"]
     single = dict(zip(shown.header, shown.rows[0], strict=True))
@@ -186,12 +193,17 @@ def planted(*figures):
 
 
 def test_the_verdict_follows_the_figures():
-    rounds = [planted((SINGLE, 1, psnr, 12.0), (sum_view(2), 2, 21.9, 12.0)) for psnr in (40.0, 60.0)]
+    rounds = [planted((SINGLE_UPDATE, 1, psnr, 12.0), (sum_view(2), 2, 21.9, 12.0)) for psnr in (40.0, 60.0)]
     leak = "LEAK: a record is revealed by single update (2 of 2 rounds); no record is revealed by sum of 2."
     assert server.verdict(ServerResults(rounds)) == leak
-    assert server.verdict(ServerResults([planted((SINGLE, 1, 20.0, 12.0))])).startswith("NOTHING FOUND")
+    assert server.verdict(ServerResults([planted((SINGLE_UPDATE, 1, 20.0, 12.0))])).startswith("NOTHING FOUND")
     [pictures] = server.gallery("", ServerResults(rounds))
-    assert [label for label, _ in pictures.rows] == ["victim's record", SINGLE, sum_view(2), "its nearest record"]
+    assert [label for label, _ in pictures.rows] == [
+        "victim's record",
+        SINGLE_UPDATE,
+        sum_view(2),
+        "its nearest record",
+    ]
     broken = ServerResults([rounds[0], Failure("it broke")])
     assert server.verdict(broken) == "not measured (it broke)."
     assert not server.gallery("", broken)

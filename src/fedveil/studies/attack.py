@@ -1,4 +1,4 @@
-"""Studies of attacks: each attacks one federation under one or several defences, in separate jobs."""
+"""Studies of attacks: each study attacks one federation under one or several defences, in separate jobs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ class AttackRequest(Generic[O]):
     notes: tuple[str, ...] = ()
 
     def config_for(self, defence: str) -> Config:
-        """Return the configuration for a defence; settings for a user's defence are not passed to a built-in one."""
+        """Return the configuration for a defence; built-in defences do not receive settings for a user's defence."""
         if defence in INCLUDED and not set(INCLUDED).issuperset(self.defences):
             return self.config.changed(defence=defence, settings=())
         return self.config.changed(defence=defence)
@@ -70,7 +70,7 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         options: a frozen dataclass with a default and a description for each of the attack's flags.
         defaults: configuration values that override the defaults of `Config`, at a scale that two cores can handle.
         result: type of the attack's result.
-        trains: whether the federation is trained first.
+        trains: whether the federation is trained before the attack.
         requires_shared_jobs: whether the attack fails if any job of `shared_jobs` fails; otherwise it runs without the
             result of that job.
     """
@@ -101,9 +101,9 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
 
     def attacks(self, request: AttackRequest[O], folder: Path) -> dict[str, StudyJob[R]]:
         """Return the attack job for each defence."""
-        shared, jobs = tuple(self.shared_jobs(request, folder)), dict[str, StudyJob[R]]()
+        shared_jobs, jobs = tuple(self.shared_jobs(request, folder)), dict[str, StudyJob[R]]()
         for name in request.defences:
-            dependencies, predecessors = (shared, ()) if self.requires_shared_jobs else ((), shared)
+            dependencies, predecessors = (shared_jobs, ()) if self.requires_shared_jobs else ((), shared_jobs)
             if self.trains and not request.run:
                 task = TrainRun(request.config_for(name), self.run_folder(request, name, folder))
                 dependencies = (StudyJob(request.job_name("train", name), task, TrainedRun), *dependencies)
@@ -117,7 +117,9 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
             one_tensor("attack", load_data(request.config).train.inputs)
         attacks = self.attacks(request, folder)
         earlier_jobs = {
-            earlier.name: earlier for job in attacks.values() for earlier in (*job.dependencies, *job.predecessors)
+            dependency.name: dependency
+            for job in attacks.values()
+            for dependency in (*job.dependencies, *job.predecessors)
         }
         jobs: list[StudyJob[Result]] = [*earlier_jobs.values(), *attacks.values()]
         return JobGraph(jobs, lambda results: {name: results[job] for name, job in attacks.items()})
@@ -127,30 +129,32 @@ class AttackStudy(Study[AttackRequest[O], Results[R]], Generic[O, R]):
         config = request.config
         values = {name: value for name, value in config.flat().items() if name != "defence"}
         values |= plain_values(request.options)
-        lead = f"{capitalise(self.summary)}: {config.data.name}, {config.model.name}, {config.data.clients} clients."
+        description = (
+            f"{capitalise(self.summary)}: {config.data.name}, {config.model.name}, {config.data.clients} clients."
+        )
         facts = Facts("Configuration", {name: str(value) for name, value in values.items() if value not in (None, ())})
         names = [config.data.name, config.model.name, *(request.defences if len(request.defences) == 1 else ())]
         presentation = complete_presentation(
-            self.show(request, successes(results)), results, request.notes, facts, lead
+            self.show(request, successes(results)), results, request.notes, facts, description
         )
         title = f"{'Audit of' if self.name == 'audit' else f'Attack: {self.name} on'} {', '.join(names)}"
         return dataclasses.replace(presentation, title=title)
 
 
 def complete_presentation(
-    presentation: Presentation, results: Mapping[str, Result], notes: Sequence[str], facts: Facts, lead: str = ""
+    presentation: Presentation, results: Mapping[str, Result], notes: Sequence[str], facts: Facts, description: str = ""
 ) -> Presentation:
-    """Add failures, notes, the configuration and, if there is no verdict, `lead` to a presentation."""
+    """Add failures, notes and the configuration to a presentation; use the description if there is no verdict."""
     failures = {name: result.failed for name, result in results.items() if isinstance(result, Failure)}
     failure_sections = [Text("Failed", [f"{name}: {reason}" for name, reason in failures.items()])] if failures else []
     return dataclasses.replace(
         presentation,
-        verdict=" ".join([*notes, presentation.verdict or lead]),
+        verdict=" ".join([*notes, presentation.verdict or description]),
         plain_verdict=" ".join([*notes, presentation.plain_verdict]) if presentation.plain_verdict else "",
         rows=[*presentation.rows, *(failed_row(name, len(presentation.header)) for name in failures)],
         sections=[*presentation.sections, facts],
         top_sections=[*failure_sections, *presentation.top_sections],
-        lead=lead if presentation.verdict else "",
+        description=description if presentation.verdict else "",
     )
 
 

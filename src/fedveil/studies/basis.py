@@ -64,17 +64,17 @@ class Basis:
         return {name: value for name, value in asdict(self).items() if value not in ({}, None)}
 
 
-def explain_change(old: Basis, new: Basis) -> str | None:
+def explain_change(old_basis: Basis, new_basis: Basis) -> str | None:
     """Return a clause that explains what changed between two bases, or None if nothing changed."""
-    if old.version != new.version:
-        return f"fedveil {old.version} is now {new.version}"
-    if old.data != new.data:
+    if old_basis.version != new_basis.version:
+        return f"fedveil {old_basis.version} is now {new_basis.version}"
+    if old_basis.data != new_basis.data:
         return "the data changed"
-    old_code, new_code = old.code | old.study, new.code | new.study
+    old_code, new_code = old_basis.code | old_basis.study, new_basis.code | new_basis.study
     changed = sorted(name for name in old_code.keys() | new_code.keys() if old_code.get(name) != new_code.get(name))
     if changed:
         return f"the code of {', '.join(changed)} changed"
-    return "the run's checkpoint changed" if old.checkpoint != new.checkpoint else None
+    return "the run's checkpoint changed" if old_basis.checkpoint != new_basis.checkpoint else None
 
 
 class Digests:

@@ -73,9 +73,9 @@ class CompareStudy(Study[CompareRequest, Runs]):
         metric = primary_metric({name for _, _, history in histories for name in history.metrics})
         first_histories = {name: history for name, index, history in histories if index == 0}
         failures = [
-            f"{name}, seed {config.training.seed + n}: {r.failed}"
-            for name, n, r in indexed_runs
-            if isinstance(r, Failure)
+            f"{name}, seed {config.training.seed + index}: {run.failed}"
+            for name, index, run in indexed_runs
+            if isinstance(run, Failure)
         ]
         sections: list[Section] = [
             *([Text("Failed", failures)] if failures else []),
@@ -88,13 +88,13 @@ class CompareStudy(Study[CompareRequest, Runs]):
         rows = [_row(name, runs, results.get("plain", []), metric, config) for name, runs in results.items()]
         note = f"Mean and standard deviation over {count(request.seeds, 'seed')}; byte counts exclude names and shapes."
         federation_text = f"{config.model.name} on {config.data.name} with {count(config.data.clients, 'client')}"
-        lead = f"{len(results)} ways to train {federation_text}. The curves show the first seed."
+        description = f"{len(results)} ways to train {federation_text}. The curves show the first seed."
         header = [column.format(metric) for column in header]
-        return Presentation(title, verdict(results, metric), header, rows, note, sections, lead=lead)
+        return Presentation(title, verdict(results, metric), header, rows, note, sections, description=description)
 
 
 def _row(defence: str, runs: SeedRuns, plain_runs: SeedRuns, metric: str, config: Config) -> list[str]:
-    """Return the row for a defence: metric over seeds, largest difference from plain training, cost, epsilon."""
+    """Return the row for a defence: its metric, largest difference from plain training, cost and epsilon."""
     completed_runs, has_dp = list[TrainedRun](), has_privacy(config)
     for index, run in enumerate(runs):
         if isinstance(run, Failure):
@@ -108,7 +108,7 @@ def _row(defence: str, runs: SeedRuns, plain_runs: SeedRuns, metric: str, config
     seconds = statistics.fmean(run.records[-1].seconds for run in completed_runs)
     traffic = [record.figures for run in completed_runs for record in run.records]
     size = statistics.fmean(figures.get("bytes_down", 0) + figures.get("bytes_up", 0) for figures in traffic)
-    active = max(1, round(config.training.participation * config.data.clients))
+    num_active = max(1, round(config.training.participation * config.data.clients))
     epsilon = (
         [f"{max(run.records[-1].figures.get('epsilon', math.inf) for run in completed_runs):.3g}"] if has_dp else []
     )
@@ -118,7 +118,7 @@ def _row(defence: str, runs: SeedRuns, plain_runs: SeedRuns, metric: str, config
         difference,
         f"{seconds:.1f}",
         f"{size:,.0f}",
-        f"{active * size:,.0f}",
+        f"{num_active * size:,.0f}",
         *epsilon,
     ]
 

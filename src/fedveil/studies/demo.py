@@ -125,14 +125,14 @@ class DemoStudy(Study[Demo, Runs]):
 
     def present(self, request: Demo, results: Runs) -> Presentation:
         """Return the accuracies, two confusion matrices, the curves and the settings."""
-        veiled, histories = results["veiled"], {name: History(run.records) for name, run in results.items()}
+        veiled_run, histories = results["veiled"], {name: History(run.records) for name, run in results.items()}
         rows = [
             [name, f"{histories[name].metrics['accuracy']:.1%}", f"{run.seconds:.1f} s"]
             for name, run in results.items()
         ]
-        rows += [[view, f"{accuracy:.1%}", ""] for view, accuracy in list(veiled.views.items())[1:]]
-        error = f"{statistics.median(veiled.errors):.0e}, the median of {count(len(veiled.errors), 'round')}"
-        matrices = [Matrix(view, veiled.classes, counts) for view, counts in veiled.matrices.items()]
+        rows += [[view, f"{accuracy:.1%}", ""] for view, accuracy in list(veiled_run.views.items())[1:]]
+        error = f"{statistics.median(veiled_run.errors):.0e}, the median of {count(len(veiled_run.errors), 'round')}"
+        matrices = [Matrix(view, veiled_run.classes, counts) for view, counts in veiled_run.matrices.items()]
         settings = applicable_values(CONFIG.changed(epochs=request.epochs))
         verdict = f"Test accuracy: {', '.join(f'{name} {accuracy}' for name, accuracy, _ in rows)}."
         header, top_sections = (

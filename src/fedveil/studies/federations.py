@@ -83,7 +83,7 @@ class TrainRun:
     run: Path
 
     def __call__(self, progress: Progress, results: JobResults) -> TrainedRun:
-        """Train to the last epoch."""
+        """Train until the last epoch."""
         federation, data = load_or_train(self.config, self.run, progress, results.basis)
         return TrainedRun(str(self.run), federation.history.records, constant_metric(data))
 
@@ -124,7 +124,9 @@ def describe_run(config: Config, folder: Path) -> list[str]:
             f"This run is unfinished: the attack uses its state after round {federation.round} of {num_rounds}."
         )
     if RECORDS in federation.changed:
-        notes.append("The data have changed since this run was trained: it may not have seen the supposed members.")
+        notes.append(
+            "The data have changed since this run was trained, so it may not have been trained on the supposed members."
+        )
     return notes
 
 
@@ -180,7 +182,7 @@ def observe_all(federation: Federation, defence: str) -> Views:
 
 
 def observe_strongest(federation: Federation, defence: str) -> dict[str, Observation]:
-    """Return the observations of the published attacker and of the strongest adaptive ones."""
+    """Return the observations of the published attacker and of the strongest adaptive attackers."""
     names = (PUBLISHED, *find_attackers(find(defence)).strongest)
     return {name: observation for name, observation in observe_all(federation, defence)[0].items() if name in names}
 

@@ -145,8 +145,8 @@ def run_job(job: StudyJob[R], folder: Path, progress: Progress, results: JobResu
         result = Failure(f"{type(error).__name__}: {error}")
     if isinstance(result, Failure):
         content = {"failed": result.failed}
-    stored = {"basis": results.basis.to_plain(), "asked": repr(job.task), "result": content}
-    write_atomically(path, to_json(stored, exact=True) + "\n")
+    contents = {"basis": results.basis.to_plain(), "asked": repr(job.task), "result": content}
+    write_atomically(path, to_json(contents, exact=True) + "\n")
     return result
 
 
@@ -165,23 +165,28 @@ def run_jobs(
         folder: folder with a file for each job.
         workers: number of processes, by default one per core; if 1, all jobs run in this process.
         show: called with a job's name, the fraction done and the current step.
-        digests: digests of data and code, to share those that are already computed.
+        digests: digests of data and code, each computed once; pass the same object to share them between calls.
     """
     digests = digests or Digests()
     bases = {job.name: digests.job_basis(job.task, job.attacked_run) for job in jobs}
     result, remaining = dict[str, Result](), list[StudyJob[Result]]()
     for job in jobs:
-        stored = read_result(job, folder, bases[job.name])
-        if isinstance(stored, Result):
-            result[job.name] = stored
+        stored_result = read_result(job, folder, bases[job.name])
+        if isinstance(stored_result, Result):
+            result[job.name] = stored_result
             show(job.name, 1.0, "reused")
         else:
             remaining.append(job)
-            show(job.name, 0.0, f"{COMPUTED_AGAIN}: {stored}" if stored else "waiting")
+            show(job.name, 0.0, f"{COMPUTED_AGAIN}: {stored_result}" if stored_result else "waiting")
     workers = min(len(remaining), workers or os.cpu_count() or 1)
     if workers <= 1:
         _schedule(
-            remaining, result, bases, lambda job, needed: _run_in_this_process(job, folder, show, needed), None, show
+            remaining,
+            result,
+            bases,
+            lambda job, job_results: _run_in_this_process(job, folder, show, job_results),
+            None,
+            show,
         )
     else:
         context = multiprocessing.get_context("spawn")  # fork is unsafe once torch has started threads
@@ -191,7 +196,7 @@ def run_jobs(
                 remaining,
                 result,
                 bases,
-                lambda job, needed: pool.submit(_run_in_worker, job, folder, needed),
+                lambda job, job_results: pool.submit(_run_in_worker, job, folder, job_results),
                 queue,
                 show,
             )
@@ -255,14 +260,14 @@ def _run_in_worker(job: StudyJob[Result], folder: Path, results: JobResults) -> 
 def _set_up_worker(queue: ProgressQueue, parent: int) -> None:
     """Set up a worker process that exits when its parent exits, so that it cannot interfere with a new run."""
 
-    def watch() -> None:
+    def watch_parent() -> None:
         while os.getppid() == parent:
             time.sleep(POLL_SECONDS)
         os._exit(1)
 
     global _queue
     _queue = queue
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker at once; only the parent prints a message
     torch.set_num_threads(1)  # there is one worker per core
     torch.set_flush_denormal(

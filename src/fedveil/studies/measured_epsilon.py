@@ -64,15 +64,15 @@ class MeasureConfig:
             participation=training.participation,
             secure_aggregation=config.privacy.secure_aggregation,
             seed=training.seed,
-            progress=lambda number, rounds: progress(
-                number / rounds, f"training with canaries, round {number}/{rounds}"
+            progress=lambda round_index, rounds: progress(
+                round_index / rounds, f"training with canaries, round {round_index}/{rounds}"
             ),
         )
         return EpsilonResult(result)
 
 
 class EpsilonStudy(Study[Config, EpsilonResult | Failure]):
-    """A lower bound for the true epsilon of a configuration with differential privacy for records."""
+    """A lower bound on the true epsilon of a configuration with differential privacy for records."""
 
     def graph(self, request: Config, folder: Path) -> JobGraph[EpsilonResult | Failure]:
         """Return one job; refuse a configuration that does not protect records."""
@@ -95,10 +95,10 @@ class EpsilonStudy(Study[Config, EpsilonResult | Failure]):
         title = f"Measured epsilon: {request.data.name}, {request.model.name}"
         if isinstance(results, Failure):
             return Presentation(title, f"Failed: {results.failed}", HEADER, [], TEXTS.note, sections)
-        measured = results.measured
-        row = [f"{measured.claimed:.2f}", measured.format_bound(), f"{measured.estimate:.2f}"]
-        row += [str(measured.right), str(measured.guesses), str(measured.canaries)]
-        return Presentation(title, f"Epsilon: {measured!r}.", HEADER, [row], TEXTS.note, sections)
+        measurement = results.measured
+        row = [f"{measurement.claimed:.2f}", measurement.format_bound(), f"{measurement.estimate:.2f}"]
+        row += [str(measurement.right), str(measurement.guesses), str(measurement.canaries)]
+        return Presentation(title, f"Epsilon: {measurement!r}.", HEADER, [row], TEXTS.note, sections)
 
 
 EPSILON = EpsilonStudy()

@@ -109,8 +109,8 @@ class PoisoningOptions:
 
 def _parse_names(flag: str, kind: str, names: str, choices: Mapping[str, object]) -> list[str]:
     """Return the names in a comma-separated list, or all known names for "all"."""
-    requested = choices if names == "all" else names.split(",")
-    return [check_choice(flag, kind, name, choices) for name in dict.fromkeys(requested)]
+    requested_names = choices if names == "all" else names.split(",")
+    return [check_choice(flag, kind, name, choices) for name in dict.fromkeys(requested_names)]
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def train_rounds(federation: Federation, data: Data, rounds: int, num_hostile: i
 
 
 class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
-    """The damage done by hostile clients, with one job per attack, defence and seed."""
+    """A study of the damage done by hostile clients, with one job per attack, defence and seed."""
 
     name = "poisoning"
     summary = "measure what hostile clients do to the model, with and without limits"
@@ -183,9 +183,8 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
         for name, limited_config in request.options.configs(config).items():
             limits = build_limits(limited_config.limits)
             if limits and limits.min_clients() > clients:
-                message = (
-                    f"{name} needs {limits.min_clients()} clients to resist {num_hostile} hostile ones, got {clients}"
-                )
+                required = limits.min_clients()
+                message = f"{name} needs {required} clients to resist {num_hostile} hostile clients, got {clients}"
                 raise BadArgument("--rules", message, "increase --clients, or leave the rule out")
 
     def graph(self, request: AttackRequest[PoisoningOptions], folder: Path) -> JobGraph[Results[Poisoning]]:
@@ -208,7 +207,7 @@ class PoisoningStudy(AttackStudy[PoisoningOptions, Poisoning]):
         )
 
     def show(self, request: AttackRequest[PoisoningOptions], results: Mapping[str, Poisoning]) -> Presentation:
-        """Return the accuracy for each attack and limit, and the sections."""
+        """Return the table of accuracies, and the other sections."""
         return show(results, list(request.options.configs(request.config)), count_hostile(request.config))
 
 
@@ -297,7 +296,11 @@ def show(results: Mapping[str, Poisoning], limits: Sequence[str], num_hostile: i
     attacks = dict.fromkeys(attack for result in results.values() for attack in result.attacks if attack != HONEST)
     sections: list[Section] = [
         Text("How to read it", TEXTS.reading),
-        Table("The attacks", ["attack", "hostile clients send"], [[name, ATTACKS[name].summary] for name in attacks]),
+        Table(
+            "The attacks",
+            ["attack", "update sent by hostile clients"],
+            [[name, ATTACKS[name].summary] for name in attacks],
+        ),
     ]
     for name in results:
         marks = [

@@ -34,7 +34,7 @@ class Presentation:
         sections: sections of the page after the table; the terminal prints only the paragraphs of `Text` sections.
         top_sections: sections before the table.
         summary_rows: rows (question, the paper's answer, our answer) for a summary of several studies.
-        lead: description of the question, printed below the verdict.
+        description: description of the question, printed below the verdict.
         plain_verdict: the verdict in plain words, which replaces `verdict` at the top of the page.
         glossary: explanations of the terms on the page.
     """
@@ -47,7 +47,7 @@ class Presentation:
     sections: Sequence[Section]
     top_sections: Sequence[Section] = ()
     summary_rows: Sequence[tuple[str, str, str]] = ()
-    lead: str = ""
+    description: str = ""
     plain_verdict: str = ""
     glossary: Mapping[str, str] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ class Presentation:
         """Return the page, with the command that repeats the study."""
         table = [Table("Result", self.header, self.rows, self.note)] if self.rows else []
         sections, verdict = [*self.top_sections, *table, *self.sections], self.plain_verdict or self.verdict
-        return Page(self.title, verdict, sections, command, self.lead, glossary=self.glossary)
+        return Page(self.title, verdict, sections, command, self.description, glossary=self.glossary)
 
 
 class PageTexts(BaseModel):

@@ -19,7 +19,7 @@ ALPHA = 0.05  # maximum probability of a false finding in a verdict on several a
 CLEAR_LEAK = 0.1  # a leak is clear above this fraction of the distance between guessing and full knowledge
 SLIGHT_LEAK = 0.2  # a leak is slight below this fraction of the distance between guessing and the undefended result
 FULL_LEAK = 0.8  # a leak is full at or above this fraction of the distance between guessing and the undefended result
-PUBLISHED_LAG = 0.2  # mention the published attack if it loses more than this fraction of the strongest gain
+PUBLISHED_LAG = 0.2  # show the published attack if its gain is smaller than the largest by more than this fraction
 RECOGNITION_DB = 10.0  # a record counts as recognised if its PSNR is at least this many dB above guessing
 MAX_MEMBERSHIP = 0.52  # limit for hardening: the attacker's balanced accuracy may not exceed this value
 MAX_COST = 0.005  # limit for hardening: the model may not lose more accuracy than this
@@ -108,7 +108,7 @@ class Measure:
         """Draw a conclusion about each of several attackers, given 95 % intervals of their estimates.
 
         Attackers are tested in the order of their p-values. An attacker finds a leak if its interval at the level
-        1 - ALPHA / (number of attackers left) excludes guessing. The first attacker that finds no leak ends the tests
+        1 - ALPHA / (number of attackers left) excludes guessing. Testing stops at the first attacker that finds no leak
         (Holm 1979).
         """
         level, significant, result = 1 - ALPHA / max(len(estimates), 1), True, dict[int, bool]()
@@ -123,17 +123,19 @@ class Measure:
             for index, (name, estimate) in enumerate(estimates)
         ]
 
-    def conclude(self, attacker: str, estimate: Estimate, guess: float, differs: bool, trials: int) -> AttackerEstimate:
-        """Draw a conclusion about one attacker; `differs` states whether its estimate differs from guessing.
+    def conclude(
+        self, attacker: str, estimate: Estimate, guess: float, is_significant: bool, trials: int
+    ) -> AttackerEstimate:
+        """Draw a conclusion about one attacker; `is_significant` states whether its difference from guessing is.
 
-        - Found: the estimate differs significantly from guessing, and is above it or the measure is two-sided.
+        - Found: the estimate is significantly above guessing or, if the measure is two-sided, significantly below it.
         - Nothing found: the interval does not include a clear leak.
         - Too few trials: the interval includes a clear leak, or there was only one trial.
         """
         is_below_guess = estimate.value < guess
         if trials < 2 or estimate.repeats == 1:
             return AttackerEstimate(attacker, estimate, Finding.TOO_FEW)
-        if differs and (self.two_sided or not is_below_guess):
+        if is_significant and (self.two_sided or not is_below_guess):
             return AttackerEstimate(attacker, estimate, Finding.FOUND, is_below_guess)
         distance = self.clear_distance(guess)
         if estimate.high > guess + distance or (self.two_sided and estimate.low < guess - distance):
@@ -250,8 +252,8 @@ def choose_label(
         return Label.PROTECTED if undefended_leaks else Label.NOTHING
     if undefended is None or not undefended_leaks:
         return Label.LEAK
-    span = min(undefended.value, measure.full_knowledge(guess)) - guess
-    fraction = (strongest.value - guess) / span if span > 0 else 0.0
+    max_gain = min(undefended.value, measure.full_knowledge(guess)) - guess
+    fraction = (strongest.value - guess) / max_gain if max_gain > 0 else 0.0
     return Label.SLIGHT if fraction < SLIGHT_LEAK else Label.PARTIAL if fraction < FULL_LEAK else Label.LEAK
 
 
@@ -274,9 +276,10 @@ def summarise(verdicts: Mapping[str, Verdict]) -> str:
         by_label.setdefault(verdict.label, []).append(
             f"{display_name(name)} {verdict.measure.format_value(verdict.strongest.value)}"
         )
-    first = next(iter(verdicts.values()))
+    first_verdict = next(iter(verdicts.values()))
+    measure, guess = first_verdict.measure, first_verdict.guess
     labels = ", ".join(f"{label} ({', '.join(names)})" for label, names in by_label.items())
-    return f"{capitalise(first.measure.subject)}: {labels}; guessing {first.measure.format_value(first.guess)}"
+    return f"{capitalise(measure.subject)}: {labels}; guessing {measure.format_value(guess)}"
 
 
 def headline(verdicts: Mapping[str, Verdict]) -> str:

@@ -135,8 +135,8 @@ def audit(
 
     Args:
         run: a trained `Federation`, or the folder of a run of `fedveil train`, `Federation.fit(folder=)`, Flower or
-            FLARE. If its records are not passed, or if the run was trained on other records, it is simulated in one
-            process, and the report says so.
+            FLARE. A run is simulated in one process if its records are not passed or if it was trained on other
+            records; the report says so.
         test: records that were not used for training; required for a `Federation`.
         clients: for a folder: the records of each client; by default, random stand-ins of the right shapes.
         data: for a folder: a data set, which is divided evenly among the clients of the run.
@@ -198,9 +198,9 @@ def audit_from_description(
     folder: Path, overrides: AuditOverrides, options: AuditOptions, progress: Progress, command: str
 ) -> AuditReport:
     """Audit the run of a server in Python, Flower or FLARE, or a simulation of the run."""
-    opened = open_from_description(folder, overrides, progress)
-    data = collect_data(opened.recipe.federation, opened.test, "records")
-    return run_audit(MemoryAudit(opened.recipe, data, options), opened.notes, command, progress)
+    opened_run = open_from_description(folder, overrides, progress)
+    data = collect_data(opened_run.recipe.federation, opened_run.test, "records")
+    return run_audit(MemoryAudit(opened_run.recipe, data, options), opened_run.notes, command, progress)
 
 
 def audit_from_config(
@@ -209,7 +209,7 @@ def audit_from_config(
     """Audit the run of a configuration as `fedveil audit` does, in this process; results are stored in its folder."""
     for name in ("clients", "test", "data", "model", "defence", "loss", "optimizer"):
         if getattr(overrides, name) is not None:
-            message = f"{name}= is given, but config.json specifies it"
+            message = f"{name}= is given, but config.json already specifies it"
             raise BadArgument(str(folder), message, f"leave out {name}=")
     from fedveil.runs.build import choose_loss
 

@@ -37,7 +37,7 @@ STAND_IN_NOTICE, PASSED_RECORDS = "STAND-IN RECORDS, NOT YOURS", "the records th
 
 @dataclass(frozen=True, eq=False)
 class AuditOverrides:
-    """Objects that a user passes for the audit of a folder; None to use what the folder contains.
+    """Objects that a user passes for the audit of a folder; None for the objects that the folder provides.
 
     Attributes:
         clients: the records of each client.
@@ -88,7 +88,7 @@ def open_from_description(folder: Path, overrides: AuditOverrides, progress: Pro
         )
         raise BadArgument(str(folder), message, fix)
     description = read_description(folder)
-    tag, state = _read_state(folder)
+    state_tag, state = _read_state(folder)
     model, factory = build_model_from_description(folder, description, overrides)
     _check_values(folder, copy.deepcopy(model), state)
     clients, test, source = choose_records(description, overrides, model)
@@ -101,19 +101,19 @@ def open_from_description(folder: Path, overrides: AuditOverrides, progress: Pro
     recipe = TrainingRecipe(federation, rates, factory)
     if (
         not description.terms.remote
-        and state["setting"].get(RECORDS) == checksum_records(federation.shards, tag.run) is not None
+        and state["setting"].get(RECORDS) == checksum_records(federation.shards, state_tag.run) is not None
     ):
         federation.resume(folder)
         return OpenedRun(recipe, test, description, tuple(notes))
     notes.append(_describe_simulation(description, source, len(clients), len(rates)))
     parts = [DataPart(*federation.shards.records(client)) for client in range(len(clients))]
-    trained = recipe.build(
+    simulated_federation = recipe.build(
         model, parts, federation.defence, _optimizer(folder, description, overrides), description.seed
     )
     rounds = len(rates)
     report = lambda record: progress(record.round / rounds, f"simulation, round {record.round}")  # noqa: E731
-    trained.fit(rounds=rounds, on_round=report, verbose=False)
-    return OpenedRun(replace(recipe, federation=trained), test, description, tuple(notes))
+    simulated_federation.fit(rounds=rounds, on_round=report, verbose=False)
+    return OpenedRun(replace(recipe, federation=simulated_federation), test, description, tuple(notes))
 
 
 def _version() -> str:
@@ -145,9 +145,9 @@ def parts_from_flags(folder: Path, config: Config, flags: Collection[str], trust
         return result
     if ":" in config.data.name:
         factory = import_object(config.data.name, "data", "my_package.data:load")
-        loaded = factory() if callable(factory) else factory
-        if isinstance(loaded, tuple) and len(loaded) == 2 and isinstance(loaded[0], list):
-            return replace(result, clients=loaded[0], test=loaded[1])
+        records = factory() if callable(factory) else factory
+        if isinstance(records, tuple) and len(records) == 2 and isinstance(records[0], list):
+            return replace(result, clients=records[0], test=records[1])
     return replace(result, data=load_data(config))
 
 
@@ -196,7 +196,7 @@ def _check_values(folder: Path, model: nn.Module, state: checkpoint.Content) -> 
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:
-        message = f"its values belong to another network: {str(error).splitlines()[-1].strip()}"
+        message = f"the checkpoint belongs to another network: {str(error).splitlines()[-1].strip()}"
         raise BadArgument(
             str(folder), message, "pass the network of this run with --model, or model= in Python"
         ) from error
@@ -210,17 +210,17 @@ def build_federation(
     clients: Sequence[UserRecords],
 ) -> Federation:
     """Build the federation that a description specifies, in one process and without secure aggregation."""
-    where = str(folder / DESCRIPTION)
+    location = str(folder / DESCRIPTION)
     loss = overrides.loss
     if loss is None:
         if description.loss_settings is None:
             message = f"the loss {description.loss} is a user-defined function"
-            raise BadArgument(where, message, "pass it: fedveil.audit(folder, loss=...)")
-        loss = resolve_loss(where, description.loss, description.loss_settings, None)
+            raise BadArgument(location, message, "pass the function: fedveil.audit(folder, loss=...)")
+        loss = resolve_loss(location, description.loss, description.loss_settings, None)
     defence = overrides.defence
     if defence is None:
         defence = build_from_description(
-            adapt_to_simulation(description.defence), where, trust_code=overrides.trust_code
+            adapt_to_simulation(description.defence), location, trust_code=overrides.trust_code
         )
     limits = description.limits
     return Federation(
@@ -247,16 +247,16 @@ def _optimizer(folder: Path, description: RunDescription, overrides: AuditOverri
     """Return a function that creates the optimizer of a run."""
     if overrides.optimizer is not None:
         return overrides.optimizer
-    spec, settings, where = description.optimizer, description.optimizer_settings, str(folder / DESCRIPTION)
+    spec, settings, location = description.optimizer, description.optimizer_settings, str(folder / DESCRIPTION)
     if settings is None:
-        raise BadArgument(where, "the optimizer's settings are unknown", "pass optimizer= in Python")
+        raise BadArgument(location, "the optimizer's settings are unknown", "pass optimizer= in Python")
     if not spec.startswith("torch.optim.") and not overrides.trust_code:
         message = f"the optimizer is {spec}; importing it would run that module's code"
-        raise BadArgument(where, message, "pass --trust-code, or optimizer= in Python")
-    kind = import_object(spec, "an optimizer", "torch.optim:Adam")
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise BadArgument(where, f"{spec} is not an optimizer", "pass optimizer= in Python")
-    create: Callable[..., torch.optim.Optimizer] = kind
+        raise BadArgument(location, message, "pass --trust-code, or optimizer= in Python")
+    optimizer_class = import_object(spec, "an optimizer", "torch.optim:Adam")
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise BadArgument(location, f"{spec} is not an optimizer", "pass optimizer= in Python")
+    create: Callable[..., torch.optim.Optimizer] = optimizer_class
     values = filter_arguments(create, settings)
     return lambda parameters: create(parameters, **values)
 
@@ -283,12 +283,12 @@ def choose_records(
 
 def make_stand_ins(description: RunDescription, model: nn.Module) -> tuple[list[UserRecords], UserRecords]:
     """Draw random records that have the right shapes and can be learnt: one cluster of points per class."""
-    shape, dtype, where = description.shape, description.dtype, "stand-in records"
+    shape, dtype, location = description.shape, description.dtype, "stand-in records"
     fix = "pass records: --data package.module:factory, or clients= and test= in Python"
     if shape is None or dtype is None:
-        raise BadArgument(where, "the records of this run consist of several tensors", fix)
+        raise BadArgument(location, "the records of this run consist of several tensors", fix)
     if description.loss_settings is None:
-        raise BadArgument(where, f"the targets that the loss {description.loss} expects are unknown", fix)
+        raise BadArgument(location, f"the targets that the loss {description.loss} expects are unknown", fix)
     rng, clients = generator("stand-ins", description.seed), description.terms.clients or 2
     count, outputs = NUM_STAND_INS * (clients + 1), math.prod(description.output)
     classes = description.classes or 2
@@ -296,7 +296,7 @@ def make_stand_ins(description: RunDescription, model: nn.Module) -> tuple[list[
     if dtype.startswith(("int", "uint")):
         sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
         if not sizes:
-            raise BadArgument(where, "the range of the integer inputs is unknown", fix)
+            raise BadArgument(location, "the range of the integer inputs is unknown", fix)
         inputs = torch.randint(0, min(sizes), (count, *shape), generator=rng)
     else:
         centres = torch.randn(classes, *shape, generator=rng) * 3 / math.sqrt(math.prod(shape))

@@ -33,7 +33,7 @@ Values = Mapping[str, Value]
 FEDERATIONS = read_federations()
 DP_ROUNDS, DP_RATE = 10, 0.01
 UNIT_NOISE = {1: 3.7307, 3: 1.3906, 10: 0.4999}
-"""Minimum noise multiplier for one round, by epsilon, at delta 1e-5; T rounds need sqrt(T) times as much."""
+"""Minimum noise multiplier for one round, by epsilon, at delta 1e-5; T rounds need sqrt(T) times this value."""
 RECORD_NOISE = {8: 3.7713, 3: 8.6010, 1: 22.936}
 """Minimum noise multiplier for the rounds of `private_records`, by epsilon per record, at delta 1e-5."""
 CROSS_ENTROPY: Values = {"loss": "cross_entropy", "groups": 1}
@@ -186,10 +186,10 @@ def measure_row(name: str, audits: Sequence[AuditResult], references: Sequence[A
 
 def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[MeasureRow]:
     """Yield one row for each measure that did not fail for any seed."""
-    successful = {
+    audits_by_measure = {
         name: [result for result in seeds if isinstance(result, AuditResult)] for name, seeds in results.items()
     }
-    complete = {name: audits for name, audits in successful.items() if len(audits) == len(results[name])}
+    complete = {name: audits for name, audits in audits_by_measure.items() if len(audits) == len(results[name])}
     for name, audits in complete.items():
         loss = configure({**request.base, **request.measures[name]}).training.loss
         yield measure_row(name, audits, complete.get(UNDEFENDED[str(loss)], []))
@@ -200,7 +200,11 @@ def verdict(rows: Sequence[MeasureRow]) -> str:
     limits = f"membership at most {100 * MAX_MEMBERSHIP:.0f} %, cost at most {100 * MAX_COST:.1f} points"
     figures = [(row, row.figures[MEMBERSHIP], row.figures[COST]) for row in rows]
     undefended = [membership for row, membership, _ in figures if row.name in UNDEFENDED.values() and membership]
-    candidates = [(row, m, c) for row, m, c in figures if row.name not in UNDEFENDED.values() and m and c]
+    candidates = [
+        (row, membership, cost)
+        for row, membership, cost in figures
+        if row.name not in UNDEFENDED.values() and membership and cost
+    ]
     if not candidates or not undefended:
         return "No verdict: membership or the undefended federation was not measured."
     reference = max(undefended, key=lambda estimate: estimate.value)
@@ -208,14 +212,18 @@ def verdict(rows: Sequence[MeasureRow]) -> str:
         return (
             f"No verdict: without a defence, membership is {format_percent(reference)} %, within the limit ({limits})."
         )
-    passing = [row for row, m, c in candidates if m.high <= MAX_MEMBERSHIP and c.high <= MAX_COST]
-    undecided = [row for row, m, c in candidates if m.low <= MAX_MEMBERSHIP and c.low <= MAX_COST]
-    if undecided:
-        label = "GOOD ENOUGH" if passing else "TOO FEW SEEDS"
-        names = "; ".join(map(str, passing or undecided))
+    passing_rows = [
+        row for row, membership, cost in candidates if membership.high <= MAX_MEMBERSHIP and cost.high <= MAX_COST
+    ]
+    undecided_rows = [
+        row for row, membership, cost in candidates if membership.low <= MAX_MEMBERSHIP and cost.low <= MAX_COST
+    ]
+    if undecided_rows:
+        label = "GOOD ENOUGH" if passing_rows else "TOO FEW SEEDS"
+        names = "; ".join(map(str, passing_rows or undecided_rows))
         return f"{label} ({limits}): {names}; undefended {format_percent(reference)} %."
-    affordable = [(m.value, str(row)) for row, m, c in candidates if c.value <= MAX_COST]
-    best_text = f"best at that cost: {min(affordable)[1]}; " if affordable else ""
+    affordable_rows = [(membership.value, str(row)) for row, membership, cost in candidates if cost.value <= MAX_COST]
+    best_text = f"best at that cost: {min(affordable_rows)[1]}; " if affordable_rows else ""
     return f"NONE GOOD ENOUGH ({limits}): {best_text}undefended {format_percent(reference)} %."
 
 
@@ -251,17 +259,17 @@ class HardenStudy(Study[Hardening, HardeningResults]):
         return JobGraph(
             [*shadow_jobs.values(), *audits.values()],
             lambda results: {
-                name: [results[audits[name, n]] for n in range(request.seeds)] for name in request.measures
+                name: [results[audits[name, seed]] for seed in range(request.seeds)] for name in request.measures
             },
         )
 
     def present(self, request: Hardening, results: HardeningResults) -> Presentation:
         """Return the verdict, the table, two charts, and an explanation of how to read them."""
         rows = list(measure_rows(request, results))
-        measured = [row.name for row in rows]
+        measured_names = [row.name for row in rows]
         table = [[row.name, row.attacker, *format_figures(row.figures, FORMATS)] for row in rows]
         for name, result in results.items():
-            if name not in measured:
+            if name not in measured_names:
                 reason = next(failure.failed for failure in result if isinstance(failure, Failure))
                 table.append(failed_row(name, len(HEADER), f"failed: {reason}"))
         members, costs = ([mark(row.name, row.figures[key], scale=100) for row in rows] for key in (MEMBERSHIP, COST))
@@ -274,8 +282,8 @@ class HardenStudy(Study[Hardening, HardeningResults]):
             Facts("Configuration", facts),
         ]
         title = f"Hardening the veil: {request.base['data']}"
-        lead = f"{len(results)} settings, {count(request.seeds, 'seed')} each, against adaptive attackers."
-        return Presentation(title, verdict(rows), HEADER, table, TEXTS.note, sections, lead=lead)
+        description = f"{len(results)} settings, {count(request.seeds, 'seed')} each, against adaptive attackers."
+        return Presentation(title, verdict(rows), HEADER, table, TEXTS.note, sections, description=description)
 
 
 HARDEN = HardenStudy()

@@ -33,9 +33,9 @@ from fedveil.studies.membership import attacks as membership
 FUNCTION = "audit"
 
 
-def report_part(progress: Progress, number: int, count: int, label: str) -> Progress:
-    """Return a callback that reports the progress of part `number` of `count` equal parts."""
-    return lambda fraction, step: progress((number + fraction) / count, f"{label}: {step}")
+def report_part(progress: Progress, part_index: int, count: int, label: str) -> Progress:
+    """Return a callback that reports the progress of part `part_index` of `count` equal parts."""
+    return lambda fraction, step: progress((part_index + fraction) / count, f"{label}: {step}")
 
 
 def collect_data(federation: Federation, test: UserRecords, name: str) -> Data:
@@ -94,7 +94,7 @@ class MemoryAudit:
 
     @property
     def attackers(self) -> Attackers:
-        """The attackers that know the defence; a class derived from plain training has only generic ones."""
+        """The attackers that know the defence; a class derived from plain training has only generic attackers."""
         base = self.recipe.federation.defence.requested
         record = find_record(base)
         return find_attackers(record) if record and (record.name != "plain" or _is_registered(base)) else Attackers()
@@ -138,19 +138,20 @@ class MemoryAudit:
         records = membership.divide_pool(data, self._client_rows(), seed, everyone=True)
         pool, clients = records.pool, len(self._client_rows())
         size = None if self.options.lira else len(data.train.targets)
-        selected = halves(len(pool.targets), num_shadows, generator("shadows", seed, num_shadows), size)
+        training_masks = halves(len(pool.targets), num_shadows, generator("shadows", seed, num_shadows), size)
         defence = "plain" if membership.shadow_defence(name) == "plain" else None
         for index in range(num_shadows):
             report = report_part(progress, index, num_shadows, "shadow")
             parts = [
-                pool.take(rows) for rows in torch.from_numpy(selected[index]).nonzero()[:, 0].tensor_split(clients)
+                pool.take(rows)
+                for rows in torch.from_numpy(training_masks[index]).nonzero()[:, 0].tensor_split(clients)
             ]
             shadow = self.recipe.train(parts, seed + 1 + index, report, defence)
             path = membership.shadow_file(folder, name, index)
-            membership.write_shadow(shadow, pool, selected[index], path)
+            membership.write_shadow(shadow, pool, training_masks[index], path)
 
     def run(self, progress: Progress) -> tuple[dict[str, AuditResult | Failure], tuple[str, ...]]:
-        """Return the results by name, in the form of a study of audits, and notes."""
+        """Return the results by name, as in `AuditStudy`, and notes."""
         dtype = self.recipe.federation.dtype
         notes = [] if dtype == torch.float32 else [f"The model's dtype is {dtype}; a float32 copy was audited."]
         subjects: dict[str, AuditSubject] = {self.name: self.subject()}
@@ -160,13 +161,13 @@ class MemoryAudit:
         result = dict[str, AuditResult | Failure]()
         with TemporaryDirectory() as folder:
             notes += self._shadow_notes(Path(folder), [subject.name for subject in subjects.values()], progress)
-            for number, (label, subject) in enumerate(subjects.items()):
-                report = report_part(progress, 1 + number, 3, label)
+            for index, (label, subject) in enumerate(subjects.items()):
+                report = report_part(progress, 1 + index, 3, label)
                 result[label] = attack_subject(subject, self.options, Path(folder), report)
         return result, tuple(notes)
 
     def _shadow_notes(self, folder: Path, names: Sequence[str], progress: Progress) -> Iterator[str]:
-        """Train all shadows; yield the reason if there are none."""
+        """Train all shadows; yield the reason if they cannot be trained."""
         if not self.options.shadows or len(self._client_rows()) < 2 or self.data.train.targets.dim() != 1:
             return
         for kind in dict.fromkeys(membership.shadow_defence(name) for name in names):

@@ -55,7 +55,7 @@ class ModelFigures:
     """The performance of one attacker's model on held-out records.
 
     Attributes:
-        agreement: fraction of records on which it agrees with the server's model.
+        agreement: fraction of records for which this model and the server's model give the same answer.
         accuracy: accuracy; None if records have no classes.
         ranking: AUC of a model with one output, in the better direction; None for other models.
         membership: results of the membership attacks; None if there is only one client.
@@ -124,9 +124,9 @@ class AuditResult(Quality, Result):
     @property
     def guesses(self) -> dict[str, float | None]:
         """The results of the best constant answer by column."""
-        fixed = {MEMBERSHIP: 0.5, BALANCED: 0.5, TPR: 0.01, RANKING: 0.5 if self.ranks else None}
+        fixed_guesses = {MEMBERSHIP: 0.5, BALANCED: 0.5, TPR: 0.01, RANKING: 0.5 if self.ranks else None}
         floor = self.rebuilt[FLOOR].value if FLOOR in self.rebuilt else None
-        return {AGREEMENT: self.guessing.agreement, ACCURACY: self.guessing.accuracy, RECORD: floor, **fixed}
+        return {AGREEMENT: self.guessing.agreement, ACCURACY: self.guessing.accuracy, RECORD: floor, **fixed_guesses}
 
     @property
     def names(self) -> list[str]:
@@ -140,8 +140,8 @@ Audits = Mapping[str, AuditResult]  # results by defence
 def combine_broadcasts(broadcasts: Sequence[Estimate]) -> Estimate:
     """Average the estimates of a fraction over several broadcasts.
 
-    The half-width of the interval is the root of the sum of two squares: Student's half-width over broadcasts, and the
-    mean half-width of the individual intervals.
+    The half-width of the interval combines two half-widths as the root of the sum of their squares: Student's
+    half-width over broadcasts, and the mean half-width of the individual intervals.
     """
     if len(broadcasts) == 1:
         return broadcasts[0]
@@ -245,11 +245,11 @@ def judge_all(results: Audits, undefended: AuditResult) -> dict[str, dict[str, V
 
 def headline(verdicts_by_column: Mapping[str, Mapping[str, Verdict]]) -> str:
     """Return one sentence per measure with its verdicts; "plain" is omitted unless it is the only defence."""
-    defended = [
+    defended_columns = [
         {name: verdict for name, verdict in column.items() if name != "plain"} or column
         for column in verdicts_by_column.values()
     ]
-    return f"By the strongest attacker: {'. '.join(summarise(column) for column in defended if column)}."
+    return f"By the strongest attacker: {'. '.join(summarise(column) for column in defended_columns if column)}."
 
 
 def verdict_sections(
@@ -275,7 +275,7 @@ def charts(results: Audits, undefended: AuditResult) -> Iterator[Section]:
         for defence, result in results.items():
             for attacker in result.names:
                 if figure := result.figures(attacker).get(column):
-                    low, high = (min(max(end, -10.0), 200.0) for end in (figure.low, figure.high))
+                    low, high = (min(max(bound, -10.0), 200.0) for bound in (figure.low, figure.high))
                     rows.append(Interval(attacker, figure.value, low, high, defence))
         if rows and (verdict := judge(column, measure, undefended, undefended)):
             lines = {"guessing": round(verdict.guess, 3), UNDEFENDED: round(verdict.strongest.estimate.value, 3)}

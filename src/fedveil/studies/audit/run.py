@@ -31,14 +31,14 @@ from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, successe
 from fedveil.studies.membership import attacks as membership
 from fedveil.studies.study import JobGraph, Presentation
 
-OWN_BATCH = 4
+OWN_BATCH = 4  # batch size; also the number of the attacker's records if clients use whole shards
 SHARD_SIZE = 64  # number of the victim's records if clients use whole shards
 MAX_SEARCHES = 5  # maximum number of records to rebuild by a search
 
 
-def quality(rebuilt: Tensor, true: Tensor, peak: float) -> float:
+def quality(rebuilt: Tensor, original: Tensor, peak: float) -> float:
     """Return PSNR = 10 log10(peak^2 / MSE) in dB, at most 100; `peak` is the range of the data."""
-    return psnr(torch.nan_to_num(rebuilt).reshape(1, -1), true.reshape(1, -1), peak=peak, maximum=100.0)[0]
+    return psnr(torch.nan_to_num(rebuilt).reshape(1, -1), original.reshape(1, -1), peak=peak, maximum=100.0)[0]
 
 
 def run_trial(subject: AuditSubject, trial_index: int, rounds: int = 2) -> tuple[Observation, Tensor]:
@@ -60,14 +60,14 @@ def rebuild(progress: Progress, subject: AuditSubject, trials: int) -> tuple[dic
     """Return the PSNR of each attacker's reconstructions, and the reason for each attacker without reconstructions.
 
     The PSNR of the floor, which is the mean of the attacker's records, is included. An attacker that does not apply or
-    fails in any trial is left out of the result. If the network starts with a Linear layer, its gradient reveals a
-    record directly. Otherwise a search is needed, which takes seconds, so there are at most five trials.
+    fails in any trial is left out of the result. If the network starts with a Linear layer, the layer's gradient
+    reveals a record directly. Otherwise a search is needed, which takes seconds, so there are at most five trials.
     """
     records, defence_attackers = subject.data.train.tensor, subject.attackers
     low, high = float(records.min()), float(records.max())
     attackers = {PUBLISHED: rebuild_record, **defence_attackers.rebuilders}
     result: dict[str, list[float]] = {}
-    left_out: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     try:
         first_linear(subject.trial.new_model())
     except DoesNotApply:
@@ -76,16 +76,16 @@ def rebuild(progress: Progress, subject: AuditSubject, trials: int) -> tuple[dic
         progress(trial_index / trials, f"rebuilding record {trial_index + 1}/{trials}")
         observation, victim_records = run_trial(subject, trial_index, defence_attackers.rebuild_rounds)
         guesses: dict[str, Tensor] = {page.FLOOR: observation.inputs.double().mean(0).cpu()}
-        for name in [name for name in attackers if name not in left_out]:
+        for name in [name for name in attackers if name not in reasons]:
             guess = attempt(attackers[name], observation)
             if isinstance(guess, str):
-                left_out[name] = guess
+                reasons[name] = guess
             else:
                 guesses[name] = guess.cpu().clamp(low, high)
         for name, guess in guesses.items():
             result.setdefault(name, []).append(max(quality(guess, record, high - low) for record in victim_records))
-    psnr = {name: average(result[name]) for name in [*attackers, page.FLOOR] if name in result and name not in left_out}
-    return psnr if len(psnr) > 1 else {}, left_out
+    psnr = {name: average(result[name]) for name in [*attackers, page.FLOOR] if name in result and name not in reasons}
+    return psnr if len(psnr) > 1 else {}, reasons
 
 
 @dataclass(frozen=True)
@@ -104,18 +104,20 @@ EPOCHS = 30  # number of training epochs of the attack network
 CURIOUS_SERVER = ServerOptions(steps=400, restarts=1, batches="")  # takes 30 seconds on two cores for a small network
 
 
-def predict_test(view: nn.Module, data: Data) -> Tensor:
+def predict_test(model: nn.Module, data: Data) -> Tensor:
     """Return a model's outputs for the held-out records, with non-finite values replaced."""
-    return torch.nan_to_num(predict(view, data.test.tensor.to(next(view.parameters(), data.test.tensor).device)).cpu())
+    return torch.nan_to_num(
+        predict(model, data.test.tensor.to(next(model.parameters(), data.test.tensor).device)).cpu()
+    )
 
 
 def model_figures(
-    view: nn.Module, model: nn.Module, data: Data, members: MembershipResults | None = None
+    model: nn.Module, true_model: nn.Module, data: Data, members: MembershipResults | None = None
 ) -> ModelFigures:
     """Return the agreement with the true model and the accuracy, on held-out records; with one output, also the AUC."""
-    outputs, labels = predict_test(view, data), _classes(data.test.targets)
+    outputs, labels = predict_test(model, data), _classes(data.test.targets)
     answers = _answers(outputs)
-    agreement = _fraction(answers == _answers(predict_test(model, data)))
+    agreement = _fraction(answers == _answers(predict_test(true_model, data)))
     if labels is None:
         return ModelFigures(agreement, membership=members)
     scores, is_positive = outputs[:, 0].double().numpy(), labels.numpy() == 1
@@ -147,8 +149,8 @@ def _classes(targets: Tensor) -> Tensor | None:
     """Return the targets as classes, including a single column of 0 and 1; return None for other targets."""
     if not targets.is_floating_point():
         return targets
-    binary = targets.shape[1] == 1 and ((targets == 0) | (targets == 1)).all()
-    return targets[:, 0].long() if binary else None
+    is_binary = targets.shape[1] == 1 and ((targets == 0) | (targets == 1)).all()
+    return targets[:, 0].long() if is_binary else None
 
 
 def ranking(positive: Scores, negative: Scores) -> Estimate:
@@ -188,7 +190,7 @@ def attack_subject(subject: AuditSubject, options: AuditOptions, folder: Path, p
         progress(index / count, f"broadcast {index + 1}/{count}")
         if attacks and index >= page.NETWORK_BROADCASTS:
             attacks = replace(attacks, recipe=None)
-        views, left_out = subject.observe_all()
+        views, inapplicable = subject.observe_all()
         for name, observation in views.items():
             members = infer_members(attacks, observation, name != PUBLISHED) if attacks else None
             figures.setdefault(name, []).append(model_figures(observation.model, federation.model, data, members))
@@ -197,25 +199,25 @@ def attack_subject(subject: AuditSubject, options: AuditOptions, folder: Path, p
     quality = model_quality.metric, model_quality.train, model_quality.test, model_quality.gap
     guessing = constant_answer(federation.model, data)
     result = AuditResult(*quality, subject.name, count, options.trials, attackers, rebuilt, guessing)
-    return replace(result, inapplicable=left_out, not_rebuilt=not_rebuilt)
+    return replace(result, inapplicable=inapplicable, not_rebuilt=not_rebuilt)
 
 
 def infer_members(
     attacks: membership.RecordAttacks, observation: Observation, noise_removed: bool
 ) -> MembershipResults:
     """Run all membership attacks on one broadcast; the result includes reasons for attacks that were not run."""
-    left_out = {} if attacks.recipe else {membership.NETWORK: "not requested"}
+    reasons = {} if attacks.recipe else {membership.NETWORK: "not requested"}
     if attacks.records.pool.targets.dim() != 1:
-        left_out["loss by class"] = "the targets have no classes"
+        reasons["loss by class"] = "the targets have no classes"
     if not attacks.shadows.count:
-        left_out[membership.SHADOWS] = "no shadows were requested"
+        reasons[membership.SHADOWS] = "no shadows were requested"
     scores_by_attack: dict[str, membership.AttackScores] = {}
     for name, scores in attacks.run(observation, noise_removed, ignore_progress).items():
         if isinstance(scores, Failure):
-            left_out[name] = scores.failed
+            reasons[name] = scores.failed
         else:
             scores_by_attack[name] = replace(scores, roc=None)
-    return MembershipResults(scores_by_attack, left_out)
+    return MembershipResults(scores_by_attack, reasons)
 
 
 class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
@@ -269,7 +271,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         return JobGraph([*audits.jobs, *rounds], collect)
 
     def show(self, request: AttackRequest[AuditOptions], results: Mapping[str, AuditResult]) -> Presentation:
-        """Return the verdict, the table, charts, an explanation of how to read them, and what each defence claims."""
+        """Return the verdict, the table, charts, an explanation of how to read them, and the claims of the authors."""
         presentation = page.show(results)
         claims = {name: find(name).claim for name in results if name != page.UNDEFENDED}
         lines = [f"{name}: {claim}." for name, claim in claims.items() if claim]

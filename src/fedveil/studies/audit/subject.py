@@ -24,7 +24,7 @@ class TrialBuilder(Protocol):
     def new_model(self) -> nn.Module:
         """Return a new network."""
 
-    def __call__(self, parts: Sequence[DataPart], number: int, batch_size: int, whole_shard: bool) -> Federation:
+    def __call__(self, parts: Sequence[DataPart], trial_index: int, batch_size: int, whole_shard: bool) -> Federation:
         """Return a federation with a new network and one client for each part of the data."""
 
 
@@ -73,9 +73,9 @@ class ConfiguredTrial:
         """Return the configured network with its initial values."""
         return build_model(self.config, self.data)
 
-    def __call__(self, parts: Sequence[DataPart], number: int, batch_size: int, whole_shard: bool) -> Federation:
+    def __call__(self, parts: Sequence[DataPart], trial_index: int, batch_size: int, whole_shard: bool) -> Federation:
         """Return a federation with the configured defence and network."""
-        config = self.config.changed(seed=self.config.training.seed + number)
+        config = self.config.changed(seed=self.config.training.seed + trial_index)
         model, sgd = build_model(config, self.data), plain_sgd(TRIAL_LR)
         return build_small_federation(config, model, parts, sgd, batch_size, whole_shard=whole_shard)
 

@@ -1,4 +1,4 @@
-"""Train new federations like an existing one: the same network, defence, loss, optimizer and learning rates."""
+"""Train new federations like an existing one, with the same network, defence, loss, optimizer and learning rates."""
 
 import copy
 import inspect
@@ -53,7 +53,7 @@ def copy_model_and_optimizer(federation: Federation) -> ModelAndOptimizer:
     model, optimizer = copy.deepcopy((federation.model, federation.optimizer))
     if federation.dtype != torch.float32:
         model.float()
-        optimizer.load_state_dict(optimizer.state_dict())  # its state gets the dtype of the parameters
+        optimizer.load_state_dict(optimizer.state_dict())  # casts the state to the dtype of the parameters
     return model, optimizer
 
 
@@ -168,9 +168,9 @@ class RecipeTrial:
         except DoesNotApply:
             return copy_model_and_optimizer(self.recipe.federation)[0]
 
-    def __call__(self, parts: Sequence[DataPart], number: int, batch_size: int, whole_shard: bool) -> Federation:
+    def __call__(self, parts: Sequence[DataPart], trial_index: int, batch_size: int, whole_shard: bool) -> Federation:
         """Return a federation with the defence and loss of the existing one."""
-        federation, seed = self.recipe.federation, self.recipe.federation.seed + number
+        federation, seed = self.recipe.federation, self.recipe.federation.seed + trial_index
         return Federation(
             self._model(seed),
             [(part.inputs, part.targets) for part in parts],

@@ -100,10 +100,10 @@ def private_mean(model: nn.Module, loss: Loss, part: DataPart, rng: torch.Genera
         clipped_sums,
     )
 
-    included = torch.ones(len(part.targets), dtype=torch.bool, device=part.targets.device)
+    mask = torch.ones(len(part.targets), dtype=torch.bool, device=part.targets.device)
     result = {}
     task = RecordGradients.from_model(model, loss)
-    for name, value in clipped_sums(task, part.tensor, part.targets, included, CLIP).items():
+    for name, value in clipped_sums(task, part.tensor, part.targets, mask, CLIP).items():
         noise = torch.randn(value[0].shape, generator=rng, dtype=value.dtype).to(value)
         result[name] = (value[0] + NOISE * CLIP * noise) / len(part.targets)
     return result
@@ -111,10 +111,10 @@ def private_mean(model: nn.Module, loss: Loss, part: DataPart, rng: torch.Genera
 
 def server_gradient(model: nn.Module, config: Config, part: DataPart, protection: str, rng: torch.Generator) -> Leak:
     """Return a server's view of a batch: a client's update, a sum over clients with one record each, or a DP sum."""
-    size, per_client = len(part.targets), 1 if protection == SECURE_SUM else len(part.targets)
-    parts = [part.take(torch.arange(start, start + per_client)) for start in range(0, size, per_client)]
+    size, records_per_client = len(part.targets), 1 if protection == SECURE_SUM else len(part.targets)
+    parts = [part.take(torch.arange(start, start + records_per_client)) for start in range(0, size, records_per_client)]
     optimizer = build_optimizer(config.training)
-    federation = reconstruction.build_small_federation(config, model, parts, optimizer, per_client)
+    federation = reconstruction.build_small_federation(config, model, parts, optimizer, records_per_client)
     if protection == RECORD_DP:
         result = private_mean(model, federation.loss, part, rng)
     else:
@@ -155,23 +155,23 @@ class AttackRecords:
         part, own_records = data.train.take(order[:size]), data.test.tensor[:NUM_OWN_RECORDS]
         rng, mean = generator(protection, *seed), data.train.tensor.mean(0, keepdim=True)
 
-        def find_sparse() -> Tensor:
+        def attack_sparse_directions() -> Tensor:
             leak = server_gradient(model, config, part, protection, rng)
             return records_from_batch(leak, first_linear(model), size, own_records, rng).inputs
 
-        def find_agreeing() -> Tensor:
+        def attack_agreeing_rows() -> Tensor:
             leak = server_gradient(model, config, part, protection, rng)
             return record_from_agreeing_rows(leak, first_linear(model))[None]
 
-        def attack_crafted() -> Tensor:
+        def attack_crafted_layer() -> Tensor:
             crafted_model = craft_imprint(model, own_records, rng)
             leak = server_gradient(crafted_model, config, part, protection, rng)
             return read_imprint(leak, first_linear(crafted_model))
 
         attacks: Mapping[str, Callable[[], Tensor]] = {
-            "rows that agree": find_agreeing,
-            DIRECTIONS: find_sparse,
-            IMPRINT: attack_crafted,
+            "rows that agree": attack_agreeing_rows,
+            DIRECTIONS: attack_sparse_directions,
+            IMPRINT: attack_crafted_layer,
             FLOOR: lambda: data.train.tensor[order[size : 2 * size]],
         }
         counts = []
@@ -187,7 +187,7 @@ class AttackRecords:
 def record_jobs(
     config: Config, run: Path | None, batches: Sequence[int], rounds: int, label: str
 ) -> list[StudyJob[CountedRound]]:
-    """Return one job per round whose name begins with `label`; no jobs if there are no batches."""
+    """Return one job per round, with names that begin with `label`; the list is empty without batches."""
     tasks = [AttackRecords(config, run, tuple(batches), number) for number in range(rounds if batches else 0)]
     return [StudyJob(f"{label}-records-{task.number}", task, CountedRound, attacked_run=run) for task in tasks]
 
@@ -202,14 +202,18 @@ def record_rows(rounds: Sequence[CountedRound | Failure]) -> Iterator[list[str]]
         yield ["", "", f"failed: {reason}", "", "", ""]
         return
     for cases in zip(*(result.counts for result in rounds if isinstance(result, CountedRound)), strict=True):
-        first_case, total, recovered = cases[0], sum(case.batch for case in cases), sum(case.found for case in cases)
+        first_case, total, num_recovered = (
+            cases[0],
+            sum(case.batch for case in cases),
+            sum(case.found for case in cases),
+        )
         reasons = [case.reason for case in cases if case.reason]
-        cell = format_percent(proportion(recovered, total)) if len(reasons) < len(cases) else reasons[0]
+        cell = format_percent(proportion(num_recovered, total)) if len(reasons) < len(cases) else reasons[0]
         yield [
             first_case.protection,
             str(first_case.batch),
             first_case.attacker,
             str(len(cases)),
-            f"{recovered}/{total}",
+            f"{num_recovered}/{total}",
             cell,
         ]

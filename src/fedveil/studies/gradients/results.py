@@ -71,7 +71,7 @@ class Batch(Result):
 
 @dataclass(frozen=True)
 class Gradients(Result):
-    """The results under one defence; `parts` contains those of all batches, by name."""
+    """The results under one defence; `parts` contains the results of each batch, by name."""
 
     seed: int
     parts: dict[str, Batch | Failure]
@@ -150,8 +150,8 @@ def judge_views(results: Mapping[str, Gradients], size: int) -> dict[str, Verdic
         name: GRADIENTS.compare([(view, average(figures.psnr)) for view, figures in figures_by_view.items()], guess)
         for name, figures_by_view in views.items()
     }
-    published = {view for names in views.values() for view in names if not is_adaptive(view)}
-    return judge_defences(GRADIENTS, guess, result, published)
+    published_views = {view for names in views.values() for view in names if not is_adaptive(view)}
+    return judge_defences(GRADIENTS, guess, result, published_views)
 
 
 def table_rows(results: Mapping[str, Gradients], sizes: Sequence[int]) -> list[list[str]]:

@@ -77,8 +77,8 @@ class GradientOptions(SearchOptions):
         """Return the victim's batch sizes."""
         sizes = parse_counts(self.victim_batch)
         if not sizes or self.images < max(sizes):
-            message = f"cannot form batches of {self.victim_batch!r} from {self.images} images"
-            raise BadArgument("--victim-batch", message, "use distinct sizes, such as 1,4,8, of at most --images")
+            message = f"expected distinct sizes of at most {self.images}, got {self.victim_batch!r}"
+            raise BadArgument("--victim-batch", message, "use sizes such as 1,4,8, or a larger --images")
         return sizes
 
 
@@ -131,9 +131,9 @@ class AttackBatch:
         return Batch(size, rows.tolist(), search, views, guess_figures, encoded_images, tuple(originals[0].shape))
 
 
-def part_progress(progress: Progress, number: int, count: int, step: str) -> SearchProgress:
-    """Return a callback that reports the progress of part `number` of `count` equal parts."""
-    return lambda fraction: progress((number + fraction) / count, step)
+def part_progress(progress: Progress, part_index: int, count: int, step: str) -> SearchProgress:
+    """Return a callback that reports the progress of part `part_index` of `count` equal parts."""
+    return lambda fraction: progress((part_index + fraction) / count, step)
 
 
 def search_leak(
@@ -205,11 +205,11 @@ def build_small_federation(
 
 
 def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]:
-    """Train for one round, and return the leaked gradients by view, and the attacker's observation.
+    """Train for one round; return the leaked gradients by view, and the attacker's observation.
 
-    V-diff is available to every client. V-up is the victim's update, as a stress test. For a veil, there is also the
-    update paired with the true model, as in the paper's figure; no participant has this pair. Finally, there are the
-    leaks that an attacker derives with knowledge of the defence (`Attackers.leaks`), if they apply.
+    V-diff is available to every client. V-up is the victim's update, which serves as a stress test. For a veil, there
+    is also the update paired with the true model, as in the paper's figure; no participant has this pair. Finally,
+    there are the leaks that an attacker derives with knowledge of the defence (`Attackers.leaks`), if they apply.
     """
     true_model = copy.deepcopy(federation.model)
     rounds = observe_round(federation)
@@ -228,9 +228,9 @@ def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]
     return {label: leak.divide_by(rounds[VICTIM].reach) for label, leak in leaks.items()}, observation
 
 
-def shared_labels(inferred: Sequence[int], expected: Sequence[int]) -> int:
-    """Return the number of labels in `expected` that were inferred, regardless of their order."""
-    return sum(min(inferred.count(label), expected.count(label)) for label in set(expected))
+def shared_labels(inferred_labels: Sequence[int], true_labels: Sequence[int]) -> int:
+    """Return the number of labels in `true_labels` that were inferred, regardless of their order."""
+    return sum(min(inferred_labels.count(label), true_labels.count(label)) for label in set(true_labels))
 
 
 def guesses(data: Data, rows: Tensor, rng: torch.Generator, excluded: Tensor | None = None) -> dict[str, Tensor]:
@@ -288,7 +288,7 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
             raise BadArgument("--optimizer", message, "use --optimizer sgd --momentum 0, or adam, and --weight-decay 0")
 
     def batches(self, request: AttackRequest[GradientOptions], name: str, config: Config) -> dict[str, StudyJob[Batch]]:
-        """Return one job per batch; `name` is the name of a defence or of a variant of it."""
+        """Return one job per batch; `name` is the name of a defence or of a variant of a defence."""
         options, result = request.options, dict[str, StudyJob[Batch]]()
         for size in options.batches():
             for group in range(options.images // size):

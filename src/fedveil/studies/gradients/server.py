@@ -37,7 +37,7 @@ from fedveil.studies.verdicts import RECOGNITION_DB, Label
 TEXTS = read_texts()["server"]
 NOTE = TEXTS.note.format(recognised=RECOGNITION_DB)
 RECORD_NOTE = TEXTS.notes["records"].format(recognised=RECOGNITION_DB, own=NUM_OWN_RECORDS)
-SINGLE, SAME_MODEL, NEXT_ROUND = "single update", "same model", "next round"
+SINGLE_UPDATE, SAME_MODEL, NEXT_ROUND = "single update", "same model", "next round"
 ATTACKS, FLOORS = ("search", "first layer", "rows that agree"), ("mean image", "another of its class")
 HEADER = ("defence", "view", "records", "recognised", *(f"{name}, dB" for name in (*ATTACKS, *FLOORS)), "SSIM")
 
@@ -162,10 +162,10 @@ def verdict(results: ServerResults) -> str:
         return f"not measured ({results.failed or 'the records are not images'})."
     counts = {name: count_rounds(results, name) for name in results.complete_rounds[0].views}
     leaks = [f"{name} ({hits} of {len(results.complete_rounds)} rounds)" for name, hits in counts.items() if hits]
-    others = ", ".join(name for name, hits in counts.items() if not hits)
+    other_views = ", ".join(name for name, hits in counts.items() if not hits)
     if not leaks:
         return f"{Label.NOTHING}: no record is revealed, not even by a single update, so sums cannot be judged."
-    remainder = f"; no record is revealed by {others}" if others else ""
+    remainder = f"; no record is revealed by {other_views}" if other_views else ""
     return f"{Label.LEAK}: a record is revealed by {', '.join(leaks)}{remainder}."
 
 
@@ -234,7 +234,7 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
     """
     model, sizes = copy.deepcopy(federation.model), federation.shards.sizes
     updates = read_updates(federation, range(len(sizes)))
-    total, other_sum = (secure_sum(updates[first:largest], sizes[first:largest]) for first in (0, 1))
+    total, other_sum = (secure_sum(updates[start:largest], sizes[start:largest]) for start in (0, 1))
     for name, gradient in total.mean().items():
         parameter = federation.model.get_parameter(name)
         parameter.grad = gradient.to(parameter)
@@ -246,12 +246,12 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
 
     def view(gradients: Gradients, clients: int) -> tuple[Leak, int]:
         parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        on_device = {name: gradient.to(parameters[name]) for name, gradient in gradients.items()}
-        return Leak(model, on_device, federation.loss).divide_by(reach), clients
+        tensors = {name: gradient.to(parameters[name]) for name, gradient in gradients.items()}
+        return Leak(model, tensors, federation.loss).divide_by(reach), clients
 
     sums = {sum_view(count): view(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
     return {
-        SINGLE: view(updates[0], 1),
+        SINGLE_UPDATE: view(updates[0], 1),
         **sums,
         difference_view(largest, SAME_MODEL): view((total - other_sum).mean(), 1),
         difference_view(largest, NEXT_ROUND): view((total - next_sum).mean(), 1),
@@ -270,8 +270,8 @@ def attack_view(
     """Return the images from each attack: one per record from the search, and one from each first-layer attack."""
     result = {}
     if size <= MAX_SEARCH:
-        reconstructed = reconstruction.search_leak(leak, search, data, own_inputs, size, rng, progress)
-        result["search"] = data.pixels(reconstructed.inputs)
+        search_result = reconstruction.search_leak(leak, search, data, own_inputs, size, rng, progress)
+        result["search"] = data.pixels(search_result.inputs)
     for name, rebuild in FIRST_LAYER_ATTACKS.items():
         try:
             record = rebuild(leak, first_linear(leak.model))
@@ -386,7 +386,7 @@ class ServerStudy(AttackStudy[ServerOptions, ServerResults]):
         return JobGraph([*jobs, *(job for jobs_of_round in records.values() for job in jobs_of_round)], collect)
 
     def show(self, request: AttackRequest[ServerOptions], results: Mapping[str, ServerResults]) -> Presentation:
-        """Return one row per view, the recovered records, and pictures."""
+        """Return one row per view, a table of recovered records, and pictures."""
         rows = [[name, *row] for name, result in results.items() for row in view_rows(result)]
         counts = [[name, *row] for name, result in results.items() for row in batches.record_rows(result.records)]
         sections: list[Section] = [Table(batches.TITLE, batches.HEADER, counts, RECORD_NOTE)] if counts else []

@@ -48,12 +48,12 @@ def _batches(images: Tensor, targets: Tensor, random: torch.Generator, flip: boo
     size, max_shift = images.shape[-1], images.shape[-1] // 8
     for rows in torch.split(torch.randperm(len(images), generator=random).to(images.device), BATCH):
         if len(rows) > 1:
-            down, right = (int(torch.randint(0, 2 * max_shift + 1, (), generator=random)) for _ in range(2))
-            padded = F.pad(images[rows], (max_shift,) * 4, mode="replicate") if max_shift else images[rows]
-            batch = padded[:, :, down : down + size, right : right + size]
+            row_shift, column_shift = (int(torch.randint(0, 2 * max_shift + 1, (), generator=random)) for _ in range(2))
+            padded_images = F.pad(images[rows], (max_shift,) * 4, mode="replicate") if max_shift else images[rows]
+            batch = padded_images[:, :, row_shift : row_shift + size, column_shift : column_shift + size]
             if flip:
-                mirrored = (torch.rand(len(rows), generator=random) < 0.5).to(images.device)
-                batch = torch.where(mirrored.view(-1, 1, 1, 1), batch.flip(-1), batch)
+                is_mirrored = (torch.rand(len(rows), generator=random) < 0.5).to(images.device)
+                batch = torch.where(is_mirrored.view(-1, 1, 1, 1), batch.flip(-1), batch)
             yield batch, targets[rows]
 
 

@@ -41,7 +41,7 @@ class SuccessRate(Estimate):
 
 @dataclass(frozen=True)
 class InversionFigures:
-    """Success of one attacker.
+    """The success rates of one attacker.
 
     Attributes:
         codes: success of images from the generator, judged by the independent evaluator.
@@ -176,7 +176,7 @@ def success_chart(results: Mapping[str, Inversion], chance: float) -> Intervals:
 
 
 def gallery_rows(results: Mapping[str, Inversion]) -> list[tuple[str, list[str]]]:
-    """Return rows of encoded images: real ones, the generator's, and each attacker's under each defence."""
+    """Return rows of encoded images: real images, and those of the generator and of each attacker."""
     rows: list[tuple[str, list[str]]] = []
     for name, result in results.items():
         if gallery := result.gallery:

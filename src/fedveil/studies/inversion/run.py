@@ -38,13 +38,13 @@ class InversionOptions:
 
     codes: int = option(20, "number of reconstructions of each private class, divided among the broadcasts")
     broadcasts: int = option(4, "number of broadcasts of the last model, each with new noise or a new sketch")
-    steps: int = option(300, "number of search steps for a code; the original uses 1500")
-    restarts: int = option(2, "number of restarts of the search for a code; the original uses 5")
+    steps: int = option(300, "number of search steps for a code; the original attack uses 1500")
+    restarts: int = option(2, "number of restarts of the search for a code; the original attack uses 5")
     pixel_steps: int = option(200, "number of search steps without a generator; 0 to skip this search")
     public_size: int = option(8000, "maximum number of public images")
-    gan_epochs: int = option(30, "number of training epochs of the generator; the original uses 100")
-    gan_width: int = option(16, "width of the generator; the original uses 64 for 32 x 32 images")
-    gan_lr: float = option(1e-3, "learning rate of the generator; the original uses 2e-4")
+    gan_epochs: int = option(30, "number of training epochs of the generator; the original attack uses 100")
+    gan_width: int = option(16, "width of the generator; the original attack uses 64 for 32 x 32 images")
+    gan_lr: float = option(1e-3, "learning rate of the generator; the original attack uses 2e-4")
     judge_epochs: int = option(12, "number of training epochs of the independent evaluator")
     judge_width: int = option(32, "width of the independent evaluator")
 
@@ -60,8 +60,8 @@ class InversionOptions:
 
 def data_config(config: Config) -> Config:
     """Return the part of a configuration that determines the images, and thus the generator and the evaluator."""
-    flat = config.flat()
-    return Config().changed(model="cnn", **{name: flat[name] for name in DATA_KEYS})
+    values = config.flat()
+    return Config().changed(model="cnn", **{name: values[name] for name in DATA_KEYS})
 
 
 def public_images(config: Config, limit: int) -> Tensor:
@@ -137,11 +137,11 @@ class Invert(NetworkTraining):
         result: dict[str, InversionFigures] = {}
         pictures: dict[str, list[str]] = {}
         for name in observations[0]:
-            models = [observed[name].model for observed in observations]
+            models = [observation[name].model for observation in observations]
             reconstructions = self.reconstruct(progress, models, gan, data, labels)
             received_rate, true_rate = (
-                evaluator.evaluate_by(evaluated, reconstructions["codes"], labels)
-                for evaluated in (models, [federation.model])
+                evaluator.evaluate_by(judges, reconstructions["codes"], labels)
+                for judges in (models, [federation.model])
             )
             rates = {method: evaluator.evaluate(images, labels) for method, images in reconstructions.items()}
             result[name] = InversionFigures(rates["codes"], received_rate, true_rate, rates.get("pixels"))
@@ -152,13 +152,16 @@ class Invert(NetworkTraining):
         codes = torch.randn(len(labels), CODE, generator=generator("floor", config.training.seed)).clamp(-1, 1)
         with torch.no_grad():
             model_free = gan.generator(codes.to(labels.device))  # images that do not depend on a model
-        real, real_labels = select_held_out(evaluator, labels)
-        shape, real_images = tuple(data.train.tensor.shape[1:]), first_images(real, real_labels, classes)
-        gallery = Gallery(shape, real_images, first_images(model_free, labels, classes), pictures)
+        held_out_images, held_out_labels = select_held_out(evaluator, labels)
+        shape, held_out_pictures = (
+            tuple(data.train.tensor.shape[1:]),
+            first_images(held_out_images, held_out_labels, classes),
+        )
+        gallery = Gallery(shape, held_out_pictures, first_images(model_free, labels, classes), pictures)
         quality = measure_quality(federation, data)
         counts = Counts(len(data.train.targets), public, len(labels), options.broadcasts)
         description = config.defence.name, config.training.seed, quality.train, quality.test, list(data.classes), counts
-        floor, ceiling = evaluator.evaluate(model_free, labels), evaluator.evaluate(real, real_labels)
+        floor, ceiling = evaluator.evaluate(model_free, labels), evaluator.evaluate(held_out_images, held_out_labels)
         return Inversion(*description, result, floor, ceiling, gallery)
 
     def evaluator(self, data: Data, basis: Basis) -> Evaluator:
@@ -193,8 +196,10 @@ def first_images(images: Tensor, labels: Tensor, classes: int) -> list[str]:
     """Return the first images of each class, padded with grey images if there are too few."""
     result = []
     for label in range(classes):
-        encoded = [encode_image(image) for image in images[labels == label][: page.PER_CLASS]]
-        result += encoded + [encode_image(torch.full_like(images[0], 0.5))] * (page.PER_CLASS - len(encoded))
+        encoded_images = [encode_image(image) for image in images[labels == label][: page.PER_CLASS]]
+        result += encoded_images + [encode_image(torch.full_like(images[0], 0.5))] * (
+            page.PER_CLASS - len(encoded_images)
+        )
     return result
 
 
@@ -216,13 +221,13 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
 
     def shared_jobs(self, request: AttackRequest[InversionOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return the jobs for the generator and the evaluator; refuse a federation without public classes."""
-        config, fix = request.config, "use image data and --labels first-half; also train the run with --labels"
+        config, fix = request.config, "use image data and --labels first-half, and train the run with the same --labels"
         if config.data.labels is None:
             raise BadArgument(COMMAND, "the federation trains on all classes, so no class is public", fix)
         data = load_data(data_config(config.changed(labels=None)))
-        private, classes = parse_labels(config.data.labels, len(data.classes)), len(data.classes)
-        if len(private) < 2 or not other_labels(private, classes):
-            message = f"labels {config.data.labels!r} make {len(private)} of {classes} classes private"
+        private_labels, classes = parse_labels(config.data.labels, len(data.classes)), len(data.classes)
+        if len(private_labels) < 2 or not other_labels(private_labels, classes):
+            message = f"labels {config.data.labels!r} make {len(private_labels)} of {classes} classes private"
             raise BadArgument(COMMAND, message, fix)
         data.pixels(data.train.tensor[:1])  # raises an error if records are not images
         if config.model.name.startswith("mlp"):

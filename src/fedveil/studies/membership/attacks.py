@@ -65,7 +65,7 @@ class RecordPool:
 
 
 def divide_records(config: Config, data: Data, *, everyone: bool = False) -> RecordPool:
-    """Divide the members and at most the same number of non-members into parts; the attacker knows half of the latter.
+    """Divide the members and at most the same number of non-members into parts; the attacker knows half of these.
 
     Held-out records identical to a member are left out. If `everyone`, all non-members are used, and the attacker
     knows a fifth of them. The test is then not balanced, but has enough non-members to estimate low rates.
@@ -110,9 +110,9 @@ def shadow_defence(defence: str) -> str:
     return find_attackers(find(defence)).shadows or defence
 
 
-def shadow_file(folder: Path, defence: str, number: int) -> Path:
-    """Return the path of a shadow's file: its training records, and the outputs of its client's and server's models."""
-    return folder / "shadows" / f"{shadow_defence(defence).replace(':', '.')}-{number}.npz"
+def shadow_file(folder: Path, defence: str, index: int) -> Path:
+    """Return the path of the file with a shadow's training records and the outputs of its two models."""
+    return folder / "shadows" / f"{shadow_defence(defence).replace(':', '.')}-{index}.npz"
 
 
 @dataclass(frozen=True)
@@ -290,17 +290,17 @@ def run_whitebox(
 
     If `track_test`, the result includes the best accuracy of any epoch on the test records, as in the paper.
     """
-    selected = {name: features[name] for name in names}
+    selected_features = {name: features[name] for name in names}
     known_members, known_nonmembers, test_members, test_nonmembers = (
-        select(selected, torch.from_numpy(part)) for part in records.parts
+        select(selected_features, torch.from_numpy(part)) for part in records.parts
     )
     curve: list[float] = []
 
-    def watch(epoch: int, score: Score) -> None:
+    def record_epoch(epoch: int, score: Score) -> None:
         if track_test:
             curve.append(balanced_accuracy(score(test_members), score(test_nonmembers), 0.5).value)
 
-    network = train_attack(known_members, known_nonmembers, recipe=recipe, on_epoch=watch)
+    network = train_attack(known_members, known_nonmembers, recipe=recipe, on_epoch=record_epoch)
     member_scores, nonmember_scores = (part.numpy() for part in network.held_out)
     result = measure(
         network.score(test_members).numpy(), network.score(test_nonmembers).numpy(), member_scores, nonmember_scores
@@ -356,8 +356,8 @@ class RecordAttacks:
 
     def run(self, observation: Observation, noise_removed: bool, progress: Progress) -> Attacks:
         """Run all attacks; `noise_removed` indicates whether the attacker has removed the noise from the model."""
-        records, pool, full = self.records, self.records.pool, self.full_features and self.recipe is not None
-        features = record_features(observation.model, pool.tensor, pool.targets, observation.loss, full=full)
+        records, pool, full_features = self.records, self.records.pool, self.full_features and self.recipe is not None
+        features = record_features(observation.model, pool.tensor, pool.targets, observation.loss, full=full_features)
         result = self.train_networks(features, self.recipe, progress) if self.recipe else Attacks()
         scores = loss_attacks(observation.loss, features["last"], pool.targets, records.known_nonmembers)
         all_scores = {name: ShadowScores(score, "") for name, score in scores.items()}

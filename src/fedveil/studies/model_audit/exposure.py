@@ -65,17 +65,23 @@ class ScoredMembers:
 def rank_exposures(parts: Sequence[ScoredMembers]) -> tuple[RecordExposure, ...]:
     """Return the exposure of every member, the most exposed first."""
     rows = [
-        (int(num_above), scored, int(record), float(score))
-        for scored in parts
+        (int(num_above), scored_members, int(record), float(score))
+        for scored_members in parts
         for record, score, num_above in zip(
-            scored.records, scored.scores, count_above(scored.scores, scored.others), strict=True
+            scored_members.records,
+            scored_members.scores,
+            count_above(scored_members.scores, scored_members.others),
+            strict=True,
         )
     ]
-    p_values = np.array([(1 + num_above) / (1 + len(scored.others)) for num_above, scored, _, _ in rows])
+    p_values = np.array(
+        [(1 + num_above) / (1 + len(scored_members.others)) for num_above, scored_members, _, _ in rows]
+    )
     stands_out = benjamini_hochberg(p_values, FALSE_DISCOVERIES)
     standard_scores = [
-        (score - float(scored.others.mean())) / max(float(scored.others.std()), np.finfo(np.float64).tiny)
-        for _, scored, _, score in rows
+        (score - float(scored_members.others.mean()))
+        / max(float(scored_members.others.std()), np.finfo(np.float64).tiny)
+        for _, scored_members, _, score in rows
     ]
     order = sorted(range(len(rows)), key=lambda index: (p_values[index], -standard_scores[index]))
     result = []

@@ -34,14 +34,14 @@ def load_weights(model: nn.Module, path: Path) -> nn.Module:
 
 
 def read_values(path: Path) -> Mapping[str, Tensor]:
-    """Return the values in a file; refuse a file that contains anything but tensors by name."""
+    """Return the values in a file; refuse a file that contains anything but named tensors."""
     if not path.is_file():
         raise BadArgument(str(path), "there is no such file", "pass a .safetensors or .pt file with weights")
     if path.suffix == ".safetensors":
         try:
             return load_file(path)
         except SafetensorError as error:
-            raise BadArgument(str(path), f"is damaged: {error}", "save it again") from error
+            raise BadArgument(str(path), f"the file is damaged: {error}", "save it again") from error
     try:
         result = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds of errors for files in other formats
@@ -51,7 +51,7 @@ def read_values(path: Path) -> Mapping[str, Tensor]:
     result = result.get(NESTED, result) if isinstance(result, Mapping) else result
     if not isinstance(result, Mapping) or not all(isinstance(value, Tensor) for value in result.values()):
         fix = "save the values only: torch.save(model.state_dict(), path)"
-        raise BadArgument(str(path), "it does not contain tensors by name", fix)
+        raise BadArgument(str(path), "it does not contain named tensors", fix)
     return result
 
 
@@ -61,7 +61,8 @@ def read_members_and_others(
     """Read the members and the others from two files of the same kind.
 
     Args:
-        members: a CSV file, an .npz file with arrays inputs and targets, or a folder with a folder of images per class.
+        members: a CSV file, an .npz file with arrays inputs and targets, or a folder with one subfolder of images per
+            class.
         others: a file or folder of the same kind.
         target: the column of a CSV file to predict; by default the last one. All other columns are inputs.
         task: whether targets are classes or numbers; by default, integers are classes.

@@ -33,9 +33,9 @@ class AuditedRecords:
     num_members: int
     order: tuple[Indices, Indices]
 
-    def fold(self, number: int) -> RecordPool:
+    def fold(self, index: int) -> RecordPool:
         """Return the division into known and test records; fold 1 exchanges the halves of fold 0."""
-        step = -1 if number else 1
+        step = -1 if index else 1
         (known_members, test_members), (known_others, test_others) = (
             np.array_split(part, 2)[::step] for part in self.order
         )
@@ -64,7 +64,7 @@ def read_records(model: nn.Module, members: UserRecords, others: UserRecords, se
 
 
 def refuse_overlap(members: DataPart, others: DataPart) -> None:
-    """Refuse others that are equal to a member."""
+    """Refuse other records that are equal to a member."""
     member_rows = {digest: row for row, digest in enumerate(digest_records(members))}
     duplicates = [
         (row, member_rows[digest]) for row, digest in enumerate(digest_records(others)) if digest in member_rows

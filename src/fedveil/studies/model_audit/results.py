@@ -24,7 +24,7 @@ ATTACK_HEADER = (
     *("attack", "AUC", "accuracy, %", "TPR at 1 % FPR, %", "TPR at 0.1 % FPR, %"),
     *("AUC on known records", "remark"),
 )
-RECORD_HEADER = ("rank", "record", "others scoring as high, %", "score", "stands out")
+RECORD_HEADER = ("rank", "record", "others with this score or higher, %", "score", "stands out")
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,8 +80,8 @@ class ModelAudit:
         }.get(self.verdict.label, "There are too few records to tell whether the model reveals its training records")
         if self.standing_out and self.verdict.label is not Label.LEAK:
             result = "The model reveals some of the records that it was trained on"
-        number = len(self.standing_out)
-        stands_out = "1 stands out" if number == 1 else f"{number:,} stand out"
+        num_standing_out = len(self.standing_out)
+        stands_out = "1 stands out" if num_standing_out == 1 else f"{num_standing_out:,} stand out"
         return f"{result}. Of {count(self.sizes['members'], 'member')}, {stands_out}."
 
     def __repr__(self) -> str:

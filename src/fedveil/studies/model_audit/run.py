@@ -66,8 +66,8 @@ def audit_model(
 
     Example:
         >>> inputs, targets = torch.randn(80, 8), torch.randint(0, 2, (80,))
-        >>> own, new = (inputs[:40], targets[:40]), (inputs[40:], targets[40:])
-        >>> audit_model(nn.Linear(8, 2), own, new, network=False).label.value  # the model is not trained
+        >>> members, others = (inputs[:40], targets[:40]), (inputs[40:], targets[40:])
+        >>> audit_model(nn.Linear(8, 2), members, others, network=False).label.value  # the model is not trained
         'TOO FEW TRIALS'
     """
     if not isinstance(model, nn.Module):
@@ -82,11 +82,11 @@ def audit_model(
         loss_attacks(
             loss_function, outputs, pool.targets, records.order[1]
         )  # refuses targets that do not fit the outputs
-    left_out: dict[str, str] = {}
-    features = read_features(model, records, loss_function, left_out) if network else {}
+    omitted_attacks: dict[str, str] = {}
+    features = read_features(model, records, loss_function, omitted_attacks) if network else {}
     shadow_results: dict[str, ShadowScores] = {}
     if train is None:
-        left_out |= dict.fromkeys((SHADOWS, "LiRA"), "no function to train shadows was given")
+        omitted_attacks |= dict.fromkeys((SHADOWS, "LiRA"), "no function to train shadows was given")
     else:
         num_shadows, num_outputs = check_count(FUNCTION, "shadows", shadows), outputs.shape[1]
         shadow_outputs = train_shadows(
@@ -95,7 +95,9 @@ def audit_model(
         shadow_results = shadow_scores(
             outputs.double().numpy(), shadow_outputs, include_lira=shadows >= MIN_LIRA_SHADOWS
         )
-        left_out |= {} if shadows >= MIN_LIRA_SHADOWS else {"LiRA": f"it needs at least {MIN_LIRA_SHADOWS} shadows"}
+        omitted_attacks |= (
+            {} if shadows >= MIN_LIRA_SHADOWS else {"LiRA": f"it needs at least {MIN_LIRA_SHADOWS} shadows"}
+        )
     folds = []
     for index in (0, 1):
         progress((1 + index) / 3, f"attacks, half {index + 1} of 2")
@@ -111,7 +113,7 @@ def audit_model(
     exposures = rank_exposures([fold.scored_members() for fold in folds])
     best, sizes = folds[0].best, {"members": records.num_members, "others": len(pool.targets) - records.num_members}
     return ModelAudit(
-        verdict, best, attack_scores, exposures, sizes, loss_function.name, quality[0], quality[1], left_out
+        verdict, best, attack_scores, exposures, sizes, loss_function.name, quality[0], quality[1], omitted_attacks
     )
 
 
@@ -146,15 +148,15 @@ def predict_pool(model: nn.Module, inputs: Inputs, owner: str) -> Tensor:
     return outputs
 
 
-def read_features(model: nn.Module, records: AuditedRecords, loss: Loss, left_out: dict[str, str]) -> Features:
-    """Return the features for the attack network; if there are none, add the reason to `left_out`."""
+def read_features(model: nn.Module, records: AuditedRecords, loss: Loss, omitted_attacks: dict[str, str]) -> Features:
+    """Return the features for the attack network; if there are none, add the reason to `omitted_attacks`."""
     if not isinstance(records.pool.inputs, Tensor):
-        left_out[NETWORK] = "each record has several tensors"
+        omitted_attacks[NETWORK] = "each record has several tensors"
         return {}
     try:
         return record_features(model, records.pool.inputs, records.pool.targets, loss)
     except BadArgument as error:
-        left_out[NETWORK] = error.what
+        omitted_attacks[NETWORK] = error.what
         return {}
 
 
@@ -206,7 +208,7 @@ class Fold:
         return max(self.results, key=lambda name: self.results[name].known.low)
 
     def scored_members(self) -> ScoredMembers:
-        """Return the scores of the test members by the best attack."""
+        """Return the scores of the test members from the best attack."""
         members, others = self.scores[self.best]
         return ScoredMembers(self.records.test_members, members, others, self.best)
 

@@ -73,10 +73,14 @@ class TableMeasure:
 
     def format(self, values: Sequence[Estimate | None], format_spec: str) -> str:
         """Format the mean over seeds, with the number of seeds that have a value if some have none."""
-        measured = [value for value in values if value is not None]
-        estimate, scale = mean_over_seeds(measured, fraction=self.fraction), 100 if self.fraction else 1
+        available_values = [value for value in values if value is not None]
+        estimate, scale = mean_over_seeds(available_values, fraction=self.fraction), 100 if self.fraction else 1
         mean = format_estimate(estimate, format_spec, scale)
-        return f"{mean} ({len(measured)} of {len(values)} seeds)" if 0 < len(measured) < len(values) else mean
+        return (
+            f"{mean} ({len(available_values)} of {len(values)} seeds)"
+            if 0 < len(available_values) < len(values)
+            else mean
+        )
 
 
 @dataclass(frozen=True)
@@ -102,16 +106,19 @@ class AttackEntry:
     @property
     def rate(self) -> Estimate | None:
         """The mean of our values over seeds; None if there are none."""
-        return mean_over_seeds([ours for _, ours in self.pairs if ours is not None], fraction=True)
+        return mean_over_seeds([estimate for _, estimate in self.pairs if estimate is not None], fraction=True)
 
     def row(self, measure: TableMeasure) -> list[str]:
         """Return the table row."""
         labels, paper = [self.data, measure.title, self.defence], f"{self.paper:.2f}"
         if self.failed:
             return [*labels, "", paper, "", self.failed]
-        by_paper, by_us = zip(*self.pairs, strict=True)
+        paper_protocol_values, our_values = zip(*self.pairs, strict=True)
         paper_cell = paper if self.attacker in ("", PUBLISHED) else NOTHING
-        values = measure.format(by_paper, measure.paper_format), measure.format(by_us, measure.our_format)
+        values = (
+            measure.format(paper_protocol_values, measure.paper_format),
+            measure.format(our_values, measure.our_format),
+        )
         return [*labels, self.attacker or NOTHING, paper_cell, *values]
 
 
@@ -179,14 +186,14 @@ def _summarise(successes: Sequence[AttackEntry]) -> tuple[str, str] | None:
     if not {("plain", PUBLISHED), ("veil", PUBLISHED)} <= rates.keys():
         return None
     paper = {success.defence: success.paper for success in successes}
-    ours = f"plain {rates['plain', PUBLISHED]:.1f}, veil {rates['veil', PUBLISHED]:.1f}"
+    our_text = f"plain {rates['plain', PUBLISHED]:.1f}, veil {rates['veil', PUBLISHED]:.1f}"
     adaptive = {
         attacker: rate for (defence, attacker), rate in rates.items() if defence == "veil" and attacker != PUBLISHED
     }
     if adaptive:
         best = max(adaptive, key=adaptive.__getitem__)
-        ours += f", by an adaptive attacker ({best}) {adaptive[best]:.1f}"
-    return ", ".join(f"{defence} {paper[defence]:.2f}" for defence in ("plain", "veil")), ours
+        our_text += f", by an adaptive attacker ({best}) {adaptive[best]:.1f}"
+    return ", ".join(f"{defence} {paper[defence]:.2f}" for defence in ("plain", "veil")), our_text
 
 
 def _entries(
@@ -214,7 +221,7 @@ def mean_over_seeds(estimates: Sequence[Estimate], *, fraction: bool) -> Estimat
 
 
 def _membership_figures(result: Membership, attacker: str, measure: str) -> FigurePair:
-    """Return the success for a set of layers: at the epoch chosen as in the paper, and chosen on known records."""
+    """Return the success for some layers at two epochs: one chosen as in the paper, one chosen on known records."""
     attack = result.attackers[attacker].attacks.get(measure) if attacker in result.attackers else None
     if not isinstance(attack, AttackScores):
         return None, None
@@ -225,11 +232,11 @@ def _inversion_figures(result: Inversion, attacker: str, measure: str) -> Figure
     """Return a measure of the generator's images, judged by the attacked model and by the independent evaluator."""
     if attacker not in result.attackers:
         return None, None
-    by_paper, by_us = result.attackers[attacker].as_received, result.attackers[attacker].codes
+    self_judged_rate, independent_rate = result.attackers[attacker].as_received, result.attackers[attacker].codes
     return (
-        (by_paper, by_us)
+        (self_judged_rate, independent_rate)
         if measure == "value"
-        else (average([getattr(by_paper, measure)]), average([getattr(by_us, measure)]))
+        else (average([getattr(self_judged_rate, measure)]), average([getattr(independent_rate, measure)]))
     )
 
 
@@ -312,8 +319,8 @@ def _configs(plan: ExhibitPlan) -> dict[str, Config]:
         noise: dict[str, Value] = {"defence": "ppdl", "ppdl": "noise", "sigma": math.sqrt(variance)}
         changes[f"ppdl, variance {variance:g}"] = noise
     changes["veil"] = {"defence": "veil"}
-    common = plan.settings.run | {"device": plan.device}
-    return {name: configure({**LOSS, **common, **change}, plan.error_prefix) for name, change in changes.items()}
+    shared_values = plan.settings.run | {"device": plan.device}
+    return {name: configure({**LOSS, **shared_values, **change}, plan.error_prefix) for name, change in changes.items()}
 
 
 def gradient_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Results[Gradients]]:

@@ -127,8 +127,8 @@ class Exhibit:
     """A table or figure of the paper.
 
     Attributes:
-        graph: function that returns the jobs of a plan; their combined result consists of plain values for JSON.
-        present: function that presents these plain values.
+        graph: function that returns the jobs of a plan; their combined result consists of JSON values.
+        present: function that presents these values.
     """
 
     graph: Callable[[ExhibitPlan, Path], JobGraph[JsonValue]]
@@ -152,7 +152,7 @@ def make_exhibit(
 
 
 def _drop_keys(value: JsonValue, names: frozenset[str]) -> JsonValue:
-    """Return plain values without the given keys, at any depth."""
+    """Return JSON values without the given keys, at any depth."""
     if isinstance(value, dict):
         return {key: _drop_keys(item, names) for key, item in value.items() if key not in names}
     return [_drop_keys(item, names) for item in value] if isinstance(value, list) else value

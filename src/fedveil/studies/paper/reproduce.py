@@ -63,23 +63,25 @@ def read_exhibit(plan: ExhibitPlan, folder: Path) -> StoredExhibit | None:
 def refuse_other_scale(plan: ExhibitPlan, folder: Path) -> None:
     """Refuse a folder that contains this exhibit at another scale, which would be overwritten."""
     path = folder / f"{plan.name}.json"
-    stored = read_json(path) if path.is_file() else None
-    scale = stored.get("scale") if isinstance(stored, dict) else None
+    stored_exhibit = read_json(path) if path.is_file() else None
+    scale = stored_exhibit.get("scale") if isinstance(stored_exhibit, dict) else None
     if scale not in (None, plan.scale):
         message = f"{path} was computed at the scale {scale!r}, and would be overwritten at the scale {plan.scale!r}"
         raise BadArgument("fedveil reproduce", message, f"add --scale {scale}, or pass another folder with --out")
 
 
-def explain_stale(plan: ExhibitPlan, stored: StoredExhibit, folder: Path, digests: Digests) -> str | None:
+def explain_stale(plan: ExhibitPlan, stored_exhibit: StoredExhibit, folder: Path, digests: Digests) -> str | None:
     """Return a clause that explains why a stored exhibit is no longer valid, or None if it is valid.
 
     Published results have no basis and remain valid. Results also remain valid if their data are not available.
     """
-    if "basis" not in stored:
+    if "basis" not in stored_exhibit:
         return None
     try:
         configs = find_configs([job.task for job in EXHIBITS[plan.name].graph(plan, folder).jobs])
-        return explain_change(TypeAdapter(Basis).validate_python(stored["basis"]), digests.configs_basis(configs))
+        return explain_change(
+            TypeAdapter(Basis).validate_python(stored_exhibit["basis"]), digests.configs_basis(configs)
+        )
     except BadArgument:
         return None
 
@@ -133,19 +135,19 @@ def reproduce(
     plans = {name: read_plan(name, scale, device) for name in EXHIBITS}
     selected, digests, result = select_names(names), Digests(), dict[str, AvailableExhibit]()
 
-    def add(name: str, stored: StoredExhibit) -> None:
-        result[name] = plans[name], stored, EXHIBITS[name].present(plans[name], stored["results"])
+    def add(name: str, stored_exhibit: StoredExhibit) -> None:
+        result[name] = plans[name], stored_exhibit, EXHIBITS[name].present(plans[name], stored_exhibit["results"])
 
     with lock_folder(folder):
         for plan in plans.values():
             refuse_other_scale(plan, folder)
         for name, plan in plans.items():
-            if stored := read_exhibit(plan, folder):
-                if reason := explain_stale(plan, stored, folder / "work", digests):
+            if stored_exhibit := read_exhibit(plan, folder):
+                if reason := explain_stale(plan, stored_exhibit, folder / "work", digests):
                     show(name, 0.0, f"{COMPUTED_AGAIN if name in selected else 'left out'}: {reason}")
                     continue
-                add(name, stored)
-                if name in selected and not has_failure(stored["results"]):
+                add(name, stored_exhibit)
+                if name in selected and not has_failure(stored_exhibit["results"]):
                     show(name, 1.0, "reused")
                     on_done(plan, result[name][2])
                     selected.remove(name)
@@ -158,28 +160,28 @@ def reproduce(
 
 def _write_page(exhibits: Mapping[str, AvailableExhibit], plan: ExhibitPlan, folder: Path) -> Path:
     """Write a page with a summary and all available exhibits; `plan` may be any plan of the same scale."""
-    available = [exhibits[name] for name in EXHIBITS if name in exhibits]
-    rows = [row for _, _, presentation in available for row in presentation.summary_rows]
+    available_exhibits = [exhibits[name] for name in EXHIBITS if name in exhibits]
+    rows = [row for _, _, presentation in available_exhibits for row in presentation.summary_rows]
     sections: list[Section] = [Table("Summary", ["", "the paper", "ours"], rows, TEXTS.note)] if rows else []
-    for exhibit in available:
+    for exhibit in available_exhibits:
         sections += _sections(*exhibit)
     verdict = join_summaries({name: presentation for name, (_, _, presentation) in exhibits.items()})
     title, command = f"The paper, reproduced ({plan.scale})", _command("all", plan, folder)
     return write(Page(title, verdict, sections, command, TEXTS.notes["lead"]), folder / "report.html")
 
 
-def _sections(plan: ExhibitPlan, stored: StoredExhibit, presentation: Presentation) -> list[Section]:
+def _sections(plan: ExhibitPlan, stored_exhibit: StoredExhibit, presentation: Presentation) -> list[Section]:
     """Return the sections of an exhibit, including the differences from the paper and the settings."""
-    main: Section = Text(plan.title, [presentation.note, plan.settings.about])
+    main_section: Section = Text(plan.title, [presentation.note, plan.settings.about])
     if presentation.rows:
         note = f"{presentation.note} Scale: {plan.settings.about}"
-        main = Table(plan.title, presentation.header, presentation.rows, note)
+        main_section = Table(plan.title, presentation.header, presentation.rows, note)
     label = plan.title.split(":")[0]
     facts = {
         "scale": plan.scale,
-        "command": str(stored["command"]),
-        "duration of the last run, minutes": str(stored["minutes"]),
-        "computed with": str(stored["with"]),
+        "command": str(stored_exhibit["command"]),
+        "duration of the last run, minutes": str(stored_exhibit["minutes"]),
+        "computed with": str(stored_exhibit["with"]),
     }
     for name, value in plan.raw_settings.items():
         groups = value if name == "runs" and isinstance(value, list) else [value]
@@ -187,12 +189,12 @@ def _sections(plan: ExhibitPlan, stored: StoredExhibit, presentation: Presentati
             description = ", ".join(f"{k} = {v}" for k, v in group.items()) if isinstance(group, dict) else str(group)
             facts[f"{name} {index}" if len(groups) > 1 else name] = description
     differences = Text(f"{label}: differences from the paper, and why", plan.file.differences)
-    return [main, *presentation.sections, differences, Facts(f"{label}: settings", facts)]
+    return [main_section, *presentation.sections, differences, Facts(f"{label}: settings", facts)]
 
 
 def join_summaries(presentations: Mapping[str, Presentation]) -> str:
-    """Return our results from the first available exhibit on accuracy and the first on attacks."""
+    """Return our results from the first available exhibit on accuracy, and from the first on attacks."""
     groups = (("table2", "table1", "fig3"), ("table3", "table4", "fig5"))
     result = [[presentations[name].summary_rows for name in names if name in presentations] for names in groups]
     rows = [row for candidates in result for row in next(filter(None, candidates), ())]
-    return " ".join(f"{question}: {ours}." for question, _, ours in rows) or "No verdict: no exhibit has results."
+    return " ".join(f"{question}: {answer}." for question, _, answer in rows) or "No verdict: no exhibit has results."

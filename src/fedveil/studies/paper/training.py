@@ -92,17 +92,17 @@ def training_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[list[Run]]:
     return JobGraph(list(jobs.values()), lambda results: [_to_run(config, results[jobs[config]]) for config in configs])
 
 
-def _to_run(config: Config, trained: TrainedRun | Failure) -> Run:
+def _to_run(config: Config, result: TrainedRun | Failure) -> Run:
     identity = (config.data.name, config.model.name, config.model.layers, config.data.clients)
     run = Run(*identity, str(config.training.loss), config.training.seed, defence_name(config), format_command(config))
-    if isinstance(trained, Failure):
-        return dataclasses.replace(run, failed=trained.failed)
-    metric, final_metrics = trained.metric, trained.history.metrics
-    curve = [(round(r.epoch, 3), r.metrics[metric]) for r in trained.records if r.evaluated]
+    if isinstance(result, Failure):
+        return dataclasses.replace(run, failed=result.failed)
+    metric, final_metrics = result.metric, result.history.metrics
+    curve = [(round(r.epoch, 3), r.metrics[metric]) for r in result.records if r.evaluated]
     run = dataclasses.replace(
         run, metric=metric, value=final_metrics[metric], curve=curve, test_loss=final_metrics.get("loss")
     )
-    return dataclasses.replace(run, constant=trained.constant, seconds=trained.records[-1].seconds)
+    return dataclasses.replace(run, constant=result.constant, seconds=result.records[-1].seconds)
 
 
 def select(runs: Sequence[Run], **values: str | int) -> list[Run]:
@@ -115,9 +115,9 @@ def deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def pooled_deviation(first: float, second: float) -> float:
+def pooled_deviation(first_deviation: float, second_deviation: float) -> float:
     """Return the pooled standard deviation of two samples of equal size."""
-    return math.hypot(first, second) / math.sqrt(2)
+    return math.hypot(first_deviation, second_deviation) / math.sqrt(2)
 
 
 def format_runs(runs: Sequence[Run], format_spec: str, scale: float = 1.0) -> str:
@@ -166,7 +166,7 @@ class Comparison:
 
     @property
     def ranges_overlap(self) -> bool:
-        """Whether the ranges mean ± standard deviation overlap."""
+        """Whether the ranges (mean ± standard deviation) overlap."""
         return self.mean_difference <= sum(self.deviations)
 
 
@@ -224,8 +224,8 @@ def present_table1(plan: ExhibitPlan, results: list[Run]) -> Presentation:
     paper, rows, comparison_rows = plan.paper_values(DefenceValues), list[list[str]](), list[list[str]]()
     for defence, values in paper.items():
         for clients, paper_row in values.items():
-            selected = select(results, defence=defence, clients=clients)
-            rows.append([defence, clients, *paper_cells(plan, paper_row, selected, "layers", (".3f", ".4f"))])
+            selected_runs = select(results, defence=defence, clients=clients)
+            rows.append([defence, clients, *paper_cells(plan, paper_row, selected_runs, "layers", (".3f", ".4f"))])
     pairs = list(compare_runs(results, ("layers", "clients")))
     for pair in pairs:
         final_values = [format_runs(select(results, defence=name, **pair.setting), ".5f") for name in ("plain", "veil")]
@@ -235,10 +235,10 @@ def present_table1(plan: ExhibitPlan, results: list[Run]) -> Presentation:
         )
     summary_rows = []
     if pairs:
-        ours = f"same as plain: means at most {max(pair.mean_difference for pair in pairs):.1e} apart"
+        our_summary = f"means at most {max(pair.mean_difference for pair in pairs):.1e} apart"
         value_pairs = zip(chain(*paper["plain"].values()), chain(*paper["veil"].values()), strict=True)
         question, gap = f"Table 1, regression, {len(pairs)} settings", max(abs(a - b) for a, b in value_pairs)
-        summary_rows = [(question, f"veil same as plain (up to {gap:.3f} apart)", ours)]
+        summary_rows = [(question, f"veil and plain at most {gap:.3f} apart", our_summary)]
     note = plan.file.note.format(
         seeds=len({run.seed for run in results}),
         constant=max((run.constant for run in results if run.constant is not None), default=math.nan),
@@ -254,8 +254,8 @@ def present_table2(plan: ExhibitPlan, results: list[Run]) -> Presentation:
     for paper_name, data in plan.settings.data.items():
         for clients in next(iter(paper[paper_name].values())):
             for defence, values in paper[paper_name].items():
-                selected = select(results, data=data, clients=clients, defence=defence, loss=TABLE2_LOSS)
-                cells = paper_cells(plan, values[clients], selected, "model", (".2f", ".1f"), 100)
+                selected_runs = select(results, data=data, clients=clients, defence=defence, loss=TABLE2_LOSS)
+                cells = paper_cells(plan, values[clients], selected_runs, "model", (".2f", ".1f"), 100)
                 rows.append([data, clients, defence, *cells])
     constants = {run.data: run.constant for run in results if run.constant is not None}
     notes = [f"The most common class of {data} makes up {100 * value:.1f} %." for data, value in constants.items()]
@@ -264,9 +264,13 @@ def present_table2(plan: ExhibitPlan, results: list[Run]) -> Presentation:
     summary_rows = []
     if veils:
         overlapping = sum(veil.ranges_overlap for veil in veils)
-        ours = f"means at most {_largest_mean_gap(veils)} points apart, ranges overlap in {overlapping} of {len(veils)}"
-        ours += f"; the rounding baseline: {_largest_mean_gap(baselines)} points" if baselines else ""
-        summary_rows = [(f"Table 2, ResNets, both losses, {len(veils)} settings", "veil same as plain", ours)]
+        our_summary = (
+            f"means at most {_largest_mean_gap(veils)} points apart, ranges overlap in {overlapping} of {len(veils)}"
+        )
+        our_summary += f"; the rounding baseline: {_largest_mean_gap(baselines)} points" if baselines else ""
+        summary_rows = [
+            (f"Table 2, ResNets, both losses, {len(veils)} settings", "veil and plain the same", our_summary)
+        ]
     header = ["data", "clients", "defence", *(f"{net}, {source}" for net in plan.file.columns for source in SOURCES)]
     sections, note = _comparison_tables(plan, results, veils, baselines), " ".join([plan.file.note, *notes])
     return Presentation(plan.title, "", header, rows, note, sections, summary_rows=summary_rows)
@@ -318,16 +322,18 @@ def present_fig3(plan: ExhibitPlan, results: list[Run]) -> Presentation:
     sections: list[Section] = [
         SideBySide(f"Figure 3: {net}, {loss}, {results[0].data}", parts, note) for (net, loss), parts in charts.items()
     ]
-    ours = f"veil and plain agree within their spread over seeds in {sum(agreements)} of {len(agreements)} epochs"
-    summary_rows = [("Figure 3, training curves", "the curves coincide", ours)] if agreements else []
+    our_summary = (
+        f"veil and plain agree within their spread over seeds in {sum(agreements)} of {len(agreements)} epochs"
+    )
+    summary_rows = [("Figure 3, training curves", "the curves coincide", our_summary)] if agreements else []
     return Presentation(plan.title, "", HEADER3, rows, plan.file.note, sections, summary_rows=summary_rows)
 
 
-def _largest_difference(plain: MeanCurve, other: MeanCurve) -> tuple[str, str]:
+def _largest_difference(plain_curve: MeanCurve, other_curve: MeanCurve) -> tuple[str, str]:
     """Format the largest difference between two mean curves, and the pooled standard deviation at that epoch."""
-    pairs = zip(plain, other, strict=True)
-    largest, pooled = max((abs(p[1] - o[1]), pooled_deviation(p[2], o[2])) for p, o in pairs)
-    return f"{largest:.2f}", f"{pooled:.2f}"
+    pairs = zip(plain_curve, other_curve, strict=True)
+    difference, spread = max((abs(p[1] - o[1]), pooled_deviation(p[2], o[2])) for p, o in pairs)
+    return f"{difference:.2f}", f"{spread:.2f}"
 
 
 def _mean_curve(runs: Sequence[Run]) -> MeanCurve:
