@@ -72,7 +72,7 @@ class AttackerEstimate:
 
 @dataclass(frozen=True)
 class Measure:
-    """A kind of estimate: its format, and the values that count as a leak.
+    """A kind of estimate, with its format and the values that count as a leak.
 
     Attributes:
         subject: information that may leak.

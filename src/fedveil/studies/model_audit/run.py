@@ -183,7 +183,7 @@ def train_shadows(
         outputs.append(predict_pool(shadow, pool.inputs, "a shadow"))
         if outputs[-1].shape[1] != num_outputs:
             message = f"a shadow has {outputs[-1].shape[1]} outputs, but the model has {num_outputs}"
-            raise BadArgument(FUNCTION, message, "train the same architecture")
+            raise BadArgument(FUNCTION, message, "train a model of the same architecture")
     targets = dense_labels.double() if dense_labels.is_floating_point() else dense_labels
     return Shadows(torch.stack(outputs).double().numpy(), training_masks, targets, loss)
 
