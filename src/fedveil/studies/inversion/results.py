@@ -171,7 +171,7 @@ def success_chart(results: Mapping[str, Inversion], chance: float) -> Intervals:
         for method, rate in (("generator", attack.codes), ("pixels", attack.pixels))
         if rate
     ]
-    label = "attack success by the independent evaluator, %"
+    label = "attack success according to the independent evaluator, %"
     return Intervals("Success", label, marks, {"guessing": 100 * chance}, low=0.0, high=100.0)
 
 
