@@ -35,10 +35,10 @@ from fedveil.studies.audit.results import AuditResult, judge, list_measures
 from fedveil.studies.audit.run import AUDIT, Audit, AuditOptions
 from fedveil.studies.federations import TrainedRun, TrainRun
 from fedveil.studies.gradients import run as reconstruction
-from fedveil.studies.gradients.server import OWN, ServerOptions, attack_view, images_and_model, nearest
+from fedveil.studies.gradients.server import NUM_OWN_RECORDS, ServerOptions, attack_view, images_and_model, nearest
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, run_jobs
 from fedveil.studies.membership import attacks as membership
-from fedveil.studies.study import percent, text
+from fedveil.studies.study import format_estimate, format_percent
 
 SCALES: Mapping[str, Mapping[str, Value]] = {
     "digits": {"data": "digits", "train_size": 500, "epochs": 150, "loss": "squared_error", "clients": 2},
@@ -98,12 +98,12 @@ class ServerRecords(Result):
 
 @dataclass(frozen=True)
 class AttackUpdates:
-    """Job work that attacks one client's update in several new federations, each for one round."""
+    """A task that attacks one client's update in several new federations, each for one round."""
 
     config: Config
     options: ServerOptions
 
-    def __call__(self, progress: Progress, done: JobResults) -> ServerRecords:
+    def __call__(self, progress: Progress, results: JobResults) -> ServerRecords:
         """Return the PSNR of the best attack in each federation."""
         found, floor = list[float](), list[float]()
         for number in range(self.options.rounds):
@@ -123,7 +123,7 @@ class AttackUpdates:
 
     def attack(self, leak: Leak, data: Data, rows: Tensor, number: int) -> float:
         """Return the PSNR of the closest image from any attack on one update."""
-        own, rng = data.test.tensor[:OWN], generator("search", number)
+        own, rng = data.test.tensor[:NUM_OWN_RECORDS], generator("search", number)
         search = self.options.search(leak.model)
         images = attack_view(leak, search, data, own, 1, rng, lambda fraction: None)
         true = data.pixels(data.train.tensor[rows[:1]])
@@ -209,7 +209,8 @@ def figure_row(cell: Cell, done: JobResults) -> list[str]:
     own, published = audit.attackers[PUBLISHED], audit.figures(PUBLISHED)
     members = own.membership.attacks if own.membership else {}
     areas = [
-        text(members[name].auc, ".2f") if name in members else "" for name in ("loss", "white-box network", "RMIA")
+        format_estimate(members[name].auc, ".2f") if name in members else ""
+        for name in ("loss", "white-box network", "RMIA")
     ]
     milliseconds = 1000 * last.seconds / last.round
     return [
@@ -218,11 +219,11 @@ def figure_row(cell: Cell, done: JobResults) -> list[str]:
         f"{milliseconds:.1f}",
         f"{last.figures.get('bytes_up', math.nan) / 1000:.1f}",
         *areas,
-        percent(published[page.AGREEMENT]),
-        percent(best_adaptive(audit, page.AGREEMENT)),
-        text(published[page.RECORD]),
-        text(best_adaptive(audit, page.RECORD)),
-        text(server_estimate(server)[0]),
+        format_percent(published[page.AGREEMENT]),
+        format_percent(best_adaptive(audit, page.AGREEMENT)),
+        format_estimate(published[page.RECORD]),
+        format_estimate(best_adaptive(audit, page.RECORD)),
+        format_estimate(server_estimate(server)[0]),
     ]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from fedveil import cli
 from fedveil.errors import BadArgument
 from fedveil.models import mlp
-from fedveil.studies.model_audit.files import load_weights, read_both
+from fedveil.studies.model_audit.files import load_weights, read_members_and_others
 
 COUNT = 60
 MODULE = """
@@ -83,12 +83,12 @@ class Unpickled(nn.Module):
         ({"weights": "whole.pt"}, "cannot be read without running code"),
         ({"weights": "absent.pt"}, "there is no such file"),
         ({"weights": "other.pt"}, "its values belong to another model"),
-        ({"weights": "numbers.pt"}, "it does not contain tensors by name"),
+        ({"weights": "numbers.pt"}, "it does not contain named tensors"),
         ({"weights": "broken.safetensors"}, "is damaged"),
         ({"others": "in.csv"}, "60 of the 60 others are also members"),
-        ({"others": "reordered.csv"}, "but those of in.csv are"),
+        ({"others": "reordered.csv"}, "but in.csv has the columns"),
         ({"target": "answer"}, "there is no column answer"),
-        ({"members": "empty.npz", "others": "empty.npz"}, "it has the arrays values"),
+        ({"members": "empty.npz", "others": "empty.npz"}, "expected the arrays inputs and targets, got values"),
         ({"members": "", "weights": "final.pt"}, "--members missing"),
         ({"train": "audited_package:MODULE_THAT_IS_NOT"}, "has no attribute"),
         ({"train": "audited_package:torch"}, "is module, not a function"),
@@ -118,24 +118,24 @@ def test_images_are_read_with_the_same_classes(tmp_path):
             for number in range(3):
                 pixels = chance.integers(0, 256, (8, 8, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(tmp_path / part / name / f"{number}.png")
-    (inputs, targets), (others, _) = read_both(tmp_path / "in", tmp_path / "out", size=8)
+    (inputs, targets), (others, _) = read_members_and_others(tmp_path / "in", tmp_path / "out", size=8)
     assert inputs.shape == others.shape == (6, 3, 8, 8)
     assert targets.tolist() == [0, 0, 0, 1, 1, 1]
     assert 0 <= inputs.min() <= inputs.max() <= 1
     first = np.asarray(Image.open(tmp_path / "in" / "a" / "0.png")).transpose(2, 0, 1) / 255
     assert np.allclose(inputs[0], first)
     with pytest.raises(BadArgument, match="unknown classes: c"):
-        read_both(tmp_path / "in", tmp_path / "strange", size=8)
+        read_members_and_others(tmp_path / "in", tmp_path / "strange", size=8)
 
 
 def test_integers_are_classes_unless_the_task_is_regression(tmp_path):
     (tmp_path / "one.csv").write_text("x,y\n0.5,1\n1.5,2\n")
     (tmp_path / "two.csv").write_text("x,y\n0.5,1.5\n")
     one, two = tmp_path / "one.csv", tmp_path / "two.csv"
-    assert read_both(one, one)[0][1].tolist() == [1, 2]
-    assert not read_both(one, one)[0][1].is_floating_point()
-    assert read_both(one, two)[0][1].is_floating_point()
-    assert read_both(one, one, task="regression")[0][1].is_floating_point()
+    assert read_members_and_others(one, one)[0][1].tolist() == [1, 2]
+    assert not read_members_and_others(one, one)[0][1].is_floating_point()
+    assert read_members_and_others(one, two)[0][1].is_floating_point()
+    assert read_members_and_others(one, one, task="regression")[0][1].is_floating_point()
     with pytest.raises(BadArgument, match="a target is not an integer"):
-        read_both(one, two, task="classification")
-    assert read_both(one, one, target="x")[0][0].tolist() == [[1.0], [2.0]]
+        read_members_and_others(one, two, task="classification")
+    assert read_members_and_others(one, one, target="x")[0][0].tolist() == [[1.0], [2.0]]

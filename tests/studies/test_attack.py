@@ -24,8 +24,8 @@ DIGITS = {"data": "digits", "train_size": 200, "test_size": None, "defence": "pl
         (GRADIENTS, {"optimizer": "adamw"}, {}, "only with plain SGD or Adam"),
         (GRADIENTS, {"momentum": 0.9}, {}, "only with plain SGD or Adam"),
         (GRADIENTS, {"train_size": 30}, {}, "30 training records, but the attacker and the victim need 40"),
-        (GRADIENTS, {}, {"victim_batch": "1,x"}, "batches of '1,x' from 8 images"),
-        (GRADIENTS, {}, {"victim_batch": "16"}, "batches of '16' from 8 images"),
+        (GRADIENTS, {}, {"victim_batch": "1,x"}, "of at most 8, got '1,x'"),
+        (GRADIENTS, {}, {"victim_batch": "16"}, "of at most 8, got '16'"),
         (INVERSION, {"labels": None}, {}, "so no class is public"),
         (INVERSION, {"labels": "0-9"}, {}, "make 10 of 10 classes private"),
         (INVERSION, {"labels": "3"}, {}, "make 1 of 10 classes private"),
@@ -34,7 +34,7 @@ DIGITS = {"data": "digits", "train_size": 200, "test_size": None, "defence": "pl
         (INVERSION, {}, {"codes": 5}, "5 cannot be divided evenly among 4 broadcasts"),
         (POISONING, {}, {"attacks": "sign-flop"}, "there is no attack 'sign-flop'"),
         (POISONING, {}, {"seeds": 0}, "--seeds must be an integer of at least 1"),
-        (POISONING, {"hostile": 2}, {}, "krum needs 7 clients to resist 2 hostile ones, got 5"),
+        (POISONING, {"hostile": 2}, {}, "krum needs 7 clients to resist 2 hostile clients, got 5"),
         (POISONING, {"hostile": 5}, {"rules": "none"}, "5 of 5 clients"),
         (POISONING, {"hostile": 0}, {"rules": "none"}, "0 of 5 clients"),
         (POISONING, {"aggregator": "krum"}, {"rules": "none"}, "the attack compares all rules"),
@@ -65,4 +65,4 @@ def test_a_failed_defence_has_a_row_and_its_reason_comes_first(study):
     shown = study.present(AttackRequest(config, ("veil",), study.options()), {"veil": Failure("diverged")})
     assert shown.verdict.startswith("No verdict")
     assert [row[:2] for row in shown.rows if row[0] == "veil"] == [["veil", "failed"]]
-    assert shown.first[0].paragraphs == ["veil: diverged"]
+    assert shown.top_sections[0].paragraphs == ["veil: diverged"]

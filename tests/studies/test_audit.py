@@ -29,7 +29,7 @@ from fedveil.studies.audit.results import (
     UNDEFENDED,
     AuditResult,
     Guessing,
-    Members,
+    MembershipResults,
     ModelFigures,
     average_members,
     show,
@@ -84,7 +84,7 @@ def member_attack(known, auc, tpr=0.1):
 def audit(agreement=1.0, psnr=40.0, test=1.0, members=None, **others):
     """The audit of a federation in which attackers reach these figures; `members` has their AUCs of membership."""
     views = {
-        name: ModelFigures(point(agreement), membership=Members({"loss": member_attack(0.5, auc)}))
+        name: ModelFigures(point(agreement), membership=MembershipResults({"loss": member_attack(0.5, auc)}))
         for name, auc in (members or {"adaptive": 0.7}).items()
     }
     built = {next(iter(views)): point(psnr), "floor": point(11.0)} if psnr else {}
@@ -92,7 +92,7 @@ def audit(agreement=1.0, psnr=40.0, test=1.0, members=None, **others):
 
 
 def sections(shown):
-    return {section.title: section for section in (*shown.first, *shown.sections)}
+    return {section.title: section for section in (*shown.top_sections, *shown.sections)}
 
 
 def test_verdicts_are_beside_the_undefended_federation_and_guessing():
@@ -112,12 +112,14 @@ def test_verdicts_are_beside_the_undefended_federation_and_guessing():
 
 
 def test_the_attack_is_chosen_on_known_records_and_averaged_over_the_broadcasts_on_which_it_ran():
-    found = Members({"loss": member_attack(known=0.7, auc=0.6), "RMIA": member_attack(known=0.6, auc=0.9)})
+    found = MembershipResults({"loss": member_attack(known=0.7, auc=0.6), "RMIA": member_attack(known=0.6, auc=0.9)})
     assert (found.attack, found.best.auc.value) == ("loss", 0.6)
     few = replace(member_attack(known=0.75, auc=0.5), known=Estimate(0.75, 0.45, 0.9))  # tried on a few known records
-    assert Members({**found.attacks, "white-box network": few}).attack == "loss"
+    assert MembershipResults({**found.attacks, "white-box network": few}).attack == "loss"
     both = {"loss": member_attack(0.5, 0.5), "white-box network": member_attack(0.9, 0.8)}
-    found = average_members([Members(both, {"RMIA": "no classes"}), Members({"loss": member_attack(0.7, 0.6)})])
+    found = average_members(
+        [MembershipResults(both, {"RMIA": "no classes"}), MembershipResults({"loss": member_attack(0.7, 0.6)})]
+    )
     assert found.attacks["loss"].known.value == pytest.approx(0.6)
     assert found.attacks["loss"].auc.value == pytest.approx(0.55)
     assert [one.broadcasts for one in found.attacks.values()] == [2, 1]
@@ -229,7 +231,7 @@ def test_every_measure_is_a_configuration_that_changes_something(data):
 
 
 def test_measures_that_differ_by_the_veil_only_share_their_shadows(tmp_path):
-    shadows = {key: job.after for key, job in HARDEN.audits(Hardening(seeds=2), tmp_path).items()}
+    shadows = {key: job.predecessors for key, job in HARDEN.audits(Hardening(seeds=2), tmp_path).items()}
     assert shadows["noise kept across rounds", 1] == shadows["no veil", 1] != shadows["no veil", 0]
     assert shadows["weight decay 0.01", 0] != shadows["no veil", 0]
     assert shadows["cross-entropy, 7 decoys", 0] == shadows["no veil, cross-entropy", 0]

@@ -117,7 +117,7 @@ def test_a_model_in_float64_is_audited_in_float32():
     federation = fedveil.Federation(Net().double(), clients(), "veil", torch.optim.Adam, batch_size=10)
     federation.fit(rounds=3)
     assert fedveil.audit(federation, TEST, **QUICK).notes == (
-        "The model has torch.float64; a copy in float32 was audited.",
+        "The model's dtype is torch.float64; a float32 copy was audited.",
     )
     assert federation.dtype == torch.float64
     assert next(federation.model.parameters()).dtype == torch.float64
@@ -153,10 +153,10 @@ def refuse(match, *args, **options):
 
 
 def test_what_is_missing_or_contradicts_is_refused():
-    refuse("no test records are given", trained())
-    refuse("clients= is given, but the Federation has its own", trained(), TEST, clients=clients())
+    refuse("there are no test records", trained())
+    refuse("clients= applies only to a folder", trained(), TEST, clients=clients())
     refuse("has not been trained", fedveil.Federation(Net(), clients()), TEST)
-    refuse("model= is a model", trained(), TEST, model=Net())
+    refuse("model= must be a function, got a model", trained(), TEST, model=Net())
 
 
 @pytest.fixture
@@ -177,12 +177,12 @@ def test_the_folder_of_a_python_run_with_its_records_is_the_run_itself(folder):
 
 def test_a_folder_with_other_records_or_none_is_simulated_and_says_so(folder, capsys):
     report = fedveil.audit(folder, TEST, clients=[records(seed=7), records(seed=8)], model=Net, **QUICK)
-    assert "a simulation was audited: 2 clients in one process, 9 rounds" in report.notes[0]
-    assert "not known to be those that this run was trained on" in report.notes[0]
+    assert "A simulation was audited, not the run itself: 2 clients in one process, 9 rounds" in report.notes[0]
+    assert "which may not be the records that this run was trained on" in report.notes[0]
     report = fedveil.audit(folder, model=Net, **QUICK)
     assert report.notes[0].startswith(STAND_IN_NOTICE)
     assert report.presentation.page("").verdict.startswith(STAND_IN_NOTICE)
-    assert next(iter(report.answers.values()))[0].startswith("This page cannot answer this for your data")
+    assert next(iter(report.answers.values()))[0].startswith("This page cannot answer this question for your data")
     assert cli.main(["audit", str(folder), "--model", f"{__name__}:Net", *FLAGS]) == 0
     assert STAND_IN_NOTICE in capsys.readouterr().out
     stored = json.loads((folder / "audit" / "results.json").read_text())
@@ -206,9 +206,9 @@ def test_a_command_takes_the_clients_of_a_factory(folder, capsys, monkeypatch):
 
 def test_code_that_a_folder_names_needs_trust(folder):
     assert read_description(folder).factory == f"{__name__}:Net"
-    refuse("importing it runs that module's code", folder)
+    refuse("importing it would run that module's code", folder)
     assert isinstance(fedveil.audit(folder, trust_code=True, **QUICK), AuditReport)
-    with pytest.raises(BadArgument, match="belong to another network"):
+    with pytest.raises(BadArgument, match="belongs to another network"):
         fedveil.audit(folder, model=mlp(FEATURES, CLASSES, hidden=9), **QUICK)
 
 
@@ -259,7 +259,7 @@ def test_training_anew_repeats_the_learning_rates_and_starts_from_other_values()
     found = [record.lr for record in again.history.records]
     assert found == pytest.approx(rates, rel=1e-12)
     assert rates[-1] == pytest.approx(1e-2 * 0.5**5, rel=1e-12)
-    started = recipe.new_pair(5)[0]
+    started = recipe.new_model_and_optimizer(5)[0]
     assert all(not torch.equal(a, b) for a, b in zip(started.parameters(), federation.model.parameters(), strict=True))
     assert again.optimizer is not federation.optimizer
 
@@ -300,10 +300,10 @@ def test_a_leaking_model_is_found_and_a_model_that_saw_nothing_is_not():
     leaking.fit(rounds=400)
     found = fedveil.audit(leaking, TEST, **options).verdicts["plain"]["membership"]
     assert found.label is Label.LEAK
-    assert found.strongest.figure.low > 0.6
+    assert found.strongest.estimate.low > 0.6
     idle = fedveil.Federation(
         mlp(FEATURES, CLASSES, hidden=64), clients(), "plain", lambda p: torch.optim.SGD(p, 1e-9), batch_size=30
     )
     idle.fit(rounds=1)
-    assert fedveil.audit(idle, TEST, **options).verdicts["plain"]["membership"].strongest.figure.low < 0.5
+    assert fedveil.audit(idle, TEST, **options).verdicts["plain"]["membership"].strongest.estimate.low < 0.5
     assert math.isfinite(found.guess)

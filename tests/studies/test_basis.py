@@ -54,12 +54,12 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(capsys):
-    """Run a command; returns the jobs whose results were kept, and the reason of each that was computed again."""
+    """Run a command; returns the jobs whose results were reused, and the reason of each that was computed again."""
 
     def call(*words):
         assert main(list(words)) == 0
         lines = [line.split("% ", 1)[-1] for line in capsys.readouterr().err.splitlines()]
-        kept = {line.partition(":")[0] for line in lines if line.endswith(": kept")}
+        kept = {line.partition(":")[0] for line in lines if line.endswith(": reused")}
         again = [line.partition(": computed again: ")[::2] for line in lines if ": computed again: " in line]
         return kept, dict(again)
 

@@ -5,14 +5,14 @@ from tests.studies.test_audit import audit, point
 
 from fedveil.attacks.scores import Estimate
 from fedveil.studies.audit import results as page
-from fedveil.studies.audit.decision import WORDS, decide, grade_sharing, per_hundred
-from fedveil.studies.audit.results import Members, ModelFigures, judge_all
+from fedveil.studies.audit.decision import TEXTS, decide, grade_sharing, per_hundred
+from fedveil.studies.audit.results import MembershipResults, ModelFigures, judge_all
 from fedveil.studies.gradients.server import ServerResults
 from fedveil.studies.jobs import Failure
 from fedveil.studies.membership.attacks import AttackScores
 from fedveil.studies.verdicts import MEMBERSHIP, judge
 
-SAFE, WORST, CHANGE, SURE = (WORDS[f"ask_{name}"] for name in ("safe", "worst", "change", "sure"))
+SAFE, WORST, CHANGE, SURE = (TEXTS[f"ask_{name}"] for name in ("safe", "worst", "change", "sure"))
 
 
 def answers(results, plain):
@@ -45,13 +45,13 @@ def test_counts_out_of_a_hundred_are_not_rounded_to_certainty():
 def test_a_leak_is_told_with_its_numbers_and_what_to_change():
     plain = audit(1.0, 40.0, members={"as published": 0.7})
     found, said = answers({"veil": audit(1.0, 40.0, members={"own labels": 0.6})}, plain)
-    assert found.headline == WORDS["headline_clear"]
+    assert found.headline == TEXTS["headline_clear"]
     assert "in 70 of 100 such pairs" in said[SAFE]
     assert "names 10 of 100 people" in said[SAFE]
     assert "With the defence “veil”" in said[WORST]
-    assert "right in 60 of 100 pairs" in said[WORST]
-    assert "close enough to recognise" in said[WORST]
-    assert WORDS["server_untried"].format(why="") in said[WORST]
+    assert "it is right in 60 of 100 pairs" in said[WORST]
+    assert "closely enough to recognise" in said[WORST]
+    assert TEXTS["server_untried"].format(reason="") in said[WORST]
     assert "differential privacy" in said[CHANGE]
     assert "use larger batches" in said[CHANGE]
 
@@ -60,14 +60,14 @@ def test_why_the_server_was_not_tried_is_said():
     curious = ServerResults([Failure("csv: the records are not images.")])
     plain = audit(1.0, 40.0, members={"as published": 0.7}, server=curious)
     _, said = answers({"plain": plain}, plain)
-    assert "could do was not tried here (csv: the records are not images). Assume" in said[WORST]
+    assert "the operator of the server can do (csv: the records are not images). Assume" in said[WORST]
 
 
 def test_a_defence_that_changes_nothing_is_said_to_change_nothing():
     plain = audit(1.0, 40.0, members={"as published": 0.7})
     _, said = answers({"plain": plain, "veil": plain, "spn": audit(1.0, 40.0, members={"as published": 0.6})}, plain)
     assert said[WORST].count("Without any defence, it gets a copy") == 1
-    assert WORDS["same"].format(defence="veil") in said[WORST]
+    assert TEXTS["same"].format(defence="veil") in said[WORST]
     assert "With the defence “veil”" not in said[WORST]
     assert "With the defence “spn”, it gets a copy" in said[WORST]
     _, said = answers({"veil": plain}, plain)  # without plain on the page, nothing is left out
@@ -77,16 +77,16 @@ def test_a_defence_that_changes_nothing_is_said_to_change_nothing():
 def test_nothing_found_is_not_called_safe_and_too_few_records_are_not_called_nothing():
     plain = audit(0.1, 11.0, members={"as published": 0.5})
     found, said = answers({"plain": plain}, plain)
-    assert found.headline == WORDS["headline_nothing"]
+    assert found.headline == TEXTS["headline_nothing"]
     assert "not a proof" in found.headline
     assert "differential privacy" not in said[CHANGE]
     wide = AttackScores(point(0.5), Estimate(0.55, 0.4, 0.7), {"0.01": None, "0.001": None})
     few = audit(0.1, 11.0)
-    view = ModelFigures(point(0.1), membership=Members({"loss": wide}))
+    view = ModelFigures(point(0.1), membership=MembershipResults({"loss": wide}))
     few.attackers.clear()
     few.attackers["as published"] = view
     found, said = answers({"plain": few}, few)
-    assert found.headline == WORDS["headline_unknown"]
+    assert found.headline == TEXTS["headline_unknown"]
     assert "Do not read this as safe" in said[SAFE]
     assert "--trials 50" in said[CHANGE]
 
@@ -94,7 +94,7 @@ def test_nothing_found_is_not_called_safe_and_too_few_records_are_not_called_not
 def test_what_was_not_measured_is_named():
     plain = audit(1.0, None, members={"as published": 0.5})
     _, said = answers({"plain": plain}, plain)
-    assert "Rebuilding a person's record was not measured" in said[WORST]
+    assert "We did not measure whether the insider can rebuild a person's record" in said[WORST]
     shown = page.show({"plain": plain})
     assert list(page.find_answers(shown)) == [SAFE, WORST, CHANGE, SURE]
-    assert shown.page("").verdict == WORDS["headline_nothing"]
+    assert shown.page("").verdict == TEXTS["headline_nothing"]

@@ -20,4 +20,4 @@ def test_the_demo_shows_equal_accuracy_a_small_error_and_a_client_near_chance(tm
     assert len(results["veiled"].errors) == 9  # one epoch
     error = float(re.search(r"on the true model: ([\de.-]+\d)", shown.note).group(1))
     assert 0 < error < 1e-5
-    assert [part.title for part in shown.first[0].parts] == ["the server's model", "as received by a client"]
+    assert [part.title for part in shown.top_sections[0].parts] == ["the server's model", "as received by a client"]

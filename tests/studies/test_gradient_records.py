@@ -10,12 +10,12 @@ from fedveil.runs.build import build_model
 from fedveil.studies.attack import AttackRequest
 from fedveil.studies.gradients import records
 from fedveil.studies.gradients.records import (
-    CLEAR,
     DIRECTIONS,
     FLOOR,
     IMPRINT,
-    PRIVATE,
-    SECURE,
+    RECORD_DP,
+    SECURE_SUM,
+    UNPROTECTED,
     CountedRound,
     RecordCount,
 )
@@ -36,7 +36,7 @@ def attack(config, batches=(4,)):
 @pytest.mark.parametrize("defence", ["plain", "veil"])
 def test_all_records_of_a_small_batch_are_recovered_unless_noise_protects_them(defence):
     found = attack(CONFIG.changed(defence=defence, groups=10, loss="squared_error"))
-    for protection, hidden in ((CLEAR, False), (SECURE, False), (PRIVATE, True)):
+    for protection, hidden in ((UNPROTECTED, False), (SECURE_SUM, False), (RECORD_DP, True)):
         assert found[protection, DIRECTIONS].found == (0 if hidden else 4), protection
         assert (found[protection, IMPRINT].found == 0) if hidden else (found[protection, IMPRINT].found >= 2)
         assert found[protection, FLOOR].found == 0
@@ -48,17 +48,17 @@ def test_tabular_records_are_recovered_and_the_study_has_a_table_for_them(tmp_pa
     shown = publish(SERVER, asked, gather(SERVER, asked, tmp_path, workers=1), tmp_path, "again")
     [table] = [section for section in shown.sections if getattr(section, "title", "") == records.TITLE]
     rows = {(row[1], row[3]): row for row in table.rows}
-    assert rows[CLEAR, DIRECTIONS][5] == rows[SECURE, DIRECTIONS][5] == "3/3"
-    assert rows[PRIVATE, DIRECTIONS][5] == "0/3"
-    assert rows[CLEAR, DIRECTIONS][:5] == ["plain", CLEAR, "3", DIRECTIONS, "1"]
+    assert rows[UNPROTECTED, DIRECTIONS][5] == rows[SECURE_SUM, DIRECTIONS][5] == "3/3"
+    assert rows[RECORD_DP, DIRECTIONS][5] == "0/3"
+    assert rows[UNPROTECTED, DIRECTIONS][:5] == ["plain", UNPROTECTED, "3", DIRECTIONS, "1"]
     assert "not measured (the records are not images)" in shown.verdict
 
 
 def test_attacks_that_do_not_apply_say_why():
     found = attack(CONFIG.changed(model="lenet"))
     for attacker in ("rows that agree", DIRECTIONS, IMPRINT):
-        assert (found[CLEAR, attacker].found, found[SECURE, attacker].found) == (0, 0)
-        assert "is not a Linear" in found[CLEAR, attacker].reason
+        assert (found[UNPROTECTED, attacker].found, found[SECURE_SUM, attacker].found) == (0, 0)
+        assert "is not a Linear" in found[UNPROTECTED, attacker].reason
 
 
 def test_a_record_counts_if_a_guess_is_ten_decibels_closer_than_the_mean_and_a_guess_counts_once():
@@ -75,7 +75,7 @@ def test_a_record_counts_if_a_guess_is_ten_decibels_closer_than_the_mean_and_a_g
 
 def test_noise_has_the_declared_size_and_gradients_are_clipped():
     model, part = build_model(CONFIG, DIGITS), DIGITS.train.take(torch.arange(5))
-    loss = records.server_gradient(model, CONFIG, part, CLEAR, generator("test")).loss
+    loss = records.server_gradient(model, CONFIG, part, UNPROTECTED, generator("test")).loss
     draws = [records.private_mean(model, loss, part, generator("test", number)) for number in range(2)]
     apart = torch.cat([(draws[0][name] - draws[1][name]).flatten() for name in draws[0]])
     wanted = 2**0.5 * records.NOISE * records.CLIP / 5
@@ -86,9 +86,11 @@ def test_noise_has_the_declared_size_and_gradients_are_clipped():
 
 def test_rows_have_totals_over_rounds_an_interval_and_reasons():
     def one(found, reason=""):
-        return CountedRound([RecordCount(CLEAR, 4, DIRECTIONS, found, reason)])
+        return CountedRound([RecordCount(UNPROTECTED, 4, DIRECTIONS, found, reason)])
 
-    assert list(records.record_rows([one(4), one(2)])) == [[CLEAR, "4", DIRECTIONS, "2", "6/8", "75.0 [34.9, 96.8]"]]
+    assert list(records.record_rows([one(4), one(2)])) == [
+        [UNPROTECTED, "4", DIRECTIONS, "2", "6/8", "75.0 [34.9, 96.8]"]
+    ]
     assert next(iter(records.record_rows([one(0, "no ReLU")])))[-1] == "no ReLU"
     assert next(iter(records.record_rows([one(4), Failure("it broke")])))[2] == "failed: it broke"
     assert not list(records.record_rows([]))

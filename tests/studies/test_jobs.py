@@ -66,7 +66,7 @@ def test_a_result_is_computed_once_unless_the_work_changes_or_its_file_is_torn(t
     assert ("job3", 0.5, "half") in news
     other = [StudyJob("job2", Square(5, str(log)), Number)]
     assert values(other, run_jobs(other, tmp_path / "jobs", workers=1)) == [25]
-    for torn in ('{"asked": ', "[]", json.dumps({"asked": repr(other[0].work), "result": {"value": "many"}})):
+    for torn in ('{"asked": ', "[]", json.dumps({"asked": repr(other[0].task), "result": {"value": "many"}})):
         (tmp_path / "jobs" / "job2.json").write_text(torn)
         assert values(other, run_jobs(other, tmp_path / "jobs", workers=1)) == [25]
     assert log.read_text().split() == ["2", "3", "5", "5", "5", "5"]
@@ -81,7 +81,7 @@ def test_jobs_hand_results_on_fail_with_those_that_they_need_and_run_again(tmp_p
     first, second, broken, crashed = jobs(log, "", "", "refuse", "crash")
     total = StudyJob("total", Add((first, second)), Number, (first, second))
     blocked = StudyJob("blocked", Add((first, broken)), Number, (first, broken))
-    late = StudyJob("late", Square(7, log), Number, after=(broken,))
+    late = StudyJob("late", Square(7, log), Number, predecessors=(broken,))
     every = [first, second, broken, crashed, total, blocked, late]
     found = run_jobs(every, tmp_path / "jobs", workers=workers)
     assert found.require(total).value == 13

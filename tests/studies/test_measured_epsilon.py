@@ -33,7 +33,7 @@ def test_a_configuration_without_privacy_for_records_is_refused(flags, why, tmp_
     assert cli.main(words) != 0
     shown = capsys.readouterr().err
     assert why in shown
-    assert "Fix: train with" in shown
+    assert "Fix: pass --" in shown
 
 
 def test_a_failure_is_shown():

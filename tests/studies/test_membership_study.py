@@ -34,9 +34,9 @@ def test_members_and_others_are_disjoint_and_the_test_is_balanced():
     records, members = divide_records(CONFIG, data), len(data.train.inputs)
     every = np.concatenate(records.parts)
     assert len(set(every.tolist())) == len(every)
-    assert len(records.victims) == len(records.fresh)
-    assert all((part < members).all() for part in (records.own, records.victims))
-    assert all((part >= members).all() for part in (records.known, records.fresh))
+    assert len(records.test_members) == len(records.test_nonmembers)
+    assert all((part < members).all() for part in (records.known_members, records.test_members))
+    assert all((part >= members).all() for part in (records.known_nonmembers, records.test_nonmembers))
     assert torch.equal(records.pool.inputs[:members], data.train.inputs)
     assert all(map(np.array_equal, records.parts, divide_records(CONFIG, data).parts))
 
@@ -55,15 +55,15 @@ def test_a_held_out_record_that_equals_a_member_is_left_out():
 def test_plain_and_veil_share_shadows_and_others_have_their_own(tmp_path):
     def shadows(count, *defences):
         asked = AttackRequest(CONFIG, defences, dataclasses.replace(QUICK, shadows=count))
-        return MEMBERSHIP.shared(asked, tmp_path)
+        return MEMBERSHIP.shared_jobs(asked, tmp_path)
 
     jobs = shadows(2, "plain", "veil", "dbcl")
     assert [job.name for job in jobs] == [f"shadow-{kind}-{k}" for kind in ("plain", "dbcl") for k in range(2)]
-    assert len({repr(job.work) for job in jobs}) == len(jobs)
+    assert len({repr(job.task) for job in jobs}) == len(jobs)
     assert shadows(0, "plain") == []
     with pytest.raises(BadArgument, match="must be even"):
         shadows(3, "plain")
-    assert all(job.work.everyone for job in attacks.shadow_jobs(CONFIG, ["veil"], 2, tmp_path, everyone=True))
+    assert all(job.task.everyone for job in attacks.shadow_jobs(CONFIG, ["veil"], 2, tmp_path, everyone=True))
 
 
 def attacked(folder, config=CONFIG, options=QUICK, defences=("plain",)):
@@ -157,7 +157,7 @@ def test_squared_error_on_digits_leaks_more_through_losses_than_the_loss_thresho
 def membership(**aucs):
     """A membership attack in which attackers have these AUCs."""
     scored = {name: attacks.AttackScores(auc, auc, {"0.01": None, "0.001": None}) for name, auc in aucs.items()}
-    found = {name: attacks.Attacker({"three": one, "x": Failure("")}) for name, one in scored.items()}
+    found = {name: attacks.AttackerResults({"three": one, "x": Failure("")}) for name, one in scored.items()}
     return attacks.Membership("accuracy", 1.0, 0.8, 0.2, "veil", 0, {}, found)
 
 
@@ -170,6 +170,6 @@ def test_the_strongest_attack_is_judged_beside_chance():
     verdicts = judge_attackers(results)
     labels = {"plain": Label.LEAK, "veil": Label.PARTIAL, "ppdl": Label.TOO_FEW}
     assert {name: one.label for name, one in verdicts.items()} == labels
-    assert verdicts["veil"].strongest.below
+    assert verdicts["veil"].strongest.is_below_guess
     shown = MEMBERSHIP.present(AttackRequest(CONFIG, tuple(results), QUICK), results)
     assert shown.verdict.startswith("Membership: LEAK (no defence 0.70)")

@@ -55,7 +55,7 @@ def test_a_model_that_never_saw_the_members_gives_no_finding(pool):
     assert found.standing_out == ()
     assert found.left_out == dict.fromkeys(("RMIA", "LiRA"), "no function to train shadows was given")
     if found.label is Label.TOO_FEW:
-        assert found.verdict.enough > COUNT
+        assert found.verdict.trials_needed > COUNT
         assert "would be enough" in repr(found)
 
 
@@ -141,10 +141,11 @@ def test_the_halves_are_disjoint_and_exchange_roles(pool):
     found = read_records(nn.Linear(1, 1), *pool, 0)
     first, second = found.fold(0), found.fold(1)
     assert sorted(np.concatenate(first.parts)) == list(range(2 * COUNT))
-    for name, other in (("own", "victims"), ("known", "fresh")):
+    for name, other in (("known_members", "test_members"), ("known_nonmembers", "test_nonmembers")):
         assert np.array_equal(getattr(first, name), getattr(second, other))
         assert np.array_equal(getattr(first, other), getattr(second, name))
-    assert max(first.own.max(), first.victims.max()) < COUNT <= min(first.known.min(), first.fresh.min())
+    assert max(first.known_members.max(), first.test_members.max()) < COUNT
+    assert min(first.known_nonmembers.min(), first.test_nonmembers.min()) >= COUNT
 
 
 def test_p_values_of_records_that_are_not_remembered_are_at_most_alpha_with_probability_alpha():
@@ -180,12 +181,12 @@ def few(count):
         (lambda given: {"members": few(5)}, "there are only 5 members"),
         (lambda given: {"others": few(19)}, "there are only 19 others"),
         (lambda given: {"others": tuple(map(torch.cat, zip(given["others"], given["members"], strict=True)))},
-         "40 of the 80 others are also members; the first is record 40, which equals member 0"),
+         "40 of the 80 others are also members; record 40, for example, equals member 0"),
         (lambda given: {"others": (torch.randn(40, 5), torch.randint(3, (40,)))}, "inputs is float of shape"),
         (lambda given: {"model": nn.Linear(7, 3)}, "the model does not accept"),
         (lambda given: {"model": nn.Linear}, "the model is a type, not a module"),
         (lambda given: {"model": nn.Linear(4, 2)}, "classes range from 0 to 2"),
-        (lambda given: {"model": nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)))}, "outputs of the model have"),
+        (lambda given: {"model": nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)))}, "one row of outputs per"),
         (lambda given: {"loss": fedveil.BatchLoss(nn.CrossEntropyLoss())}, "one value for a batch"),
         (lambda given: {"train": lambda batch: batch}, "train returned tuple, not a torch.nn.Module"),
         (lambda given: {"train": lambda batch: nn.Linear(4, 5)}, "a shadow has 5 outputs, but the model has 3"),

@@ -11,7 +11,7 @@ from fedveil.runs.build import build_limits
 from fedveil.studies import poisoning
 from fedveil.studies.attack import AttackRequest
 from fedveil.studies.jobs import Failure
-from fedveil.studies.poisoning import BOUNDED, HONEST, POISONING, UNLIMITED, Endings, Poisoning, PoisoningOptions
+from fedveil.studies.poisoning import BOUNDED, HONEST, POISONING, UNLIMITED, LimitOutcomes, Poisoning, PoisoningOptions
 from fedveil.studies.study import gather, publish
 
 SMALL = {**POISONING.defaults, "defence": "plain", "train_size": 200, "hidden": 10}
@@ -27,7 +27,7 @@ def test_every_attack_has_a_row_under_both_defences(tmp_path):
     options = PoisoningOptions("sign-flip,overflow,buffers", "none", rounds=2)
     _, shown = attacked(tmp_path, options, ("plain", "veil"))
     rows = {(row[0], row[1]): dict(zip(shown.header, row, strict=True)) for row in shown.rows}
-    assert list(rows) == [(defence, name) for defence in ("plain", "veil") for name in options.names()]
+    assert list(rows) == [(defence, name) for defence in ("plain", "veil") for name in options.attack_names()]
     assert rows["veil", "overflow"][shown.header[-1]] == "2/2, 0"
     assert rows["plain", HONEST][shown.header[-1]] == "0/0, 0"
     assert rows["plain", "buffers"][UNLIMITED] == "does not apply: the model has no buffers"
@@ -39,7 +39,7 @@ def test_every_attack_has_a_row_under_both_defences(tmp_path):
 
 def test_a_run_that_ends_early_is_a_result_with_a_reason(tmp_path):
     results, shown = attacked(tmp_path, PoisoningOptions("sign-flip", "none", rounds=2), max_norm=1e-9)
-    (found,) = results["plain"].endings("sign-flip", BOUNDED)
+    (found,) = results["plain"].outcomes("sign-flip", BOUNDED)
     assert (found.accuracy, found.rounds) == (None, 0)
     assert "no valid reply after 1 attempt: client 0: refused: its gradient has norm" in found.ended
     assert [row[shown.header.index(BOUNDED)] for row in shown.rows] == ["ended", "ended"]
@@ -50,20 +50,23 @@ def test_a_run_that_ends_early_is_a_result_with_a_reason(tmp_path):
 def test_refused_updates_of_honest_clients_are_counted_separately(tmp_path):
     options = PoisoningOptions(attacks="square-overflow", rules="none", rounds=2)
     results, _ = attacked(tmp_path, options, norm_factor=1.0)  # a bound so tight that honest updates are refused, too
-    (honest,), (poisoned,) = (results["plain"].endings(name, BOUNDED) for name in (HONEST, "square-overflow"))
+    (honest,), (poisoned,) = (results["plain"].outcomes(name, BOUNDED) for name in (HONEST, "square-overflow"))
     assert honest.refused == 0 < honest.refused_honest
     assert poisoned.refused == 2
     assert poisoned.refused_honest > 0
 
 
 def run(accuracy, refused=0, refused_honest=0):
-    return poisoning.Ending(accuracy, "" if accuracy else "it ended", 50, refused, refused_honest)
+    return poisoning.RunOutcome(accuracy, "" if accuracy else "it ended", 50, refused, refused_honest)
 
 
 def test_cells_are_means_over_seeds_and_count_runs_that_ended_early():
     assert poisoning.LimitFigures("plain", "x", UNLIMITED, [run(0.80), run(0.88)]).cell() == "84.0"
     assert poisoning.LimitFigures("plain", "x", UNLIMITED, [run(None), run(0.88)]).cell() == "88.0 (1 of 2 ended)"
-    both = [Endings({UNLIMITED: run(value), BOUNDED: run(0.9, refused=50, refused_honest=1)}) for value in (0.90, 0.94)]
+    both = [
+        LimitOutcomes({UNLIMITED: run(value), BOUNDED: run(0.9, refused=50, refused_honest=1)})
+        for value in (0.90, 0.94)
+    ]
     found = Poisoning({HONEST: both, "overflow": both, "buffers": [Failure("it broke"), both[0]]})
     assert poisoning.show({"plain": found}, [UNLIMITED, BOUNDED], 2).rows == [
         ["plain", "honest", "92.0", "90.0", "100/0, 2"],
@@ -77,7 +80,7 @@ def test_the_verdict_is_that_of_the_worst_attack_under_the_defence_that_suffers_
 
     def poisoned(**attacks):
         runs = {HONEST: [0.95] * 3, **attacks}
-        endings = {name: Endings(dict(zip(limits, map(run, own), strict=True))) for name, own in runs.items()}
+        endings = {name: LimitOutcomes(dict(zip(limits, map(run, own), strict=True))) for name, own in runs.items()}
         return Poisoning({name: [own] for name, own in endings.items()})
 
     plain, ended = poisoned(records=[0.1, 0.9, 0.94], buffers=[0.5, 0.3, 0.91]), poisoned(overflow=[None, 0.95, 0.95])

@@ -14,7 +14,7 @@ from fedveil.cli import main
 from fedveil.errors import BadArgument
 from fedveil.runs.settings import configure
 from fedveil.studies.jobs import Failure
-from fedveil.studies.membership.attacks import Attacker, AttackScores, Membership
+from fedveil.studies.membership.attacks import AttackerResults, AttackScores, Membership
 from fedveil.studies.paper import training
 from fedveil.studies.paper.attack_tables import MEMBERSHIP_KIND, present_table3
 from fedveil.studies.paper.plan import SCALES, ScaleSettings, read_plan
@@ -80,7 +80,7 @@ def test_a_table_of_another_version_is_computed_again_and_a_published_one_is_kep
 def test_every_plan_describes_runs_that_can_be_configured(name, scale):
     plan = read_plan(name, scale)
     assert plan.settings.about
-    assert plan.file.why
+    assert plan.file.differences
     if name in ("table1", "table2", "fig3"):
         assert list_configs(plan)
     for group in plan.settings.runs if name in ("table3", "table4", "fig4") else [plan.settings.run]:
@@ -179,7 +179,7 @@ def membership(seed, successes):
     found = {}
     for name, value in successes.items():
         scored = AttackScores(Estimate(value, value - 0.25, value + 0.25), Estimate(0.5, 0.5, 0.5), {}, value + 0.01)
-        found[name] = Attacker(dict.fromkeys(("last", "second", "third", "three"), scored))
+        found[name] = AttackerResults(dict.fromkeys(("last", "second", "third", "three"), scored))
     quality = ("accuracy", 1.0, 0.8 + seed / 10, 0.2 - seed / 10)
     return Membership(*quality, "veil", seed, {}, found)
 
@@ -214,7 +214,7 @@ def test_cells_chart_and_summary_are_means_over_seeds():
     marks = {(mark.group, mark.name): mark for mark in shown.sections[0].rows}
     found = marks["digits, veil", f"ours, {PUBLISHED}"]
     assert (found.value, found.low, found.high) == pytest.approx((60, 60 - half, 60 + half))
-    [(_, theirs, ours)] = shown.headline
+    [(_, theirs, ours)] = shown.summary_rows
     assert theirs == "plain 77.56, veil 49.93"
     assert ours == "plain 80.0, veil 60.0, by an adaptive attacker (second) 90.0"
     single = rows_of(present_table3(attack_plan("table3"), planted([0.6])), "ASR, last three", "veil")[PUBLISHED]
@@ -229,7 +229,7 @@ def test_missing_seeds_of_an_attacker_are_counted_and_failed_ones_named():
     shown = present_table3(plan, results)
     assert rows_of(shown, "ASR, last layer", "veil")["some"]["ours"].endswith("(2 of 3 seeds)")
     assert [row["ours"] for row in rows_of(shown, "ASR, last layer", "plain").values()] == ["failed: seed 2: no memory"]
-    assert not shown.headline
+    assert not shown.summary_rows
     plain = json.loads(json.dumps(MEMBERSHIP_KIND.dump_python(results, mode="json")))
     assert has_failure(plain)
     assert MEMBERSHIP_KIND.validate_python(plain) == results

@@ -28,10 +28,17 @@ from fedveil.studies.attack import AttackRequest
 from fedveil.studies.audit import run as audit
 from fedveil.studies.gradients import server
 from fedveil.studies.gradients.run import guesses
-from fedveil.studies.gradients.server import SERVER, SINGLE, ServerOptions, ServerResults, difference_view, sum_view
+from fedveil.studies.gradients.server import (
+    SERVER,
+    SINGLE_UPDATE,
+    ServerOptions,
+    ServerResults,
+    difference_view,
+    sum_view,
+)
 from fedveil.studies.jobs import Failure, JobResults
 from fedveil.studies.study import gather, publish
-from fedveil.studies.verdicts import RECOGNISED
+from fedveil.studies.verdicts import RECOGNITION_DB
 
 UNIT = 2.0**-24  # half a unit in the last place of a float32
 EPS = torch.finfo(torch.float64).eps
@@ -71,11 +78,11 @@ def test_two_sums_of_the_same_model_that_differ_by_one_client_give_its_record_aw
     """Products and sums of one record round once, the difference and the bias once more: below 4 units of a pixel."""
     found = server.server_views(federation_of(Plain(), dtype=torch.float32), [10], 4)
     record = DIGITS.train.tensor[0].flatten().double()
-    for view, far in ((SAME_MODEL, False), (SINGLE, False), (sum_view(10), True)):
+    for view, far in ((SAME_MODEL, False), (SINGLE_UPDATE, False), (sum_view(10), True)):
         leak = found[view][0]
         gap = (record_from_gradient(leak, first_linear(leak.model)) - record).abs().max()
         assert (gap > 0.1) if far else (gap <= 4 * UNIT), view
-    assert relative(found[SAME_MODEL][0].gradients, found[SINGLE][0].gradients) <= 2 * UNIT
+    assert relative(found[SAME_MODEL][0].gradients, found[SINGLE_UPDATE][0].gradients) <= 2 * UNIT
 
 
 def test_sums_are_weighted_by_records():
@@ -89,7 +96,7 @@ def test_sums_are_weighted_by_records():
 def test_the_next_round_adds_what_the_step_changed_in_the_others_gradients():
     federation = federation_of(Plain(), clients=4)
     found = server.server_views(federation, [4], 4)
-    leak, single = found[NEXT_ROUND][0], found[SINGLE][0]
+    leak, single = found[NEXT_ROUND][0], found[SINGLE_UPDATE][0]
     before, later = (digit_gradients(leak, slice(1, 4), model) for model in (leak.model, federation.model))
     wanted = {name: own + 3 * (before[name] - later[name]) for name, own in single.gradients.items()}
     assert relative(leak.gradients, wanted) < 1e3 * EPS
@@ -101,19 +108,19 @@ def test_a_veil_does_not_change_what_the_server_sees(private):
     veil = Veil(groups=10, entropy=Entropy.for_tests(0))
     veil = Private(veil, 1.0, 0.0) if private else veil  # the server clips what it has seen
     plain, veiled = (server.server_views(federation_of(one), [2, 10], 4) for one in (Plain(), veil))
-    assert list(plain) == list(veiled) == [SINGLE, sum_view(2), sum_view(10), SAME_MODEL, NEXT_ROUND]
+    assert list(plain) == list(veiled) == [SINGLE_UPDATE, sum_view(2), sum_view(10), SAME_MODEL, NEXT_ROUND]
     for view in plain:
         assert relative(veiled[view][0].gradients, plain[view][0].gradients) < 1e4 * EPS, view
-    leak = plain[SINGLE][0]
-    assert relative(veiled[SINGLE][0].gradients, digit_gradients(leak, slice(1))) < 1e4 * EPS
+    leak = plain[SINGLE_UPDATE][0]
+    assert relative(veiled[SINGLE_UPDATE][0].gradients, digit_gradients(leak, slice(1))) < 1e4 * EPS
 
 
 def test_differences_after_local_training_are_attacked_as_gradients():
     """The first layer's gradient of one record always has the record's direction, however many steps there are."""
     one = server.server_views(federation_of(Plain(local_epochs=1, local_lr=0.5)), [2], 4)
-    for view, records in ((SINGLE, 1), (sum_view(2), 2)):
+    for view, records in ((SINGLE_UPDATE, 1), (sum_view(2), 2)):
         assert relative(one[view][0].gradients, digit_gradients(one[view][0], slice(records))) < 1e-9, view
-    leak = server.server_views(federation_of(Plain(local_epochs=5, local_lr=0.5)), [2], 4)[SINGLE][0]
+    leak = server.server_views(federation_of(Plain(local_epochs=5, local_lr=0.5)), [2], 4)[SINGLE_UPDATE][0]
     assert relative(leak.gradients, digit_gradients(leak, slice(1))) > 1e-3
     record = DIGITS.train.tensor[0].flatten().double()
     assert (record_from_gradient(leak, first_linear(leak.model)) - record).abs().max() < 1e-9
@@ -132,8 +139,8 @@ def test_a_sum_over_many_clients_shows_no_record_and_a_single_update_does():
         own, draws = DIGITS.test.tensor[:64], generator("test", name)
         found = server.attack_view(leak, search, data, own, count, draws, lambda fraction: None)
         best[name] = max(server.nearest(one, images[:count]).psnr for one in found.values())
-    assert best[sum_view(clients)] < mean + RECOGNISED
-    assert min(best[SINGLE], best[SAME_MODEL]) >= mean + RECOGNISED
+    assert best[sum_view(clients)] < mean + RECOGNITION_DB
+    assert min(best[SINGLE_UPDATE], best[SAME_MODEL]) >= mean + RECOGNITION_DB
 
 
 def test_the_nearest_image_is_found_among_all_pairs_and_a_guess_is_never_a_record_of_the_round():
@@ -150,11 +157,11 @@ def test_the_study_has_a_row_per_view_pictures_and_a_verdict(tmp_path):
     config = config_of(**{**SERVER.defaults, "train_size": 200, "defence": "plain"})
     asked = AttackRequest(config, ("plain", "veil"), QUICK)
     shown = publish(SERVER, asked, gather(SERVER, asked, tmp_path, workers=1), tmp_path, "again")
-    views = [SINGLE, sum_view(2), SAME_MODEL, NEXT_ROUND]
+    views = [SINGLE_UPDATE, sum_view(2), SAME_MODEL, NEXT_ROUND]
     assert [tuple(row[:2]) for row in shown.rows] == [(name, view) for name in ("plain", "veil") for view in views]
     assert [row[2] for row in shown.rows[:4]] == ["1", "2", "1", "1"]
     single = dict(zip(shown.header, shown.rows[0], strict=True))
-    assert (single["first layer, dB"], single["known"]) == ("120.0", "2/2")
+    assert (single["first layer, dB"], single["recognised"]) == ("120.0", "2/2")
     assert "veil: LEAK: a record is revealed by single update (2 of 2 rounds)" in shown.verdict
     assert (tmp_path / "report.html").read_text().count("data:image/png") == 2 * 2 * (1 + len(views) + 1)
 
@@ -179,19 +186,24 @@ def planted(*figures):
     """A round in which the best attack and the mean image have these PSNRs, view by view."""
     code, views = "/////w==", {}
     for name, records, best, guess in figures:
-        near = [server.Nearest(psnr, 0.5, records - 1, code) for psnr in (best, 1.0, guess, 0.0)]
+        near = [server.NearestImage(psnr, 0.5, records - 1, code) for psnr in (best, 1.0, guess, 0.0)]
         attacks, floors = zip(server.ATTACKS, near[:2], strict=False), zip(server.FLOORS, near[2:], strict=True)
         views[name] = server.ServerView(records, dict(attacks), dict(floors))
     return server.ServerRound([0, 1], Search(), views, [code, code], (1, 2, 2))
 
 
 def test_the_verdict_follows_the_figures():
-    rounds = [planted((SINGLE, 1, psnr, 12.0), (sum_view(2), 2, 21.9, 12.0)) for psnr in (40.0, 60.0)]
+    rounds = [planted((SINGLE_UPDATE, 1, psnr, 12.0), (sum_view(2), 2, 21.9, 12.0)) for psnr in (40.0, 60.0)]
     leak = "LEAK: a record is revealed by single update (2 of 2 rounds); no record is revealed by sum of 2."
     assert server.verdict(ServerResults(rounds)) == leak
-    assert server.verdict(ServerResults([planted((SINGLE, 1, 20.0, 12.0))])).startswith("NOTHING FOUND")
+    assert server.verdict(ServerResults([planted((SINGLE_UPDATE, 1, 20.0, 12.0))])).startswith("NOTHING FOUND")
     [pictures] = server.gallery("", ServerResults(rounds))
-    assert [label for label, _ in pictures.rows] == ["victim's record", SINGLE, sum_view(2), "its nearest record"]
+    assert [label for label, _ in pictures.rows] == [
+        "victim's record",
+        SINGLE_UPDATE,
+        sum_view(2),
+        "its nearest record",
+    ]
     broken = ServerResults([rounds[0], Failure("it broke")])
     assert server.verdict(broken) == "not measured (it broke)."
     assert not server.gallery("", broken)
@@ -201,14 +213,14 @@ def test_the_verdict_follows_the_figures():
 def test_records_that_are_not_images_and_too_few_records_are_refused():
     with pytest.raises(DoesNotApply, match="the records are not images"):
         server.images_and_model(config_of(data="diabetes"), None)
-    with pytest.raises(BadArgument, match="--batches: got '4,4'"):
+    with pytest.raises(BadArgument, match="--batches: expected distinct positive integers, got '4,4'"):
         ServerOptions(batches="4,4").counts()
     with pytest.raises(BadArgument, match="5 training records, but 100 clients need 100"):
         attack_round(config_of(data="digits", train_size=5), ServerOptions())
 
 
 def test_the_audit_has_the_curious_server_once_beside_the_undefended_federation(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(audit, "CURIOUS", dataclasses.replace(QUICK, rounds=1))
+    monkeypatch.setattr(audit, "CURIOUS_SERVER", dataclasses.replace(QUICK, rounds=1))
     words = ["--data", "digits", "--train-size", "200", "--clients", "2", "--epochs", "1", "--defence", "veil"]
     words += ["--trials", "1", "--broadcasts", "1", "--shadows", "0", "--no-network", "--workers", "1"]
     assert cli.main(["audit", *words, "--out", str(tmp_path)]) == 0, capsys.readouterr().err

@@ -46,9 +46,9 @@ def test_the_interval_decides(low, high, two_sided, finding):
     measure = MEMBERSHIP if two_sided else RANKING
     (found,) = measure.compare([("x", Estimate((low + high) / 2, low, high))], 0.5)
     assert found.finding is finding
-    assert found.below == (finding is Finding.FOUND and two_sided)
+    assert found.is_below_guess == (finding is Finding.FOUND and two_sided)
     (single,) = measure.compare([("x", Estimate(0.9, 0.9, 0.9))], 0.5, trials=1)
-    assert (single.finding, single.enough) == (Finding.TOO_FEW, None)
+    assert (single.finding, single.trials_needed) == (Finding.TOO_FEW, None)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_intervals_hold_for_all_attackers_at_once_and_leaks_are_found_in_order_o
     truth, covered = ndtr(0.5), 0  # the difference of two scores is normal with mean 0.5 and variance 1
     for seed in range(SEEDS):
         figures = MEMBERSHIP.compare(attack_noise(seed, effect=0.5), 0.5)
-        covered += all(0.5 in one.figure for one in figures[:-1]) and truth in figures[-1].figure
+        covered += all(0.5 in one.estimate for one in figures[:-1]) and truth in figures[-1].estimate
     assert covered / SEEDS >= 1 - ALPHA - 3 * math.sqrt(ALPHA * (1 - ALPHA) / SEEDS)
 
     def figure(p):
@@ -158,9 +158,9 @@ def test_with_the_number_of_trials_that_would_be_enough_there_is_a_finding_or_no
     for measure in (AGREEMENT, RANKING):
         (few,) = measure.compare([("x", proportion(int(chance.binomial(40, rate)), 40))], 0.5)
         if few.finding is Finding.TOO_FEW:
-            many = int(1.1 * few.enough)  # the interval of the larger sample may be of a rate with more spread
+            many = int(1.1 * few.trials_needed)  # the interval of the larger sample may be of a rate with more spread
             (decided,) = measure.compare([("x", proportion(int(chance.binomial(many, rate)), many))], 0.5)
-            assert few.enough > 40
+            assert few.trials_needed > 40
             assert decided.finding is not Finding.TOO_FEW
 
 

@@ -47,7 +47,7 @@ class ModelAuditCommand:
         from fedveil.report import write
         from fedveil.runs.build import load_factory
         from fedveil.studies.model_audit import audit_model
-        from fedveil.studies.model_audit.files import load_weights, read_both
+        from fedveil.studies.model_audit.files import load_weights, read_members_and_others
 
         if not (self.model and self.weights and self.members and self.others):
             flags = {
@@ -60,7 +60,9 @@ class ModelAuditCommand:
         if train is not None and not callable(train):
             raise BadArgument(self.train, f"is {type(train).__name__}, not a function", "use --train my_package:train")
         model = load_weights(load_factory(self.model), self.weights)
-        members, others = read_both(self.members, self.others, target=self.target, task=self.task, size=self.size)
+        members, others = read_members_and_others(
+            self.members, self.others, target=self.target, task=self.task, size=self.size
+        )
         with print_progress() as show:
             result = audit_model(
                 model,

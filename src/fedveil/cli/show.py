@@ -95,7 +95,7 @@ def print_result(presentation: "Presentation", *last: str, as_json: bool = False
         print(json.dumps([dict(zip(presentation.header, row, strict=True)) for row in presentation.rows]))
         return
     print_table([presentation.header, *presentation.rows] if presentation.rows else [], 2)
-    for section in (*presentation.first, *presentation.sections):
+    for section in (*presentation.top_sections, *presentation.sections):
         if isinstance(section, Answers):
             for question, paragraphs in section.answers.items():
                 print(

@@ -43,14 +43,14 @@ Workers = Annotated[int | None, arg(help=WORKERS, help_behavior_hint="")]
 
 def run_study(study: "Study[S, Any]", request: S, folder: Path, command: str, workers: Workers, as_json: bool) -> None:
     """Compute missing results, write the page and print the table."""
-    from fedveil.studies.basis import AGAIN
+    from fedveil.studies.basis import COMPUTED_AGAIN
     from fedveil.studies.study import gather, publish
 
     if workers is not None:
         check_count("fedveil", "--workers", workers)
     command = f"{command} {format_flags({'out': str(folder)})}"
     with lock_folder(folder):
-        with print_progress(AGAIN) as show:
+        with print_progress(COMPUTED_AGAIN) as show:
             results = gather(study, request, folder, workers=workers, show=show)
         presentation = publish(study, request, results, folder, command)
     verdict = f"\n{textwrap.fill(presentation.verdict, 110)}\n"
@@ -319,7 +319,7 @@ def reproduce(
     """Compute missing results, and print each table and the path of the page."""
     if not names:
         raise BadArgument("fedveil reproduce", "no table or figure is given", f"pass {EXHIBITS}")
-    from fedveil.studies.basis import AGAIN
+    from fedveil.studies.basis import COMPUTED_AGAIN
     from fedveil.studies.paper.reproduce import reproduce as run
 
     def print_exhibit(plan: "ExhibitPlan", presentation: "Presentation") -> None:
@@ -327,7 +327,7 @@ def reproduce(
         print_result(presentation)
 
     folder = out or Path("runs") / f"paper-{scale}"
-    with print_progress(AGAIN) as show:
+    with print_progress(COMPUTED_AGAIN) as show:
         page = run(names, scale, folder, workers=workers, device=device, show=show, on_done=print_exhibit)
     print(f"\nreport: {page}")
 

@@ -26,21 +26,21 @@ from fedveil.lookup import import_object, list_installed
 from fedveil.runs.build import load_own_data
 from fedveil.runs.settings import Config, DataSettings
 
-AGAIN = "computed again"  # prefix of a progress message that explains why a stored result is not reused
+COMPUTED_AGAIN = "computed again"  # prefix of a progress message that explains why a stored result is not reused
 CHUNK = 2**20  # number of tensor values to hash at once
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Everything besides the configuration that determines a result.
+    """Everything that determines a result besides the configuration.
 
     Attributes:
         version: version of this package, which identifies its code and the data that come with it.
         data: SHA-256 of the files of each data set, or of the records that a user's code loads.
         code: SHA-256 of the source file of each module that the configuration refers to, without its imports.
         study: SHA-256 of the source file of an attack from another package.
-        checkpoint: SHA-256 of the checkpoint of the user's run that is attacked; None if the study trains the run.
+        checkpoint: SHA-256 of the checkpoint of the attacked run; None if the study trains the run itself.
     """
 
     version: str = field(default_factory=lambda: fedveil.__version__)
@@ -56,25 +56,25 @@ class Basis:
 
     @property
     def records(self) -> "Basis":
-        """The fields that determine a model trained only on the data, such as a generator of images."""
+        """The fields that determine a model trained only on the data, such as an image generator."""
         return replace(self.training, code={})
 
     def to_plain(self) -> dict[str, JsonValue]:
-        """Return the values to write to a file, without empty fields."""
+        """Return the fields as JSON values, without empty fields."""
         return {name: value for name, value in asdict(self).items() if value not in ({}, None)}
 
 
-def explain_change(old: Basis, new: Basis) -> str | None:
+def explain_change(old_basis: Basis, new_basis: Basis) -> str | None:
     """Return a clause that explains what changed between two bases, or None if nothing changed."""
-    if old.version != new.version:
-        return f"fedveil {old.version} is now {new.version}"
-    if old.data != new.data:
+    if old_basis.version != new_basis.version:
+        return f"fedveil {old_basis.version} is now {new_basis.version}"
+    if old_basis.data != new_basis.data:
         return "the data changed"
-    before, after = old.code | old.study, new.code | new.study
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    old_code, new_code = old_basis.code | old_basis.study, new_basis.code | new_basis.study
+    changed = sorted(name for name in old_code.keys() | new_code.keys() if old_code.get(name) != new_code.get(name))
     if changed:
         return f"the code of {', '.join(changed)} changed"
-    return "the run's checkpoint changed" if old.checkpoint != new.checkpoint else None
+    return "the run's checkpoint changed" if old_basis.checkpoint != new_basis.checkpoint else None
 
 
 class Digests:
@@ -84,21 +84,21 @@ class Digests:
         self._files = cache(digest_files)
         self._records = cache(lambda name: digest_records(load_own_data(name)))
 
-    def job_basis(self, work: V, attacked: Path | None = None) -> Basis:
-        """Return the basis of a job, given its work and the user's run that it attacks."""
-        result, module = self.configs_basis(configs_in(work)), type(work).__module__
-        study = {} if _is_ours(module) else self._modules([module])
-        digest = None if attacked is None else checkpoint.read_digest(attacked / checkpoint.LAST)
+    def job_basis(self, task: V, attacked_run: Path | None = None) -> Basis:
+        """Return the basis of a job, given its task and the run that the job attacks, if any."""
+        result, module = self.configs_basis(find_configs(task)), type(task).__module__
+        study = {} if _is_part_of_fedveil(module) else self._module_digests([module])
+        digest = None if attacked_run is None else checkpoint.read_digest(attacked_run / checkpoint.LAST)
         return replace(result, study=study, checkpoint=digest)
 
     def configs_basis(self, configs: Iterable[Config]) -> Basis:
         """Return the basis of a result that depends only on these configurations."""
         configs = list(configs)
-        data = {label: digest for config in configs for label, digest in self._data(config.data)}
+        data = {label: digest for config in configs for label, digest in self._data_digests(config.data)}
         modules = {spec.partition(":")[0] for config in configs for spec in list_specs(config)}
-        return Basis(data=dict(sorted(data.items())), code=self._modules(modules))
+        return Basis(data=dict(sorted(data.items())), code=self._module_digests(modules))
 
-    def _data(self, settings: DataSettings) -> Iterator[tuple[str, str]]:
+    def _data_digests(self, settings: DataSettings) -> Iterator[tuple[str, str]]:
         name = settings.name
         if ":" in name:
             yield name, self._records(name)
@@ -106,21 +106,21 @@ class Digests:
             label = f"{name} {settings.path}" if settings.path else name
             yield label, self._files(source)
 
-    def _modules(self, names: Iterable[str]) -> dict[str, str]:
+    def _module_digests(self, names: Iterable[str]) -> dict[str, str]:
         files = {name: file for name in sorted(names) if (file := source_file(name)) is not None}
         return {name: self._files(file) for name, file in files.items()}
 
 
-def configs_in(value: V) -> Iterator[Config]:
+def find_configs(value: V) -> Iterator[Config]:
     """Yield the configurations in a dataclass, at any depth."""
     if isinstance(value, Config):
         yield value
     elif isinstance(value, tuple | list):
         for element in value:
-            yield from configs_in(element)
+            yield from find_configs(element)
     elif is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
-            yield from configs_in(getattr(value, item.name))
+            yield from find_configs(getattr(value, item.name))
 
 
 def list_specs(config: Config) -> list[str]:
@@ -132,10 +132,10 @@ def list_specs(config: Config) -> list[str]:
         specs += [list_installed(registry.GROUP).get(config.defence.name, record.target), record.target]
         specs += [record.attackers] if record.attackers else []
         specs += sorted(find_attackers(record).modules())
-    return [spec for spec in specs if not _is_ours(spec)]
+    return [spec for spec in specs if not _is_part_of_fedveil(spec)]
 
 
-def _is_ours(module: str) -> bool:
+def _is_part_of_fedveil(module: str) -> bool:
     return module.partition(":")[0].partition(".")[0] == "fedveil"
 
 
@@ -158,20 +158,20 @@ def digest_files(source: Path) -> str:
         visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
         lines = "".join(f"{name.as_posix()}\0{_digest_file(source / name)}\0" for name in visible)
     except OSError as error:
-        what = f"cannot be read: {error.strerror or error}"
-        raise BadArgument(str(error.filename or source), what, "use files and folders that can be read") from error
+        message = f"cannot be read: {error.strerror or error}"
+        raise BadArgument(str(error.filename or source), message, "make the file or folder readable") from error
     return f"sha256:{hashlib.sha256(os.fsencode(lines)).hexdigest()}"
 
 
 def _digest_file(path: Path) -> str:
     if path.exists() and not path.is_file():
-        raise BadArgument(str(path), "it is not a regular file", "use a regular file")
+        raise BadArgument(str(path), "it is not a regular file", "pass a regular file")
     with path.open("rb") as file:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 def digest_records(data: Data) -> str:
-    """Return the SHA-256 of a data set: its records, with their types and shapes, and its description."""
+    """Return the SHA-256 of a data set: of its records, with their types and shapes, and of its description."""
     result = hashlib.sha256()
     for part in (data.train, data.validation, data.test):
         leaves = [] if part is None else [*pytree.tree_leaves(part.inputs), part.targets]

@@ -32,7 +32,7 @@ NOTE = (
     "the offset, and a client that keeps two broadcasts can remove the veil without data: the veil guarantees nothing "
     "(fedveil help threat-model)."
 )
-KINDS: Mapping[str, Mapping[str, Value]] = {
+TRAINING_KINDS: Mapping[str, Mapping[str, Value]] = {
     "plain": {"defence": "plain"},
     "veiled": {"defence": "veil"},
     "rounding baseline": {"defence": "plain", "settings": baseline_settings(1)},
@@ -74,24 +74,24 @@ def recovery_errors(federation: Federation) -> list[float]:
     """
     shards, errors = federation.shards, list[float]()
     for _ in range(federation.rounds_per_epoch):
-        truth: dict[str, Tensor] = {}
+        expected: dict[str, Tensor] = {}
         for client, size in enumerate(shards.sizes):
             inputs, targets = shards.take(shards.rows(client, federation.round))
             gradients = mean_gradients(federation.model, federation.loss, one_tensor("demo", inputs), targets)
             for name, gradient in gradients.items():
-                truth[name] = truth.get(name, 0) + size / sum(shards.sizes) * gradient
+                expected[name] = expected.get(name, 0) + size / sum(shards.sizes) * gradient
         result = federation.step().gradients
-        errors.append(max(float((result[name] - true).norm() / true.norm()) for name, true in truth.items()))
+        errors.append(max(float((result[name] - value).norm() / value.norm()) for name, value in expected.items()))
     return errors
 
 
 @dataclass(frozen=True)
 class TrainDigits:
-    """Job work that trains one run on digits."""
+    """A task that trains one run on digits."""
 
     config: Config
 
-    def __call__(self, progress: Progress, done: JobResults) -> DemoRun:
+    def __call__(self, progress: Progress, results: JobResults) -> DemoRun:
         """Train, and measure the models that a client can obtain."""
         data, epochs = load_data(self.config), self.config.training.epochs
         run = build_federation(self.config, data)
@@ -118,29 +118,32 @@ class DemoStudy(Study[Demo, Runs]):
 
     def graph(self, request: Demo, folder: Path) -> JobGraph[Runs]:
         """Return one job per kind of training; a failed job raises an error."""
-        configs = {kind: CONFIG.changed(epochs=request.epochs, **values) for kind, values in KINDS.items()}
-        works = {kind: TrainDigits(config) for kind, config in configs.items()}
-        jobs = {kind: StudyJob(kind.replace(" ", "-"), work, DemoRun) for kind, work in works.items()}
-        return JobGraph(list(jobs.values()), lambda done: {kind: done.require(job) for kind, job in jobs.items()})
+        configs = {kind: CONFIG.changed(epochs=request.epochs, **values) for kind, values in TRAINING_KINDS.items()}
+        tasks = {kind: TrainDigits(config) for kind, config in configs.items()}
+        jobs = {kind: StudyJob(kind.replace(" ", "-"), task, DemoRun) for kind, task in tasks.items()}
+        return JobGraph(list(jobs.values()), lambda results: {kind: results.require(job) for kind, job in jobs.items()})
 
     def present(self, request: Demo, results: Runs) -> Presentation:
         """Return the accuracies, two confusion matrices, the curves and the settings."""
-        veiled, histories = results["veiled"], {name: History(run.records) for name, run in results.items()}
+        veiled_run, histories = results["veiled"], {name: History(run.records) for name, run in results.items()}
         rows = [
             [name, f"{histories[name].metrics['accuracy']:.1%}", f"{run.seconds:.1f} s"]
             for name, run in results.items()
         ]
-        rows += [[view, f"{accuracy:.1%}", ""] for view, accuracy in list(veiled.views.items())[1:]]
-        error = f"{statistics.median(veiled.errors):.0e}, the median of {count(len(veiled.errors), 'round')}"
-        matrices = [Matrix(view, veiled.classes, counts) for view, counts in veiled.matrices.items()]
+        rows += [[view, f"{accuracy:.1%}", ""] for view, accuracy in list(veiled_run.views.items())[1:]]
+        error = f"{statistics.median(veiled_run.errors):.0e}, the median of {count(len(veiled_run.errors), 'round')}"
+        matrices = [Matrix(view, veiled_run.classes, counts) for view, counts in veiled_run.matrices.items()]
         settings = applicable_values(CONFIG.changed(epochs=request.epochs))
         verdict = f"Test accuracy: {', '.join(f'{name} {accuracy}' for name, accuracy, _ in rows)}."
-        header, first = ["model", "test accuracy", "time"], [SideBySide("Predictions on the test data", matrices)]
+        header, top_sections = (
+            ["model", "test accuracy", "time"],
+            [SideBySide("Predictions on the test data", matrices)],
+        )
         protection = Text("What is and is not protected", PROTECTION)
         facts = Facts("Configuration", {name: str(value) for name, value in settings.items()})
         sections = [*curve_sections(histories), protection, facts]
         return Presentation(
-            "Demo: digits, plain and veiled", verdict, header, rows, NOTE.format(error), sections, first
+            "Demo: digits, plain and veiled", verdict, header, rows, NOTE.format(error), sections, top_sections
         )
 
 

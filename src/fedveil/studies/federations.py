@@ -27,11 +27,11 @@ from fedveil.progress import Progress
 from fedveil.runs.build import load_data
 from fedveil.runs.folder import RUN, contains_run, is_finished, resume_federation, train
 from fedveil.runs.settings import Config
-from fedveil.studies.basis import AGAIN, Basis, explain_change
+from fedveil.studies.basis import COMPUTED_AGAIN, Basis, explain_change
 from fedveil.studies.jobs import JobResults, Result
 
 ATTACKER = 0  # index of the attacking client
-BASIS = "basis.json"  # written to the folder of every run that a study trains
+BASIS_FILE = "basis.json"  # written to the folder of every run that a study trains
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ class TrainedRun(Result):
 
 @dataclass(frozen=True)
 class TrainRun:
-    """Job work that trains a federation, resuming an unfinished run in the folder."""
+    """A task that trains a federation, and resumes an unfinished run in the folder."""
 
     config: Config
     run: Path
 
-    def __call__(self, progress: Progress, done: JobResults) -> TrainedRun:
-        """Train to the last epoch."""
-        federation, data = load_or_train(self.config, self.run, progress, done.basis)
+    def __call__(self, progress: Progress, results: JobResults) -> TrainedRun:
+        """Train until the last epoch."""
+        federation, data = load_or_train(self.config, self.run, progress, results.basis)
         return TrainedRun(str(self.run), federation.history.records, constant_metric(data))
 
 
@@ -102,7 +102,7 @@ def constant_metric(data: Data) -> float:
 
 
 def load_or_train(config: Config, folder: Path, progress: Progress, basis: Basis) -> tuple[Federation, Data]:
-    """Return the trained federation for a configuration, and its data; resume an unfinished run.
+    """Return the federation trained with a configuration, and its data; resume an unfinished run.
 
     A run that a study trained on a different basis (version, data or code) is trained again from the start. If the
     basis has a checkpoint, the run belongs to the user and is only read.
@@ -118,24 +118,28 @@ def load_or_train(config: Config, folder: Path, progress: Progress, basis: Basis
 def describe_run(config: Config, folder: Path) -> list[str]:
     """Return notes on a user's run: whether it is unfinished, and whether its data have changed."""
     federation = resume_federation(config, folder, load_data(config))
-    notes, last = [], config.training.epochs * federation.rounds_per_epoch
-    if not is_finished(config, folder) and federation.round < last:
-        notes.append(f"This run is unfinished: the attack uses its state after round {federation.round} of {last}.")
+    notes, num_rounds = [], config.training.epochs * federation.rounds_per_epoch
+    if not is_finished(config, folder) and federation.round < num_rounds:
+        notes.append(
+            f"This run is unfinished: the attack uses its state after round {federation.round} of {num_rounds}."
+        )
     if RECORDS in federation.changed:
-        notes.append("The data have changed since this run was trained: it may not have seen the supposed members.")
+        notes.append(
+            "The data have changed since this run was trained, so it may not have been trained on the supposed members."
+        )
     return notes
 
 
 def remove_stale_run(folder: Path, basis: Basis, progress: Progress) -> None:
     """Remove a run that a study trained on a different basis, and write the new basis."""
-    path, changed = folder / BASIS, f"{BASIS} cannot be read"
+    path, reason = folder / BASIS_FILE, f"{BASIS_FILE} cannot be read"
     with contextlib.suppress(ValueError):  # includes BadArgument and pydantic's errors
-        result = explain_change(TypeAdapter(Basis).validate_python(read_json(path)), basis)
-        if result is None:
+        change = explain_change(TypeAdapter(Basis).validate_python(read_json(path)), basis)
+        if change is None:
             return
-        changed = result
+        reason = change
     if contains_run(folder):
-        progress(0.0, f"{AGAIN}: {changed}")
+        progress(0.0, f"{COMPUTED_AGAIN}: {reason}")
         for name in (*RUN, BEST):
             (folder / name).unlink(missing_ok=True)
     write_atomically(path, to_json(basis.to_plain(), indent=2) + "\n")
@@ -159,45 +163,50 @@ def observe(federation: Federation, rounds: int = 1) -> Observation:
     not answer the last broadcast.
     """
     defence, shards = federation.defence, federation.shards
-    recorded = [observe_round(federation)[ATTACKER] for _ in range(rounds - 1)]
+    observed_rounds = [observe_round(federation)[ATTACKER] for _ in range(rounds - 1)]
     broadcast = federation.defence_server.start_round(federation.model).broadcast
-    recorded.append(Round(broadcast, defence.client_view(federation.model, broadcast)))
+    observed_rounds.append(Round(broadcast, defence.client_view(federation.model, broadcast)))
     inputs, targets = shards.records(ATTACKER)
     records = one_tensor("attack", inputs), targets, federation.loss
-    rate, weight = float(federation.optimizer.param_groups[0]["lr"]), shards.sizes[ATTACKER] / sum(shards.sizes)
-    empty = _architecture(federation.model)
-    return Observation(defence.name, recorded[-1].model, empty, tuple(recorded), *records, rate, weight)
+    lr, weight = float(federation.optimizer.param_groups[0]["lr"]), shards.sizes[ATTACKER] / sum(shards.sizes)
+    architecture = _architecture(federation.model)
+    return Observation(
+        defence.name, observed_rounds[-1].model, architecture, tuple(observed_rounds), *records, lr, weight
+    )
 
 
 def observe_all(federation: Federation, defence: str) -> Views:
-    """Return each attacker's observation under a defence and, for attackers without one, the reason."""
+    """Return each attacker's observation under a defence, and the reason for each attacker without an observation."""
     attackers = find_attackers(find(defence))
     return attacker_views(attackers, observe(federation, attackers.broadcasts_needed))
 
 
 def observe_strongest(federation: Federation, defence: str) -> dict[str, Observation]:
-    """Return the observations of the published attacker and of the strongest adaptive ones."""
+    """Return the observations of the published attacker and of the strongest adaptive attackers."""
     names = (PUBLISHED, *find_attackers(find(defence)).strongest)
     return {name: observation for name, observation in observe_all(federation, defence)[0].items() if name in names}
 
 
 def observe_round(federation: Federation) -> list[Round]:
     """Train for one more round, and return what each client observes; fused clients have no separate updates."""
-    shards, number, observed_rounds = federation.shards, federation.round, list[Round]()
-    local = federation.defence.local_training
+    shards, round_index, observed_rounds = federation.shards, federation.round, list[Round]()
+    local_training = federation.defence.local_training
 
     def record_round(broadcast: Any, updates: Sequence[Any]) -> None:
-        sent = copy.deepcopy(broadcast)
-        view = federation.defence.client_view(federation.model, sent)
-        for client, start in enumerate(shards.starts):
+        message = copy.deepcopy(broadcast)
+        view = federation.defence.client_view(federation.model, message)
+        for client, offset in enumerate(shards.starts):
             upload = None if federation.clients.fused else updates[client]
-            if local is None:
-                rows = (shards.rows(client, number) - start).to(federation.device)
-                observed_rounds.append(Round(sent, view, rows, upload))
+            if local_training is None:
+                rows = (shards.rows(client, round_index) - offset).to(federation.device)
+                observed_rounds.append(Round(message, view, rows, upload))
                 continue
-            steps = [(row - start).to(federation.device) for row in shards.local_rows(client, number, local.epochs)]
+            steps = [
+                (row - offset).to(federation.device)
+                for row in shards.local_rows(client, round_index, local_training.epochs)
+            ]
             rows = torch.arange(shards.sizes[client], device=federation.device)
-            observed_rounds.append(Round(sent, view, rows, upload, local, tuple(steps)))
+            observed_rounds.append(Round(message, view, rows, upload, local_training, tuple(steps)))
 
     federation.step(record_round)
     return observed_rounds[-len(shards.sizes) :]
@@ -205,8 +214,8 @@ def observe_round(federation: Federation) -> list[Round]:
 
 def _architecture(model: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of the model with all values set to zero."""
-    empty = copy.deepcopy(model)
+    result = copy.deepcopy(model)
     with torch.no_grad():
-        for tensor in [*empty.parameters(), *empty.buffers()]:
+        for tensor in [*result.parameters(), *result.buffers()]:
             tensor.zero_()
-    return empty
+    return result

@@ -1,7 +1,7 @@
 """Jobs: parts of a long computation that run in parallel and store their results on disk.
 
 An interrupted computation can be resumed: a job does not run again if its result is on disk and was computed from the
-same work and basis (version, data, code, checkpoint). If a job fails, the jobs that depend on it fail too; all others
+same task and basis (version, data, code, checkpoint). If a job fails, the jobs that depend on it fail too; all others
 run.
 """
 
@@ -28,10 +28,10 @@ from fedveil.errors import FedveilError
 from fedveil.files import write_atomically
 from fedveil.plain_json import read_json, to_json
 from fedveil.progress import Progress
-from fedveil.studies.basis import AGAIN, Basis, Digests, explain_change
+from fedveil.studies.basis import COMPUTED_AGAIN, Basis, Digests, explain_change
 
-Show = Callable[[str, float, str], None]  # called with the job's name, the fraction done and the current step
-POLL = 0.2  # seconds between checks for finished jobs
+JobProgress = Callable[[str, float, str], None]  # called with the job's name, the fraction done and the current step
+POLL_SECONDS = 0.2  # interval between checks for finished jobs
 
 
 def show_nothing(name: str, fraction: float, step: str) -> None:
@@ -59,36 +59,36 @@ def successes(results: Mapping[K, V | Failure]) -> dict[K, V]:
     return {name: result for name, result in results.items() if not isinstance(result, Failure)}
 
 
-class JobWork(Protocol[R]):
-    """The work of a job: a callable frozen dataclass whose fields determine the result.
+class JobTask(Protocol[R]):
+    """The task of a job: a callable frozen dataclass whose fields determine the result.
 
     It may be called in a separate process.
     """
 
-    def __call__(self, progress: Progress, done: "JobResults") -> R:
-        """Compute the result; `done` contains the results of the jobs that this one needs."""
+    def __call__(self, progress: Progress, results: "JobResults") -> R:
+        """Compute the result; `results` contains the results of the jobs that this job depends on."""
 
 
 @dataclass(frozen=True)
 class StudyJob(Generic[R]):
-    """A part of a computation.
+    """One part of a computation.
 
     Attributes:
         name: name of the job and of its file, unique within a folder.
-        work: callable that computes the result. A stored result is reused if the work's repr, the data and the code
+        task: callable that computes the result. A stored result is reused if the task's repr, the data and the code
             have not changed.
         result: type of the result.
-        needs: jobs that must succeed first; the work receives their results.
-        after: jobs that must end first, even if they fail.
-        attacked: folder of a user's run that the work attacks; a new checkpoint there invalidates the result.
+        dependencies: jobs that must succeed first; the task receives their results.
+        predecessors: jobs that must end first, even if they fail.
+        attacked_run: folder of a user's run that the task attacks; a new checkpoint there invalidates the result.
     """
 
     name: str
-    work: JobWork[R]
+    task: JobTask[R]
     result: type[R]
-    needs: tuple["StudyJob[Result]", ...] = ()
-    after: tuple["StudyJob[Result]", ...] = ()
-    attacked: Path | None = None
+    dependencies: tuple["StudyJob[Result]", ...] = ()
+    predecessors: tuple["StudyJob[Result]", ...] = ()
+    attacked_run: Path | None = None
 
 
 class JobResults:
@@ -119,34 +119,34 @@ def read_result(job: StudyJob[R], folder: Path, basis: Basis | None = None) -> R
         result = read_json(path)
         if "failed" in result["result"]:
             return None
-        changed = explain_change(TypeAdapter(Basis).validate_python(result["basis"]), basis or Basis())
-        if changed is None and result.get("asked") != repr(job.work):
-            changed = "the settings changed"
-        if changed is not None:
-            written = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
-            return f"{changed} since {written}"
+        change = explain_change(TypeAdapter(Basis).validate_python(result["basis"]), basis or Basis())
+        if change is None and result.get("asked") != repr(job.task):
+            change = "the settings changed"
+        if change is not None:
+            written_at = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
+            return f"{change} since {written_at}"
         return TypeAdapter(job.result).validate_python(result["result"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # includes BadArgument and pydantic's errors
         return None
 
 
-def run_job(job: StudyJob[R], folder: Path, progress: Progress, done: JobResults) -> R | Failure:
+def run_job(job: StudyJob[R], folder: Path, progress: Progress, results: JobResults) -> R | Failure:
     """Remove any earlier result, run the job, and store its result or the reason for its failure."""
     path = folder / f"{job.name}.json"
-    path.unlink(missing_ok=True)  # the work is about to replace the files of the earlier result
+    path.unlink(missing_ok=True)  # the task is about to replace the files of the earlier result
     result: R | Failure
     try:
-        result = job.work(progress, done)
-        plain = TypeAdapter(job.result).dump_python(result, mode="json")
+        result = job.task(progress, results)
+        content = TypeAdapter(job.result).dump_python(result, mode="json")
     except FedveilError as error:
         result = Failure(str(error))
     except Exception as error:
         traceback.print_exc()
         result = Failure(f"{type(error).__name__}: {error}")
     if isinstance(result, Failure):
-        plain = {"failed": result.failed}
-    stored = {"basis": done.basis.to_plain(), "asked": repr(job.work), "result": plain}
-    write_atomically(path, to_json(stored, exact=True) + "\n")
+        content = {"failed": result.failed}
+    contents = {"basis": results.basis.to_plain(), "asked": repr(job.task), "result": content}
+    write_atomically(path, to_json(contents, exact=True) + "\n")
     return result
 
 
@@ -155,7 +155,7 @@ def run_jobs(
     folder: Path,
     *,
     workers: int | None = None,
-    show: Show = show_nothing,
+    show: JobProgress = show_nothing,
     digests: Digests | None = None,
 ) -> JobResults:
     """Run the jobs that have no valid result in the folder, and return all results.
@@ -165,28 +165,40 @@ def run_jobs(
         folder: folder with a file for each job.
         workers: number of processes, by default one per core; if 1, all jobs run in this process.
         show: called with a job's name, the fraction done and the current step.
-        digests: digests that the command has already computed.
+        digests: digests of data and code, each computed once; pass the same object to share them between calls.
     """
     digests = digests or Digests()
-    bases = {job.name: digests.job_basis(job.work, job.attacked) for job in jobs}
-    result, left = dict[str, Result](), list[StudyJob[Result]]()
+    bases = {job.name: digests.job_basis(job.task, job.attacked_run) for job in jobs}
+    result, remaining = dict[str, Result](), list[StudyJob[Result]]()
     for job in jobs:
-        stored = read_result(job, folder, bases[job.name])
-        if isinstance(stored, Result):
-            result[job.name] = stored
-            show(job.name, 1.0, "kept")
+        stored_result = read_result(job, folder, bases[job.name])
+        if isinstance(stored_result, Result):
+            result[job.name] = stored_result
+            show(job.name, 1.0, "reused")
         else:
-            left.append(job)
-            show(job.name, 0.0, f"{AGAIN}: {stored}" if stored else "waiting")
-    workers = min(len(left), workers or os.cpu_count() or 1)
+            remaining.append(job)
+            show(job.name, 0.0, f"{COMPUTED_AGAIN}: {stored_result}" if stored_result else "waiting")
+    workers = min(len(remaining), workers or os.cpu_count() or 1)
     if workers <= 1:
-        _schedule(left, result, bases, lambda job, done: _run_here(job, folder, show, done), None, show)
+        _schedule(
+            remaining,
+            result,
+            bases,
+            lambda job, job_results: _run_in_this_process(job, folder, show, job_results),
+            None,
+            show,
+        )
     else:
         context = multiprocessing.get_context("spawn")  # fork is unsafe once torch has started threads
         queue: ProgressQueue = context.SimpleQueue()
         with _safe_path(), ProcessPoolExecutor(workers, context, _set_up_worker, (queue, os.getpid())) as pool:
             _schedule(
-                left, result, bases, lambda job, done: pool.submit(_run_in_worker, job, folder, done), queue, show
+                remaining,
+                result,
+                bases,
+                lambda job, job_results: pool.submit(_run_in_worker, job, folder, job_results),
+                queue,
+                show,
             )
     return JobResults({job.name: result[job.name] for job in jobs})
 
@@ -197,32 +209,41 @@ def _schedule(
     bases: Mapping[str, Basis],
     submit: Callable[[StudyJob[Result], JobResults], Future[Result]],
     queue: "ProgressQueue | None",
-    show: Show,
+    show: JobProgress,
 ) -> None:
     """Submit each job once its dependencies have ended, and add its result to `results`."""
-    waiting, running = list(jobs), dict[Future[Result], str]()
-    while waiting or running:
-        job = next((job for job in waiting if all(need.name in results for need in (*job.needs, *job.after))), None)
+    waiting_jobs, running_jobs = list(jobs), dict[Future[Result], str]()
+    while waiting_jobs or running_jobs:
+        job = next(
+            (
+                job
+                for job in waiting_jobs
+                if all(dependency.name in results for dependency in (*job.dependencies, *job.predecessors))
+            ),
+            None,
+        )
         if job is not None:
-            waiting.remove(job)
-            needed = {need.name: results[need.name] for need in job.needs}
-            failures = [f"{name}: {failure.failed}" for name, failure in needed.items() if isinstance(failure, Failure)]
+            waiting_jobs.remove(job)
+            dependencies = {dependency.name: results[dependency.name] for dependency in job.dependencies}
+            failures = [
+                f"{name}: {failure.failed}" for name, failure in dependencies.items() if isinstance(failure, Failure)
+            ]
             if failures:
                 results[job.name] = Failure(failures[0])
             else:
-                running[submit(job, JobResults(needed, bases[job.name]))] = job.name
-        finished, _ = wait(running, POLL if job is None else 0.0, "FIRST_COMPLETED")
+                running_jobs[submit(job, JobResults(dependencies, bases[job.name]))] = job.name
+        finished_futures, _ = wait(running_jobs, POLL_SECONDS if job is None else 0.0, "FIRST_COMPLETED")
         while queue is not None and not queue.empty():
             show(*queue.get())
-        for future in finished:
-            name, error = running.pop(future), future.exception()
+        for future in finished_futures:
+            name, error = running_jobs.pop(future), future.exception()
             results[name] = Failure(f"the worker process died: {error}") if error else future.result()
             show(name, 1.0, "done")
 
 
-def _run_here(job: StudyJob[Result], folder: Path, show: Show, done: JobResults) -> Future[Result]:
+def _run_in_this_process(job: StudyJob[Result], folder: Path, show: JobProgress, results: JobResults) -> Future[Result]:
     future: Future[Result] = Future()
-    future.set_result(run_job(job, folder, partial(show, job.name), done))
+    future.set_result(run_job(job, folder, partial(show, job.name), results))
     return future
 
 
@@ -230,23 +251,23 @@ ProgressQueue = SimpleQueue[tuple[str, float, str]]
 _queue: ProgressQueue | None = None  # the queue to which a worker process reports its progress
 
 
-def _run_in_worker(job: StudyJob[Result], folder: Path, done: JobResults) -> Result:
+def _run_in_worker(job: StudyJob[Result], folder: Path, results: JobResults) -> Result:
     assert _queue is not None
     put = _queue.put
-    return run_job(job, folder, lambda fraction, step: put((job.name, fraction, step)), done)
+    return run_job(job, folder, lambda fraction, step: put((job.name, fraction, step)), results)
 
 
 def _set_up_worker(queue: ProgressQueue, parent: int) -> None:
     """Set up a worker process that exits when its parent exits, so that it cannot interfere with a new run."""
 
-    def watch() -> None:
+    def watch_parent() -> None:
         while os.getppid() == parent:
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
         os._exit(1)
 
     global _queue
     _queue = queue
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker at once; only the parent prints a message
     torch.set_num_threads(1)  # there is one worker per core
     torch.set_flush_denormal(
@@ -257,11 +278,11 @@ def _set_up_worker(queue: ProgressQueue, parent: int) -> None:
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
     """Prevent processes started in this context from importing modules from the working directory."""
-    before = os.environ.get("PYTHONSAFEPATH")
+    previous = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         yield
     finally:
         del os.environ["PYTHONSAFEPATH"]
-        if before is not None:
-            os.environ["PYTHONSAFEPATH"] = before
+        if previous is not None:
+            os.environ["PYTHONSAFEPATH"] = previous

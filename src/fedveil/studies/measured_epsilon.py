@@ -23,12 +23,12 @@ from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
 from fedveil.studies.study import JobGraph, Presentation, Study, read_texts
 
 TEXTS = read_texts()["epsilon"]
-WHERE = "fedveil audit --epsilon"
+COMMAND = "fedveil audit --epsilon"
 HEADER = (
     "claimed epsilon",
-    "measured at least (95 %)",
-    "estimate, not a proof",
-    "right guesses",
+    "lower bound (95 %)",
+    "estimate (not a proof)",
+    "correct guesses",
     "guesses",
     "canaries",
 )
@@ -43,11 +43,11 @@ class EpsilonResult(Result):
 
 @dataclass(frozen=True)
 class MeasureConfig:
-    """Job work that trains a configuration with canaries, in one process."""
+    """A task that trains a configuration with canaries, in one process."""
 
     config: Config
 
-    def __call__(self, progress: Progress, done: JobResults) -> EpsilonResult:
+    def __call__(self, progress: Progress, results: JobResults) -> EpsilonResult:
         """Measure epsilon; a veil is omitted, because the server recovers the same sum as in plain training."""
         config, training = self.config, self.config.training
         data = load_data(config)
@@ -64,38 +64,41 @@ class MeasureConfig:
             participation=training.participation,
             secure_aggregation=config.privacy.secure_aggregation,
             seed=training.seed,
-            progress=lambda number, rounds: progress(
-                number / rounds, f"training with canaries, round {number}/{rounds}"
+            progress=lambda round_index, rounds: progress(
+                round_index / rounds, f"training with canaries, round {round_index}/{rounds}"
             ),
         )
         return EpsilonResult(result)
 
 
 class EpsilonStudy(Study[Config, EpsilonResult | Failure]):
-    """The true epsilon of a configuration with differential privacy for records."""
+    """A lower bound on the true epsilon of a configuration with differential privacy for records."""
 
     def graph(self, request: Config, folder: Path) -> JobGraph[EpsilonResult | Failure]:
         """Return one job; refuse a configuration that does not protect records."""
         if not has_privacy(request):
-            what, fix = "this configuration has no differential privacy", "train with --epsilon 3, or add [privacy]"
-            raise BadArgument(WHERE, what, fix)
+            message, fix = (
+                "this configuration has no differential privacy",
+                "pass --epsilon 3, or add a [privacy] section",
+            )
+            raise BadArgument(COMMAND, message, fix)
         if request.privacy.unit != "record":
-            what = "epsilon is measured for records, but this configuration protects clients"
-            raise BadArgument(WHERE, what, "train with --unit record")
+            message = "epsilon is measured for records, but this configuration protects clients"
+            raise BadArgument(COMMAND, message, "pass --unit record")
         job = StudyJob("epsilon", MeasureConfig(request), EpsilonResult)
-        return JobGraph([job], lambda done: done[job])
+        return JobGraph([job], lambda results: results[job])
 
     def present(self, request: Config, results: EpsilonResult | Failure) -> Presentation:
-        """Return the result in one sentence, and how to read it."""
+        """Return the result in one sentence, the table, and an explanation of how to read them."""
         values = {name: str(value) for name, value in request.flat().items()}
         sections: list[Section] = [Text("How to read it", TEXTS.reading), Facts("Configuration", values)]
         title = f"Measured epsilon: {request.data.name}, {request.model.name}"
         if isinstance(results, Failure):
             return Presentation(title, f"Failed: {results.failed}", HEADER, [], TEXTS.note, sections)
-        measured = results.measured
-        row = [f"{measured.claimed:.2f}", measured.format_bound(), f"{measured.estimate:.2f}"]
-        row += [str(measured.right), str(measured.guesses), str(measured.canaries)]
-        return Presentation(title, f"Epsilon: {measured!r}.", HEADER, [row], TEXTS.note, sections)
+        measurement = results.measured
+        row = [f"{measurement.claimed:.2f}", measurement.format_bound(), f"{measurement.estimate:.2f}"]
+        row += [str(measurement.right), str(measurement.guesses), str(measurement.canaries)]
+        return Presentation(title, f"Epsilon: {measurement!r}.", HEADER, [row], TEXTS.note, sections)
 
 
 EPSILON = EpsilonStudy()

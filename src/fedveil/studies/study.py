@@ -20,7 +20,7 @@ from fedveil.files import lock_folder, write_atomically
 from fedveil.plain_json import to_json
 from fedveil.report import NOTHING, Interval, Page, Picture, Section, Table
 from fedveil.studies.basis import Digests
-from fedveil.studies.jobs import JobResults, Result, Show, StudyJob, run_jobs, show_nothing
+from fedveil.studies.jobs import JobProgress, JobResults, Result, StudyJob, run_jobs, show_nothing
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Presentation:
         verdict: the result in one sentence.
         header, rows, note: header, rows and note of the main table.
         sections: sections of the page after the table; the terminal prints only the paragraphs of `Text` sections.
-        first: sections before the table.
-        headline: rows (question, the paper's answer, our answer) for a summary of several studies.
-        lead: description of the question, printed below the verdict.
-        plain: the verdict in plain words, which replaces the verdict at the top of the page.
+        top_sections: sections before the table.
+        summary_rows: rows (question, the paper's answer, our answer) for a summary of several studies.
+        description: description of the question, printed below the verdict.
+        plain_verdict: the verdict in plain words, which replaces `verdict` at the top of the page.
         glossary: explanations of the terms on the page.
     """
 
@@ -45,17 +45,17 @@ class Presentation:
     rows: Sequence[Sequence[str]]
     note: str
     sections: Sequence[Section]
-    first: Sequence[Section] = ()
-    headline: Sequence[tuple[str, str, str]] = ()
-    lead: str = ""
-    plain: str = ""
+    top_sections: Sequence[Section] = ()
+    summary_rows: Sequence[tuple[str, str, str]] = ()
+    description: str = ""
+    plain_verdict: str = ""
     glossary: Mapping[str, str] = field(default_factory=dict)
 
     def page(self, command: str) -> Page:
         """Return the page, with the command that repeats the study."""
         table = [Table("Result", self.header, self.rows, self.note)] if self.rows else []
-        sections, verdict = [*self.first, *table, *self.sections], self.plain or self.verdict
-        return Page(self.title, verdict, sections, command, self.lead, glossary=self.glossary)
+        sections, verdict = [*self.top_sections, *table, *self.sections], self.plain_verdict or self.verdict
+        return Page(self.title, verdict, sections, command, self.description, glossary=self.glossary)
 
 
 class PageTexts(BaseModel):
@@ -83,26 +83,26 @@ def read_texts() -> dict[str, PageTexts]:
     return TypeAdapter(dict[str, PageTexts]).validate_python(read_toml("texts.toml"))
 
 
-def text(estimate: Estimate | None, form: str = ".1f", scale: float = 1.0) -> str:
+def format_estimate(estimate: Estimate | None, format_spec: str = ".1f", scale: float = 1.0) -> str:
     """Format a value with its interval; an interval of length 0 is omitted.
 
-    >>> text(Estimate(0.612, 0.59, 0.634), ".2f"), text(Estimate(2.0, 2.0, 2.0))
+    >>> format_estimate(Estimate(0.612, 0.59, 0.634), ".2f"), format_estimate(Estimate(2.0, 2.0, 2.0))
     ('0.61 [0.59, 0.63]', '2.0')
     """
     if estimate is None:
         return NOTHING
-    value, low, high = (f"{scale * number:{form}}" for number in (estimate.value, estimate.low, estimate.high))
+    value, low, high = (f"{scale * number:{format_spec}}" for number in (estimate.value, estimate.low, estimate.high))
     return value if estimate.low == estimate.high else f"{value} [{low}, {high}]"
 
 
-def percent(estimate: Estimate | None) -> str:
+def format_percent(estimate: Estimate | None) -> str:
     """Format a fraction and its interval in per cent, for example "61.2 [59.0, 63.4]"."""
-    return text(estimate, scale=100)
+    return format_estimate(estimate, scale=100)
 
 
 def format_figures(figures: Mapping[str, Estimate | None], formats: Mapping[str, tuple[str, float]]) -> list[str]:
     """Format the estimates in a row; `formats` contains the format and factor of each column."""
-    return [text(figures.get(column), form, scale) for column, (form, scale) in formats.items()]
+    return [format_estimate(figures.get(column), spec, scale) for column, (spec, scale) in formats.items()]
 
 
 def mark(name: str, estimate: Estimate | None, group: str = "", scale: float = 1.0) -> Interval:
@@ -171,7 +171,7 @@ class Study(ABC, Generic[S, R]):
         """Present the results, without training a model or reading a file."""
 
     def summarise(self, results: R, presentation: Presentation) -> Mapping[str, JsonValue]:
-        """Return values for results.json besides the results; by default none."""
+        """Return values to add to results.json; none by default."""
         return {}
 
 
@@ -180,7 +180,7 @@ def run_graph(
     folder: Path,
     *,
     workers: int | None = None,
-    show: Show = show_nothing,
+    show: JobProgress = show_nothing,
     digests: Digests | None = None,
 ) -> R:
     """Run the jobs that have no valid result in the folder, and combine all results."""
@@ -188,7 +188,9 @@ def run_graph(
         return graph.collect(run_jobs(graph.jobs, folder / "jobs", workers=workers, show=show, digests=digests))
 
 
-def gather(study: Study[S, R], request: S, folder: Path, *, workers: int | None = None, show: Show = show_nothing) -> R:
+def gather(
+    study: Study[S, R], request: S, folder: Path, *, workers: int | None = None, show: JobProgress = show_nothing
+) -> R:
     """Run the jobs of a study that have no valid result in the folder, and return the results of the study."""
     return run_graph(study.graph(request, folder), folder, workers=workers, show=show)
 
@@ -197,10 +199,10 @@ def publish(study: Study[S, R], request: S, results: R, folder: Path, command: s
     """Write results.json and report.html, and return the `Presentation` to print."""
     from fedveil.report import write  # imported here because jobs do not need it
 
-    presented = study.present(request, results)
-    plain = {"schema": SCHEMA, "command": command, "results": to_jsonable_python(results)}
-    plain |= study.summarise(results, presented)
+    presentation = study.present(request, results)
+    content = {"schema": SCHEMA, "command": command, "results": to_jsonable_python(results)}
+    content |= study.summarise(results, presentation)
     with lock_folder(folder):
-        write_atomically(folder / "results.json", to_json(plain, indent=1) + "\n")
-        write(presented.page(command), folder / "report.html")
-    return presented
+        write_atomically(folder / "results.json", to_json(content, indent=1) + "\n")
+        write(presentation.page(command), folder / "report.html")
+    return presentation

@@ -26,8 +26,8 @@ from fedveil.scheme.losses import Function, Loss
 from fedveil.studies.attack import AttackRequest, Results, complete_presentation
 from fedveil.studies.audit import results as page
 from fedveil.studies.audit.decision import warn_of_stand_ins
-from fedveil.studies.audit.folder import STAND_IN_NOTICE, GivenParts, open_from_description
-from fedveil.studies.audit.memory import WHERE, MemoryAudit, collect_data
+from fedveil.studies.audit.folder import STAND_IN_NOTICE, AuditOverrides, open_from_description
+from fedveil.studies.audit.memory import FUNCTION, MemoryAudit, collect_data
 from fedveil.studies.audit.results import AuditResult
 from fedveil.studies.audit.run import AUDIT, AuditOptions
 from fedveil.studies.audit.training import Factory, TrainingRecipe
@@ -50,8 +50,8 @@ class AuditReport:
         results: the results by defence; "undefended" is the reference without a defence. An audit that failed is a
             `Failure` with the reason.
         presentation: the content of the page.
-        notes: sentences about what was audited, such as that a run was simulated on stand-in records.
-        command: what was called.
+        notes: sentences about what was audited, for example that a run was simulated on stand-in records.
+        command: the command or function call that produced the report.
     """
 
     results: Mapping[str, AuditResult | Failure]
@@ -66,10 +66,10 @@ class AuditReport:
             for name, by_subject in self.verdicts.items()
             for verdict in by_subject.values()
         ]
-        failed = [
+        failures = [
             f"  {name}: failed: {result.failed}" for name, result in self.results.items() if isinstance(result, Failure)
         ]
-        return "\n".join([presentation.title, presentation.plain or presentation.verdict, *labels, *failed])
+        return "\n".join([presentation.title, presentation.plain_verdict or presentation.verdict, *labels, *failures])
 
     @property
     def verdicts(self) -> dict[str, dict[str, Verdict]]:
@@ -89,9 +89,9 @@ class AuditReport:
             raise BadArgument("to_frame", "pandas is not installed", "run pip install pandas") from error
         rows = [
             {"defence": name, "attacker": attacker, "figure": figure, **asdict(estimate)}
-            for name, success in successes(self.results).items()
-            for attacker in success.names
-            for figure, estimate in success.figures(attacker).items()
+            for name, result in successes(self.results).items()
+            for attacker in result.names
+            for figure, estimate in result.figures(attacker).items()
             if estimate
         ]
         return DataFrame(rows, columns=["defence", "attacker", "figure", "value", "low", "high"])
@@ -100,12 +100,12 @@ class AuditReport:
         """Return the content of results.json (docs/audit.md)."""
         result: dict[str, JsonValue] = to_jsonable_python(
             {"schema": SCHEMA, "command": self.command, "notes": self.notes, "results": self.results}
-            | page.plain_summary(self.presentation, successes(self.results))
+            | page.json_summary(self.presentation, successes(self.results))
         )
         return result
 
     def page(self, path: Folder) -> Path:
-        """Write the page, to report.html if `path` is a folder, and results.json beside it; return the page's path."""
+        """Write the page (report.html if `path` is a folder), and results.json next to it; return the page's path."""
         from fedveil.report import write
 
         path = Path(path)
@@ -134,12 +134,12 @@ def audit(
     """Measure what attackers learn from a trained federation, which is not changed.
 
     Args:
-        run: a trained `Federation`, or the folder of a run: from `fedveil train`, `Federation.fit(folder=)`, Flower or
-            FLARE. A run whose records are not given, or are not those that it was trained on, is simulated in one
-            process; the report says so.
+        run: a trained `Federation`, or the folder of a run of `fedveil train`, `Federation.fit(folder=)`, Flower or
+            FLARE. A run is simulated in one process if its records are not passed or if it was trained on other
+            records; the report says so.
         test: records that were not used for training; required for a `Federation`.
-        clients: for a folder: the records of each client. Without records, stand-ins of the right shapes are used.
-        data: for a folder: a data set, which is divided evenly among as many clients as the run had.
+        clients: for a folder: the records of each client; by default, random stand-ins of the right shapes.
+        data: for a folder: a data set, which is divided evenly among the clients of the run.
         model: for a folder: the network, or a function that builds it. For a `Federation`: a function that builds the
             network with new initial values, if its modules have no `reset_parameters`.
         defence: for a folder: the defence, if its description does not contain all arguments.
@@ -148,7 +148,7 @@ def audit(
         trust_code: whether to import code that the folder names.
         trials: number of records that the attacker tries to rebuild.
         broadcasts: number of broadcasts to sample under a veil.
-        network: whether to infer membership with white-box networks too.
+        network: whether to infer membership with white-box networks as well.
         shadows: number of shadow federations to train for RMIA, which must be even; 0 for none.
         progress: called with the completed fraction and the current step.
 
@@ -156,52 +156,64 @@ def audit(
         The report: `report.verdicts`, `report.to_frame()`, and `report.page(path)`, which writes a page.
     """
     options = AuditOptions(trials, broadcasts, network, shadows)
-    given = GivenParts(clients, test, data, model, defence, loss, optimizer, trust_code)
+    overrides = AuditOverrides(clients, test, data, model, defence, loss, optimizer, trust_code)
     if isinstance(run, Federation):
-        return audit_federation(run, given, options, progress)
+        return audit_federation(run, overrides, options, progress)
     folder = Path(run)
     if is_repeatable(folder):
-        return audit_from_config(folder, given, options, progress)
-    return audit_from_description(folder, given, options, progress, f"fedveil audit {folder}")
+        return audit_from_config(folder, overrides, options, progress)
+    return audit_from_description(folder, overrides, options, progress, f"fedveil audit {folder}")
 
 
-def audit_federation(run: Federation, given: GivenParts, options: AuditOptions, progress: Progress) -> AuditReport:
+def audit_federation(
+    run: Federation, overrides: AuditOverrides, options: AuditOptions, progress: Progress
+) -> AuditReport:
     """Audit a federation in memory."""
     for name in ("clients", "data", "defence", "loss", "optimizer"):
-        if getattr(given, name) is not None:
-            raise BadArgument(WHERE, f"{name}= is given, but the Federation has its own", f"leave out {name}=")
-    if given.test is None:
-        what = "no test records are given, with which the clients' records are compared"
-        raise BadArgument(WHERE, what, "pass records that were not used for training: fedveil.audit(federation, test)")
-    if isinstance(given.model, nn.Module):
-        raise BadArgument(WHERE, "model= is a model", "pass a function that builds a new one, or leave it out")
+        if getattr(overrides, name) is not None:
+            raise BadArgument(
+                FUNCTION, f"{name}= applies only to a folder, but a Federation was passed", f"leave out {name}="
+            )
+    if overrides.test is None:
+        message = "there are no test records to compare the clients' records with"
+        raise BadArgument(
+            FUNCTION, message, "pass records that were not used for training: fedveil.audit(federation, test)"
+        )
+    if isinstance(overrides.model, nn.Module):
+        raise BadArgument(
+            FUNCTION,
+            "model= must be a function, got a model",
+            "pass a function that builds the network, or leave out model=",
+        )
     rates = tuple(record.lr for record in run.history.records)
     rates = rates or (float(run.optimizer.param_groups[0]["lr"]),) * run.round
     if not rates:
-        raise BadArgument(WHERE, "the federation has not been trained", "call fit first")
-    recipe = TrainingRecipe(run, rates, given.model)
-    subject = MemoryAudit(recipe, collect_data(run, given.test, "records"), options)
+        raise BadArgument(FUNCTION, "the federation has not been trained", "call fit first")
+    recipe = TrainingRecipe(run, rates, overrides.model)
+    subject = MemoryAudit(recipe, collect_data(run, overrides.test, "records"), options)
     return run_audit(subject, (), "fedveil.audit(federation, test)", progress)
 
 
 def audit_from_description(
-    folder: Path, given: GivenParts, options: AuditOptions, progress: Progress, command: str
+    folder: Path, overrides: AuditOverrides, options: AuditOptions, progress: Progress, command: str
 ) -> AuditReport:
-    """Audit the run of a server in Python, Flower or FLARE, or a simulation of it."""
-    opened = open_from_description(folder, given, progress)
-    data = collect_data(opened.recipe.federation, opened.test, "records")
-    return run_audit(MemoryAudit(opened.recipe, data, options), opened.notes, command, progress)
+    """Audit the run of a server in Python, Flower or FLARE, or a simulation of the run."""
+    opened_run = open_from_description(folder, overrides, progress)
+    data = collect_data(opened_run.recipe.federation, opened_run.test, "records")
+    return run_audit(MemoryAudit(opened_run.recipe, data, options), opened_run.notes, command, progress)
 
 
-def audit_from_config(folder: Path, given: GivenParts, options: AuditOptions, progress: Progress) -> AuditReport:
+def audit_from_config(
+    folder: Path, overrides: AuditOverrides, options: AuditOptions, progress: Progress
+) -> AuditReport:
     """Audit the run of a configuration as `fedveil audit` does, in this process; results are stored in its folder."""
     for name in ("clients", "test", "data", "model", "defence", "loss", "optimizer"):
-        if getattr(given, name) is not None:
-            what = f"{name}= is given, but config.json specifies it"
-            raise BadArgument(str(folder), what, f"leave out {name}=")
+        if getattr(overrides, name) is not None:
+            message = f"{name}= is given, but config.json already specifies it"
+            raise BadArgument(str(folder), message, f"leave out {name}=")
     from fedveil.runs.build import choose_loss
 
-    config = choose_loss(read_config(folder, trust_code=given.trust_code))
+    config = choose_loss(read_config(folder, trust_code=overrides.trust_code))
     notes = tuple(describe_run(config, folder))
     request = AttackRequest(config, (config.defence.name,), options, folder, notes=notes)
     result: Results[AuditResult] = gather(
@@ -215,9 +227,9 @@ def audit_from_config(folder: Path, given: GivenParts, options: AuditOptions, pr
 
 
 def run_audit(subject: MemoryAudit, notes: tuple[str, ...], command: str, progress: Progress) -> AuditReport:
-    """Run an audit in memory, and present it."""
-    result, more = subject.run(progress)
-    notes = (*notes, *more)
+    """Run an audit in memory, and present its results."""
+    result, audit_notes = subject.run(progress)
+    notes = (*notes, *audit_notes)
     federation = subject.recipe.federation
     values = {
         "defence": federation.defence.name,
@@ -233,10 +245,11 @@ def run_audit(subject: MemoryAudit, notes: tuple[str, ...], command: str, progre
     }
     presentation = complete_presentation(page.show(successes(result)), result, notes, Facts("Configuration", values))
     if any(note.startswith(STAND_IN_NOTICE) for note in notes):
-        first = [
-            warn_of_stand_ins(section) if isinstance(section, Answers) else section for section in presentation.first
+        top_sections = [
+            warn_of_stand_ins(section) if isinstance(section, Answers) else section
+            for section in presentation.top_sections
         ]
-        presentation = replace(presentation, first=first, plain=" ".join(notes))
+        presentation = replace(presentation, top_sections=top_sections, plain_verdict=" ".join(notes))
     title = (
         f"Audit of {type(federation.model).__name__}, {federation.defence.name}, {len(federation.shards.sizes)} clients"
     )

@@ -16,7 +16,16 @@ from fedveil.studies.audit.results import FLOOR, AuditResult
 from fedveil.studies.audit.run import Audit, AuditOptions
 from fedveil.studies.jobs import Failure, Result, StudyJob
 from fedveil.studies.membership.attacks import Shadow, TrainShadow
-from fedveil.studies.study import JobGraph, Presentation, Study, failed_row, format_figures, mark, percent, read_texts
+from fedveil.studies.study import (
+    JobGraph,
+    Presentation,
+    Study,
+    failed_row,
+    format_figures,
+    format_percent,
+    mark,
+    read_texts,
+)
 from fedveil.studies.verdicts import MAX_COST, MAX_MEMBERSHIP
 
 TEXTS = read_texts()["harden"]
@@ -24,12 +33,12 @@ Values = Mapping[str, Value]
 FEDERATIONS = read_federations()
 DP_ROUNDS, DP_RATE = 10, 0.01
 UNIT_NOISE = {1: 3.7307, 3: 1.3906, 10: 0.4999}
-"""Minimum noise multiplier for one round, by epsilon, at delta 1e-5; T rounds need sqrt(T) times as much."""
+"""Minimum noise multiplier for one round, by epsilon, at delta 1e-5; T rounds need sqrt(T) times this value."""
 RECORD_NOISE = {8: 3.7713, 3: 8.6010, 1: 22.936}
 """Minimum noise multiplier for the rounds of `private_records`, by epsilon per record, at delta 1e-5."""
 CROSS_ENTROPY: Values = {"loss": "cross_entropy", "groups": 1}
 UNDEFENDED = {"squared_error": "no veil", "cross_entropy": "no veil, cross-entropy"}
-OWN_KEYS = (
+MEASURE_KEYS = (
     *("defence", "loss", "label_smoothing", "weight_decay", "whole_shard", "decoys", "keep_noise", "seed"),
     *("clip", "noise", "delta", "unit", "epsilon", "rate"),
 )
@@ -47,7 +56,7 @@ FORMATS = {
     **{f"agreement {name}, %": (".1f", 100) for name in (PUBLISHED, *ATTACKERS["veil"].models)},
 }
 """The format and factor of each numeric column."""
-HEADER = ("measure", "best on members", *FORMATS)
+HEADER = ("measure", "best attacker", *FORMATS)
 
 
 def private_clients(epsilon: int) -> Values:
@@ -64,7 +73,7 @@ def private_clients(epsilon: int) -> Values:
 def private_records(epsilon: int) -> Values:
     """Return settings for record-level differential privacy: 150 rounds, each with half of the records.
 
-    They set the noise instead of a budget, because attackers observe a few more rounds.
+    The settings contain the noise multiplier instead of a budget, because attackers observe a few more rounds.
     """
     rounds: Values = {"epochs": 75, "rate": 0.5, "lr": 0.02, "clip": 0.5, "multiplicative": 1.0}
     return {**CROSS_ENTROPY, **rounds, "unit": "record", "noise": RECORD_NOISE[epsilon], "delta": 1e-5}
@@ -72,7 +81,7 @@ def private_records(epsilon: int) -> Values:
 
 def measures(base: Values) -> dict[str, Values]:
     """Return the changes to the configuration for each measure, by name."""
-    plain: Values = {"defence": "plain", "groups": 1}
+    no_veil: Values = {"defence": "plain", "groups": 1}
     budgets = {f"DP, epsilon {epsilon}": private_clients(epsilon) for epsilon in UNIT_NOISE}
     budgets |= {f"DP per record, epsilon {epsilon}": private_records(epsilon) for epsilon in RECORD_NOISE}
     return {
@@ -82,15 +91,15 @@ def measures(base: Values) -> dict[str, Values]:
         "whole shards": {"whole_shard": True, **FEDERATIONS["whole_shards"].get(str(base["data"]), {})},
         **FEDERATIONS["measures"],
         **{f"{name}, with the veil": changes for name, changes in budgets.items()},
-        **{f"{name}, no veil": {**changes, **plain} for name, changes in budgets.items()},
-        UNDEFENDED["squared_error"]: plain,
-        UNDEFENDED["cross_entropy"]: {**CROSS_ENTROPY, **plain},
+        **{f"{name}, no veil": {**changes, **no_veil} for name, changes in budgets.items()},
+        UNDEFENDED["squared_error"]: no_veil,
+        UNDEFENDED["cross_entropy"]: {**CROSS_ENTROPY, **no_veil},
     }
 
 
 def base_values(values: Values) -> Values:
     """Return the configuration values of the federation; the given values override the defaults for its data set."""
-    for name in OWN_KEYS:
+    for name in MEASURE_KEYS:
         if name in values:
             flag = name.replace("_", "-")
             raise BadArgument("fedveil audit --harden", f"the measures set --{flag}", f"leave out --{flag}")
@@ -112,12 +121,12 @@ class Hardening:
     base: Values = field(default_factory=lambda: base_values({}))
     seeds: int = 5
     options: AuditOptions = field(default_factory=lambda: AuditOptions(trials=10, broadcasts=3))
-    only: tuple[str, ...] = ()  # names of the measures to audit; all if empty
+    names: tuple[str, ...] = ()  # measures to audit; all if empty
 
     @property
     def measures(self) -> dict[str, Values]:
         """The measures to audit, by name."""
-        return {name: measure for name, measure in measures(self.base).items() if not self.only or name in self.only}
+        return {name: measure for name, measure in measures(self.base).items() if not self.names or name in self.names}
 
 
 @dataclass(frozen=True)
@@ -130,12 +139,12 @@ class MeasureRow:
 
     def __str__(self) -> str:
         """Return the measure with its membership accuracy and its cost."""
-        membership, cost = percent(self.figures[MEMBERSHIP]), percent(self.figures[COST])
+        membership, cost = format_percent(self.figures[MEMBERSHIP]), format_percent(self.figures[COST])
         return f"{self.name} (membership {membership} %, cost {cost} points)"
 
 
 def largest_mean(values: Mapping[str, Sequence[float]]) -> tuple[str, Estimate | None]:
-    """Return the name with the largest mean, and its mean.
+    """Return the name whose values have the largest mean, and this mean.
 
     The function does not take the maximum for each seed first: the mean of the maxima would be above chance even if
     every attacker were at chance.
@@ -145,22 +154,30 @@ def largest_mean(values: Mapping[str, Sequence[float]]) -> tuple[str, Estimate |
     return name, means.get(name)
 
 
-def measure_row(name: str, audits: Sequence[AuditResult], plain: Sequence[AuditResult]) -> MeasureRow:
-    """Return the row of a measure; `plain` contains the audits without a veil, with the same loss and seeds."""
+def measure_row(name: str, audits: Sequence[AuditResult], references: Sequence[AuditResult]) -> MeasureRow:
+    """Return the row of a measure; `references` contains the audits without a veil, with the same loss and seeds."""
     attackers = {label: [audit.attackers[label] for audit in audits] for label in audits[0].attackers}
-    members = {label: [view.membership for view in views if view.membership] for label, views in attackers.items()}
-    accuracies = {label: [score.best.accuracy.value for score in scores] for label, scores in members.items()}
+    membership_scores = {
+        label: [view.membership for view in views if view.membership] for label, views in attackers.items()
+    }
+    accuracies = {label: [score.best.accuracy.value for score in scores] for label, scores in membership_scores.items()}
     attacker, membership = largest_mean(accuracies)
-    built = {label: [audit.rebuilt[label].value for audit in audits] for label in audits[0].rebuilt}
-    floor = built.pop(FLOOR, [])
-    cost = [undefended.test - audit.test for audit, undefended in zip(audits, plain, strict=True)] if plain else []
+    rebuilt = {label: [audit.rebuilt[label].value for audit in audits] for label in audits[0].rebuilt}
+    guesses = rebuilt.pop(FLOOR, [])
+    cost = (
+        [undefended.test - audit.test for audit, undefended in zip(audits, references, strict=True)]
+        if references
+        else []
+    )
     figures = {
         "accuracy, %": average([audit.test for audit in audits]),
         COST: average(cost) if cost else None,
         MEMBERSHIP: membership,
-        "membership AUC": average([score.best.auc.value for score in members[attacker]]) if attacker else None,
-        "rebuilt, dB": largest_mean(built)[1],
-        "guess, dB": average(floor) if floor else None,
+        "membership AUC": average([score.best.auc.value for score in membership_scores[attacker]])
+        if attacker
+        else None,
+        "rebuilt, dB": largest_mean(rebuilt)[1],
+        "guess, dB": average(guesses) if guesses else None,
     }
     for label, views in attackers.items():
         figures[f"agreement {label}, %"] = average([view.agreement.value for view in views], minimum=0.0, maximum=1.0)
@@ -169,8 +186,10 @@ def measure_row(name: str, audits: Sequence[AuditResult], plain: Sequence[AuditR
 
 def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[MeasureRow]:
     """Yield one row for each measure that did not fail for any seed."""
-    done = {name: [result for result in seeds if isinstance(result, AuditResult)] for name, seeds in results.items()}
-    complete = {name: audits for name, audits in done.items() if len(audits) == len(results[name])}
+    audits_by_measure = {
+        name: [result for result in seeds if isinstance(result, AuditResult)] for name, seeds in results.items()
+    }
+    complete = {name: audits for name, audits in audits_by_measure.items() if len(audits) == len(results[name])}
     for name, audits in complete.items():
         loss = configure({**request.base, **request.measures[name]}).training.loss
         yield measure_row(name, audits, complete.get(UNDEFENDED[str(loss)], []))
@@ -179,67 +198,80 @@ def measure_rows(request: Hardening, results: HardeningResults) -> Iterator[Meas
 def verdict(rows: Sequence[MeasureRow]) -> str:
     """Return the label and the measures within both limits or, if there are none, the best at an acceptable cost."""
     limits = f"membership at most {100 * MAX_MEMBERSHIP:.0f} %, cost at most {100 * MAX_COST:.1f} points"
-    known = [(row, row.figures[MEMBERSHIP], row.figures[COST]) for row in rows]
-    undefended = [membership for row, membership, _ in known if row.name in UNDEFENDED.values() and membership]
-    candidates = [(row, m, c) for row, m, c in known if row.name not in UNDEFENDED.values() and m and c]
+    figures = [(row, row.figures[MEMBERSHIP], row.figures[COST]) for row in rows]
+    undefended = [membership for row, membership, _ in figures if row.name in UNDEFENDED.values() and membership]
+    candidates = [
+        (row, membership, cost)
+        for row, membership, cost in figures
+        if row.name not in UNDEFENDED.values() and membership and cost
+    ]
     if not candidates or not undefended:
         return "No verdict: membership or the undefended federation was not measured."
-    top = max(undefended, key=lambda estimate: estimate.value)
-    if top.value <= MAX_MEMBERSHIP:
-        return f"No verdict: membership without a defence is {percent(top)} %, within the limit ({limits})."
-    good = [row for row, m, c in candidates if m.high <= MAX_MEMBERSHIP and c.high <= MAX_COST]
-    uncertain = [row for row, m, c in candidates if m.low <= MAX_MEMBERSHIP and c.low <= MAX_COST]
-    if uncertain:
-        label = "GOOD ENOUGH" if good else "TOO FEW SEEDS"
-        return f"{label} ({limits}): {'; '.join(map(str, good or uncertain))}; undefended {percent(top)} %."
-    cheap = [(m.value, str(row)) for row, m, c in candidates if c.value <= MAX_COST]
-    cheapest_text = f"best at that cost: {min(cheap)[1]}; " if cheap else ""
-    return f"NONE GOOD ENOUGH ({limits}): {cheapest_text}undefended {percent(top)} %."
+    reference = max(undefended, key=lambda estimate: estimate.value)
+    if reference.value <= MAX_MEMBERSHIP:
+        return (
+            f"No verdict: without a defence, membership is {format_percent(reference)} %, within the limit ({limits})."
+        )
+    passing_rows = [
+        row for row, membership, cost in candidates if membership.high <= MAX_MEMBERSHIP and cost.high <= MAX_COST
+    ]
+    undecided_rows = [
+        row for row, membership, cost in candidates if membership.low <= MAX_MEMBERSHIP and cost.low <= MAX_COST
+    ]
+    if undecided_rows:
+        label = "GOOD ENOUGH" if passing_rows else "TOO FEW SEEDS"
+        names = "; ".join(map(str, passing_rows or undecided_rows))
+        return f"{label} ({limits}): {names}; undefended {format_percent(reference)} %."
+    affordable_rows = [(membership.value, str(row)) for row, membership, cost in candidates if cost.value <= MAX_COST]
+    best_text = f"best at that cost: {min(affordable_rows)[1]}; " if affordable_rows else ""
+    return f"NONE GOOD ENOUGH ({limits}): {best_text}undefended {format_percent(reference)} %."
 
 
 class HardenStudy(Study[Hardening, HardeningResults]):
     """Audits of settings that harden the veil against adaptive attackers."""
 
     def audits(self, request: Hardening, folder: Path) -> dict[tuple[str, int], StudyJob[AuditResult]]:
-        """Return an audit job for each measure and seed; it runs after the jobs that train its shadows.
+        """Return an audit job for each measure and seed; each runs after the jobs that train its shadows.
 
         Measures that differ only in the veil train the same model, so they share shadows.
         """
         jobs: dict[tuple[str, int], StudyJob[AuditResult]] = {}
-        known: dict[str, tuple[Path, tuple[StudyJob[Result], ...]]] = {}
-        for number, (name, changes) in enumerate(request.measures.items()):
+        shadow_jobs: dict[str, tuple[Path, tuple[StudyJob[Result], ...]]] = {}
+        for index, (name, changes) in enumerate(request.measures.items()):
             for seed in range(request.seeds):
                 config = configure({"defence": "veil", **request.base, **changes, "seed": seed})
                 undefended = config.changed(defence="plain", groups=1, decoys=None, keep_noise=False)
-                label = f"like-{number}-{seed}"
-                if repr(undefended) not in known:
+                label = f"like-{index}-{seed}"
+                if repr(undefended) not in shadow_jobs:
                     count = request.options.shadows
-                    works = [TrainShadow(undefended, n, count, folder / label, everyone=True) for n in range(count)]
-                    shadows = tuple(StudyJob(f"{label}-{work.number}", work, Shadow) for work in works)
-                    known[repr(undefended)] = folder / label, shadows
-                where, after = known[repr(undefended)]
-                work = Audit(config, request.options, folder / "runs" / f"{number}-{seed}", where)
-                jobs[name, seed] = StudyJob(f"{number}-{seed}", work, AuditResult, after=after)
+                    tasks = [TrainShadow(undefended, n, count, folder / label, everyone=True) for n in range(count)]
+                    shadows = tuple(StudyJob(f"{label}-{task.number}", task, Shadow) for task in tasks)
+                    shadow_jobs[repr(undefended)] = folder / label, shadows
+                shadow_folder, earlier_jobs = shadow_jobs[repr(undefended)]
+                task = Audit(config, request.options, folder / "runs" / f"{index}-{seed}", shadow_folder)
+                jobs[name, seed] = StudyJob(f"{index}-{seed}", task, AuditResult, predecessors=earlier_jobs)
         return jobs
 
     def graph(self, request: Hardening, folder: Path) -> JobGraph[HardeningResults]:
         """Return the jobs for all shadows and audits; the results are grouped by measure."""
         audits = self.audits(request, folder)
-        before = {job.name: job for audit in audits.values() for job in audit.after}
+        shadow_jobs = {job.name: job for audit in audits.values() for job in audit.predecessors}
         return JobGraph(
-            [*before.values(), *audits.values()],
-            lambda done: {name: [done[audits[name, n]] for n in range(request.seeds)] for name in request.measures},
+            [*shadow_jobs.values(), *audits.values()],
+            lambda results: {
+                name: [results[audits[name, seed]] for seed in range(request.seeds)] for name in request.measures
+            },
         )
 
     def present(self, request: Hardening, results: HardeningResults) -> Presentation:
         """Return the verdict, the table, two charts, and an explanation of how to read them."""
         rows = list(measure_rows(request, results))
-        done = [row.name for row in rows]
+        measured_names = [row.name for row in rows]
         table = [[row.name, row.attacker, *format_figures(row.figures, FORMATS)] for row in rows]
         for name, result in results.items():
-            if name not in done:
-                why = next(failure.failed for failure in result if isinstance(failure, Failure))
-                table.append(failed_row(name, len(HEADER), f"failed: {why}"))
+            if name not in measured_names:
+                reason = next(failure.failed for failure in result if isinstance(failure, Failure))
+                table.append(failed_row(name, len(HEADER), f"failed: {reason}"))
         members, costs = ([mark(row.name, row.figures[key], scale=100) for row in rows] for key in (MEMBERSHIP, COST))
         reading = [paragraph.format(rounds=DP_ROUNDS, rate=DP_RATE) for paragraph in TEXTS.reading]
         facts = {name: str(value) for name, value in configure(request.base).flat().items()}
@@ -250,8 +282,8 @@ class HardenStudy(Study[Hardening, HardeningResults]):
             Facts("Configuration", facts),
         ]
         title = f"Hardening the veil: {request.base['data']}"
-        lead = f"{len(results)} settings, {count(request.seeds, 'seed')} each, against adaptive attackers."
-        return Presentation(title, verdict(rows), HEADER, table, TEXTS.note, sections, lead=lead)
+        description = f"{len(results)} settings, {count(request.seeds, 'seed')} each, against adaptive attackers."
+        return Presentation(title, verdict(rows), HEADER, table, TEXTS.note, sections, description=description)
 
 
 HARDEN = HardenStudy()

@@ -15,8 +15,8 @@ from fedveil.studies.gradients import server
 from fedveil.studies.gradients.server import ServerResults
 from fedveil.studies.jobs import Result
 from fedveil.studies.membership.attacks import AttackScores
-from fedveil.studies.study import Presentation, format_figures, percent, read_texts, text
-from fedveil.studies.verdicts import AttackerFigure, Measure, Verdict, summarise
+from fedveil.studies.study import Presentation, format_estimate, format_figures, format_percent, read_texts
+from fedveil.studies.verdicts import AttackerEstimate, Measure, Verdict, summarise
 
 FLOOR = "floor"
 AGREEMENT, ACCURACY, RANKING = "agreement, %", "accuracy, %", "ranking AUC"
@@ -24,7 +24,7 @@ MEMBERSHIP, BALANCED, TPR, RECORD = "membership AUC", "membership, %", "TPR at 1
 
 
 @dataclass(frozen=True)
-class Members:
+class MembershipResults:
     """The results of the membership attacks on other clients' records.
 
     Attributes:
@@ -37,10 +37,10 @@ class Members:
 
     @property
     def attack(self) -> str:
-        """The attack with the largest lower end of the AUC on known records; it is not chosen on test records.
+        """The attack with the largest lower bound of the AUC on known records; test records do not affect this choice.
 
-        The lower end is used because a network has few known records left for evaluation, and would often win by
-        chance.
+        The lower bound is used because few known records are left to evaluate a network, so its AUC would often be the
+        largest by chance.
         """
         return max(self.attacks, key=lambda name: self.attacks[name].known.low)
 
@@ -55,7 +55,7 @@ class ModelFigures:
     """The performance of one attacker's model on held-out records.
 
     Attributes:
-        agreement: fraction of records on which it agrees with the server's model.
+        agreement: fraction of records for which this model and the server's model give the same answer.
         accuracy: accuracy; None if records have no classes.
         ranking: AUC of a model with one output, in the better direction; None for other models.
         membership: results of the membership attacks; None if there is only one client.
@@ -64,7 +64,7 @@ class ModelFigures:
     agreement: Estimate
     accuracy: Estimate | None = None
     ranking: Estimate | None = None
-    membership: Members | None = None
+    membership: MembershipResults | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class AuditResult(Quality, Result):
 
     @property
     def ranks(self) -> bool:
-        """Whether the model has one output and is judged by its ranking, which leaks under any additive noise."""
+        """Whether the model has one output and is judged by its ranking, which additive noise does not hide."""
         return next(iter(self.attackers.values())).ranking is not None
 
     def figures(self, attacker: str) -> dict[str, Estimate | None]:
@@ -124,9 +124,9 @@ class AuditResult(Quality, Result):
     @property
     def guesses(self) -> dict[str, float | None]:
         """The results of the best constant answer by column."""
-        fixed = {MEMBERSHIP: 0.5, BALANCED: 0.5, TPR: 0.01, RANKING: 0.5 if self.ranks else None}
+        fixed_guesses = {MEMBERSHIP: 0.5, BALANCED: 0.5, TPR: 0.01, RANKING: 0.5 if self.ranks else None}
         floor = self.rebuilt[FLOOR].value if FLOOR in self.rebuilt else None
-        return {AGREEMENT: self.guessing.agreement, ACCURACY: self.guessing.accuracy, RECORD: floor, **fixed}
+        return {AGREEMENT: self.guessing.agreement, ACCURACY: self.guessing.accuracy, RECORD: floor, **fixed_guesses}
 
     @property
     def names(self) -> list[str]:
@@ -140,18 +140,18 @@ Audits = Mapping[str, AuditResult]  # results by defence
 def combine_broadcasts(broadcasts: Sequence[Estimate]) -> Estimate:
     """Average the estimates of a fraction over several broadcasts.
 
-    The half-width of the interval is the root of the sum of the squares of two half-widths: Student's
+    The half-width of the interval combines two half-widths as the root of the sum of their squares: Student's
     half-width over broadcasts, and the mean half-width of the individual intervals.
     """
     if len(broadcasts) == 1:
         return broadcasts[0]
     mean = average([broadcast.value for broadcast in broadcasts])
-    single = sum(broadcast.high - broadcast.low for broadcast in broadcasts) / (2 * len(broadcasts))
-    half = math.hypot(mean.high - mean.value, single)
+    mean_half_width = sum(broadcast.high - broadcast.low for broadcast in broadcasts) / (2 * len(broadcasts))
+    half_width = math.hypot(mean.high - mean.value, mean_half_width)
     return replace(
         mean,
-        low=max(0.0, mean.value - half),
-        high=min(1.0, mean.value + half),
+        low=max(0.0, mean.value - half_width),
+        high=min(1.0, mean.value + half_width),
         sample_size=broadcasts[0].sample_size,
     )
 
@@ -162,18 +162,18 @@ def combine_if_complete(broadcasts: Sequence[Estimate | None]) -> Estimate | Non
     return combine_broadcasts(result) if len(result) == len(broadcasts) else None
 
 
-def average_members(broadcasts: Sequence[Members]) -> Members:
+def average_members(broadcasts: Sequence[MembershipResults]) -> MembershipResults:
     """Average the performance of each attack over the broadcasts on which it was run."""
     result = {}
     for name in dict.fromkeys(name for broadcast in broadcasts for name in broadcast.attacks):
         scores = [broadcast.attacks[name] for broadcast in broadcasts if name in broadcast.attacks]
-        accuracy, area = (
+        accuracy, auc = (
             combine_broadcasts([getattr(attack, figure) for attack in scores]) for figure in ("accuracy", "auc")
         )
         rates = {rate: combine_if_complete([attack.tpr[rate] for attack in scores]) for rate in scores[0].tpr}
-        known, form = combine_broadcasts([attack.known for attack in scores]), scores[0].form
-        result[name] = AttackScores(accuracy, area, rates, known=known, broadcasts=len(scores), form=form)
-    return Members(result, broadcasts[0].left_out)
+        known_auc, form = combine_broadcasts([attack.known for attack in scores]), scores[0].form
+        result[name] = AttackScores(accuracy, auc, rates, known=known_auc, broadcasts=len(scores), form=form)
+    return MembershipResults(result, broadcasts[0].left_out)
 
 
 def average_figures(broadcasts: Sequence[ModelFigures]) -> ModelFigures:
@@ -198,30 +198,30 @@ FORMATS = {
     ACCURACY: (".1f", 100),
     RANKING: (".3f", 1),
 }
-HEADER = ("defence", "attacker", *FORMATS, "membership by")
-WHO = ("defence", "attacker")
-ATTACKS = (
+HEADER = ("defence", "attacker", *FORMATS, "membership attack")
+ROW_KEYS = ("defence", "attacker")
+ATTACK_HEADER = (
     *("attack", "AUC on known records", "AUC", "accuracy, %"),
     *("TPR at 1 % FPR, %", "TPR at 0.1 % FPR, %", "broadcasts"),
 )
 
 
-def list_measures(plain: AuditResult) -> dict[str, Measure]:
+def list_measures(undefended: AuditResult) -> dict[str, Measure]:
     """Return the measures that an audit judges, by column; a model with one output is judged by its ranking."""
-    model = {RANKING: verdicts.RANKING} if plain.ranks else {AGREEMENT: verdicts.AGREEMENT}
+    model = {RANKING: verdicts.RANKING} if undefended.ranks else {AGREEMENT: verdicts.AGREEMENT}
     return {**model, MEMBERSHIP: verdicts.MEMBERSHIP, RECORD: verdicts.RECORD}
 
 
-def judge(column: str, measure: Measure, result: AuditResult, plain: AuditResult) -> Verdict | None:
+def judge(column: str, measure: Measure, result: AuditResult, reference: AuditResult) -> Verdict | None:
     """Return the verdict on one defence, or None if the measure is missing with the defence or without it."""
-    guess = plain.guesses[column] or 0.0
+    guess = reference.guesses[column] or 0.0
 
-    def assess(audit: AuditResult) -> list[AttackerFigure]:
+    def assess(audit: AuditResult) -> list[AttackerEstimate]:
         trials = audit.trials if column == RECORD else 2
         figures = {attacker: audit.figures(attacker).get(column) for attacker in sorted(audit.names)}
         return measure.compare([(attacker, value) for attacker, value in figures.items() if value], guess, trials)
 
-    undefended = assess(plain)
+    undefended = assess(reference)
     return verdicts.judge(measure, guess, assess(result), undefended) if undefended else None
 
 
@@ -229,31 +229,31 @@ def attacker_rows(name: str, result: AuditResult) -> Iterator[list[str]]:
     """Yield one table row per attacker."""
     for attacker in result.names:
         observation = result.attackers.get(attacker)
-        chosen = observation.membership.attack if observation and observation.membership else ""
-        yield [name, attacker, *format_figures(result.figures(attacker), FORMATS), chosen]
+        attack = observation.membership.attack if observation and observation.membership else ""
+        yield [name, attacker, *format_figures(result.figures(attacker), FORMATS), attack]
 
 
-def judge_all(results: Audits, plain: AuditResult) -> dict[str, dict[str, Verdict]]:
+def judge_all(results: Audits, undefended: AuditResult) -> dict[str, dict[str, Verdict]]:
     """Return the verdicts on each measure, by column and defence."""
     return {
         column: {
-            name: verdict for name, result in results.items() if (verdict := judge(column, measure, result, plain))
+            name: verdict for name, result in results.items() if (verdict := judge(column, measure, result, undefended))
         }
-        for column, measure in list_measures(plain).items()
+        for column, measure in list_measures(undefended).items()
     }
 
 
 def headline(verdicts_by_column: Mapping[str, Mapping[str, Verdict]]) -> str:
     """Return one sentence per measure with its verdicts; "plain" is omitted unless it is the only defence."""
-    defended = [
+    defended_columns = [
         {name: verdict for name, verdict in column.items() if name != "plain"} or column
         for column in verdicts_by_column.values()
     ]
-    return f"By the strongest attacker: {'. '.join(summarise(column) for column in defended if column)}."
+    return f"By the strongest attacker: {'. '.join(summarise(column) for column in defended_columns if column)}."
 
 
 def verdict_sections(
-    results: Audits, plain: AuditResult, verdicts_by_column: Mapping[str, Mapping[str, Verdict]]
+    results: Audits, undefended: AuditResult, verdicts_by_column: Mapping[str, Mapping[str, Verdict]]
 ) -> list[Section]:
     """Return a table of the labels, and the full verdicts."""
     rows, lines = list[list[str]](), list[str]()
@@ -261,35 +261,35 @@ def verdict_sections(
         verdicts = [by_defence.get(defence) for by_defence in verdicts_by_column.values()]
         rows.append([defence, *(verdict.label if verdict else "not measured" for verdict in verdicts)])
         lines += [f"{defence}, {verdict.measure.subject}: {verdict}" for verdict in verdicts if verdict]
-    if plain.server and plain.server.complete:
-        lines.append(f"curious server: {server.verdict(plain.server)} {TEXTS.notes['server']}")
-    header = ["defence", *(measure.subject for measure in list_measures(plain).values())]
+    if undefended.server and undefended.server.complete_rounds:
+        lines.append(f"curious server: {server.verdict(undefended.server)} {TEXTS.notes['server']}")
+    header = ["defence", *(measure.subject for measure in list_measures(undefended).values())]
     labels = Table("Verdict", header, rows, "Each label is for the strongest attacker that was run.")
     return [labels, Text("Verdict in figures", lines)]
 
 
-def charts(results: Audits, plain: AuditResult) -> Iterator[Section]:
-    """Yield one chart per measure, with all defences and attackers, and reference lines for guessing and no defence."""
-    for column, measure in list_measures(plain).items():
+def charts(results: Audits, undefended: AuditResult) -> Iterator[Section]:
+    """Yield one chart per measure, with all defences and attackers, guessing and the undefended result."""
+    for column, measure in list_measures(undefended).items():
         rows: list[Interval] = []
         for defence, result in results.items():
             for attacker in result.names:
                 if figure := result.figures(attacker).get(column):
-                    low, high = (min(max(end, -10.0), 200.0) for end in (figure.low, figure.high))
+                    low, high = (min(max(bound, -10.0), 200.0) for bound in (figure.low, figure.high))
                     rows.append(Interval(attacker, figure.value, low, high, defence))
-        if rows and (top := judge(column, measure, plain, plain)):
-            lines = {"guessing": round(top.guess, 3), UNDEFENDED: round(top.strongest.figure.value, 3)}
-            yield Intervals(measure.subject.capitalize(), measure.figure, rows, lines)
+        if rows and (verdict := judge(column, measure, undefended, undefended)):
+            lines = {"guessing": round(verdict.guess, 3), UNDEFENDED: round(verdict.strongest.estimate.value, 3)}
+            yield Intervals(measure.subject.capitalize(), measure.quantity, rows, lines)
 
 
-def member_rows(name: str, attacker: str, members: Members) -> Iterator[list[str]]:
+def member_rows(name: str, attacker: str, members: MembershipResults) -> Iterator[list[str]]:
     """Yield one row per membership attack, including the attacks that were not run."""
     for attack, attack_scores in members.attacks.items():
         figures = [
-            text(attack_scores.known, ".3f"),
-            text(attack_scores.auc, ".3f"),
-            percent(attack_scores.accuracy),
-            *map(percent, attack_scores.tpr.values()),
+            format_estimate(attack_scores.known, ".3f"),
+            format_estimate(attack_scores.auc, ".3f"),
+            format_percent(attack_scores.accuracy),
+            *map(format_percent, attack_scores.tpr.values()),
         ]
         yield [
             name,
@@ -298,42 +298,44 @@ def member_rows(name: str, attacker: str, members: Members) -> Iterator[list[str
             *figures,
             str(attack_scores.broadcasts),
         ]
-    for attack, why in members.left_out.items():
-        yield [name, attacker, attack, why, *[""] * (len(ATTACKS) - 2)]
+    for attack, reason in members.left_out.items():
+        yield [name, attacker, attack, reason, *[""] * (len(ATTACK_HEADER) - 2)]
 
 
 def list_absent_attackers(name: str, result: AuditResult) -> Iterator[str]:
     """Yield a sentence for each attacker that did not run, with the reason."""
-    for attacker, why in result.inapplicable.items():
-        yield f"{name}, {attacker}: {why if why.startswith('failed: ') else f'does not apply: {why}'}"
-    for attacker, why in result.not_rebuilt.items():
-        yield f"{name}, {attacker}: cannot rebuild records: {why}"
+    for attacker, reason in result.inapplicable.items():
+        yield f"{name}, {attacker}: {reason if reason.startswith('failed: ') else f'does not apply: {reason}'}"
+    for attacker, reason in result.not_rebuilt.items():
+        yield f"{name}, {attacker}: cannot rebuild records: {reason}"
     if result.server and result.server.failed:
         yield f"{name}, curious server: {result.server.failed}"
 
 
-def attack_sections(done: Audits) -> list[Section]:
+def attack_sections(audits: Audits) -> list[Section]:
     """Return sections with the individual membership attacks, and with the attackers that did not run."""
     members = [
         row
-        for name, audit in done.items()
+        for name, audit in audits.items()
         for attacker, figures in audit.attackers.items()
         if figures.membership
         for row in member_rows(name, attacker, figures.membership)
     ]
-    skipped = [line for name, audit in done.items() for line in list_absent_attackers(name, audit)]
+    absent_attackers = [line for name, audit in audits.items() for line in list_absent_attackers(name, audit)]
     note = TEXTS.notes["attacks"].format(broadcasts=NETWORK_BROADCASTS)
-    sections: list[Section] = [Table("Membership, attack by attack", [*WHO, *ATTACKS], members, note)]
-    return (sections if members else []) + ([Text("Attackers that did not run", skipped)] if skipped else [])
+    sections: list[Section] = [Table("Membership, attack by attack", [*ROW_KEYS, *ATTACK_HEADER], members, note)]
+    return (sections if members else []) + (
+        [Text("Attackers that did not run", absent_attackers)] if absent_attackers else []
+    )
 
 
 def list_verdicts(audits: Audits) -> dict[str, dict[str, Verdict]]:
     """Return the verdicts by defence and subject; empty without an undefended result."""
-    plain = audits.get("plain", audits.get(UNDEFENDED))
-    if plain is None:
+    undefended = audits.get("plain", audits.get(UNDEFENDED))
+    if undefended is None:
         return {}
     results = {name: audit for name, audit in audits.items() if name != UNDEFENDED}
-    columns = judge_all(results, plain).values()
+    columns = judge_all(results, undefended).values()
     return {
         name: {column[name].measure.subject: column[name] for column in columns if name in column} for name in results
     }
@@ -341,17 +343,17 @@ def list_verdicts(audits: Audits) -> dict[str, dict[str, Verdict]]:
 
 def find_answers(presentation: Presentation) -> Mapping[str, Sequence[str]]:
     """Return the answers on a page, by question; empty if there are none."""
-    return next((section.answers for section in presentation.first if isinstance(section, Answers)), {})
+    return next((section.answers for section in presentation.top_sections if isinstance(section, Answers)), {})
 
 
-def plain_summary(presentation: Presentation, audits: Audits) -> dict[str, JsonValue]:
-    """Return the conclusion, the answers and the labels, for results.json."""
+def json_summary(presentation: Presentation, audits: Audits) -> dict[str, JsonValue]:
+    """Return the conclusion, the answers and the labels as values for results.json."""
     labels = {
         name: {subject: {"label": verdict.label, "text": str(verdict)} for subject, verdict in verdicts.items()}
         for name, verdicts in list_verdicts(audits).items()
     }
     result: dict[str, JsonValue] = to_jsonable_python(
-        {"conclusion": presentation.plain, "answers": find_answers(presentation), "verdicts": labels}
+        {"conclusion": presentation.plain_verdict, "answers": find_answers(presentation), "verdicts": labels}
     )
     return result
 
@@ -360,22 +362,26 @@ def show(audits: Audits) -> Presentation:
     """Return the verdicts, the table and the other sections."""
     results = {name: audit for name, audit in audits.items() if name != UNDEFENDED}
     rows = [row for name, audit in audits.items() for row in attacker_rows(name, audit)]
-    verdict, first, sections, plain_words = NO_VERDICT, list[Section](), list[Section](), ""
-    if plain := audits.get("plain", audits.get(UNDEFENDED)):
-        columns = judge_all(results, plain)
+    verdict, top_sections, sections, plain_verdict = NO_VERDICT, list[Section](), list[Section](), ""
+    if undefended := audits.get("plain", audits.get(UNDEFENDED)):
+        columns = judge_all(results, undefended)
         verdict = headline(columns) if any(columns.values()) else verdict
-        guesses = {column: average([value]) for column, value in plain.guesses.items() if value is not None}
+        guesses = {column: average([value]) for column, value in undefended.guesses.items() if value is not None}
         rows.append(["guessing", "", *format_figures(guesses, FORMATS), ""])
         from fedveil.studies.audit.decision import decide  # imported here because it uses this module
 
-        decision = decide(results, plain, columns)
-        plain_words = decision.headline
-        first = [decision.section(), *charts(results, plain), *verdict_sections(results, plain, columns)]
-        if plain.server and plain.server.complete:
+        decision = decide(results, undefended, columns)
+        plain_verdict = decision.headline
+        top_sections = [
+            decision.section(),
+            *charts(results, undefended),
+            *verdict_sections(results, undefended, columns),
+        ]
+        if undefended.server and undefended.server.complete_rounds:
             sections.append(
-                Table("Curious server", server.HEADER[1:], list(server.view_rows(plain.server)), server.NOTE)
+                Table("Curious server", server.HEADER[1:], list(server.view_rows(undefended.server)), server.NOTE)
             )
-            sections += server.gallery("Server's view", plain.server)
+            sections += server.gallery("Server's view", undefended.server)
     gaps = [
         f"{name}: {result.metric} {result.train:.3f} on members, {result.test:.3f} on others, gap {result.gap:.3f}"
         for name, result in results.items()
@@ -383,4 +389,6 @@ def show(audits: Audits) -> Presentation:
     sections += attack_sections(audits)
     sections += [Text("Gap between members and others", gaps), Text("How to read it", TEXTS.reading)]
     glossary = read_texts()["glossary"].notes
-    return Presentation("", verdict, HEADER, rows, TEXTS.note, sections, first, plain=plain_words, glossary=glossary)
+    return Presentation(
+        "", verdict, HEADER, rows, TEXTS.note, sections, top_sections, plain_verdict=plain_verdict, glossary=glossary
+    )

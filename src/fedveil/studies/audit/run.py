@@ -23,7 +23,7 @@ from fedveil.report import Text
 from fedveil.runs.settings import Config, Value
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option, read_federations
 from fedveil.studies.audit import results as page
-from fedveil.studies.audit.results import AuditResult, Guessing, Members, ModelFigures, average_figures
+from fedveil.studies.audit.results import AuditResult, Guessing, MembershipResults, ModelFigures, average_figures
 from fedveil.studies.audit.subject import AuditSubject, configured_subject
 from fedveil.studies.federations import load_or_train, measure_quality, observe
 from fedveil.studies.gradients.server import SERVER, ServerOptions, ServerResults, ServerRound
@@ -31,26 +31,28 @@ from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, successe
 from fedveil.studies.membership import attacks as membership
 from fedveil.studies.study import JobGraph, Presentation
 
-OWN_BATCH = 4
-SHARD = 64  # number of the victim's records if clients use whole shards
+OWN_BATCH = 4  # batch size; also the number of the attacker's records if clients use whole shards
+SHARD_SIZE = 64  # number of the victim's records if clients use whole shards
 MAX_SEARCHES = 5  # maximum number of records to rebuild by a search
 
 
-def quality(rebuilt: Tensor, true: Tensor, peak: float) -> float:
+def quality(rebuilt: Tensor, original: Tensor, peak: float) -> float:
     """Return PSNR = 10 log10(peak^2 / MSE) in dB, at most 100; `peak` is the range of the data."""
-    return psnr(torch.nan_to_num(rebuilt).reshape(1, -1), true.reshape(1, -1), peak=peak, maximum=100.0)[0]
+    return psnr(torch.nan_to_num(rebuilt).reshape(1, -1), original.reshape(1, -1), peak=peak, maximum=100.0)[0]
 
 
-def run_trial(subject: AuditSubject, number: int, rounds: int = 2) -> tuple[Observation, Tensor]:
+def run_trial(subject: AuditSubject, trial_index: int, rounds: int = 2) -> tuple[Observation, Tensor]:
     """Train a new network for a few rounds on the attacker's records and one record of a victim.
 
     Returns the attacker's observation and the victim's records. If clients use whole shards, the victim has 64 records
     and the attacker has 4.
     """
-    train, whole = subject.data.train, subject.whole_shard
-    order = torch.randperm(len(train.targets), generator=generator("rebuild", subject.seed, number))
-    own_rows, victim = (order[:OWN_BATCH], order[-SHARD:]) if whole else (order[: len(order) // 2], order[-1:])
-    federation = subject.trial([train.take(rows) for rows in (own_rows, victim)], number, OWN_BATCH, whole)
+    train, whole_shard = subject.data.train, subject.whole_shard
+    order = torch.randperm(len(train.targets), generator=generator("rebuild", subject.seed, trial_index))
+    own_rows, victim = (
+        (order[:OWN_BATCH], order[-SHARD_SIZE:]) if whole_shard else (order[: len(order) // 2], order[-1:])
+    )
+    federation = subject.trial([train.take(rows) for rows in (own_rows, victim)], trial_index, OWN_BATCH, whole_shard)
     return observe(federation, rounds), train.tensor[victim]
 
 
@@ -58,32 +60,32 @@ def rebuild(progress: Progress, subject: AuditSubject, trials: int) -> tuple[dic
     """Return the PSNR of each attacker's reconstructions, and the reason for each attacker without reconstructions.
 
     The PSNR of the floor, which is the mean of the attacker's records, is included. An attacker that does not apply or
-    fails in any trial is left out of the result. If the network starts with a Linear layer, its gradient reveals a
-    record directly. Otherwise a search is needed, which takes seconds, so there are at most five trials.
+    fails in any trial is left out of the result. If the network starts with a Linear layer, the layer's gradient
+    reveals a record directly. Otherwise a search is needed, which takes seconds, so there are at most five trials.
     """
-    records, known = subject.data.train.tensor, subject.attackers
+    records, defence_attackers = subject.data.train.tensor, subject.attackers
     low, high = float(records.min()), float(records.max())
-    attackers = {PUBLISHED: rebuild_record, **known.rebuilders}
+    attackers = {PUBLISHED: rebuild_record, **defence_attackers.rebuilders}
     result: dict[str, list[float]] = {}
-    left_out: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     try:
         first_linear(subject.trial.new_model())
     except DoesNotApply:
         trials = min(trials, MAX_SEARCHES)
-    for number in range(trials):
-        progress(number / trials, f"rebuilding record {number + 1}/{trials}")
-        observed, true = run_trial(subject, number, known.rebuild_rounds)
-        guesses: dict[str, Tensor] = {page.FLOOR: observed.inputs.double().mean(0).cpu()}
-        for name in [name for name in attackers if name not in left_out]:
-            guess = attempt(attackers[name], observed)
+    for trial_index in range(trials):
+        progress(trial_index / trials, f"rebuilding record {trial_index + 1}/{trials}")
+        observation, victim_records = run_trial(subject, trial_index, defence_attackers.rebuild_rounds)
+        guesses: dict[str, Tensor] = {page.FLOOR: observation.inputs.double().mean(0).cpu()}
+        for name in [name for name in attackers if name not in reasons]:
+            guess = attempt(attackers[name], observation)
             if isinstance(guess, str):
-                left_out[name] = guess
+                reasons[name] = guess
             else:
                 guesses[name] = guess.cpu().clamp(low, high)
         for name, guess in guesses.items():
-            result.setdefault(name, []).append(max(quality(guess, record, high - low) for record in true))
-    psnr = {name: average(result[name]) for name in [*attackers, page.FLOOR] if name in result and name not in left_out}
-    return psnr if len(psnr) > 1 else {}, left_out
+            result.setdefault(name, []).append(max(quality(guess, record, high - low) for record in victim_records))
+    psnr = {name: average(result[name]) for name in [*attackers, page.FLOOR] if name in result and name not in reasons}
+    return psnr if len(psnr) > 1 else {}, reasons
 
 
 @dataclass(frozen=True)
@@ -95,28 +97,32 @@ class AuditOptions:
     network: bool = option(True, "also infer membership with white-box networks")
     shadows: int = option(2, "number of shadow federations for RMIA, which must be even; 0 for none")
     lira: bool = option(False, "also run LiRA, which needs at least 16 shadows")
-    server: bool = option(True, "also attack as a curious server if the records are images")
+    server: bool = option(True, "also run the attacks of a curious server if the records are images")
 
 
 EPOCHS = 30  # number of training epochs of the attack network
-CURIOUS = ServerOptions(steps=400, restarts=1, batches="")  # half a minute on two cores for a small network
+CURIOUS_SERVER = ServerOptions(steps=400, restarts=1, batches="")  # takes 30 seconds on two cores for a small network
 
 
-def predict_test(view: nn.Module, data: Data) -> Tensor:
+def predict_test(model: nn.Module, data: Data) -> Tensor:
     """Return a model's outputs for the held-out records, with non-finite values replaced."""
-    return torch.nan_to_num(predict(view, data.test.tensor.to(next(view.parameters(), data.test.tensor).device)).cpu())
+    return torch.nan_to_num(
+        predict(model, data.test.tensor.to(next(model.parameters(), data.test.tensor).device)).cpu()
+    )
 
 
-def model_figures(view: nn.Module, model: nn.Module, data: Data, members: Members | None = None) -> ModelFigures:
-    """Return the agreement with the true model and the accuracy on held-out records; with one output, also the AUC."""
-    outputs, labels = predict_test(view, data), _classes(data.test.targets)
+def model_figures(
+    model: nn.Module, true_model: nn.Module, data: Data, members: MembershipResults | None = None
+) -> ModelFigures:
+    """Return the agreement with the true model and the accuracy, on held-out records; with one output, also the AUC."""
+    outputs, labels = predict_test(model, data), _classes(data.test.targets)
     answers = _answers(outputs)
-    agreement = _fraction(answers == _answers(predict_test(model, data)))
+    agreement = _fraction(answers == _answers(predict_test(true_model, data)))
     if labels is None:
         return ModelFigures(agreement, membership=members)
-    scores, ones = outputs[:, 0].double().numpy(), labels.numpy() == 1
-    ranks = ranking(scores[ones], scores[~ones]) if outputs.shape[1] == 1 else None
-    return ModelFigures(agreement, _fraction(answers == labels), ranks, members)
+    scores, is_positive = outputs[:, 0].double().numpy(), labels.numpy() == 1
+    ranking_auc = ranking(scores[is_positive], scores[~is_positive]) if outputs.shape[1] == 1 else None
+    return ModelFigures(agreement, _fraction(answers == labels), ranking_auc, members)
 
 
 def constant_answer(model: nn.Module, data: Data) -> Guessing:
@@ -143,8 +149,8 @@ def _classes(targets: Tensor) -> Tensor | None:
     """Return the targets as classes, including a single column of 0 and 1; return None for other targets."""
     if not targets.is_floating_point():
         return targets
-    binary = targets.shape[1] == 1 and ((targets == 0) | (targets == 1)).all()
-    return targets[:, 0].long() if binary else None
+    is_binary = targets.shape[1] == 1 and ((targets == 0) | (targets == 1)).all()
+    return targets[:, 0].long() if is_binary else None
 
 
 def ranking(positive: Scores, negative: Scores) -> Estimate:
@@ -155,16 +161,16 @@ def ranking(positive: Scores, negative: Scores) -> Estimate:
 
 @dataclass(frozen=True)
 class Audit:
-    """Job work that audits one federation with all attackers."""
+    """A task that audits one federation with all attackers."""
 
     config: Config
     options: AuditOptions
     run: Path
-    folder: Path  # folder with the shadows
+    folder: Path  # contains the shadows
 
-    def __call__(self, progress: Progress, done: JobResults) -> AuditResult:
+    def __call__(self, progress: Progress, results: JobResults) -> AuditResult:
         """Attack several broadcasts, and rebuild records."""
-        federation, data = load_or_train(self.config, self.run, progress, done.basis)
+        federation, data = load_or_train(self.config, self.run, progress, results.basis)
         subject = configured_subject(self.config, federation, data)
         return attack_subject(subject, self.options, self.folder, progress)
 
@@ -172,7 +178,7 @@ class Audit:
 def attack_subject(subject: AuditSubject, options: AuditOptions, folder: Path, progress: Progress) -> AuditResult:
     """Attack several broadcasts of a federation, and rebuild records; `folder` contains its shadows, if any."""
     federation, data, attacks = subject.federation, subject.data, None
-    measured = measure_quality(federation, data)
+    model_quality = measure_quality(federation, data)
     if len(subject.clients) > 1:
         shadows = membership.ShadowAttacks(subject.name, folder, options.shadows, options.lira)
         recipe = Recipe(EPOCHS, seed=subject.seed) if options.network else None
@@ -180,36 +186,38 @@ def attack_subject(subject: AuditSubject, options: AuditOptions, folder: Path, p
         attacks = membership.RecordAttacks(records, shadows, recipe)
     count = options.broadcasts if subject.is_veiled else 1
     figures: dict[str, list[ModelFigures]] = {}
-    for number in range(count):
-        progress(number / count, f"broadcast {number + 1}/{count}")
-        if attacks and number >= page.NETWORK_BROADCASTS:
+    for index in range(count):
+        progress(index / count, f"broadcast {index + 1}/{count}")
+        if attacks and index >= page.NETWORK_BROADCASTS:
             attacks = replace(attacks, recipe=None)
-        views, left_out = subject.observe_all()
-        for name, observed in views.items():
-            members = infer_members(attacks, observed, name != PUBLISHED) if attacks else None
-            figures.setdefault(name, []).append(model_figures(observed.model, federation.model, data, members))
+        views, inapplicable = subject.observe_all()
+        for name, observation in views.items():
+            members = infer_members(attacks, observation, name != PUBLISHED) if attacks else None
+            figures.setdefault(name, []).append(model_figures(observation.model, federation.model, data, members))
     rebuilt, not_rebuilt = rebuild(progress, subject, options.trials)
     attackers = {name: average_figures(attacks) for name, attacks in figures.items()}
-    quality = measured.metric, measured.train, measured.test, measured.gap
+    quality = model_quality.metric, model_quality.train, model_quality.test, model_quality.gap
     guessing = constant_answer(federation.model, data)
     result = AuditResult(*quality, subject.name, count, options.trials, attackers, rebuilt, guessing)
-    return replace(result, inapplicable=left_out, not_rebuilt=not_rebuilt)
+    return replace(result, inapplicable=inapplicable, not_rebuilt=not_rebuilt)
 
 
-def infer_members(attacks: membership.RecordAttacks, observed: Observation, cleaned: bool) -> Members:
+def infer_members(
+    attacks: membership.RecordAttacks, observation: Observation, noise_removed: bool
+) -> MembershipResults:
     """Run all membership attacks on one broadcast; the result includes reasons for attacks that were not run."""
-    left_out = {} if attacks.recipe else {membership.NETWORK: "not requested"}
+    reasons = {} if attacks.recipe else {membership.NETWORK: "not requested"}
     if attacks.records.pool.targets.dim() != 1:
-        left_out["loss by class"] = "the targets have no classes"
+        reasons["loss by class"] = "the targets have no classes"
     if not attacks.shadows.count:
-        left_out[membership.SHADOWS] = "no shadows were requested"
-    scored: dict[str, membership.AttackScores] = {}
-    for name, scores in attacks.run(observed, cleaned, ignore_progress).items():
+        reasons[membership.SHADOWS] = "no shadows were requested"
+    scores_by_attack: dict[str, membership.AttackScores] = {}
+    for name, scores in attacks.run(observation, noise_removed, ignore_progress).items():
         if isinstance(scores, Failure):
-            left_out[name] = scores.failed
+            reasons[name] = scores.failed
         else:
-            scored[name] = replace(scores, roc=None)
-    return Members(scored, left_out)
+            scores_by_attack[name] = replace(scores, roc=None)
+    return MembershipResults(scores_by_attack, reasons)
 
 
 class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
@@ -219,10 +227,10 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
     summary = "measure what a client learns, with published and adaptive attackers"
     options = AuditOptions
     result = AuditResult
-    needs_shared = False
+    requires_shared_jobs = False
     defaults = read_federations()["attack"]["audit"]
 
-    def shared(self, request: AttackRequest[AuditOptions], folder: Path) -> list[StudyJob[Result]]:
+    def shared_jobs(self, request: AttackRequest[AuditOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return the jobs that train the shadows for all defences and for the undefended federation."""
         defences, options, label = (*request.defences, "plain"), request.options, request.label
         matched = not options.lira  # LiRA needs every record in at least one shadow
@@ -231,39 +239,39 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
         )
 
     def attack(self, request: AttackRequest[AuditOptions], defence: str, folder: Path) -> Audit:
-        """Return the work that audits one defence."""
+        """Return the task that audits one defence."""
         return Audit(request.config_for(defence), request.options, self.run_folder(request, defence, folder), folder)
 
     def attacks(self, request: AttackRequest[AuditOptions], folder: Path) -> dict[str, StudyJob[AuditResult]]:
-        """Return the audits of all defences, and of the undefended federation as a reference."""
+        """Return the jobs that audit all defences, and the undefended federation as a reference."""
         jobs = super().attacks(request, folder)
         if "plain" in request.defences:
             return jobs
-        work = Audit(request.config_for("plain"), request.options, folder / "plain" / "run", folder)
-        after = next(iter(jobs.values())).after
-        return {**jobs, page.UNDEFENDED: StudyJob(request.job_name(page.UNDEFENDED), work, AuditResult, after=after)}
+        task = Audit(request.config_for("plain"), request.options, folder / "plain" / "run", folder)
+        name, shadows = request.job_name(page.UNDEFENDED), next(iter(jobs.values())).predecessors
+        return {**jobs, page.UNDEFENDED: StudyJob(name, task, AuditResult, predecessors=shadows)}
 
     def server_rounds(self, request: AttackRequest[AuditOptions]) -> list[StudyJob[ServerRound]]:
         """Return the jobs that attack an undefended federation as its server; a veil would affect only rounding."""
-        plain = AttackRequest(request.config_for("plain"), ("plain",), CURIOUS, label=request.label)
-        return list(SERVER.rounds(plain, "plain").values()) if request.options.server else []
+        undefended = AttackRequest(request.config_for("plain"), ("plain",), CURIOUS_SERVER, label=request.label)
+        return list(SERVER.rounds(undefended, "plain").values()) if request.options.server else []
 
     def graph(self, request: AttackRequest[AuditOptions], folder: Path) -> JobGraph[Results[AuditResult]]:
         """Return the jobs; the results of the curious server are added to those of the undefended federation."""
         audits, rounds = super().graph(request, folder), self.server_rounds(request)
         name = "plain" if "plain" in request.defences else page.UNDEFENDED
 
-        def collect(done: JobResults) -> Results[AuditResult]:
-            results = audits.collect(done)
-            plain = results[name]
-            if rounds and isinstance(plain, AuditResult):
-                results[name] = replace(plain, server=ServerResults([done[job] for job in rounds]))
+        def collect(job_results: JobResults) -> Results[AuditResult]:
+            results = audits.collect(job_results)
+            undefended = results[name]
+            if rounds and isinstance(undefended, AuditResult):
+                results[name] = replace(undefended, server=ServerResults([job_results[job] for job in rounds]))
             return results
 
         return JobGraph([*audits.jobs, *rounds], collect)
 
     def show(self, request: AttackRequest[AuditOptions], results: Mapping[str, AuditResult]) -> Presentation:
-        """Return the verdict, the table, charts, an explanation of how to read them, and what each defence claims."""
+        """Return the verdict, the table, charts, an explanation of how to read them, and the claims of the authors."""
         presentation = page.show(results)
         claims = {name: find(name).claim for name in results if name != page.UNDEFENDED}
         lines = [f"{name}: {claim}." for name, claim in claims.items() if claim]
@@ -277,7 +285,7 @@ class AuditStudy(AttackStudy[AuditOptions, AuditResult]):
 
     def summarise(self, results: Results[AuditResult], presentation: Presentation) -> Mapping[str, JsonValue]:
         """Return the conclusion, the answers and the labels."""
-        return page.plain_summary(presentation, successes(results))
+        return page.json_summary(presentation, successes(results))
 
 
 SUITE: Mapping[str, Mapping[str, Value]] = read_federations()["suite"]

@@ -15,22 +15,22 @@ from fedveil.runs.settings import Config
 from fedveil.studies.federations import observe
 from fedveil.studies.gradients.run import build_small_federation, plain_sgd
 
-RATE = 0.1  # learning rate of the federations in which records are rebuilt
+TRIAL_LR = 0.1  # learning rate of the federations in which records are rebuilt
 
 
 class TrialBuilder(Protocol):
-    """Builds the small federations in which records are rebuilt."""
+    """A builder of the small federations in which records are rebuilt."""
 
     def new_model(self) -> nn.Module:
         """Return a new network."""
 
-    def __call__(self, parts: Sequence[DataPart], number: int, batch_size: int, whole_shard: bool) -> Federation:
+    def __call__(self, parts: Sequence[DataPart], trial_index: int, batch_size: int, whole_shard: bool) -> Federation:
         """Return a federation with a new network and one client for each part of the data."""
 
 
 @dataclass(frozen=True, eq=False)
 class AuditSubject:
-    """A trained federation to attack, and the settings to train small ones like it.
+    """A trained federation to attack, with a builder of small federations like it.
 
     Attributes:
         name: name of its defence.
@@ -40,7 +40,7 @@ class AuditSubject:
         attackers: the attackers that know its defence.
         seed: seed for the choice of records.
         whole_shard: whether clients go through all their records in a round.
-        trial: builds the federations in which records are rebuilt.
+        trial: builder of the small federations in which records are rebuilt.
     """
 
     name: str
@@ -58,13 +58,13 @@ class AuditSubject:
         return self.name == "veil"
 
     def observe_all(self) -> Views:
-        """Return each attacker's observation and, for attackers without one, the reason."""
+        """Return each attacker's observation, and the reason for each attacker without an observation."""
         return attacker_views(self.attackers, observe(self.federation, self.attackers.broadcasts_needed))
 
 
 @dataclass(frozen=True)
 class ConfiguredTrial:
-    """Builds small federations of a configuration."""
+    """A builder of small federations from a configuration."""
 
     config: Config
     data: Data
@@ -73,10 +73,10 @@ class ConfiguredTrial:
         """Return the configured network with its initial values."""
         return build_model(self.config, self.data)
 
-    def __call__(self, parts: Sequence[DataPart], number: int, batch_size: int, whole_shard: bool) -> Federation:
+    def __call__(self, parts: Sequence[DataPart], trial_index: int, batch_size: int, whole_shard: bool) -> Federation:
         """Return a federation with the configured defence and network."""
-        config = self.config.changed(seed=self.config.training.seed + number)
-        model, sgd = build_model(config, self.data), plain_sgd(RATE)
+        config = self.config.changed(seed=self.config.training.seed + trial_index)
+        model, sgd = build_model(config, self.data), plain_sgd(TRIAL_LR)
         return build_small_federation(config, model, parts, sgd, batch_size, whole_shard=whole_shard)
 
 
@@ -84,6 +84,6 @@ def configured_subject(config: Config, federation: Federation, data: Data) -> Au
     """Return the subject for a trained federation of a configuration."""
     settings, seed = config.data, config.training.seed
     clients = split(data, settings.clients, how=settings.split, seed=seed, alpha=settings.alpha, column=settings.column)
-    attackers, whole = find_attackers(find(config.defence.name)), config.training.whole_shard
+    attackers, whole_shard = find_attackers(find(config.defence.name)), config.training.whole_shard
     trial = ConfiguredTrial(config, data)
-    return AuditSubject(config.defence.name, federation, data, tuple(clients), attackers, seed, whole, trial)
+    return AuditSubject(config.defence.name, federation, data, tuple(clients), attackers, seed, whole_shard, trial)

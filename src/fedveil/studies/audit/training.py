@@ -1,4 +1,4 @@
-"""Train new federations like an existing one: the same network, defence, loss, optimizer and learning rates."""
+"""Train new federations like an existing one, with the same network, defence, loss, optimizer and learning rates."""
 
 import copy
 import inspect
@@ -18,11 +18,11 @@ from fedveil.defences.description import copy_defence
 from fedveil.defences.interface import AnyDefence
 from fedveil.federation.local import Federation
 from fedveil.progress import Progress
-from fedveil.studies.audit.subject import RATE
+from fedveil.studies.audit.subject import TRIAL_LR
 from fedveil.studies.gradients.run import plain_sgd
 
 Factory = Callable[[], nn.Module]
-Pair = tuple[nn.Module, torch.optim.Optimizer]
+ModelAndOptimizer = tuple[nn.Module, torch.optim.Optimizer]
 T = TypeVar("T")
 
 
@@ -39,45 +39,47 @@ def reinitialise(model: nn.Module) -> None:
         if callable(reset):
             reset()
         elif any(value.requires_grad for value in parameters):
-            what = f"{type(module).__name__} {name!r} has no reset_parameters" if name else "it has no reset_parameters"
-            raise DoesNotApply("model", f"the network cannot be retrained, because {what}; pass model=")
+            reason = (
+                f"{type(module).__name__} {name!r} has no reset_parameters" if name else "it has no reset_parameters"
+            )
+            raise DoesNotApply("model", f"the network cannot be retrained, because {reason}; pass model=")
     with torch.no_grad():
-        for value, before in frozen:
-            value.copy_(before)
+        for value, old_value in frozen:
+            value.copy_(old_value)
 
 
-def copy_pair(federation: Federation) -> Pair:
-    """Return copies of a federation's model and of its optimizer, which belong together, in float32."""
+def copy_model_and_optimizer(federation: Federation) -> ModelAndOptimizer:
+    """Return float32 copies of a federation's model and optimizer; the new optimizer updates the new model."""
     model, optimizer = copy.deepcopy((federation.model, federation.optimizer))
     if federation.dtype != torch.float32:
         model.float()
-        optimizer.load_state_dict(optimizer.state_dict())  # its state gets the dtype of the parameters
+        optimizer.load_state_dict(optimizer.state_dict())  # casts the state to the dtype of the parameters
     return model, optimizer
 
 
-def select_accepted(make: Callable[..., T], values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+def filter_arguments(function: Callable[..., T], values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the values that a function accepts as arguments."""
-    parameters = inspect.signature(make).parameters
+    parameters = inspect.signature(function).parameters
     return {name: value for name, value in values.items() if name in parameters}
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingRecipe:
-    """The settings to train federations like an existing one.
+    """The settings for training federations like an existing one.
 
     Attributes:
         federation: the existing federation, which is not changed.
         rates: learning rate of each round.
-        factory: builds the network with new initial values; by default, modules are reset.
+        factory: function that builds the network with new initial values; by default, the modules are reset.
     """
 
     federation: Federation
     rates: tuple[float, ...]
     factory: Factory | None = None
 
-    def new_pair(self, seed: int) -> Pair:
+    def new_model_and_optimizer(self, seed: int) -> ModelAndOptimizer:
         """Return a network with new initial values, and its optimizer without state."""
-        model, optimizer = copy_pair(self.federation)
+        model, optimizer = copy_model_and_optimizer(self.federation)
         devices = [] if self.federation.device.type == "cpu" else [self.federation.device]
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
@@ -93,8 +95,8 @@ class TrainingRecipe:
     def train(
         self, parts: Sequence[DataPart], seed: int, progress: Progress, defence: str | AnyDefence | None = None
     ) -> Federation:
-        """Train a federation for as many rounds as the existing one; `defence` replaces the defence."""
-        model, optimizer = self.new_pair(seed)
+        """Train a federation for the same number of rounds as the existing one; `defence` replaces the defence."""
+        model, optimizer = self.new_model_and_optimizer(seed)
         federation = self.build(model, parts, defence or copy_defence(self.federation.defence), optimizer, seed)
         rounds = len(self.rates)
         federation.fit(
@@ -114,13 +116,13 @@ class TrainingRecipe:
         *,
         replay: bool = True,
     ) -> Federation:
-        """Build a federation with the settings of the existing one; `replay` repeats its learning rates."""
+        """Build a federation with the settings of the existing one and, if `replay`, with its learning rates."""
         federation, terms = self.federation, self.federation.terms
-        start = self.rates[0] if self.rates else 0.0
-        factors = [rate / start for rate in self.rates] if start else []
+        first_lr = self.rates[0] if self.rates else 0.0
+        factors = [rate / first_lr for rate in self.rates] if first_lr else []
         schedule = None
         if replay and any(factor != 1.0 for factor in factors):
-            schedule = lambda created: LambdaLR(created, lambda number: factors[min(number, len(factors) - 1)])  # noqa: E731
+            schedule = lambda target: LambdaLR(target, lambda index: factors[min(index, len(factors) - 1)])  # noqa: E731
         return Federation(
             model,
             [(part.inputs, part.targets) for part in parts],
@@ -138,42 +140,42 @@ class TrainingRecipe:
         )
 
     def copy_federation(self, defence: str | AnyDefence | None = None) -> Federation:
-        """Return a copy of the existing federation that can be trained further without changing it."""
+        """Return a copy of the existing federation, which can be trained without changing the original."""
         federation = self.federation
-        model, optimizer = copy_pair(federation)
+        model, optimizer = copy_model_and_optimizer(federation)
         parts = [DataPart(*federation.shards.records(client)) for client in range(len(federation.shards.sizes))]
-        copied = self.build(
+        result = self.build(
             model, parts, defence or copy_defence(federation.defence), optimizer, federation.seed, replay=False
         )
-        copied.round = federation.round
-        return copied
+        result.round = federation.round
+        return result
 
 
 @dataclass(frozen=True, eq=False)
 class RecipeTrial:
-    """Builds small federations like an existing one; `name` replaces the defence."""
+    """A builder of small federations like an existing one; `defence`, if given, replaces the defence."""
 
     recipe: TrainingRecipe
     defence: str | None = None
 
     def new_model(self) -> nn.Module:
-        """Return a new network or, if it cannot be reset, the trained one."""
+        """Return a new network, or the trained network if its modules cannot be reset."""
         return self._model(0)
 
     def _model(self, seed: int) -> nn.Module:
         try:
-            return self.recipe.new_pair(seed)[0]
+            return self.recipe.new_model_and_optimizer(seed)[0]
         except DoesNotApply:
-            return copy_pair(self.recipe.federation)[0]
+            return copy_model_and_optimizer(self.recipe.federation)[0]
 
-    def __call__(self, parts: Sequence[DataPart], number: int, batch_size: int, whole_shard: bool) -> Federation:
+    def __call__(self, parts: Sequence[DataPart], trial_index: int, batch_size: int, whole_shard: bool) -> Federation:
         """Return a federation with the defence and loss of the existing one."""
-        federation, seed = self.recipe.federation, self.recipe.federation.seed + number
+        federation, seed = self.recipe.federation, self.recipe.federation.seed + trial_index
         return Federation(
             self._model(seed),
             [(part.inputs, part.targets) for part in parts],
             self.defence or copy_defence(federation.defence),
-            plain_sgd(RATE),
+            plain_sgd(TRIAL_LR),
             batch_size=batch_size,
             loss=federation.loss,
             whole_shard=whole_shard,

@@ -1,4 +1,4 @@
-"""Count the records of a batch that a server computes exactly: by attacker, protection and size of the batch."""
+"""Count the records of a batch that a server recovers, by attacker, protection and batch size."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ from fedveil.runs.settings import Config
 from fedveil.scheme import Loss
 from fedveil.studies.gradients import run as reconstruction
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
-from fedveil.studies.study import percent
-from fedveil.studies.verdicts import RECOGNISED
+from fedveil.studies.study import format_percent
+from fedveil.studies.verdicts import RECOGNITION_DB
 
-OWN = 64  # number of held-out records that the server has
+NUM_OWN_RECORDS = 64  # number of held-out records that the server has
 CLIP, NOISE = 1.0, 1.0  # differential privacy: norm of a record's gradient, and noise multiplier
-CLEAR, SECURE, PRIVATE = "none", "secure aggregation", f"DP per record, noise {NOISE:g}"
+UNPROTECTED, SECURE_SUM, RECORD_DP = "none", "secure aggregation", f"DP per record, noise {NOISE:g}"
 DIRECTIONS, IMPRINT, FLOOR = "sparse directions", "crafted first layer", "floor: other records"
 HEADER = ("defence", "protection", "batch", "attacker", "rounds", "records", "recovered, %")
 TITLE = "Records recovered from a batch"
-TINY = 1e-12  # smallest mean squared error that is distinguished from 0
+MIN_ERROR = 1e-12  # smallest mean squared error that is distinguished from 0
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class RecordCount:
     """The number of records of one batch that an attack recovers.
 
     Attributes:
-        protection: how the server receives the batch's gradient: `CLEAR`, `SECURE` or `PRIVATE`.
+        protection: how the server receives the batch's gradient: `UNPROTECTED`, `SECURE_SUM` or `RECORD_DP`.
         batch: number of records.
         attacker: name of the attack.
         found: number of records that were recovered.
-        reason: why the attack does not apply; "" if it does.
+        reason: reason why the attack does not apply; "" if it does.
     """
 
     protection: str
@@ -61,7 +61,7 @@ class CountedRound(Result):
 
 
 def read_updates(federation: Federation, clients: Sequence[int]) -> list[Gradients]:
-    """Return each client's recovered gradient, which the server has without secure aggregation."""
+    """Return each client's recovered gradient, which a server has if there is no secure aggregation."""
     server_round = federation.defence_server.start_round(federation.model).base
     updates = federation.clients.updates(server_round.broadcast, clients, federation.round)
     gradients = []
@@ -72,21 +72,21 @@ def read_updates(federation: Federation, clients: Sequence[int]) -> list[Gradien
     return gradients
 
 
-def count_recovered(records: Tensor, true: Tensor, mean: Tensor) -> int:
-    """Return the number of true records to which an attack comes `RECOGNISED` dB closer than the mean record does.
+def count_recovered(records: Tensor, originals: Tensor, mean: Tensor) -> int:
+    """Return the number of originals to which an attack comes `RECOGNITION_DB` dB closer than the mean record does.
 
-    Each record found by the attack counts for at most one true record.
+    Each record found by the attack counts for at most one original.
     """
-    records, true, mean = (tensor.double().flatten(1) for tensor in (records, true, mean))
+    records, originals, mean = (tensor.double().flatten(1) for tensor in (records, originals, mean))
     errors = (
-        torch.stack([(records - record).square().mean(1) for record in true])
+        torch.stack([(records - record).square().mean(1) for record in originals])
         if len(records)
         else records.new_ones(1, 0)
     )
-    limit = (true - mean).square().mean(1, keepdim=True).clamp_min(TINY) / 10 ** (RECOGNISED / 10)
-    close = (errors.nan_to_num(torch.inf) <= limit).cpu().numpy()
-    rows, columns = linear_sum_assignment(close, maximize=True)
-    return int(close[rows, columns].sum())
+    limit = (originals - mean).square().mean(1, keepdim=True).clamp_min(MIN_ERROR) / 10 ** (RECOGNITION_DB / 10)
+    is_recovered = (errors.nan_to_num(torch.inf) <= limit).cpu().numpy()
+    rows, columns = linear_sum_assignment(is_recovered, maximize=True)
+    return int(is_recovered[rows, columns].sum())
 
 
 def private_mean(model: nn.Module, loss: Loss, part: DataPart, rng: torch.Generator) -> Gradients:
@@ -95,12 +95,15 @@ def private_mean(model: nn.Module, loss: Loss, part: DataPart, rng: torch.Genera
     Each record's gradient is clipped to `CLIP`. Normal noise with standard deviation `NOISE` times `CLIP` is added to
     their sum.
     """
-    from fedveil.privacy.gradients import RecordGradients, clipped_sums  # other studies do not need it
+    from fedveil.privacy.gradients import (  # imported here because other studies do not need it
+        RecordGradients,
+        clipped_sums,
+    )
 
-    included = torch.ones(len(part.targets), dtype=torch.bool, device=part.targets.device)
+    mask = torch.ones(len(part.targets), dtype=torch.bool, device=part.targets.device)
     result = {}
     task = RecordGradients.from_model(model, loss)
-    for name, value in clipped_sums(task, part.tensor, part.targets, included, CLIP).items():
+    for name, value in clipped_sums(task, part.tensor, part.targets, mask, CLIP).items():
         noise = torch.randn(value[0].shape, generator=rng, dtype=value.dtype).to(value)
         result[name] = (value[0] + NOISE * CLIP * noise) / len(part.targets)
     return result
@@ -108,66 +111,67 @@ def private_mean(model: nn.Module, loss: Loss, part: DataPart, rng: torch.Genera
 
 def server_gradient(model: nn.Module, config: Config, part: DataPart, protection: str, rng: torch.Generator) -> Leak:
     """Return a server's view of a batch: a client's update, a sum over clients with one record each, or a DP sum."""
-    size, per_client = len(part.targets), 1 if protection == SECURE else len(part.targets)
-    parts = [part.take(torch.arange(first, first + per_client)) for first in range(0, size, per_client)]
+    size, records_per_client = len(part.targets), 1 if protection == SECURE_SUM else len(part.targets)
+    parts = [part.take(torch.arange(start, start + records_per_client)) for start in range(0, size, records_per_client)]
     optimizer = build_optimizer(config.training)
-    federation = reconstruction.build_small_federation(config, model, parts, optimizer, per_client)
-    if protection == PRIVATE:
+    federation = reconstruction.build_small_federation(config, model, parts, optimizer, records_per_client)
+    if protection == RECORD_DP:
         result = private_mean(model, federation.loss, part, rng)
     else:
         updates = read_updates(federation, range(len(parts)))
-        result = secure_sum(updates, [1] * size).mean() if protection == SECURE else updates[0]
-    like = dict(model.named_parameters())
-    return Leak(model, {name: value.to(like[name]) for name, value in result.items()}, federation.loss)
+        result = secure_sum(updates, [1] * size).mean() if protection == SECURE_SUM else updates[0]
+    parameters = dict(model.named_parameters())
+    return Leak(model, {name: value.to(parameters[name]) for name, value in result.items()}, federation.loss)
 
 
 @dataclass(frozen=True)
 class AttackRecords:
-    """Job work that attacks batches of several sizes under each protection, each time with a new network."""
+    """A task that attacks one batch of each size under each protection, in one round."""
 
     config: Config
     run: Path | None
     batches: tuple[int, ...]
     number: int
 
-    def __call__(self, progress: Progress, done: JobResults) -> CountedRound:
+    def __call__(self, progress: Progress, results: JobResults) -> CountedRound:
         """Attack every batch."""
         config = self.config.changed(seed=self.config.training.seed + self.number)
         data = load_data(config)
         model = reconstruction.start_model(config, data, self.run)
-        cases = [(protection, size) for protection in (CLEAR, SECURE, PRIVATE) for size in self.batches]
+        cases = [(protection, size) for protection in (UNPROTECTED, SECURE_SUM, RECORD_DP) for size in self.batches]
         counts = list[RecordCount]()
-        for number, (protection, size) in enumerate(cases):
-            progress(number / len(cases), f"{size} records, protection: {protection}")
+        for index, (protection, size) in enumerate(cases):
+            progress(index / len(cases), f"{size} records, protection: {protection}")
             counts += self.attack(config, data, model, protection, size)
         return CountedRound(counts)
 
     def attack(self, config: Config, data: Data, model: nn.Module, protection: str, size: int) -> list[RecordCount]:
         """Run every attack on one batch; a crafted network receives a separate gradient."""
-        from fedveil.attacks.batch_records import records_from_batch  # an audit plans its jobs without them
+        from fedveil.attacks.batch_records import records_from_batch  # imported here because audits do not need it
         from fedveil.attacks.imprint import craft_imprint, read_imprint
 
         seed = config.training.seed, self.number, size
         order = torch.randperm(len(data.train.targets), generator=generator("records", *seed))
-        part, own_records = data.train.take(order[:size]), data.test.tensor[:OWN]
+        part, own_records = data.train.take(order[:size]), data.test.tensor[:NUM_OWN_RECORDS]
         rng, mean = generator(protection, *seed), data.train.tensor.mean(0, keepdim=True)
 
-        def find_sparse() -> Tensor:
+        def attack_sparse_directions() -> Tensor:
             leak = server_gradient(model, config, part, protection, rng)
             return records_from_batch(leak, first_linear(model), size, own_records, rng).inputs
 
-        def find_agreeing() -> Tensor:
+        def attack_agreeing_rows() -> Tensor:
             leak = server_gradient(model, config, part, protection, rng)
             return record_from_agreeing_rows(leak, first_linear(model))[None]
 
-        def attack_crafted() -> Tensor:
-            changed = craft_imprint(model, own_records, rng)
-            return read_imprint(server_gradient(changed, config, part, protection, rng), first_linear(changed))
+        def attack_crafted_layer() -> Tensor:
+            crafted_model = craft_imprint(model, own_records, rng)
+            leak = server_gradient(crafted_model, config, part, protection, rng)
+            return read_imprint(leak, first_linear(crafted_model))
 
         attacks: Mapping[str, Callable[[], Tensor]] = {
-            "rows that agree": find_agreeing,
-            DIRECTIONS: find_sparse,
-            IMPRINT: attack_crafted,
+            "rows that agree": attack_agreeing_rows,
+            DIRECTIONS: attack_sparse_directions,
+            IMPRINT: attack_crafted_layer,
             FLOOR: lambda: data.train.tensor[order[size : 2 * size]],
         }
         counts = []
@@ -183,22 +187,33 @@ class AttackRecords:
 def record_jobs(
     config: Config, run: Path | None, batches: Sequence[int], rounds: int, label: str
 ) -> list[StudyJob[CountedRound]]:
-    """Return one job per round whose name begins with `label`; no jobs if there are no batches."""
-    works = [AttackRecords(config, run, tuple(batches), number) for number in range(rounds if batches else 0)]
-    return [StudyJob(f"{label}-records-{work.number}", work, CountedRound, attacked=run) for work in works]
+    """Return one job per round, with names that begin with `label`; the list is empty without batches."""
+    tasks = [AttackRecords(config, run, tuple(batches), number) for number in range(rounds if batches else 0)]
+    return [StudyJob(f"{label}-records-{task.number}", task, CountedRound, attacked_run=run) for task in tasks]
 
 
 def record_rows(rounds: Sequence[CountedRound | Failure]) -> Iterator[list[str]]:
     """Yield one table row per protection, size and attacker, without the column for the defence.
 
-    Under a failed round, only the reason is shown.
+    If a round failed, the only row contains the reason.
     """
-    failed = next((result.failed for result in rounds if isinstance(result, Failure)), None)
-    if failed is not None:
-        yield ["", "", f"failed: {failed}", "", "", ""]
+    reason = next((result.failed for result in rounds if isinstance(result, Failure)), None)
+    if reason is not None:
+        yield ["", "", f"failed: {reason}", "", "", ""]
         return
     for cases in zip(*(result.counts for result in rounds if isinstance(result, CountedRound)), strict=True):
-        first, total, recovered = cases[0], sum(case.batch for case in cases), sum(case.found for case in cases)
+        first_case, total, num_recovered = (
+            cases[0],
+            sum(case.batch for case in cases),
+            sum(case.found for case in cases),
+        )
         reasons = [case.reason for case in cases if case.reason]
-        cell = percent(proportion(recovered, total)) if len(reasons) < len(cases) else reasons[0]
-        yield [first.protection, str(first.batch), first.attacker, str(len(cases)), f"{recovered}/{total}", cell]
+        cell = format_percent(proportion(num_recovered, total)) if len(reasons) < len(cases) else reasons[0]
+        yield [
+            first_case.protection,
+            str(first_case.batch),
+            first_case.attacker,
+            str(len(cases)),
+            f"{num_recovered}/{total}",
+            cell,
+        ]

@@ -9,7 +9,7 @@ from fedveil.attacks.observation import PUBLISHED
 from fedveil.attacks.scores import average
 from fedveil.report import Interval, Intervals, Picture, Pictures, Section
 from fedveil.studies.jobs import Failure, Result
-from fedveil.studies.study import Presentation, decode_picture, mark, read_texts, text
+from fedveil.studies.study import Presentation, decode_picture, format_estimate, mark, read_texts
 from fedveil.studies.verdicts import GRADIENTS, Verdict, headline, judge_defences, verdict_section
 
 TEXTS = read_texts()["gradients"]
@@ -71,7 +71,7 @@ class Batch(Result):
 
 @dataclass(frozen=True)
 class Gradients(Result):
-    """The results for all batches under one defence, by name."""
+    """The results under one defence; `parts` contains the results of each batch, by name."""
 
     seed: int
     parts: dict[str, Batch | Failure]
@@ -100,19 +100,20 @@ def join_figures(
     parts: Sequence[ImageFigures], labels: int | None = None, pictures: Sequence[Picture] = ()
 ) -> ViewFigures:
     """Combine the results of one view, or of one floor, from all batches."""
-    psnr, ssim, mse = ([v for part in parts for v in getattr(part, key)] for key in ("psnr", "ssim", "mse"))
+    psnr, ssim, mse = ([value for part in parts for value in getattr(part, key)] for key in ("psnr", "ssim", "mse"))
     return ViewFigures(psnr, ssim, mse, labels, pictures)
 
 
 def join_batches(batches: Sequence[Batch], view: str) -> ViewFigures:
     """Combine the results and pictures of one view from all batches."""
-    result = [(batch.shape, batch.views[view]) for batch in batches]
+    reconstructions = [(batch.shape, batch.views[view]) for batch in batches]
     pictures = [
         decode_picture(shape, code, f"{db:.1f}")
-        for shape, view in result
-        for code, db in zip(view.pictures, view.psnr, strict=True)
+        for shape, images in reconstructions
+        for code, db in zip(images.pictures, images.psnr, strict=True)
     ]
-    return join_figures([view for _, view in result], sum(view.labels for _, view in result), pictures)
+    views = [images for _, images in reconstructions]
+    return join_figures(views, sum(images.labels for images in views), pictures)
 
 
 def complete_batches(results: Mapping[str, Gradients], size: int) -> dict[str, list[Batch]]:
@@ -149,8 +150,8 @@ def judge_views(results: Mapping[str, Gradients], size: int) -> dict[str, Verdic
         name: GRADIENTS.compare([(view, average(figures.psnr)) for view, figures in figures_by_view.items()], guess)
         for name, figures_by_view in views.items()
     }
-    published = {view for names in views.values() for view in names if not is_adaptive(view)}
-    return judge_defences(GRADIENTS, guess, result, published)
+    published_views = {view for names in views.values() for view in names if not is_adaptive(view)}
+    return judge_defences(GRADIENTS, guess, result, published_views)
 
 
 def table_rows(results: Mapping[str, Gradients], sizes: Sequence[int]) -> list[list[str]]:
@@ -171,11 +172,11 @@ def figure_cells(figures: ViewFigures) -> list[str]:
     """Format the results of one view as cells."""
     count = len(figures.psnr)
     similarities = [
-        text(average(value), form)
-        for value, form in ((figures.psnr, ".1f"), (figures.ssim, ".2f"), (figures.mse, ".3f"))
+        format_estimate(average(value), format_spec)
+        for value, format_spec in ((figures.psnr, ".1f"), (figures.ssim, ".2f"), (figures.mse, ".3f"))
     ]
-    good = [sum(value > 20 for value in figures.psnr), sum(value > 0.5 for value in figures.ssim), figures.labels]
-    return [str(count), *similarities, *("" if hits is None else f"{hits}/{count}" for hits in good)]
+    hit_counts = [sum(value > 20 for value in figures.psnr), sum(value > 0.5 for value in figures.ssim), figures.labels]
+    return [str(count), *similarities, *("" if hits is None else f"{hits}/{count}" for hits in hit_counts)]
 
 
 def chart(title: str, results: Mapping[str, Gradients], size: int) -> Intervals:
@@ -189,13 +190,13 @@ def chart(title: str, results: Mapping[str, Gradients], size: int) -> Intervals:
 
 
 def gallery(title: str, results: Mapping[str, Gradients], size: int, note: str) -> list[Section]:
-    """Return a grid of the originals above the images of each view and defence; empty without images."""
+    """Return a grid of the originals above the images of each view and defence; return an empty list without images."""
     for batches in complete_batches(results, size).values():
         originals = [decode_picture(batch.shape, code) for batch in batches for code in batch.originals]
         rows = [("original", originals)]
         for name, figures_by_view in view_figures(results, size).items():
             rows += [(f"{name}, {view}", list(figures.pictures)) for view, figures in figures_by_view.items()]
-        return [Pictures(title, [str(number + 1) for number in range(len(originals))], rows, note)]
+        return [Pictures(title, [str(index + 1) for index in range(len(originals))], rows, note)]
     return []
 
 
@@ -205,5 +206,5 @@ def show(results: Mapping[str, Gradients], sizes: Sequence[int]) -> Presentation
     sections: list[Section] = [chart(f"PSNR of the images, batch {sizes[0]}", results, sizes[0])]
     for size in sizes:
         sections += gallery(f"Images from gradients, batch {size}", results, size, TEXTS.notes["pictures"])
-    rows, first = table_rows(results, sizes), verdict_section(verdicts)
-    return Presentation("", headline(verdicts), HEADER, rows, TEXTS.note, sections, first)
+    rows, top_sections = table_rows(results, sizes), verdict_section(verdicts)
+    return Presentation("", headline(verdicts), HEADER, rows, TEXTS.note, sections, top_sections)

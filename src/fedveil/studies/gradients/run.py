@@ -56,7 +56,7 @@ class SearchOptions:
     method: str | None = option(None, "dlg, idlg or cosine; by default cosine if the network has a ReLU, else idlg")
     steps: int | None = option(None, "number of search steps; by default 800 for cosine, 150 for the others")
     restarts: int | None = option(None, "number of restarts of the search; by default 2 for cosine, 4 for the others")
-    smooth: float = option(1e-2, "weight of the total variation (cosine)")
+    smooth: float = option(1e-2, "weight of the total variation term (for cosine)")
 
     def search(self, model: nn.Module) -> Search:
         """Return the settings from the flags; the defaults depend on the network."""
@@ -77,8 +77,8 @@ class GradientOptions(SearchOptions):
         """Return the victim's batch sizes."""
         sizes = parse_counts(self.victim_batch)
         if not sizes or self.images < max(sizes):
-            what = f"cannot form batches of {self.victim_batch!r} from {self.images} images"
-            raise BadArgument("--victim-batch", what, "use distinct sizes, such as 1,4,8, of at most --images")
+            message = f"expected distinct sizes of at most {self.images}, got {self.victim_batch!r}"
+            raise BadArgument("--victim-batch", message, "use sizes such as 1,4,8, or a larger --images")
         return sizes
 
 
@@ -98,7 +98,7 @@ def start_model(config: Config, data: Data, run: Path | None) -> nn.Module:
 
 @dataclass(frozen=True)
 class AttackBatch:
-    """Job work that trains for one round, and rebuilds one of the victim's batches from each leaked gradient."""
+    """A task that trains for one round, and rebuilds one of the victim's batches from each leaked gradient."""
 
     config: Config
     options: GradientOptions
@@ -106,34 +106,34 @@ class AttackBatch:
     size: int
     group: int
 
-    def __call__(self, progress: Progress, done: JobResults) -> Batch:
+    def __call__(self, progress: Progress, results: JobResults) -> Batch:
         """Train for one round and attack the batch."""
         config, size, seed = self.config, self.size, self.config.training.seed
         data = load_data(config)
         order = torch.randperm(len(data.train.targets), generator=generator("gradients", seed))
-        first = config.training.batch_size
-        rows = order[first:][self.group * size : (self.group + 1) * size]
-        own_part, victim = data.train.take(order[:first]), data.train.take(rows)
+        batch_size = config.training.batch_size
+        rows = order[batch_size:][self.group * size : (self.group + 1) * size]
+        own_part, victim_part = data.train.take(order[:batch_size]), data.train.take(rows)
         optimizer = plain_sgd(config.training.lr) if self.run else build_optimizer(config.training)
         model = start_model(config, data, self.run)
-        federation = build_small_federation(config, model, (own_part, victim), optimizer, max(first, size))
-        leaks, observed = observe_leaks(federation)
+        federation = build_small_federation(config, model, (own_part, victim_part), optimizer, max(batch_size, size))
+        leaks, observation = observe_leaks(federation)
         search = self.options.search(federation.model)
-        true = data.pixels(victim.tensor.to(federation.device))
+        originals = data.pixels(victim_part.tensor.to(federation.device))
         views = {}
-        for number, (view, leak) in enumerate(leaks.items()):
+        for index, (view, leak) in enumerate(leaks.items()):
             rng = generator("gradients", seed, size, self.group)
-            report = part_progress(progress, number, len(leaks), view)
-            result = search_leak(leak, search, data, observed.inputs, size, rng, report)
-            views[view] = compare_images(result, data, true, victim.targets.tolist())
-        guess_figures = floors(data, rows, true, generator("floors", seed, size, self.group))
-        originals = [encode_image(image) for image in true]
-        return Batch(size, rows.tolist(), search, views, guess_figures, originals, tuple(true[0].shape))
+            report = part_progress(progress, index, len(leaks), view)
+            result = search_leak(leak, search, data, observation.inputs, size, rng, report)
+            views[view] = compare_images(result, data, originals, victim_part.targets.tolist())
+        guess_figures = floors(data, rows, originals, generator("floors", seed, size, self.group))
+        encoded_images = [encode_image(image) for image in originals]
+        return Batch(size, rows.tolist(), search, views, guess_figures, encoded_images, tuple(originals[0].shape))
 
 
-def part_progress(progress: Progress, number: int, count: int, step: str) -> SearchProgress:
-    """Return a callback that reports the progress of part `number` of `count` equal parts."""
-    return lambda fraction: progress((number + fraction) / count, step)
+def part_progress(progress: Progress, part_index: int, count: int, step: str) -> SearchProgress:
+    """Return a callback that reports the progress of part `part_index` of `count` equal parts."""
+    return lambda fraction: progress((part_index + fraction) / count, step)
 
 
 def search_leak(
@@ -160,19 +160,19 @@ def search_leak(
     )
 
 
-def compare_images(reconstruction: Reconstruction, data: Data, true: Tensor, labels: Sequence[int]) -> View:
+def compare_images(reconstruction: Reconstruction, data: Data, originals: Tensor, labels: Sequence[int]) -> View:
     """Compare reconstructed images with the victim's batch."""
     pixels = data.pixels(reconstruction.inputs)
-    pixels = pixels[match(pixels, true)]
+    pixels = pixels[match(pixels, originals)]
     similarities = (
-        psnr(pixels, true),
-        ssim(pixels, true),
-        mse(pixels, true),
+        psnr(pixels, originals),
+        ssim(pixels, originals),
+        mse(pixels, originals),
         shared_labels(reconstruction.labels.tolist(), labels),
     )
     distance = reconstruction.distance if math.isfinite(reconstruction.distance) else None
-    failed = sum(not math.isfinite(distance) for distance in reconstruction.distances)
-    return View(*similarities, distance, failed, [encode_image(image) for image in pixels])
+    broken = sum(not math.isfinite(distance) for distance in reconstruction.distances)
+    return View(*similarities, distance, broken, [encode_image(image) for image in pixels])
 
 
 def plain_sgd(lr: float) -> MakeOptimizer:
@@ -205,32 +205,32 @@ def build_small_federation(
 
 
 def observe_leaks(federation: Federation) -> tuple[dict[str, Leak], Observation]:
-    """Train for one round, and return the leaked gradients by view, and the attacker's observation.
+    """Train for one round; return the leaked gradients by view, and the attacker's observation.
 
-    V-diff is available to every client. V-up is the victim's update, as a stress test. For a veil, there is also the
-    update paired with the true model, as in the paper's figure; no participant has this pair. Finally, there are the
-    leaks that an attacker derives with knowledge of the defence (`Attackers.leaks`), if they apply.
+    V-diff is available to every client. V-up is the victim's update, which serves as a stress test. For a veil, there
+    is also the update paired with the true model, as in the paper's figure; no participant has this pair. Finally,
+    there are the leaks that an attacker derives with knowledge of the defence (`Attackers.leaks`), if they apply.
     """
-    true = copy.deepcopy(federation.model)
+    true_model = copy.deepcopy(federation.model)
     rounds = observe_round(federation)
-    after = observe(federation)
-    observed = dataclasses.replace(after, rounds=(rounds[ATTACKER], *after.rounds))
+    next_observation = observe(federation)
+    observation = dataclasses.replace(next_observation, rounds=(rounds[ATTACKER], *next_observation.rounds))
     leaks = {
-        "V-diff": from_difference(observed),
-        "V-up": from_upload(rounds[ATTACKER], rounds[VICTIM].upload, observed.loss),
+        "V-diff": from_difference(observation),
+        "V-up": from_upload(rounds[ATTACKER], rounds[VICTIM].upload, observation.loss),
     }
     if isinstance(rounds[ATTACKER].broadcast, Broadcast):
-        leaks[MISMATCHED] = dataclasses.replace(leaks["V-up"], model=true)
+        leaks[MISMATCHED] = dataclasses.replace(leaks["V-up"], model=true_model)
     record = find_record(federation.defence.base)
     for label, derive in find_attackers(record).leaks.items() if record else ():
         with contextlib.suppress(DoesNotApply):
-            leaks[label] = derive(observed)
-    return {label: leak.divide_by(rounds[VICTIM].reach) for label, leak in leaks.items()}, observed
+            leaks[label] = derive(observation)
+    return {label: leak.divide_by(rounds[VICTIM].reach) for label, leak in leaks.items()}, observation
 
 
-def shared_labels(inferred: Sequence[int], true: Sequence[int]) -> int:
-    """Return the number of labels in `true` that were found, regardless of order."""
-    return sum(min(inferred.count(label), true.count(label)) for label in set(true))
+def shared_labels(inferred_labels: Sequence[int], true_labels: Sequence[int]) -> int:
+    """Return the number of labels in `true_labels` that were inferred, regardless of their order."""
+    return sum(min(inferred_labels.count(label), true_labels.count(label)) for label in set(true_labels))
 
 
 def guesses(data: Data, rows: Tensor, rng: torch.Generator, excluded: Tensor | None = None) -> dict[str, Tensor]:
@@ -238,23 +238,29 @@ def guesses(data: Data, rows: Tensor, rng: torch.Generator, excluded: Tensor | N
 
     If guesses are compared with several records, pass all of them as `excluded`, so that none of them is a guess.
     """
-    others = []
+    same_class_rows = []
     for row in rows.tolist():
         same_class = (data.train.targets == data.train.targets[row]).nonzero()[:, 0]
         same_class = same_class[~torch.isin(same_class, torch.tensor(row) if excluded is None else excluded)]
         if not len(same_class):
-            what = f"class {int(data.train.targets[row])} has no other record"
-            raise BadArgument(data.name, what, "use a larger --train-size")
-        others.append(int(same_class[torch.randint(len(same_class), (), generator=rng)]))
-    images = {"mean image": data.train.tensor.mean(0, keepdim=True), "another of its class": data.train.tensor[others]}
+            message = f"class {int(data.train.targets[row])} has no other record"
+            raise BadArgument(data.name, message, "use a larger --train-size")
+        same_class_rows.append(int(same_class[torch.randint(len(same_class), (), generator=rng)]))
+    images = {
+        "mean image": data.train.tensor.mean(0, keepdim=True),
+        "another of its class": data.train.tensor[same_class_rows],
+    }
     return {name: data.pixels(inputs) for name, inputs in images.items()}
 
 
-def floors(data: Data, rows: Tensor, true: Tensor, rng: torch.Generator) -> dict[str, ImageFigures]:
+def floors(data: Data, rows: Tensor, originals: Tensor, rng: torch.Generator) -> dict[str, ImageFigures]:
     """Return the similarity of guesses to the true images."""
-    result = {name: images.to(true).expand_as(true) for name, images in guesses(data, rows, rng).items()}
+    images_by_guess = {
+        name: images.to(originals).expand_as(originals) for name, images in guesses(data, rows, rng).items()
+    }
     return {
-        name: ImageFigures(psnr(guess, true), ssim(guess, true), mse(guess, true)) for name, guess in result.items()
+        name: ImageFigures(psnr(guess, originals), ssim(guess, originals), mse(guess, originals))
+        for name, guess in images_by_guess.items()
     }
 
 
@@ -272,22 +278,22 @@ class GradientStudy(AttackStudy[GradientOptions, Gradients]):
         data.pixels(data.train.tensor[:1])
         if not data.classes:
             raise BadArgument(data.name, "it has no classes, but the attack needs labels", "use --data cifar10")
-        records, needed = len(data.train.targets), training.batch_size + request.options.images
-        if records < needed:
-            what = f"there are {records} training records, but the attacker and the victim need {needed}"
-            raise BadArgument(data.name, what, "use a larger --train-size or a smaller --images")
-        known = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
-        if not request.run and (not known or training.weight_decay):
-            what = "the difference between two models reveals the gradient or its signs only with plain SGD or Adam"
-            raise BadArgument("--optimizer", what, "use --optimizer sgd --momentum 0, or adam, and --weight-decay 0")
+        records, required = len(data.train.targets), training.batch_size + request.options.images
+        if records < required:
+            message = f"there are {records} training records, but the attacker and the victim need {required}"
+            raise BadArgument(data.name, message, "use a larger --train-size or a smaller --images")
+        is_supported = training.optimizer == "adam" or (training.optimizer == "sgd" and not training.momentum)
+        if not request.run and (not is_supported or training.weight_decay):
+            message = "the difference between two models reveals the gradient or its signs only with plain SGD or Adam"
+            raise BadArgument("--optimizer", message, "use --optimizer sgd --momentum 0, or adam, and --weight-decay 0")
 
     def batches(self, request: AttackRequest[GradientOptions], name: str, config: Config) -> dict[str, StudyJob[Batch]]:
-        """Return one job per batch; `name` is the name of a defence or of a variant of it."""
+        """Return one job per batch; `name` is the name of a defence or of a variant of a defence."""
         options, result = request.options, dict[str, StudyJob[Batch]]()
         for size in options.batches():
             for group in range(options.images // size):
-                work, part = AttackBatch(config, options, request.run, size, group), f"batch{size}-{group}"
-                result[part] = StudyJob(request.job_name(name, part), work, Batch, attacked=request.run)
+                task, part = AttackBatch(config, options, request.run, size, group), f"batch{size}-{group}"
+                result[part] = StudyJob(request.job_name(name, part), task, Batch, attacked_run=request.run)
         return result
 
     def graph(self, request: AttackRequest[GradientOptions], folder: Path) -> JobGraph[Results[Gradients]]:

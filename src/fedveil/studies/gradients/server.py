@@ -28,22 +28,22 @@ from fedveil.runs.settings import Config
 from fedveil.studies.attack import AttackRequest, AttackStudy, Results, option, read_federations
 from fedveil.studies.gradients import records as batches
 from fedveil.studies.gradients import run as reconstruction
-from fedveil.studies.gradients.records import OWN, CountedRound, read_updates
+from fedveil.studies.gradients.records import NUM_OWN_RECORDS, CountedRound, read_updates
 from fedveil.studies.gradients.run import parse_counts
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob
-from fedveil.studies.study import JobGraph, Presentation, decode_picture, encode_image, read_texts, text
-from fedveil.studies.verdicts import RECOGNISED, Label
+from fedveil.studies.study import JobGraph, Presentation, decode_picture, encode_image, format_estimate, read_texts
+from fedveil.studies.verdicts import RECOGNITION_DB, Label
 
 TEXTS = read_texts()["server"]
-NOTE = TEXTS.note.format(recognised=RECOGNISED)
-RECORD_NOTE = TEXTS.notes["records"].format(recognised=RECOGNISED, own=OWN)
-SINGLE, SAME_MODEL, NEXT_ROUND = "single update", "same model", "next round"
+NOTE = TEXTS.note.format(recognised=RECOGNITION_DB)
+RECORD_NOTE = TEXTS.notes["records"].format(recognised=RECOGNITION_DB, own=NUM_OWN_RECORDS)
+SINGLE_UPDATE, SAME_MODEL, NEXT_ROUND = "single update", "same model", "next round"
 ATTACKS, FLOORS = ("search", "first layer", "rows that agree"), ("mean image", "another of its class")
-HEADER = ("defence", "view", "records", "known", *(f"{name}, dB" for name in (*ATTACKS, *FLOORS)), "SSIM")
+HEADER = ("defence", "view", "records", "recognised", *(f"{name}, dB" for name in (*ATTACKS, *FLOORS)), "SSIM")
 
 
 @dataclass(frozen=True)
-class Nearest:
+class NearestImage:
     """The image from an attack that is closest to any of the records in the view.
 
     Attributes:
@@ -69,11 +69,11 @@ class ServerView:
     """
 
     records: int
-    attacks: dict[str, Nearest]
-    floors: dict[str, Nearest]
+    attacks: dict[str, NearestImage]
+    floors: dict[str, NearestImage]
 
     @property
-    def best(self) -> Nearest:
+    def best(self) -> NearestImage:
         """The closest image from any attack."""
         return max(self.attacks.values(), key=lambda image: image.psnr)
 
@@ -114,13 +114,13 @@ class ServerResults(Result):
         return next((result.failed for result in self.rounds if isinstance(result, Failure)), "")
 
     @property
-    def complete(self) -> list[ServerRound]:
+    def complete_rounds(self) -> list[ServerRound]:
         """All rounds, or an empty list if one of them failed."""
         return [] if self.failed else [result for result in self.rounds if isinstance(result, ServerRound)]
 
     def view(self, name: str) -> list[ServerView]:
         """Return the results of one view in every round."""
-        return [result.views[name] for result in self.complete]
+        return [result.views[name] for result in self.complete_rounds]
 
 
 def sum_view(clients: int) -> str:
@@ -135,45 +135,43 @@ def difference_view(clients: int, models: str) -> str:
 
 def view_rows(results: ServerResults) -> Iterator[list[str]]:
     """Yield one table row per view, without the column for the defence."""
-    if not results.complete:
-        if not results.rounds:
-            return
+    if results.failed:
         yield ["", "", f"failed: {results.failed}", *[""] * (len(HEADER) - 4)]
-        return
-    for name in results.complete[0].views:
+    for name in results.complete_rounds[0].views if results.complete_rounds else ():
         views = results.view(name)
-        values = [spread([view.attacks[attack].psnr for view in views if attack in view.attacks]) for attack in ATTACKS]
-        values += [spread([view.floors[floor].psnr for view in views]) for floor in FLOORS]
-        ssim = text(spread([view.best.ssim for view in views]), ".2f")
-        yield [name, str(views[0].records), f"{count_rounds(results, name)}/{len(views)}", *map(text, values), ssim]
+        psnrs = [[view.attacks[attack].psnr for view in views if attack in view.attacks] for attack in ATTACKS]
+        psnrs += [[view.floors[floor].psnr for view in views] for floor in FLOORS]
+        ssim = format_estimate(median_and_range([view.best.ssim for view in views]), ".2f")
+        recognised = f"{count_rounds(results, name)}/{len(views)}"
+        yield [name, str(views[0].records), recognised, *map(format_estimate, map(median_and_range, psnrs)), ssim]
 
 
-def spread(values: Sequence[float]) -> Estimate | None:
+def median_and_range(values: Sequence[float]) -> Estimate | None:
     """Return the median with the minimum and maximum, since an attack finds a record exactly or not at all."""
     return Estimate(statistics.median(values), min(values), max(values)) if values else None
 
 
 def count_rounds(results: ServerResults, name: str) -> int:
     """Return the number of rounds in which an attack on the view reveals a record."""
-    return sum(view.best.psnr - view.floors[FLOORS[0]].psnr >= RECOGNISED for view in results.view(name))
+    return sum(view.best.psnr - view.floors[FLOORS[0]].psnr >= RECOGNITION_DB for view in results.view(name))
 
 
 def verdict(results: ServerResults) -> str:
     """Return the label, the views that reveal a record, and those that do not."""
-    if not results.complete:
+    if not results.complete_rounds:
         return f"not measured ({results.failed or 'the records are not images'})."
-    known = {name: count_rounds(results, name) for name in results.complete[0].views}
-    leaks = [f"{name} ({times} of {len(results.complete)} rounds)" for name, times in known.items() if times]
-    others = ", ".join(name for name, times in known.items() if not times)
+    counts = {name: count_rounds(results, name) for name in results.complete_rounds[0].views}
+    leaks = [f"{name} ({hits} of {len(results.complete_rounds)} rounds)" for name, hits in counts.items() if hits]
+    other_views = ", ".join(name for name, hits in counts.items() if not hits)
     if not leaks:
         return f"{Label.NOTHING}: no record is revealed, not even by a single update, so sums cannot be judged."
-    rest = f"; no record is revealed by {others}" if others else ""
-    return f"{Label.LEAK}: a record is revealed by {', '.join(leaks)}{rest}."
+    remainder = f"; no record is revealed by {other_views}" if other_views else ""
+    return f"{Label.LEAK}: a record is revealed by {', '.join(leaks)}{remainder}."
 
 
 def gallery(title: str, results: ServerResults) -> list[Section]:
-    """Return a grid with each round's victim record above the images from each view; empty if there are no rounds."""
-    rounds = results.complete
+    """Return a grid with the victim's record of each round above the images from each view; empty without rounds."""
+    rounds = results.complete_rounds
     if not rounds:
         return []
     rows: list[tuple[str, list[Picture]]] = [("victim's record", [case.original(0) for case in rounds])]
@@ -182,11 +180,11 @@ def gallery(title: str, results: ServerResults) -> list[Section]:
         rows.append((name, [decode_picture(case.shape, best.picture, f"{best.psnr:.1f}") for case, best in cases]))
         if rounds[0].views[name].records > 1:
             rows.append(("its nearest record", [case.original(best.record) for case, best in cases]))
-    return [Pictures(title, [f"round {number + 1}" for number in range(len(rounds))], rows, TEXTS.notes["pictures"])]
+    return [Pictures(title, [f"round {index + 1}" for index in range(len(rounds))], rows, TEXTS.notes["pictures"])]
 
 
 MAX_SEARCH = 16  # views with more records are not searched, because the search takes longer the more records there are
-DENSE: Mapping[str, Callable[[Leak, str], Tensor]] = {
+FIRST_LAYER_ATTACKS: Mapping[str, Callable[[Leak, str], Tensor]] = {
     "first layer": record_from_gradient,
     "rows that agree": record_from_agreeing_rows,
 }
@@ -197,21 +195,20 @@ class ServerOptions(reconstruction.SearchOptions):
     """Flags of the attack."""
 
     rounds: int = option(8, "number of rounds, each in a new federation with different records")
-    sums: str = option("2,4,10,100", "number of clients in each sum, as a comma-separated list")
+    sums: str = option("2,4,10,100", "numbers of clients in the sums, as a comma-separated list")
     difference: int = option(10, "number of clients in the larger of two sums that differ by one client")
     records: int = option(1, "number of records in a client's batch")
-    batches: str = option("4,10,100", "numbers of records in batches whose recovered records are counted; '' for none")
+    batches: str = option("4,10,100", "sizes of the batches whose recovered records are counted; '' for none")
 
     def counts(self) -> list[int]:
         """Return the number of clients in each sum."""
-        counts = parse_counts(self.sums)
-        if not counts:
-            raise BadArgument("--sums", f"got {self.sums!r}", "use distinct positive integers, such as 2,4,10")
-        if self.batches and not parse_counts(self.batches):
-            raise BadArgument("--batches", f"got {self.batches!r}", "use distinct positive integers, such as 4,10")
+        for flag, value in (("--sums", self.sums), ("--batches", self.batches or "1")):
+            if not parse_counts(value):
+                message = f"expected distinct positive integers, got {value!r}"
+                raise BadArgument(flag, message, f"pass {flag} 4,10, for example")
         for name, minimum in (("difference", 2), ("rounds", 1), ("records", 1)):
             check_count("fedveil attack server", f"--{name}", getattr(self, name), minimum)
-        return counts
+        return parse_counts(self.sums)
 
 
 def images_and_model(config: Config, run: Path | None) -> tuple[Data, nn.Module]:
@@ -231,34 +228,33 @@ def server_views(federation: Federation, counts: Sequence[int], largest: int) ->
     """Return the server's views of client 0, each as a gradient with the number of clients in it.
 
     The views are the update of client 0, sums over the first clients, and two differences. A difference is the sum over
-    the first `largest` clients, minus the sum over the same clients without client 0. The second sum is for the same
-    model or for the model of the next round. In the next round, clients use the same records again, which helps the
-    attacker most.
+    the first `largest` clients, minus the sum over the same clients without client 0. The second sum is computed for
+    the same model or for the model of the next round. In the next round, clients use the same records again, which
+    helps the attacker most.
     """
     model, sizes = copy.deepcopy(federation.model), federation.shards.sizes
-    everyone = range(len(sizes))
-    updates = read_updates(federation, everyone)
-    total, others = (secure_sum(updates[first:largest], sizes[first:largest]) for first in (0, 1))
+    updates = read_updates(federation, range(len(sizes)))
+    total, other_sum = (secure_sum(updates[start:largest], sizes[start:largest]) for start in (0, 1))
     for name, gradient in total.mean().items():
         parameter = federation.model.get_parameter(name)
         parameter.grad = gradient.to(parameter)
     federation.optimizer.step()
-    local, reach = federation.defence.local_training, 1.0
-    if local is not None:  # all clients have the same number of records
-        reach = local.reach(local.epochs * federation.shards.batches(sizes[0]))
-    later = secure_sum(read_updates(federation, everyone[1:largest]), sizes[1:largest])
+    local_training, reach = federation.defence.local_training, 1.0
+    if local_training is not None:  # all clients have the same number of records
+        reach = local_training.reach(local_training.epochs * federation.shards.batches(sizes[0]))
+    next_sum = secure_sum(read_updates(federation, range(1, largest)), sizes[1:largest])
 
     def view(gradients: Gradients, clients: int) -> tuple[Leak, int]:
-        like = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        on_device = {name: gradient.to(like[name]) for name, gradient in gradients.items()}
-        return Leak(model, on_device, federation.loss).divide_by(reach), clients
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        tensors = {name: gradient.to(parameters[name]) for name, gradient in gradients.items()}
+        return Leak(model, tensors, federation.loss).divide_by(reach), clients
 
     sums = {sum_view(count): view(secure_sum(updates[:count], sizes[:count]).mean(), count) for count in counts}
     return {
-        SINGLE: view(updates[0], 1),
+        SINGLE_UPDATE: view(updates[0], 1),
         **sums,
-        difference_view(largest, SAME_MODEL): view((total - others).mean(), 1),
-        difference_view(largest, NEXT_ROUND): view((total - later).mean(), 1),
+        difference_view(largest, SAME_MODEL): view((total - other_sum).mean(), 1),
+        difference_view(largest, NEXT_ROUND): view((total - next_sum).mean(), 1),
     }
 
 
@@ -274,9 +270,9 @@ def attack_view(
     """Return the images from each attack: one per record from the search, and one from each first-layer attack."""
     result = {}
     if size <= MAX_SEARCH:
-        reconstructed = reconstruction.search_leak(leak, search, data, own_inputs, size, rng, progress)
-        result["search"] = data.pixels(reconstructed.inputs)
-    for name, rebuild in DENSE.items():
+        search_result = reconstruction.search_leak(leak, search, data, own_inputs, size, rng, progress)
+        result["search"] = data.pixels(search_result.inputs)
+    for name, rebuild in FIRST_LAYER_ATTACKS.items():
         try:
             record = rebuild(leak, first_linear(leak.model))
         except DoesNotApply:
@@ -286,62 +282,62 @@ def attack_view(
     return result
 
 
-def nearest(candidates: Tensor, true: Tensor) -> Nearest:
-    """Return the candidate image with the smallest squared distance from any true image."""
-    rows, columns = (images.double().flatten(1) for images in (true, candidates))
+def nearest(candidates: Tensor, originals: Tensor) -> NearestImage:
+    """Return the candidate image with the smallest squared distance from any original."""
+    rows, columns = (images.double().flatten(1) for images in (originals, candidates))
     distances = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
     record, image = divmod(int(distances.argmin()), len(candidates))
-    pair = candidates[image : image + 1].double(), true[record : record + 1].double()
-    return Nearest(psnr(*pair)[0], ssim(*pair)[0], record, encode_image(pair[0][0]))
+    pair = candidates[image : image + 1].double(), originals[record : record + 1].double()
+    return NearestImage(psnr(*pair)[0], ssim(*pair)[0], record, encode_image(pair[0][0]))
 
 
 @dataclass(frozen=True)
 class AttackRound:
-    """Job work that trains a new federation for one round, and runs every attack on every view of its server."""
+    """A task that trains a new federation for one round, and runs every attack on every view of its server."""
 
     config: Config
     options: ServerOptions
     run: Path | None
     number: int
 
-    def __call__(self, progress: Progress, done: JobResults) -> ServerRound:
+    def __call__(self, progress: Progress, results: JobResults) -> ServerRound:
         """Train for one round, and attack every view."""
         options = self.options
         config = self.config.changed(seed=self.config.training.seed + self.number)
         data, model = images_and_model(config, self.run)
         rows = self.rows(data)
         parts = [data.train.take(indices) for indices in torch.split(rows, options.records)]
-        federation = reconstruction.build_small_federation(
-            config, model, parts, build_optimizer(config.training), options.records
-        )
-        observed, search = server_views(federation, options.counts(), options.difference), options.search(model)
-        true, own_records = (data.pixels(data.train.tensor[rows]), data.test.tensor[:OWN].to(federation.device))
+        optimizer = build_optimizer(config.training)
+        federation = reconstruction.build_small_federation(config, model, parts, optimizer, options.records)
+        leaks, search = server_views(federation, options.counts(), options.difference), options.search(model)
+        originals = data.pixels(data.train.tensor[rows])
+        own_records = data.test.tensor[:NUM_OWN_RECORDS].to(federation.device)
         views = {}
-        for number, (name, (leak, clients)) in enumerate(observed.items()):
+        for index, (name, (leak, clients)) in enumerate(leaks.items()):
             size = options.records * clients
-            rng = [generator(what, config.training.seed, size) for what in ("server", "guesses")]
-            report = reconstruction.part_progress(progress, number, len(observed), name)
+            rng = [generator(purpose, config.training.seed, size) for purpose in ("server", "guesses")]
+            report = reconstruction.part_progress(progress, index, len(leaks), name)
             result = attack_view(leak, search, data, own_records, size, rng[0], report)
             if not result:
                 continue
-            below = reconstruction.guesses(data, rows[:size], rng[1], excluded=rows)
+            guesses = reconstruction.guesses(data, rows[:size], rng[1], excluded=rows)
             attacks, floors = (
-                {what: nearest(images.cpu(), true[:size]) for what, images in group.items()}
-                for group in (result, below)
+                {label: nearest(images.cpu(), originals[:size]) for label, images in candidates.items()}
+                for candidates in (result, guesses)
             )
             views[name] = ServerView(size, attacks, floors)
-        originals = [encode_image(image) for image in true]
-        return ServerRound(rows.tolist(), search, views, originals, tuple(true[0].shape))
+        encoded_images = [encode_image(image) for image in originals]
+        return ServerRound(rows.tolist(), search, views, encoded_images, tuple(originals[0].shape))
 
     def rows(self, data: Data) -> Tensor:
         """Return the indices of all clients' records, starting with the victim's."""
         clients, records = max(self.options.difference, *self.options.counts()), len(data.train.targets)
-        needed = clients * self.options.records
-        if records < needed:
-            what = f"there are {records} training records, but {clients} clients need {needed}"
-            raise BadArgument(data.name, what, "use a larger --train-size, or smaller --sums")
+        required = clients * self.options.records
+        if records < required:
+            message = f"there are {records} training records, but {clients} clients need {required}"
+            raise BadArgument(data.name, message, "use a larger --train-size, or smaller --sums")
         rng = generator("server", self.config.training.seed, self.number)
-        return torch.randperm(records, generator=rng)[:needed]
+        return torch.randperm(records, generator=rng)[:required]
 
 
 class ServerStudy(AttackStudy[ServerOptions, ServerResults]):
@@ -355,9 +351,12 @@ class ServerStudy(AttackStudy[ServerOptions, ServerResults]):
     def rounds(self, request: AttackRequest[ServerOptions], defence: str) -> dict[str, StudyJob[ServerRound]]:
         """Return one job per round."""
         config, options, result = request.config_for(defence), request.options, dict[str, StudyJob[ServerRound]]()
-        for number in range(options.rounds):
-            work, name = AttackRound(config, options, request.run, number), str(number)
-            result[name] = StudyJob(request.job_name("server", defence, name), work, ServerRound, attacked=request.run)
+        for index in range(options.rounds):
+            label, task = (
+                request.job_name("server", defence, str(index)),
+                AttackRound(config, options, request.run, index),
+            )
+            result[str(index)] = StudyJob(label, task, ServerRound, attacked_run=request.run)
         return result
 
     def graph(self, request: AttackRequest[ServerOptions], folder: Path) -> JobGraph[Results[ServerResults]]:
@@ -377,9 +376,9 @@ class ServerStudy(AttackStudy[ServerOptions, ServerResults]):
             config, label = request.config_for(name), request.job_name("server", name)
             records[name] = batches.record_jobs(config, request.run, sizes, request.options.rounds, label)
 
-        def collect(done: JobResults) -> Results[ServerResults]:
+        def collect(results: JobResults) -> Results[ServerResults]:
             return {
-                name: ServerResults([done[job] for job in views[name]], [done[job] for job in records[name]])
+                name: ServerResults([results[job] for job in views[name]], [results[job] for job in records[name]])
                 for name in request.defences
             }
 
@@ -387,10 +386,10 @@ class ServerStudy(AttackStudy[ServerOptions, ServerResults]):
         return JobGraph([*jobs, *(job for jobs_of_round in records.values() for job in jobs_of_round)], collect)
 
     def show(self, request: AttackRequest[ServerOptions], results: Mapping[str, ServerResults]) -> Presentation:
-        """Return one row per view, the recovered records, and pictures."""
+        """Return one row per view, a table of recovered records, and pictures."""
         rows = [[name, *row] for name, result in results.items() for row in view_rows(result)]
-        counted = [[name, *row] for name, result in results.items() for row in batches.record_rows(result.records)]
-        sections: list[Section] = [Table(batches.TITLE, batches.HEADER, counted, RECORD_NOTE)] if counted else []
+        counts = [[name, *row] for name, result in results.items() for row in batches.record_rows(result.records)]
+        sections: list[Section] = [Table(batches.TITLE, batches.HEADER, counts, RECORD_NOTE)] if counts else []
         sections += [part for name, result in results.items() for part in gallery(f"Server's view, {name}", result)]
         verdicts = " ".join(f"{name}: {verdict(result)}" for name, result in results.items())
         return Presentation("", verdicts or "No verdict: the attack failed.", HEADER, rows, NOTE, sections)

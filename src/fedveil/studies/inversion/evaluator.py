@@ -23,12 +23,19 @@ BATCH, LR, DECAY = 64, 2e-3, 5e-4
 
 def make_judge(channels: int, size: int, classes: int, width: int) -> nn.Sequential:
     """Build a network of six 3 x 3 convolutions with BatchNorm and ReLU, global average pooling and a linear head."""
-    plan = [(width, 2 if size > 32 else 1), (width, 1), (2 * width, 2), (2 * width, 1), (4 * width, 2), (4 * width, 1)]
+    layer_plan = [
+        (width, 2 if size > 32 else 1),
+        (width, 1),
+        (2 * width, 2),
+        (2 * width, 1),
+        (4 * width, 2),
+        (4 * width, 1),
+    ]
     layers: list[nn.Module] = []
-    for after, stride in plan:
-        conv = nn.Conv2d(channels, after, 3, stride=stride, padding=1, bias=False)
-        layers += [conv, nn.BatchNorm2d(after), nn.ReLU()]
-        channels = after
+    for out_channels, stride in layer_plan:
+        conv = nn.Conv2d(channels, out_channels, 3, stride=stride, padding=1, bias=False)
+        layers += [conv, nn.BatchNorm2d(out_channels), nn.ReLU()]
+        channels = out_channels
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes))
 
 
@@ -41,12 +48,12 @@ def _batches(images: Tensor, targets: Tensor, random: torch.Generator, flip: boo
     size, max_shift = images.shape[-1], images.shape[-1] // 8
     for rows in torch.split(torch.randperm(len(images), generator=random).to(images.device), BATCH):
         if len(rows) > 1:
-            down, right = (int(torch.randint(0, 2 * max_shift + 1, (), generator=random)) for _ in range(2))
-            padded = F.pad(images[rows], (max_shift,) * 4, mode="replicate") if max_shift else images[rows]
-            batch = padded[:, :, down : down + size, right : right + size]
+            row_shift, column_shift = (int(torch.randint(0, 2 * max_shift + 1, (), generator=random)) for _ in range(2))
+            padded_images = F.pad(images[rows], (max_shift,) * 4, mode="replicate") if max_shift else images[rows]
+            batch = padded_images[:, :, row_shift : row_shift + size, column_shift : column_shift + size]
             if flip:
-                mirrored = (torch.rand(len(rows), generator=random) < 0.5).to(images.device)
-                batch = torch.where(mirrored.view(-1, 1, 1, 1), batch.flip(-1), batch)
+                is_mirrored = (torch.rand(len(rows), generator=random) < 0.5).to(images.device)
+                batch = torch.where(is_mirrored.view(-1, 1, 1, 1), batch.flip(-1), batch)
             yield batch, targets[rows]
 
 
@@ -75,12 +82,12 @@ def train_judge(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     parts: dict[str, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler]
     parts = {"net": net, "optimizer": optimizer, "schedule": schedule}
-    key, start = repr((key, tuple(images.shape), epochs, classes, width, flip, seed)), 0
-    if path and (old := load_for(path, key, images.device)):
-        start = old["epoch"]
+    key, first_epoch = repr((key, tuple(images.shape), epochs, classes, width, flip, seed)), 0
+    if path and (saved := load_for(path, key, images.device)):
+        first_epoch = saved["epoch"]
         for name, part in parts.items():
-            part.load_state_dict(old[name])
-    for epoch in range(start, epochs):
+            part.load_state_dict(saved[name])
+    for epoch in range(first_epoch, epochs):
         progress(epoch / epochs, f"judge, epoch {epoch + 1}/{epochs}")
         for batch, labels in _batches(images, targets, source("judge", seed, epoch), flip):
             loss = F.cross_entropy(net(batch), labels)
@@ -95,9 +102,9 @@ def train_judge(
 
 def outputs_and_features(model: nn.Module, inputs: Tensor, *, batch_size: int = 500) -> tuple[Tensor, Tensor]:
     """Return the outputs and the features, which are the flattened input of the last module with parameters."""
-    leaves = [m for m in model.modules() if not m._modules and next(m.parameters(recurse=False), None) is not None]
+    modules = [m for m in model.modules() if not m._modules and next(m.parameters(recurse=False), None) is not None]
     outputs, features = [], []
-    with torch.no_grad(), evaluating(model), record_calls(leaves) as calls:
+    with torch.no_grad(), evaluating(model), record_calls(modules) as calls:
         for part in torch.split(inputs, batch_size):
             outputs.append(model(part))
             if not calls:
@@ -108,20 +115,20 @@ def outputs_and_features(model: nn.Module, inputs: Tensor, *, batch_size: int = 
 
 
 def distances(
-    features: Tensor, labels: Tensor, known: Tensor, targets: Tensor, *, same_class: bool = True
+    features: Tensor, labels: Tensor, private_features: Tensor, targets: Tensor, *, same_class: bool = True
 ) -> tuple[float, float]:
     """Return the mean squared feature distances to the class centroid and to the nearest private image.
 
-    `features` and `labels` are the features and classes of the reconstructions; `known` and `targets` are the features
-    and classes of the private training images. If `same_class`, the nearest image must have the same class, as in GMI;
-    otherwise it may have any class, as in the paper.
+    `features` and `labels` are the features and classes of the reconstructions; `private_features` and `targets` are
+    the features and classes of the private training images. If `same_class`, the nearest image must have the same
+    class, as in GMI; otherwise it may have any class, as in the paper.
     """
-    features, known = features.double(), known.double()
+    features, private_features = features.double(), private_features.double()
     centroid, nearest = [], []
     for label in sorted(set(labels.tolist())):
-        class_features, class_images = features[labels == label], known[targets == label]
+        class_features, class_images = features[labels == label], private_features[targets == label]
         centroid.append((class_features - class_images.mean(0)).square().sum(1))
-        nearest.append(torch.cdist(class_features, class_images if same_class else known).amin(1).square())
+        nearest.append(torch.cdist(class_features, class_images if same_class else private_features).amin(1).square())
     return float(torch.cat(centroid).mean()), float(torch.cat(nearest).mean())
 
 
@@ -131,11 +138,11 @@ def per_class(answers: Tensor, labels: Tensor, classes: int) -> list[float | Non
     return [float(hits.mean()) if len(hits) else None for hits in correct]
 
 
-def wilson(right: Tensor) -> tuple[float, float, float, int, int]:
+def wilson(is_hit: Tensor) -> tuple[float, float, float, int, int]:
     """Return the hit rate, its 95 % Wilson interval (for independent trials), and the number of hits and of trials."""
-    hits, trials = int(right.sum()), len(right)
-    ends = binomtest(hits, trials).proportion_ci(0.95, "wilson")
-    return hits / trials, float(ends.low), float(ends.high), hits, trials
+    hits, trials = int(is_hit.sum()), len(is_hit)
+    interval = binomtest(hits, trials).proportion_ci(0.95, "wilson")
+    return hits / trials, float(interval.low), float(interval.high), hits, trials
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,17 +151,20 @@ class Evaluator:
 
     data: Data
     judge: nn.Module
-    known: Tensor  # features of the private training images, divided by their mean norm
+    private_features: Tensor  # features of the private training images, divided by their mean norm
     norm: float  # mean norm of the features, before the division
     device: torch.device
 
     def evaluate(self, images: Tensor, labels: Tensor) -> SuccessRate:
         """Return the success rate according to the judge, and distances in its normalised features."""
         outputs, features = outputs_and_features(self.judge, images)
-        far = distances(features / self.norm, labels, self.known, self.data.train.targets.to(self.device))
+        targets = self.data.train.targets.to(self.device)
+        feature_distances = distances(features / self.norm, labels, self.private_features, targets)
         answers = outputs.argmax(1)
-        by_class, right = per_class(answers, labels, len(self.data.classes)), answers == labels
-        return SuccessRate(*wilson(right), *far, by_class, right.long().tolist(), sample_size=len(right))
+        by_class, is_hit = per_class(answers, labels, len(self.data.classes)), answers == labels
+        return SuccessRate(
+            *wilson(is_hit), *feature_distances, by_class, is_hit.long().tolist(), sample_size=len(is_hit)
+        )
 
     def evaluate_by(self, models: Sequence[nn.Module], images: Tensor, labels: Tensor) -> SuccessRate:
         """Return the success rate and distances according to the attacked models (the paper's protocol).
@@ -162,13 +172,13 @@ class Evaluator:
         The nearest image may have any class. Each model judges an equal part of the images, and distances are averaged
         over models.
         """
-        right, far = [], []
+        is_hit, all_distances = [], []
         targets = self.data.train.targets.to(self.device)
         parts = zip(images.chunk(len(models)), labels.chunk(len(models)), strict=True)
         for model, (part, classes) in zip(models, parts, strict=True):
             outputs, features = outputs_and_features(model, self.data.standardise(part))
-            _, known = outputs_and_features(model, self.data.train.tensor.to(self.device))
-            far.append(distances(features, classes, known, targets, same_class=False))
-            right.append(outputs.argmax(1) == classes)
-        centroid, nearest = (sum(values) / len(far) for values in zip(*far, strict=True))
-        return SuccessRate(*wilson(torch.cat(right)), centroid, nearest, sample_size=len(labels))
+            _, private_features = outputs_and_features(model, self.data.train.tensor.to(self.device))
+            all_distances.append(distances(features, classes, private_features, targets, same_class=False))
+            is_hit.append(outputs.argmax(1) == classes)
+        centroid, nearest = (sum(values) / len(models) for values in zip(*all_distances, strict=True))
+        return SuccessRate(*wilson(torch.cat(is_hit)), centroid, nearest, sample_size=len(labels))

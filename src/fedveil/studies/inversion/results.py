@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fedveil.attacks.scores import Estimate
 from fedveil.report import NOTHING, Intervals, Pictures, Section, Table, Text
 from fedveil.studies.jobs import Result
-from fedveil.studies.study import Presentation, decode_picture, mark, percent, read_texts
+from fedveil.studies.study import Presentation, decode_picture, format_percent, mark, read_texts
 from fedveil.studies.verdicts import INVERSION, Verdict, headline, judge_defences, verdict_section
 
 TEXTS = read_texts()["inversion"]
@@ -41,7 +41,7 @@ class SuccessRate(Estimate):
 
 @dataclass(frozen=True)
 class InversionFigures:
-    """Success of one attacker.
+    """The success rates of one attacker.
 
     Attributes:
         codes: success of images from the generator, judged by the independent evaluator.
@@ -58,7 +58,7 @@ class InversionFigures:
 
 @dataclass(frozen=True)
 class Counts:
-    """The number of private images, public images, reconstructions and broadcasts."""
+    """The numbers of private images, public images, reconstructions and broadcasts."""
 
     members: int
     public: int
@@ -123,19 +123,19 @@ class TrainedEvaluator(Result):
 
 def judge_cells(rate: SuccessRate) -> list[str]:
     """Format both distances and the success rate according to the evaluator."""
-    return [f"{rate.nearest:.3f}", f"{rate.centroid:.3f}", percent(rate)]
+    return [f"{rate.nearest:.3f}", f"{rate.centroid:.3f}", format_percent(rate)]
 
 
 def main_rows(results: Mapping[str, Inversion]) -> Iterator[list[str]]:
     """Yield one row per attacker, followed by the floor and the ceiling."""
     for defence, result in results.items():
         for name, attacker in result.attackers.items():
-            where = [defence, f"V-out, {name}", f"{100 * result.test:.1f}"]
-            others = map(percent, (attacker.pixels, attacker.as_received, attacker.true_model))
-            yield [*where, *judge_cells(attacker.codes), *others]
-    first = next(iter(results.values()))
-    yield ["floor", "generator alone", NOTHING, *judge_cells(first.floor), *[NOTHING] * 3]
-    yield ["ceiling", "held-out images", NOTHING, *judge_cells(first.ceiling), *[NOTHING] * 3]
+            labels = [defence, f"V-out, {name}", f"{100 * result.test:.1f}"]
+            other_rates = map(format_percent, (attacker.pixels, attacker.as_received, attacker.true_model))
+            yield [*labels, *judge_cells(attacker.codes), *other_rates]
+    result = next(iter(results.values()))
+    yield ["floor", "generator alone", NOTHING, *judge_cells(result.floor), *[NOTHING] * 3]
+    yield ["ceiling", "held-out images", NOTHING, *judge_cells(result.ceiling), *[NOTHING] * 3]
 
 
 def standard_error(fractions: Sequence[float]) -> str:
@@ -143,11 +143,11 @@ def standard_error(fractions: Sequence[float]) -> str:
     return f"{100 * statistics.stdev(fractions) / math.sqrt(len(fractions)):.1f}" if len(fractions) > 1 else NOTHING
 
 
-def broadcast_success(judged: SuccessRate, broadcasts: int) -> list[float]:
+def broadcast_success(rate: SuccessRate, broadcasts: int) -> list[float]:
     """Return the success rate for each broadcast; reconstructions are ordered by broadcast."""
-    right = judged.right or []
-    size = max(1, len(right) // broadcasts)
-    return [statistics.fmean(right[start : start + size]) for start in range(0, len(right), size)]
+    hits = rate.right or []
+    size = max(1, len(hits) // broadcasts)
+    return [statistics.fmean(hits[start : start + size]) for start in range(0, len(hits), size)]
 
 
 def class_table(results: Mapping[str, Inversion], classes: Sequence[str]) -> Table:
@@ -165,23 +165,23 @@ def class_table(results: Mapping[str, Inversion], classes: Sequence[str]) -> Tab
 def success_chart(results: Mapping[str, Inversion], chance: float) -> Intervals:
     """Return a chart of each attacker's success rate with its interval, and guessing as a reference."""
     marks = [
-        mark(f"{defence}, {how}", judged, attacker, 100)
+        mark(f"{defence}, {method}", rate, attacker, 100)
         for defence, result in results.items()
         for attacker, attack in result.attackers.items()
-        for how, judged in (("generator", attack.codes), ("pixels", attack.pixels))
-        if judged
+        for method, rate in (("generator", attack.codes), ("pixels", attack.pixels))
+        if rate
     ]
-    label = "attack success by the independent evaluator, %"
+    label = "attack success according to the independent evaluator, %"
     return Intervals("Success", label, marks, {"guessing": 100 * chance}, low=0.0, high=100.0)
 
 
 def gallery_rows(results: Mapping[str, Inversion]) -> list[tuple[str, list[str]]]:
-    """Return rows of encoded images: real ones, the generator's, and each attacker's under each defence."""
+    """Return rows of encoded images: real images, and those of the generator and of each attacker."""
     rows: list[tuple[str, list[str]]] = []
     for name, result in results.items():
-        if shelf := result.gallery:
-            rows = rows or [("real, held out", shelf.real), ("generator alone", shelf.floor)]
-            rows += [(f"{name}: {what}", images) for what, images in shelf.made.items()]
+        if gallery := result.gallery:
+            rows = rows or [("real, held out", gallery.real), ("generator alone", gallery.floor)]
+            rows += [(f"{name}: {attacker}", images) for attacker, images in gallery.made.items()]
     return rows
 
 
@@ -217,13 +217,17 @@ def show(results: Mapping[str, Inversion]) -> Presentation:
     """Return the table and the sections."""
     if not results:
         return Presentation("", headline({}), HEADER, [], "", [])
-    verdicts, first = judge_attackers(results), next(iter(results.values()))
-    classes, shelf = len(first.classes), first.gallery
+    verdicts, first_result = judge_attackers(results), next(iter(results.values()))
+    classes, gallery = len(first_result.classes), first_result.gallery
     sections: list[Section] = [
         Text("How to read it", TEXTS.reading),
         success_chart(results, 1 / classes),
-        *([picture_rows("Reconstructions", first.classes, shelf.shape, gallery_rows(results))] if shelf else []),
-        class_table(results, first.classes),
+        *(
+            [picture_rows("Reconstructions", first_result.classes, gallery.shape, gallery_rows(results))]
+            if gallery
+            else []
+        ),
+        class_table(results, first_result.classes),
     ]
     rows, note = list(main_rows(results)), TEXTS.note.format(chance=100 / classes, classes=classes)
     return Presentation("", headline(verdicts), HEADER, rows, note, sections, verdict_section(verdicts))

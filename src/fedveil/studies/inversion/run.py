@@ -28,8 +28,8 @@ from fedveil.studies.inversion.results import Counts, Gallery, Inversion, Invers
 from fedveil.studies.jobs import JobResults, Result, StudyJob
 from fedveil.studies.study import Presentation, encode_image
 
-WHERE = "fedveil attack inversion"
-DATA = ("data", "path", "train_size", "test_size", "size", "labels", "seed", "device")
+COMMAND = "fedveil attack inversion"
+DATA_KEYS = ("data", "path", "train_size", "test_size", "size", "labels", "seed", "device")
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class InversionOptions:
 
     codes: int = option(20, "number of reconstructions of each private class, divided among the broadcasts")
     broadcasts: int = option(4, "number of broadcasts of the last model, each with new noise or a new sketch")
-    steps: int = option(300, "number of search steps for a code; the original uses 1500")
-    restarts: int = option(2, "number of restarts of the search for a code; the original uses 5")
+    steps: int = option(300, "number of search steps for a code; the original attack uses 1500")
+    restarts: int = option(2, "number of restarts of the search for a code; the original attack uses 5")
     pixel_steps: int = option(200, "number of search steps without a generator; 0 to skip this search")
     public_size: int = option(8000, "maximum number of public images")
-    gan_epochs: int = option(30, "number of training epochs of the generator; the original uses 100")
-    gan_width: int = option(16, "width of the generator; the original uses 64 for 32 x 32 images")
-    gan_lr: float = option(1e-3, "learning rate of the generator; the original uses 2e-4")
+    gan_epochs: int = option(30, "number of training epochs of the generator; the original attack uses 100")
+    gan_width: int = option(16, "width of the generator; the original attack uses 64 for 32 x 32 images")
+    gan_lr: float = option(1e-3, "learning rate of the generator; the original attack uses 2e-4")
     judge_epochs: int = option(12, "number of training epochs of the independent evaluator")
     judge_width: int = option(32, "width of the independent evaluator")
 
@@ -60,22 +60,22 @@ class InversionOptions:
 
 def data_config(config: Config) -> Config:
     """Return the part of a configuration that determines the images, and thus the generator and the evaluator."""
-    flat = config.flat()
-    return Config().changed(model="cnn", **{name: flat[name] for name in DATA})
+    values = config.flat()
+    return Config().changed(model="cnn", **{name: values[name] for name in DATA_KEYS})
 
 
 def public_images(config: Config, limit: int) -> Tensor:
     """Return the pixels of at most `limit` training images from classes that the federation does not train on."""
     data = load_data(config.changed(labels=None))
-    others = other_labels(parse_labels(config.data.labels or "", len(data.classes)), len(data.classes))
-    public = keep_labels(data, others)
+    public_labels = other_labels(parse_labels(config.data.labels or "", len(data.classes)), len(data.classes))
+    public = keep_labels(data, public_labels)
     rows = torch.randperm(len(public.train.targets), generator=generator("public", config.training.seed))[:limit]
     return public.pixels(public.train.tensor[rows]).to(config.training.device)
 
 
 @dataclass(frozen=True)
 class NetworkTraining:
-    """Base class for job work that trains or loads the networks of an attack: the generator and the evaluator."""
+    """Base class for tasks that train or load the networks of an attack: the generator and the evaluator."""
 
     config: Config
     options: InversionOptions
@@ -100,105 +100,111 @@ class NetworkTraining:
 
 
 class TrainGan(NetworkTraining):
-    """Job work that trains the generator on public images."""
+    """A task that trains the generator on public images."""
 
-    def __call__(self, progress: Progress, done: JobResults) -> TrainedGan:
+    def __call__(self, progress: Progress, results: JobResults) -> TrainedGan:
         """Train the generator."""
-        _, curve, images = self.train_gan(done.basis, progress)
+        _, curve, images = self.train_gan(results.basis, progress)
         return TrainedGan(images, curve)
 
 
 class TrainEvaluator(NetworkTraining):
-    """Job work that trains the independent evaluator."""
+    """A task that trains the independent evaluator."""
 
-    def __call__(self, progress: Progress, done: JobResults) -> TrainedEvaluator:
+    def __call__(self, progress: Progress, results: JobResults) -> TrainedEvaluator:
         """Train the evaluator and test it on held-out images."""
         data = load_data(self.config)
-        judge = self.train_judge(data, done.basis, progress)
+        judge = self.train_judge(data, results.basis, progress)
         outputs, _ = outputs_and_features(judge, data.pixels(data.test.tensor).to(self.config.training.device))
-        right = outputs.argmax(1).cpu() == data.test.targets
-        return TrainedEvaluator(float(right.double().mean()))
+        is_hit = outputs.argmax(1).cpu() == data.test.targets
+        return TrainedEvaluator(float(is_hit.double().mean()))
 
 
 @dataclass(frozen=True)
 class Invert(NetworkTraining):
-    """Job work that reconstructs all private classes of one federation with each attacker."""
+    """A task that reconstructs all private classes of one federation with each attacker."""
 
     run: Path
 
-    def __call__(self, progress: Progress, done: JobResults) -> Inversion:
-        """For each attacker, search for images of each class and evaluate them."""
+    def __call__(self, progress: Progress, results: JobResults) -> Inversion:
+        """Search for images of each class with each attacker, and evaluate them."""
         config, options = self.config, self.options
-        federation, data = load_or_train(config, self.run, progress, done.basis)
-        gan, _, public = self.train_gan(done.basis)
-        evaluator, classes = self.evaluator(data, done.basis), len(data.classes)
+        federation, data = load_or_train(config, self.run, progress, results.basis)
+        gan, _, public = self.train_gan(results.basis)
+        evaluator, classes = self.evaluator(data, results.basis), len(data.classes)
         labels = torch.arange(classes, device=evaluator.device).repeat(options.codes)
         observations = [observe_strongest(federation, config.defence.name) for _ in range(options.broadcasts)]
         result: dict[str, InversionFigures] = {}
         pictures: dict[str, list[str]] = {}
         for name in observations[0]:
-            models = [observed[name].model for observed in observations]
+            models = [observation[name].model for observation in observations]
             reconstructions = self.reconstruct(progress, models, gan, data, labels)
-            received, true = (
-                evaluator.evaluate_by(evaluated, reconstructions["codes"], labels)
-                for evaluated in (models, [federation.model])
+            received_rate, true_rate = (
+                evaluator.evaluate_by(judges, reconstructions["codes"], labels)
+                for judges in (models, [federation.model])
             )
-            judged = {how: evaluator.evaluate(images, labels) for how, images in reconstructions.items()}
-            result[name] = InversionFigures(judged["codes"], received, true, judged.get("pixels"))
+            rates = {method: evaluator.evaluate(images, labels) for method, images in reconstructions.items()}
+            result[name] = InversionFigures(rates["codes"], received_rate, true_rate, rates.get("pixels"))
             pictures |= {
-                f"{name}, by {how}": first_images(images, labels, classes) for how, images in reconstructions.items()
+                f"{name}, by {method}": first_images(images, labels, classes)
+                for method, images in reconstructions.items()
             }
         codes = torch.randn(len(labels), CODE, generator=generator("floor", config.training.seed)).clamp(-1, 1)
         with torch.no_grad():
             model_free = gan.generator(codes.to(labels.device))  # images that do not depend on a model
-        real, real_labels = held_out(evaluator, labels)
-        shape, first = tuple(data.train.tensor.shape[1:]), first_images(real, real_labels, classes)
-        gallery = Gallery(shape, first, first_images(model_free, labels, classes), pictures)
+        held_out_images, held_out_labels = select_held_out(evaluator, labels)
+        shape, held_out_pictures = (
+            tuple(data.train.tensor.shape[1:]),
+            first_images(held_out_images, held_out_labels, classes),
+        )
+        gallery = Gallery(shape, held_out_pictures, first_images(model_free, labels, classes), pictures)
         quality = measure_quality(federation, data)
         counts = Counts(len(data.train.targets), public, len(labels), options.broadcasts)
-        attacked = config.defence.name, config.training.seed, quality.train, quality.test, list(data.classes), counts
-        floor, ceiling = evaluator.evaluate(model_free, labels), evaluator.evaluate(real, real_labels)
-        return Inversion(*attacked, result, floor, ceiling, gallery)
+        description = config.defence.name, config.training.seed, quality.train, quality.test, list(data.classes), counts
+        floor, ceiling = evaluator.evaluate(model_free, labels), evaluator.evaluate(held_out_images, held_out_labels)
+        return Inversion(*description, result, floor, ceiling, gallery)
 
     def evaluator(self, data: Data, basis: Basis) -> Evaluator:
         """Return the evaluator, with the features of the private training images."""
         judge = self.train_judge(data, basis)
         device = torch.device(self.config.training.device)
-        _, known = outputs_and_features(judge, data.pixels(data.train.tensor).to(device))
-        norm = float(known.norm(dim=1).mean())
-        return Evaluator(data, judge, known / norm, norm, device)
+        _, features = outputs_and_features(judge, data.pixels(data.train.tensor).to(device))
+        norm = float(features.norm(dim=1).mean())
+        return Evaluator(data, judge, features / norm, norm, device)
 
     def reconstruct(
         self, progress: Progress, models: Sequence[nn.Module], gan: Gan, data: Data, labels: Tensor
     ) -> dict[str, Tensor]:
-        """Reconstruct images with and without the generator; each model is used for an equal part of them."""
+        """Reconstruct images with and without the generator; each model is used for an equal part of the images."""
         reconstructions: dict[str, list[Tensor]] = {"codes": [], "pixels": []}
         options, shape = self.options, tuple(data.train.tensor.shape[1:])
-        for number, (view, part) in enumerate(zip(models, labels.chunk(len(models)), strict=True)):
-            model, seed = accept_pixels(view, data.standardise), self.config.training.seed * len(models) + number
+        for index, (view, part) in enumerate(zip(models, labels.chunk(len(models)), strict=True)):
+            model, seed = accept_pixels(view, data.standardise), self.config.training.seed * len(models) + index
 
-            def report(fraction: float, step: str, number: int = number) -> None:
-                progress((number + fraction) / len(models), step)
+            def report(fraction: float, step: str, index: int = index) -> None:
+                progress((index + fraction) / len(models), step)
 
             codes = search(model, gan, part, steps=options.steps, restarts=options.restarts, seed=seed, progress=report)
             reconstructions["codes"].append(codes.images)
             if options.pixel_steps:
                 pixels = search_pixels(model, shape, part, steps=options.pixel_steps, seed=seed, progress=report)
                 reconstructions["pixels"].append(pixels.images)
-        return {how: torch.cat(images) for how, images in reconstructions.items() if images}
+        return {method: torch.cat(images) for method, images in reconstructions.items() if images}
 
 
 def first_images(images: Tensor, labels: Tensor, classes: int) -> list[str]:
     """Return the first images of each class, padded with grey images if there are too few."""
     result = []
     for label in range(classes):
-        encoded = [encode_image(image) for image in images[labels == label][: page.PER_CLASS]]
-        result += encoded + [encode_image(torch.full_like(images[0], 0.5))] * (page.PER_CLASS - len(encoded))
+        encoded_images = [encode_image(image) for image in images[labels == label][: page.PER_CLASS]]
+        result += encoded_images + [encode_image(torch.full_like(images[0], 0.5))] * (
+            page.PER_CLASS - len(encoded_images)
+        )
     return result
 
 
-def held_out(evaluator: Evaluator, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return held-out private images and their classes, at most as many per class as there are in `labels`."""
+def select_held_out(evaluator: Evaluator, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return held-out private images and their classes; `labels` limits the number of images of each class."""
     test, classes = evaluator.data.test, range(len(evaluator.data.classes))
     rows = torch.cat([(test.targets == label).nonzero()[:, 0][: int((labels == label).sum())] for label in classes])
     return evaluator.data.pixels(test.tensor[rows]).to(evaluator.device), test.targets[rows].to(evaluator.device)
@@ -213,28 +219,28 @@ class InversionStudy(AttackStudy[InversionOptions, Inversion]):
     result = Inversion
     defaults = read_federations()["attack"]["inversion"]
 
-    def shared(self, request: AttackRequest[InversionOptions], folder: Path) -> list[StudyJob[Result]]:
+    def shared_jobs(self, request: AttackRequest[InversionOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return the jobs for the generator and the evaluator; refuse a federation without public classes."""
-        config, fix = request.config, "use image data and --labels first-half; also train the run with --labels"
+        config, fix = request.config, "use image data and --labels first-half, and train the run with the same --labels"
         if config.data.labels is None:
-            raise BadArgument(WHERE, "the federation trains on all classes, so no class is public", fix)
+            raise BadArgument(COMMAND, "the federation trains on all classes, so no class is public", fix)
         data = load_data(data_config(config.changed(labels=None)))
-        private, classes = parse_labels(config.data.labels, len(data.classes)), len(data.classes)
-        if len(private) < 2 or not other_labels(private, classes):
-            what = f"labels {config.data.labels!r} make {len(private)} of {classes} classes private"
-            raise BadArgument(WHERE, what, fix)
+        private_labels, classes = parse_labels(config.data.labels, len(data.classes)), len(data.classes)
+        if len(private_labels) < 2 or not other_labels(private_labels, classes):
+            message = f"labels {config.data.labels!r} make {len(private_labels)} of {classes} classes private"
+            raise BadArgument(COMMAND, message, fix)
         data.pixels(data.train.tensor[:1])  # raises an error if records are not images
         if config.model.name.startswith("mlp"):
-            what = "an mlp expects vectors, but the generator produces images"
-            raise BadArgument(WHERE, what, "use --model cnn or resnet8")
-        common = data_config(config), request.options, folder
+            message = "an mlp expects vectors, but the generator produces images"
+            raise BadArgument(COMMAND, message, "use --model cnn or resnet8")
+        arguments = data_config(config), request.options, folder
         return [
-            StudyJob(request.job_name("gan"), TrainGan(*common), TrainedGan),
-            StudyJob(request.job_name("evaluator"), TrainEvaluator(*common), TrainedEvaluator),
+            StudyJob(request.job_name("gan"), TrainGan(*arguments), TrainedGan),
+            StudyJob(request.job_name("evaluator"), TrainEvaluator(*arguments), TrainedEvaluator),
         ]
 
     def attack(self, request: AttackRequest[InversionOptions], defence: str, folder: Path) -> Invert:
-        """Return the work that attacks one defence."""
+        """Return the task that attacks one defence."""
         return Invert(request.config_for(defence), request.options, folder, self.run_folder(request, defence, folder))
 
     def show(self, request: AttackRequest[InversionOptions], results: Mapping[str, Inversion]) -> Presentation:

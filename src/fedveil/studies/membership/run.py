@@ -20,15 +20,15 @@ from fedveil.studies.federations import load_or_train, measure_quality, observe_
 from fedveil.studies.jobs import Failure, JobResults, Result, StudyJob, successes
 from fedveil.studies.membership import attacks as membership
 from fedveil.studies.membership.attacks import GUESS, AttackScores, Membership
-from fedveil.studies.study import Presentation, mark, percent, read_texts, text
+from fedveil.studies.study import Presentation, format_estimate, format_percent, mark, read_texts
 from fedveil.studies.verdicts import MEMBERSHIP as MEASURE
 from fedveil.studies.verdicts import Verdict, headline, judge_defences, verdict_section
 
 TEXTS = read_texts()["membership"]
 LAYERS = {"last": "last layer", "second": "second to last", "third": "third to last", "three": "last three"}
 NETWORKS = {**LAYERS, "full": "last three, label, loss, gradient"}
-BEST = "last three, best epoch on test (the paper's protocol)"
-HEADER = ("defence", "view, attacker", "test {}", "train-test gap", *LAYERS.values(), BEST)
+BEST_EPOCH = "last three, best epoch on test (the paper's protocol)"
+HEADER = ("defence", "view, attacker", "test {}", "train-test gap", *LAYERS.values(), BEST_EPOCH)
 FIGURES = ("balanced accuracy, %", "AUC", "TPR at 1 % FPR, %", "TPR at 0.1 % FPR, %", "best epoch on test, %", "remark")
 
 
@@ -45,25 +45,25 @@ class MembershipOptions:
 
 @dataclass(frozen=True)
 class AttackMembership:
-    """Job work that runs all attacks of all attackers on one federation."""
+    """A task that runs all attacks of all attackers on one federation."""
 
     config: Config
     options: MembershipOptions
     folder: Path
     run: Path
 
-    def __call__(self, progress: Progress, done: JobResults) -> Membership:
+    def __call__(self, progress: Progress, results: JobResults) -> Membership:
         """Observe the last broadcast and run the attacks of each attacker."""
         config, options, training = self.config, self.options, self.config.training
-        federation, data = load_or_train(config, self.run, progress, done.basis)
+        federation, data = load_or_train(config, self.run, progress, results.basis)
         records = membership.divide_records(config, data)
-        observation = observe_strongest(federation, config.defence.name)
+        observations = observe_strongest(federation, config.defence.name)
         recipe = Recipe(options.attack_epochs, options.attack_lr, seed=training.seed, device=training.device)
         shadows = membership.ShadowAttacks(config.defence.name, self.folder, options.shadows, options.lira)
         attacks = membership.RecordAttacks(records, shadows, recipe, options.full, by_layer=True)
         result = {
-            name: membership.Attacker(attacks.run(observed, name != PUBLISHED, progress))
-            for name, observed in observation.items()
+            name: membership.AttackerResults(attacks.run(observation, name != PUBLISHED, progress))
+            for name, observation in observations.items()
         }
         quality = asdict(measure_quality(federation, data))  # measured after the observed rounds
         sizes = dict(zip(("own", "known", "victims", "fresh"), map(len, records.parts), strict=True))
@@ -77,17 +77,17 @@ class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
     summary = "infer which records the other clients trained on"
     options = MembershipOptions
     result = Membership
-    needs_shared = False
+    requires_shared_jobs = False
     defaults = read_federations()["attack"]["membership"]
 
-    def shared(self, request: AttackRequest[MembershipOptions], folder: Path) -> list[StudyJob[Result]]:
+    def shared_jobs(self, request: AttackRequest[MembershipOptions], folder: Path) -> list[StudyJob[Result]]:
         """Return the jobs that train the shadows for all defences."""
         return membership.shadow_jobs(
             request.config, request.defences, request.options.shadows, folder, label=request.label
         )
 
     def attack(self, request: AttackRequest[MembershipOptions], defence: str, folder: Path) -> AttackMembership:
-        """Return the work that runs all attacks on one defence."""
+        """Return the task that runs all attacks on one defence."""
         run = self.run_folder(request, defence, folder)
         return AttackMembership(request.config_for(defence), request.options, folder, run)
 
@@ -101,17 +101,17 @@ class MembershipStudy(AttackStudy[MembershipOptions, Membership]):
             *roc_sections(rows),
         ]
         header = [title.format(rows[0].result.metric if rows else "accuracy") for title in HEADER]
-        main, first = list(map(main_row, rows)), verdict_section(verdicts)
-        return Presentation("", headline(verdicts), header, main, TEXTS.note, sections, first)
+        table, top_sections = list(map(main_row, rows)), verdict_section(verdicts)
+        return Presentation("", headline(verdicts), header, table, TEXTS.note, sections, top_sections)
 
 
 class AttackerRow(NamedTuple):
-    """The results of one attacker under one defence; `scored` contains the attacks that did not fail."""
+    """The results of one attacker under one defence; `scores` contains the attacks that did not fail."""
 
     defence: str
-    who: str
+    attacker: str
     attacks: Mapping[str, AttackScores | Failure]
-    scored: Mapping[str, AttackScores]
+    scores: Mapping[str, AttackScores]
     result: Membership
 
 
@@ -128,8 +128,8 @@ def main_row(row: AttackerRow) -> list[str]:
     """Return a row of the paper's Table 3: accuracy, and the success rate by layer."""
     scale, digits = (100, 1) if row.result.metric == "accuracy" else (1, 4)
     quality = [f"{scale * value:.{digits}f}" for value in (row.result.test, row.result.gap)]
-    asr = [percent(row.scored[name].accuracy) if name in row.scored else NOTHING for name in LAYERS]
-    return [row.defence, row.who, *quality, *asr, best_epoch(row.scored.get("three"))]
+    asr = [format_percent(row.scores[name].accuracy) if name in row.scores else NOTHING for name in LAYERS]
+    return [row.defence, row.attacker, *quality, *asr, best_epoch(row.scores.get("three"))]
 
 
 def best_epoch(scores: AttackScores | None) -> str:
@@ -140,16 +140,16 @@ def best_epoch(scores: AttackScores | None) -> str:
 def figure_rows(row: AttackerRow) -> Iterator[list[str]]:
     """Yield one row per attack, with all scores."""
     for name, attack in row.attacks.items():
-        start = [row.defence, row.who, NETWORKS.get(name, name)]
+        labels = [row.defence, row.attacker, NETWORKS.get(name, name)]
         if isinstance(attack, Failure):
-            yield [*start, f"failed: {attack.failed}", *[""] * (len(FIGURES) - 1)]
+            yield [*labels, f"failed: {attack.failed}", *[""] * (len(FIGURES) - 1)]
         else:
             remarks = ["same answer for all records"] * attack.collapsed + ["scores reversed"] * attack.turned
-            rates = [*map(percent, attack.tpr.values()), best_epoch(attack)]
+            rates = [*map(format_percent, attack.tpr.values()), best_epoch(attack)]
             yield [
-                *start,
-                percent(attack.accuracy),
-                text(attack.auc, ".3f"),
+                *labels,
+                format_percent(attack.accuracy),
+                format_estimate(attack.auc, ".3f"),
                 *rates,
                 "; ".join([attack.form] * bool(attack.form) + remarks),
             ]
@@ -158,8 +158,10 @@ def figure_rows(row: AttackerRow) -> Iterator[list[str]]:
 def auc_chart(rows: Sequence[AttackerRow]) -> Intervals:
     """Return a chart of the AUC of every attack."""
     marks = [
-        mark(NETWORKS.get(name, name), attack.auc if isinstance(attack, AttackScores) else None, f"{defence}, {who}")
-        for defence, who, attacks, _, _ in rows
+        mark(
+            NETWORKS.get(name, name), attack.auc if isinstance(attack, AttackScores) else None, f"{defence}, {attacker}"
+        )
+        for defence, attacker, attacks, _, _ in rows
         for name, attack in attacks.items()
     ]
     return Intervals("AUC of every attack", "AUC", marks, {"guessing": GUESS})
@@ -167,16 +169,18 @@ def auc_chart(rows: Sequence[AttackerRow]) -> Intervals:
 
 def roc_sections(rows: Sequence[AttackerRow]) -> Iterator[Section]:
     """Yield a chart for each attack, with one ROC curve per defence and attacker."""
-    several = len({row.who for row in rows}) > 1
-    for name in dict.fromkeys(name for row in rows for name in row.scored):
+    has_several_attackers = len({row.attacker for row in rows}) > 1
+    for name in dict.fromkeys(name for row in rows for name in row.scores):
         lines = {
-            f"{row.defence} ({row.who})" if several else row.defence: [(x, y) for x, y in result.roc if y > 0]
+            f"{row.defence} ({row.attacker})" if has_several_attackers else row.defence: [
+                (x, y) for x, y in result.roc if y > 0
+            ]
             for row in rows
-            if (result := row.scored.get(name)) and result.roc
+            if (result := row.scores.get(name)) and result.roc
         }
         if lines:
-            lowest = min((x for line in lines.values() for x, _ in line), default=1e-3)
-            lines["guessing"] = [(lowest, lowest), (1.0, 1.0)]
+            min_rate = min((x for line in lines.values() for x, _ in line), default=1e-3)
+            lines["guessing"] = [(min_rate, min_rate), (1.0, 1.0)]
             axes = f"ROC: {NETWORKS.get(name, name)}", "false positive rate", "true positive rate"
             yield Curves(*axes, lines, log_y=True, log_x=True)
 

@@ -1,4 +1,4 @@
-"""The records of a model's audit: members and others are read, checked and divided."""
+"""Read, check and divide the members and the others for a model's audit."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from fedveil.federation.evaluate import move_inputs
 from fedveil.records.inputs import check_same_form, describe_forms, join_batches, tensors_by_path
 from fedveil.records.shards import generator
 from fedveil.records.sources import UserRecords, check_same_columns, list_columns
-from fedveil.studies.membership.attacks import Indices, Records
+from fedveil.studies.membership.attacks import Indices, RecordPool
 
-WHERE = "audit_model"
-LEAST = 20  # minimum number of members and of others
+FUNCTION = "audit_model"
+MIN_RECORDS = 20  # minimum number of members and of others
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,49 +25,54 @@ class AuditedRecords:
 
     Attributes:
         pool: all records.
-        members: number of members.
+        num_members: number of members.
         order: indices of the members, and of the others, in random order; the first half of each is known.
     """
 
     pool: DataPart
-    members: int
+    num_members: int
     order: tuple[Indices, Indices]
 
-    def fold(self, number: int) -> Records:
-        """Return the records with the known half first (0), or with both halves exchanged (1)."""
-        (own_rows, victims), (known, fresh) = (np.array_split(part, 2)[:: -1 if number else 1] for part in self.order)
-        return Records(self.pool, own_rows, known, victims, fresh)
+    def fold(self, index: int) -> RecordPool:
+        """Return the division into known and test records; fold 1 exchanges the halves of fold 0."""
+        step = -1 if index else 1
+        (known_members, test_members), (known_others, test_others) = (
+            np.array_split(part, 2)[::step] for part in self.order
+        )
+        return RecordPool(self.pool, known_members, known_others, test_members, test_others)
 
 
 def read_records(model: nn.Module, members: UserRecords, others: UserRecords, seed: int) -> AuditedRecords:
     """Read members and others; refuse records that differ in form, that are too few, or that are in both."""
     parts = {"members": read_part("members", members), "others": read_part("others", others)}
-    first, second = parts.values()
+    member_part, other_part = parts.values()
     check_same_columns("others", others, "members", list_columns(members))
-    check_same_form("others", describe_forms(second), "members", describe_forms(first))
+    check_same_form("others", describe_forms(other_part), "members", describe_forms(member_part))
     for name, part in parts.items():
-        if len(part.targets) < LEAST:
-            what = f"there are only {len(part.targets)} {name}"
-            fix = f"pass at least {LEAST} {name}; a few hundred give a useful answer"
-            raise BadArgument(WHERE, what, fix)
-    refuse_overlap(first, second)
+        if len(part.targets) < MIN_RECORDS:
+            message = f"there are only {len(part.targets)} {name}"
+            fix = f"pass at least {MIN_RECORDS} {name}; a few hundred give a useful answer"
+            raise BadArgument(FUNCTION, message, fix)
+    refuse_overlap(member_part, other_part)
     parameter = next(model.parameters(), None)
     dtype = torch.float32 if parameter is None else parameter.dtype
-    inputs, targets = join_batches([(part.inputs, part.targets) for part in (first, second)])
-    pool, count = DataPart(move_inputs(inputs, torch.device("cpu"), dtype), targets), len(first.targets)
-    sizes, rng = (count, len(second.targets)), generator("model audit", seed)
-    own_rows, fresh = (torch.randperm(size, generator=rng).numpy() for size in sizes)
-    return AuditedRecords(pool, count, (own_rows, count + fresh))
+    inputs, targets = join_batches([(part.inputs, part.targets) for part in (member_part, other_part)])
+    pool, count = DataPart(move_inputs(inputs, torch.device("cpu"), dtype), targets), len(member_part.targets)
+    sizes, rng = (count, len(other_part.targets)), generator("model audit", seed)
+    member_order, other_order = (torch.randperm(size, generator=rng).numpy() for size in sizes)
+    return AuditedRecords(pool, count, (member_order, count + other_order))
 
 
 def refuse_overlap(members: DataPart, others: DataPart) -> None:
-    """Refuse others that are equal to a member."""
-    known = {digest: row for row, digest in enumerate(digest_records(members))}
-    both = [(row, known[digest]) for row, digest in enumerate(digest_records(others)) if digest in known]
-    if both:
-        what = f"{len(both)} of the {len(others.targets)} others are also members"
-        first = f"the first is record {both[0][0]}, which equals member {both[0][1]}"
-        raise BadArgument(WHERE, f"{what}; {first}", "pass others that the model was not trained on")
+    """Refuse other records that are equal to a member."""
+    member_rows = {digest: row for row, digest in enumerate(digest_records(members))}
+    duplicates = [
+        (row, member_rows[digest]) for row, digest in enumerate(digest_records(others)) if digest in member_rows
+    ]
+    if duplicates:
+        message = f"{len(duplicates)} of the {len(others.targets)} others are also members"
+        example = f"record {duplicates[0][0]}, for example, equals member {duplicates[0][1]}"
+        raise BadArgument(FUNCTION, f"{message}; {example}", "pass others that the model was not trained on")
 
 
 def digest_records(part: DataPart) -> list[bytes]:

@@ -12,19 +12,19 @@ from fedveil.files import write_atomically
 from fedveil.report import NOTHING, Facts, Intervals, Section, Table, Text, count, write
 from fedveil.studies.membership.attacks import GUESS, AttackScores
 from fedveil.studies.model_audit.exposure import FALSE_DISCOVERIES, RecordExposure
-from fedveil.studies.study import Presentation, mark, percent, read_texts, text
+from fedveil.studies.study import Presentation, format_estimate, format_percent, mark, read_texts
 from fedveil.studies.verdicts import Label, Verdict
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 TEXTS = read_texts()["model_audit"]
-SHOWN = 50  # number of records in the page's table
-ATTACKS = (
+MAX_SHOWN = 50  # number of records in the page's table
+ATTACK_HEADER = (
     *("attack", "AUC", "accuracy, %", "TPR at 1 % FPR, %", "TPR at 0.1 % FPR, %"),
     *("AUC on known records", "remark"),
 )
-RECORDS = ("rank", "record", "others that look like it, %", "score", "stands out")
+RECORD_HEADER = ("rank", "record", "others with this score or higher, %", "score", "stands out")
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,10 +54,10 @@ class ModelAudit:
 
     @property
     def label(self) -> Label:
-        """LEAK if an attack tells members from others or if a member stands out; NOTHING FOUND; or TOO FEW TRIALS.
+        """The label, which is LEAK if an attack distinguishes members from others or if a member stands out.
 
-        An attack may recognise a few members for certain although its AUC is close to guessing. If there is no leak,
-        each of the two findings is made with a probability of at most 5 %.
+        An attack may recognise a few members with certainty although its AUC is close to guessing. If there is no leak,
+        the probability of each of these two findings is at most 5 %.
         """
         return Label.LEAK if self.standing_out else self.verdict.label
 
@@ -73,15 +73,15 @@ class ModelAudit:
 
     @property
     def sentence(self) -> str:
-        """The finding, in two sentences."""
+        """The conclusion, in two sentences."""
         result = {
             Label.LEAK: "The model reveals which records it was trained on",
-            Label.NOTHING: "These attacks do not tell the model's training records from others",
+            Label.NOTHING: "These attacks cannot distinguish the model's training records from others",
         }.get(self.verdict.label, "There are too few records to tell whether the model reveals its training records")
         if self.standing_out and self.verdict.label is not Label.LEAK:
             result = "The model reveals some of the records that it was trained on"
-        named = len(self.standing_out)
-        stands_out = "1 stands out" if named == 1 else f"{named:,} stand out"
+        num_standing_out = len(self.standing_out)
+        stands_out = "1 stands out" if num_standing_out == 1 else f"{num_standing_out:,} stand out"
         return f"{result}. Of {count(self.sizes['members'], 'member')}, {stands_out}."
 
     def __repr__(self) -> str:
@@ -114,11 +114,11 @@ class ModelAudit:
 
     def write_records(self, path: str | Path) -> Path:
         """Write the exposure of each member to a CSV file, and return its path."""
-        rows, text = self.rows(), io.StringIO(newline="")
-        writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        rows, buffer = self.rows(), io.StringIO(newline="")
+        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        return write_atomically(Path(path), text.getvalue())
+        return write_atomically(Path(path), buffer.getvalue())
 
     def page(self, path: str | Path) -> Path:
         """Write an HTML page with the verdict, the attacks and the records that stand out, and return its path."""
@@ -127,40 +127,46 @@ class ModelAudit:
     def present(self) -> Presentation:
         """Return the content of the page."""
         marks = [mark(name, scores.auc) for name, scores in self.attacks.items()]
-        note = TEXTS.notes["records"].format(shown=SHOWN, rate=100 * FALSE_DISCOVERIES)
+        note = TEXTS.notes["records"].format(shown=MAX_SHOWN, rate=100 * FALSE_DISCOVERIES)
         facts = {name: f"{size:,}" for name, size in self.sizes.items()} | {"loss": self.loss}
-        for where, values in (("members", self.on_members), ("others", self.on_others)):
-            facts |= {f"{name} on {where}": f"{value:.4g}" for name, value in values.items()}
+        for group, values in (("members", self.on_members), ("others", self.on_others)):
+            facts |= {f"{name} on {group}": f"{value:.4g}" for name, value in values.items()}
         rows = [
             [
                 str(exposure.rank),
                 str(exposure.record),
-                percent(exposure.false_positives),
+                format_percent(exposure.false_positives),
                 f"{exposure.score:.2f}",
-                _yes(exposure.stands_out),
+                _yes_or_no(exposure.stands_out),
             ]
-            for exposure in self.exposures[:SHOWN]
+            for exposure in self.exposures[:MAX_SHOWN]
         ]
         sections: list[Section] = [
-            Table("Most exposed records", RECORDS, rows, note),
+            Table("Most exposed records", RECORD_HEADER, rows, note),
             Intervals("AUC of every attack", "AUC", marks, {"guessing": GUESS}),
             Facts("Records and model", facts),
         ]
-        reasons = [f"{name}: {why}" for name, why in self.left_out.items()]
-        sections += [Text("Attacks that were not run", reasons)] if reasons else []
+        lines = [f"{name}: {reason}" for name, reason in self.left_out.items()]
+        sections += [Text("Attacks that were not run", lines)] if lines else []
         sections.append(Text("How to read it", TEXTS.reading))
-        title, first = "Audit of a model", [Text("Verdict", [f"{self.verdict}."])]
-        return Presentation(title, self.sentence, ATTACKS, list(self.attack_rows()), TEXTS.note, sections, first)
+        title, top_sections = "Audit of a model", [Text("Verdict", [f"{self.verdict}."])]
+        return Presentation(
+            title, self.sentence, ATTACK_HEADER, list(self.attack_rows()), TEXTS.note, sections, top_sections
+        )
 
     def attack_rows(self) -> Iterator[list[str]]:
         """Yield one table row per attack."""
         for name, scores in self.attacks.items():
             remarks = [*([scores.form] if scores.form else []), *(["scores reversed"] if scores.turned else [])]
             remarks += ["same answer for all records"] * scores.collapsed
-            figures = [text(scores.auc, ".3f"), percent(scores.accuracy), *map(percent, scores.tpr.values())]
+            figures = [
+                format_estimate(scores.auc, ".3f"),
+                format_percent(scores.accuracy),
+                *map(format_percent, scores.tpr.values()),
+            ]
             title = f"{name} *" if name == self.attack else name
-            yield [title, *figures, text(scores.known, ".3f"), "; ".join(remarks) or NOTHING]
+            yield [title, *figures, format_estimate(scores.known, ".3f"), "; ".join(remarks) or NOTHING]
 
 
-def _yes(value: bool) -> str:
+def _yes_or_no(value: bool) -> str:
     return "yes" if value else "no"

@@ -22,7 +22,7 @@ from fedveil.studies.jobs import Failure, JobResults, successes
 from fedveil.studies.membership.attacks import AttackScores, Membership
 from fedveil.studies.membership.run import MEMBERSHIP
 from fedveil.studies.paper.plan import LOSS, ExhibitPlan, make_exhibit
-from fedveil.studies.study import JobGraph, Presentation, mark, percent, text
+from fedveil.studies.study import JobGraph, Presentation, format_estimate, format_percent, mark
 
 PaperValues = dict[str, dict[str, dict[str, float]]]  # the paper's values by data set, measure and defence
 O = TypeVar("O")  # noqa: E741
@@ -41,15 +41,15 @@ def attack_graph(
     options, graphs = study.options(**plan.settings.attack), dict[tuple[str, int], JobGraph[Results[A]]]()
     for seed in range(plan.settings.seeds) if seeds is None else seeds:
         for group in plan.settings.runs:
-            config = configure({**LOSS, **group, "device": plan.device, "seed": seed}, plan.where)
+            config = configure({**LOSS, **group, "device": plan.device, "seed": seed}, plan.error_prefix)
             part = f"{config.data.name}-{seed}" if seed else config.data.name
             request = AttackRequest(config, tuple(plan.settings.defences), options, label=f"{study.name}-{part}-")
             graphs[config.data.name, seed] = study.graph(request, folder / study.name / part)
 
-    def collect(done: JobResults) -> AttackResults[A]:
+    def collect(results: JobResults) -> AttackResults[A]:
         results_by_seed: AttackResults[A] = {}
         for (data, seed), graph in graphs.items():
-            for defence, result in graph.collect(done).items():
+            for defence, result in graph.collect(results).items():
                 results_by_seed.setdefault(data, {}).setdefault(defence, {})[seed] = result
         return results_by_seed
 
@@ -63,19 +63,24 @@ class TableMeasure:
     Attributes:
         title: title of the row.
         fraction: whether values are fractions; they are shown in per cent.
-        theirs, ours: number formats for the values by the paper's protocol and by ours.
+        paper_format, our_format: number formats for the values by the paper's protocol and by ours.
     """
 
     title: str
     fraction: bool = True
-    theirs: str = ".1f"
-    ours: str = ".1f"
+    paper_format: str = ".1f"
+    our_format: str = ".1f"
 
-    def format(self, values: Sequence[Estimate | None], form: str) -> str:
-        """Format the mean over seeds; if some seeds have no value, show how many have one."""
-        present = [value for value in values if value is not None]
-        mean = text(mean_over_seeds(present, fraction=self.fraction), form, 100 if self.fraction else 1)
-        return f"{mean} ({len(present)} of {len(values)} seeds)" if 0 < len(present) < len(values) else mean
+    def format(self, values: Sequence[Estimate | None], format_spec: str) -> str:
+        """Format the mean over seeds, with the number of seeds that have a value if some have none."""
+        available_values = [value for value in values if value is not None]
+        estimate, scale = mean_over_seeds(available_values, fraction=self.fraction), 100 if self.fraction else 1
+        mean = format_estimate(estimate, format_spec, scale)
+        return (
+            f"{mean} ({len(available_values)} of {len(values)} seeds)"
+            if 0 < len(available_values) < len(values)
+            else mean
+        )
 
 
 @dataclass(frozen=True)
@@ -101,17 +106,20 @@ class AttackEntry:
     @property
     def rate(self) -> Estimate | None:
         """The mean of our values over seeds; None if there are none."""
-        return mean_over_seeds([ours for _, ours in self.pairs if ours is not None], fraction=True)
+        return mean_over_seeds([estimate for _, estimate in self.pairs if estimate is not None], fraction=True)
 
     def row(self, measure: TableMeasure) -> list[str]:
         """Return the table row."""
-        where, paper = [self.data, measure.title, self.defence], f"{self.paper:.2f}"
+        labels, paper = [self.data, measure.title, self.defence], f"{self.paper:.2f}"
         if self.failed:
-            return [*where, "", paper, "", self.failed]
-        theirs, ours = zip(*self.pairs, strict=True)
-        known = paper if self.attacker in ("", PUBLISHED) else NOTHING
-        values = measure.format(theirs, measure.theirs), measure.format(ours, measure.ours)
-        return [*where, self.attacker or NOTHING, known, *values]
+            return [*labels, "", paper, "", self.failed]
+        paper_protocol_values, our_values = zip(*self.pairs, strict=True)
+        paper_cell = paper if self.attacker in ("", PUBLISHED) else NOTHING
+        values = (
+            measure.format(paper_protocol_values, measure.paper_format),
+            measure.format(our_values, measure.our_format),
+        )
+        return [*labels, self.attacker or NOTHING, paper_cell, *values]
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ class AttackTable:
     Attributes:
         title: name of the attack in the summary.
         protocol: name of the paper's protocol in the table header.
-        single: description of the intervals if there is a single seed; for several seeds, they are Student's intervals.
+        one_seed: description of the intervals if there is one seed; for several seeds, they are Student's intervals.
         success: name of the measure shown in the chart and in the summary.
         chart: the chart, without its rows.
         measures: the paper's measures, by name.
@@ -129,7 +137,7 @@ class AttackTable:
 
     title: str
     protocol: str
-    single: str
+    one_seed: str
     success: str
     chart: Intervals
     measures: dict[str, TableMeasure]
@@ -142,14 +150,14 @@ def present_attack(
 
     `figures` returns the pair of estimates for a result, an attacker and a measure.
     """
-    rows, marks, headline = list[list[str]](), dict[Interval, None](), list[tuple[str, str, str]]()
+    rows, marks, summary_rows = list[list[str]](), dict[Interval, None](), list[tuple[str, str, str]]()
     paper, table = plan.paper_values(PaperValues), TypeAdapter(AttackTable).validate_python(plan.file.table)
-    for printed_as, data in plan.settings.data.items():
+    for paper_name, data in plan.settings.data.items():
         entries = [
             entry
             for measure in table.measures
             for defence, seeds in results[data].items()
-            for entry in _entries((data, measure, defence), paper[printed_as][measure][defence], seeds, figures)
+            for entry in _entries((data, measure, defence), paper[paper_name][measure][defence], seeds, figures)
         ]
         rows += [entry.row(table.measures[entry.measure]) for entry in entries]
         rates = [entry for entry in entries if entry.measure == table.success]
@@ -158,48 +166,50 @@ def present_attack(
             marks[Interval("paper", rate.paper, group=group)] = None
             marks[mark(f"ours, {rate.attacker or PUBLISHED}", rate.rate, group, 100)] = None
         if summary := _summarise(rates):
-            headline.append((f"{table.title}, {data}, success in %", *summary))
+            summary_rows.append((f"{table.title}, {data}, success in %", *summary))
     header = ("data", "measure", "defence", "attacker", "paper", f"ours, {table.protocol}", "ours")
     count = plan.settings.seeds
     seeds_note = f"Means over {count} seeds with Student's 95 % interval; all seeds use the same images."
     note, sections = (
-        f"{plan.file.note} {seeds_note if count > 1 else table.single}",
+        f"{plan.file.note} {seeds_note if count > 1 else table.one_seed}",
         [replace(table.chart, rows=[*marks])],
     )
-    return Presentation(plan.title, "", header, rows, note, sections, headline=headline)
+    return Presentation(plan.title, "", header, rows, note, sections, summary_rows=summary_rows)
 
 
 def _summarise(successes: Sequence[AttackEntry]) -> tuple[str, str] | None:
-    """Summarise the paper's and our success rates for plain and veil; None if we have not measured both.
+    """Summarise the paper's and our success rates for plain and veil; return None if one of ours is missing.
 
     Our summary includes the best adaptive attacker.
     """
     rates = {(success.defence, success.attacker): 100 * success.rate.value for success in successes if success.rate}
     if not {("plain", PUBLISHED), ("veil", PUBLISHED)} <= rates.keys():
         return None
-    theirs = {success.defence: success.paper for success in successes}
-    ours = f"plain {rates['plain', PUBLISHED]:.1f}, veil {rates['veil', PUBLISHED]:.1f}"
-    adaptive = {who: rate for (defence, who), rate in rates.items() if defence == "veil" and who != PUBLISHED}
+    paper = {success.defence: success.paper for success in successes}
+    our_text = f"plain {rates['plain', PUBLISHED]:.1f}, veil {rates['veil', PUBLISHED]:.1f}"
+    adaptive = {
+        attacker: rate for (defence, attacker), rate in rates.items() if defence == "veil" and attacker != PUBLISHED
+    }
     if adaptive:
         best = max(adaptive, key=adaptive.__getitem__)
-        ours += f", by an adaptive attacker ({best}) {adaptive[best]:.1f}"
-    return ", ".join(f"{defence} {theirs[defence]:.2f}" for defence in ("plain", "veil")), ours
+        our_text += f", by an adaptive attacker ({best}) {adaptive[best]:.1f}"
+    return ", ".join(f"{defence} {paper[defence]:.2f}" for defence in ("plain", "veil")), our_text
 
 
 def _entries(
-    where: tuple[str, str, str], printed: float, seeds: Seeds[A], figures: Callable[[A, str, str], FigurePair]
+    key: tuple[str, str, str], paper: float, seeds: Seeds[A], figures: Callable[[A, str, str], FigurePair]
 ) -> list[AttackEntry]:
-    """Return the entries of all attackers for the data set, measure and defence in `where`."""
-    results, measure = list(successes(seeds).values()), where[1]
+    """Return the entries of all attackers for the data set, measure and defence in `key`."""
+    results, measure = list(successes(seeds).values()), key[1]
     for seed, result in seeds.items():
         if isinstance(result, Failure):
-            failed = f"failed: seed {seed}: {result.failed}" if len(seeds) > 1 else f"failed: {result.failed}"
-            return [AttackEntry(*where, "", printed, failed=failed)]
+            reason = f"failed: seed {seed}: {result.failed}" if len(seeds) > 1 else f"failed: {result.failed}"
+            return [AttackEntry(*key, "", paper, failed=reason)]
     if measure == ACCURACY:
-        return [AttackEntry(*where, "", printed, [(None, average([result.test])) for result in results])]
+        return [AttackEntry(*key, "", paper, [(None, average([result.test])) for result in results])]
     attackers = dict.fromkeys(name for result in results for name in result.attackers)
     return [
-        AttackEntry(*where, name, printed, [figures(result, name, measure) for result in results]) for name in attackers
+        AttackEntry(*key, name, paper, [figures(result, name, measure) for result in results]) for name in attackers
     ]
 
 
@@ -211,7 +221,7 @@ def mean_over_seeds(estimates: Sequence[Estimate], *, fraction: bool) -> Estimat
 
 
 def _membership_figures(result: Membership, attacker: str, measure: str) -> FigurePair:
-    """Return the success for a set of layers, with the epoch chosen as in the paper and on known records."""
+    """Return the success for some layers at two epochs: one chosen as in the paper, one chosen on known records."""
     attack = result.attackers[attacker].attacks.get(measure) if attacker in result.attackers else None
     if not isinstance(attack, AttackScores):
         return None, None
@@ -222,11 +232,11 @@ def _inversion_figures(result: Inversion, attacker: str, measure: str) -> Figure
     """Return a measure of the generator's images, judged by the attacked model and by the independent evaluator."""
     if attacker not in result.attackers:
         return None, None
-    theirs, ours = result.attackers[attacker].as_received, result.attackers[attacker].codes
+    self_judged_rate, independent_rate = result.attackers[attacker].as_received, result.attackers[attacker].codes
     return (
-        (theirs, ours)
+        (self_judged_rate, independent_rate)
         if measure == "value"
-        else (average([getattr(theirs, measure)]), average([getattr(ours, measure)]))
+        else (average([getattr(self_judged_rate, measure)]), average([getattr(independent_rate, measure)]))
     )
 
 
@@ -237,11 +247,11 @@ MEMBERSHIP_KIND, INVERSION_KIND = TypeAdapter(AttackResults[Membership]), TypeAd
 def present_table4(plan: ExhibitPlan, results: AttackResults[Inversion]) -> Presentation:
     """Return the table; its note includes the success of a generator without any model, and of real images."""
     presentation, limits = present_attack(plan, results, figures=_inversion_figures), []
-    for data, ours in results.items():
-        result = {seed: success for seeds in ours.values() for seed, success in successes(seeds).items()}
-        if all_successes := list(result.values()):
-            floor = percent(mean_over_seeds([success.floor for success in all_successes], fraction=True))
-            ceiling = percent(mean_over_seeds([success.ceiling for success in all_successes], fraction=True))
+    for data, by_defence in results.items():
+        by_seed = {seed: success for seeds in by_defence.values() for seed, success in successes(seeds).items()}
+        if all_successes := list(by_seed.values()):
+            floor = format_percent(mean_over_seeds([success.floor for success in all_successes], fraction=True))
+            ceiling = format_percent(mean_over_seeds([success.ceiling for success in all_successes], fraction=True))
             limits.append(
                 f"{data}: a generator without any model {floor}, held-out real images {ceiling}, "
                 f"guessing {100 / len(all_successes[0].classes):.1f}."
@@ -273,9 +283,9 @@ Grids = dict[str, ImageGrid | Failure]  # grid by data set
 
 
 def _grid(results: Mapping[str, Inversion]) -> ImageGrid | Failure:
-    for first in results.values():
-        if first.gallery:
-            return ImageGrid(first.classes, first.gallery.shape, gallery_rows(results))
+    for result in results.values():
+        if result.gallery:
+            return ImageGrid(result.classes, result.gallery.shape, gallery_rows(results))
     return Failure("all attacks failed")
 
 
@@ -284,9 +294,9 @@ def inversion_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Grids]:
     attacks = attack_graph(INVERSION, plan, folder, seeds=(0,))
     return JobGraph(
         attacks.jobs,
-        lambda done: {
-            data: _grid(successes({defence: seeds[0] for defence, seeds in results.items()}))
-            for data, results in attacks.collect(done).items()
+        lambda results: {
+            data: _grid(successes({defence: seeds[0] for defence, seeds in by_defence.items()}))
+            for data, by_defence in attacks.collect(results).items()
         },
     )
 
@@ -309,8 +319,8 @@ def _configs(plan: ExhibitPlan) -> dict[str, Config]:
         noise: dict[str, Value] = {"defence": "ppdl", "ppdl": "noise", "sigma": math.sqrt(variance)}
         changes[f"ppdl, variance {variance:g}"] = noise
     changes["veil"] = {"defence": "veil"}
-    common = plan.settings.run | {"device": plan.device}
-    return {name: configure({**LOSS, **common, **change}, plan.where) for name, change in changes.items()}
+    shared_values = plan.settings.run | {"device": plan.device}
+    return {name: configure({**LOSS, **shared_values, **change}, plan.error_prefix) for name, change in changes.items()}
 
 
 def gradient_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[Results[Gradients]]:
@@ -334,8 +344,8 @@ def present_fig5(plan: ExhibitPlan, variants: Results[Gradients]) -> Presentatio
         "Figure 5, images from gradients, PSNR in dB",
         "no numbers; veil close to PPDL with variance 0.1",
     )
-    rows, headline = table_rows(results, [BATCH]), [(question, paper, ", ".join(uploads))]
-    return Presentation(plan.title, "", HEADER, rows, plan.file.note, sections, headline=headline)
+    rows, summary_rows = table_rows(results, [BATCH]), [(question, paper, ", ".join(uploads))]
+    return Presentation(plan.title, "", HEADER, rows, plan.file.note, sections, summary_rows=summary_rows)
 
 
 FIG4 = make_exhibit(TypeAdapter(Grids), inversion_graph, present_fig4)

@@ -54,7 +54,7 @@ class PlanFile(BaseModel):
         title: title of the table or figure.
         note: note below the table.
         comparison: note below the table that compares the veil with plain training.
-        why: explanations of the differences from the paper.
+        differences: explanations of the differences from the paper.
         same_as: name of another plan whose scales this plan uses.
         columns: columns of the paper's table.
         scales: settings by scale.
@@ -65,7 +65,7 @@ class PlanFile(BaseModel):
     title: str
     note: str
     comparison: str = ""
-    why: list[str]
+    differences: list[str]
     same_as: str | None = None
     columns: list[str] = []
     scales: dict[str, dict[str, JsonValue]] = {}
@@ -82,7 +82,7 @@ class ExhibitPlan:
         file: content of the plan's file.
         scale: one of SCALES.
         settings: validated settings of the scale.
-        written: the settings as written in the file, without `about`.
+        raw_settings: the settings as written in the file, without `about`.
         device: device to compute on.
     """
 
@@ -90,7 +90,7 @@ class ExhibitPlan:
     file: PlanFile
     scale: str
     settings: ScaleSettings
-    written: dict[str, JsonValue]
+    raw_settings: dict[str, JsonValue]
     device: str = "cpu"
 
     @property
@@ -99,7 +99,7 @@ class ExhibitPlan:
         return self.file.title
 
     @property
-    def where(self) -> str:
+    def error_prefix(self) -> str:
         """The prefix of error messages."""
         return f"{self.name}.toml, {self.scale}"
 
@@ -116,10 +116,10 @@ def read_plan(name: str, scale: str, device: str = "cpu") -> ExhibitPlan:
     """Read the plan NAME.toml at one scale."""
     check_choice("--scale", "scale", scale, SCALES)
     file = _load_file(name)
-    written = (_load_file(file.same_as) if file.same_as else file).scales[scale]
-    settings = ScaleSettings.model_validate(written)
-    del written["about"]
-    return ExhibitPlan(name, file, scale, settings, written, device)
+    raw_settings = (_load_file(file.same_as) if file.same_as else file).scales[scale]
+    settings = ScaleSettings.model_validate(raw_settings)
+    del raw_settings["about"]
+    return ExhibitPlan(name, file, scale, settings, raw_settings, device)
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Exhibit:
     """A table or figure of the paper.
 
     Attributes:
-        graph: function that returns the jobs of a plan; their combined result consists of plain values for JSON.
-        present: function that presents these plain values.
+        graph: function that returns the jobs of a plan; their combined result consists of JSON values.
+        present: function that presents these values.
     """
 
     graph: Callable[[ExhibitPlan, Path], JobGraph[JsonValue]]
@@ -143,16 +143,16 @@ def make_exhibit(
 ) -> Exhibit:
     """Create an exhibit from functions that use typed results; the fields in `omitted` are not written to disk."""
 
-    def plain_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[JsonValue]:
+    def json_graph(plan: ExhibitPlan, folder: Path) -> JobGraph[JsonValue]:
         result = graph(plan, folder)
-        collect = lambda done: _drop_keys(kind.dump_python(result.collect(done), mode="json"), omitted)  # noqa: E731
+        collect = lambda results: _drop_keys(kind.dump_python(result.collect(results), mode="json"), omitted)  # noqa: E731
         return JobGraph(result.jobs, collect)
 
-    return Exhibit(plain_graph, lambda plan, results: present(plan, kind.validate_python(results)))
+    return Exhibit(json_graph, lambda plan, results: present(plan, kind.validate_python(results)))
 
 
 def _drop_keys(value: JsonValue, names: frozenset[str]) -> JsonValue:
-    """Remove keys from plain values, at any depth."""
+    """Return JSON values without the given keys, at any depth."""
     if isinstance(value, dict):
-        return {key: _drop_keys(inner, names) for key, inner in value.items() if key not in names}
-    return [_drop_keys(inner, names) for inner in value] if isinstance(value, list) else value
+        return {key: _drop_keys(item, names) for key, item in value.items() if key not in names}
+    return [_drop_keys(item, names) for item in value] if isinstance(value, list) else value
