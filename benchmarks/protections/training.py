@@ -114,12 +114,12 @@ def message_sizes(federation: Federation) -> tuple[int, int]:
     sizes = {"down": 0, "up": 0}
 
     def count_clear(broadcast: Any, updates: Sequence[Any]) -> None:
-        sizes["down"] += clients * len(to_bytes("ask", *codec.encode_broadcast(broadcast)))
+        sizes["down"] += clients * len(to_bytes("request", *codec.encode_broadcast(broadcast)))
         sizes["up"] += sum(len(to_bytes("answer", *codec.encode_update(update))) for update in updates)
 
     def count_masked(number, defence_round, members, terms, channels):  # type: ignore[no-untyped-def]
         values, tensors = codec.encode_broadcast(defence_round.broadcast)
-        sizes["down"] += clients * len(to_bytes("ask", {**values, "secure": terms.values()}, tensors))
+        sizes["down"] += clients * len(to_bytes("request", {**values, "secure": terms.values()}, tensors))
         digest, uploads = ask_masked(number, defence_round, members, terms, channels)
         return digest, count_replies(uploads)
 

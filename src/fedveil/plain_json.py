@@ -29,15 +29,15 @@ def to_json(value: Any, indent: int | None = None, *, exact: bool = False) -> st
     """
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
-    except ValueError:  # it contains infinity or NaN
+    except ValueError:  # `value` contains infinity or NaN
         return json.dumps(_replace_nonfinite(value, exact), indent=indent, allow_nan=False)
 
 
 def _replace_nonfinite(value: Any, exact: bool) -> Any:
     if isinstance(value, dict):
-        return {key: _replace_nonfinite(inner, exact) for key, inner in value.items()}
+        return {key: _replace_nonfinite(item, exact) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_replace_nonfinite(inner, exact) for inner in value]
+        return [_replace_nonfinite(item, exact) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value)) if exact else None
     return value
@@ -67,30 +67,34 @@ def read_toml(path: Path) -> dict[str, Any]:
 def check_schema(values: object, where: str) -> dict[str, object]:
     """Return the content of a file in a run's folder, without its schema version; refuse unknown versions."""
     if not isinstance(values, dict):
-        raise BadArgument(where, f"contains a {type(values).__name__}, not sections", "use the config.json of a run")
+        raise BadArgument(
+            where, f"must contain a JSON object, got {type(values).__name__}", "use the config.json of a run"
+        )
     result = dict(values)
     if (schema := result.pop("schema", None)) != SCHEMA:
-        what = f"has schema {schema!r}, but this version of Fedveil reads schema {SCHEMA}"
-        raise BadArgument(where, what, "use the version of Fedveil that wrote it, or train again")
+        message = f"has schema {schema!r}, but this version of Fedveil reads schema {SCHEMA}"
+        raise BadArgument(where, message, "use the version of Fedveil that wrote it, or train again")
     return result
 
 
-def _parse(where: str, form: str, parse: Callable[[], Value]) -> Value:
-    deep = BadArgument(where, f"its values are nested more than {MAX_DEPTH} levels deep", "flatten them")
+def _parse(where: str, format_name: str, parse: Callable[[], Value]) -> Value:
+    too_deep = BadArgument(
+        where, f"its values are nested more than {MAX_DEPTH} levels deep", "flatten the nested values"
+    )
     try:
-        with convert_os_errors(where, "read", f"pass the path of a readable {form} file"):
+        with convert_os_errors(where, "read", f"pass the path of a readable {format_name} file"):
             value = parse()
     except RecursionError:
-        raise deep from None
+        raise too_deep from None
     except ValueError as error:
         if isinstance(error, BadArgument):
             raise
-        raise BadArgument(where, f"is not {form}: {error}") from error
-    level: list[Any] = [value]
+        raise BadArgument(where, f"is not {format_name}: {error}") from error
+    items: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _list_items(outer)]
-    if level:
-        raise deep
+        items = [item for container in items for item in _list_items(container)]
+    if items:
+        raise too_deep
     return value
 
 

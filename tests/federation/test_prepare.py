@@ -44,7 +44,11 @@ WIDE = records(width=5)
         (None, Records(*WIDE), ["inputs: torch.float32 of shape (5,)", "the clients have inputs: torch.float32 of"]),
         (None, (INPUTS.long(), TARGETS), ["torch.int64 of shape (4,)", "torch.float32 of shape (4,)"]),
         (None, (INPUTS, TARGETS.float()), ["test data: targets", "targets.long()"]),
-        (own, (INPUTS, TARGETS.float()), ["test data: targets", "own does not accept them (torch.float32 of shape ()"]),
+        (
+            own,
+            (INPUTS, TARGETS.float()),
+            ["test data: targets", "own does not accept these targets (torch.float32 of shape ()"],
+        ),
         (None, (INPUTS[:0], TARGETS[:0]), ["there are no records"]),
         (None, (INPUTS, TARGETS[:9]), ["12 records in inputs and 9 targets"]),
         (None, (INPUTS / 0, TARGETS), ["test data, record 0: inputs contain NaN or infinity"]),

@@ -19,7 +19,7 @@ from fedveil import Federation, Privacy, Veil
 from fedveil.errors import TooFewAnswers
 from fedveil.federation import secure_round
 from fedveil.federation.client import ClientSession
-from fedveil.federation.protocol import Ask, MaskedAnswer, SecureTerms, read
+from fedveil.federation.protocol import MaskedAnswer, Request, SecureTerms, read
 from fedveil.privacy.accounting import composed_epsilon, filtered_epsilon
 from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.privacy.samplers import SCALE
@@ -190,8 +190,8 @@ def transcript(data, folder, privacy=PRIVATE):
     def listen(reply):
         def answer(message, own):
             found = reply(message, own)
-            if read_kind(message) == "ask":
-                ask = read(message, Ask)
+            if read_kind(message) == "request":
+                ask = read(message, Request)
                 opening = SecureTerms.from_values(ask.secure).opening
                 asks.append((ask.privacy, ask.batch_size, opening.exponents, opening.rows, opening.checks))
             if len(asks) <= len(known):

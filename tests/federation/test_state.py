@@ -214,7 +214,7 @@ def test_resume_starts_a_run_continues_one_and_leaves_a_finished_one(tmp_path):
     before = (tmp_path / LAST).read_bytes()
     other.step()
     for run, resume in ((make(), False), (other, False), (other, True)):
-        with pytest.raises(BadArgument, match=r"(?s)there is another run in this folder.*resume=True.*another folder"):
+        with pytest.raises(BadArgument, match=r"(?s)this folder contains another run.*resume=True.*another folder"):
             run.fit(**HOW, folder=tmp_path, resume=resume)
     assert (tmp_path / LAST).read_bytes() == before
     again.fit(**HOW | {"rounds": 7}, folder=tmp_path, resume=True)

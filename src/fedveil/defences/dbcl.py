@@ -253,8 +253,8 @@ class DBCLRound(SketchedRound):
     def check_number(self, number: int, position: int = 0) -> None:
         """Refuse an update that was computed from another broadcast."""
         if number != self.broadcast.number:
-            what = f"its update is for broadcast {number}, but the current broadcast is {self.broadcast.number}"
-            raise StaleUpdate(f"client {position}", what)
+            message = f"its update is for broadcast {number}, but the current broadcast is {self.broadcast.number}"
+            raise StaleUpdate(f"client {position}", message)
 
     def recover(self, updates: Sequence[SketchedUpdate], weights: Sequence[float]) -> Aggregate:
         """Return sum_k |D_k| / |D| Gamma_k S^T for sketched weights, and the weighted mean of everything else.
@@ -317,8 +317,8 @@ def _choose_weights(model: nn.Module, q: int, kept: Sequence[str], skip: Sequenc
             raise BadArgument(f"dbcl, {name}", obstacle, f"use DBCL(skip=({path or last!r},)) to send it unchanged")
         chosen.append(name)
     if not chosen:
-        what = "none of the weights would be sketched, so clients would receive the whole model"
-        raise BadArgument("dbcl", what, "use a deeper model, or DBCL(skip_first_conv=False, skip_last=False)")
+        message = "none of the weights would be sketched, so clients would receive the whole model"
+        raise BadArgument("dbcl", message, "use a deeper model, or DBCL(skip_first_conv=False, skip_last=False)")
     return tuple(chosen)
 
 

@@ -67,8 +67,8 @@ def build_from_description(values: Mapping[str, object], where: str, *, trust_co
 def _build(values: Mapping[str, object], where: str, trust_code: bool) -> object:
     spec, arguments = str(values.get(CLASS)), values.get(ARGUMENTS)
     if not spec.startswith("fedveil.") and not trust_code:
-        what = f"its defence is {spec}, and importing it runs that package's code"
-        raise BadArgument(where, what, "use --trust-code, or trust_code=True in Python")
+        message = f"its defence is {spec}, and importing it runs that package's code"
+        raise BadArgument(where, message, "use --trust-code, or trust_code=True in Python")
     if not isinstance(arguments, dict):
         raise BadArgument(where, f"the arguments of {spec} are not known", FIX)
     kind = import_object(spec, "a defence", "my_package.defences:Mine")

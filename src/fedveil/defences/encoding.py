@@ -60,8 +60,8 @@ def unpack_model(model: nn.Module, values: Values, tensors: Tensors) -> nn.Modul
     check_trainable(result["trainable"], parameters)
     unknown = sorted(training - {path for path, _ in inside.modes})
     if unknown or len(training) < len(result["training"]):
-        what = f"there is no module {unknown[0][:80]!a}" if unknown else "training lists a module twice"
-        raise ModelMismatch("broadcast", what, SAME_CODE)
+        message = f"there is no module {unknown[0][:80]!a}" if unknown else "training lists a module twice"
+        raise ModelMismatch("broadcast", message, SAME_CODE)
     filled = copy.deepcopy(model)
     for name, parameter in filled.named_parameters():
         parameter.data = parameters[name].to(parameter.device)

@@ -76,8 +76,8 @@ def refuse_buffers(name: str, model: nn.Module, example: Inputs) -> None:
     from fedveil.defences.private import find_moving_tensors  # other filters do not need it
 
     if moving := find_moving_tensors(model, example):
-        what = f"{moving[0]} depends on the clients' data, and is sent without noise"
-        raise BadArgument(name, what, "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet)")
+        message = f"{moving[0]} depends on the clients' data, and is sent without noise"
+        raise BadArgument(name, message, "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet)")
 
 
 def to_arrays(gradients: Mapping[str, Tensor]) -> Arrays:

@@ -214,8 +214,8 @@ class DefenceClient(ABC, Generic[B, U]):
 
     def train(self, broadcast: B, batches: Iterable[Samples], local: LocalTraining, client: int = 0) -> U:
         """Take one local step per batch, and compute the update from the difference of the two models."""
-        what = f"{type(self).__name__} computes gradients, but does not train locally"
-        raise BadArgument("local training", what, "define train, or leave out local_epochs")
+        message = f"{type(self).__name__} computes gradients, but does not train locally"
+        raise BadArgument("local training", message, "define train, or leave out local_epochs")
 
     def sample(self, records: int) -> tuple[Tensor, Tensor] | None:
         """Return the indices of a round's records and a mask of those that count, or None to use the seeded order."""

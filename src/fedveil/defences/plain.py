@@ -114,8 +114,10 @@ class Plain(Defence[nn.Module, PlainUpdate]):
     def require_record_gradients(self) -> None:
         """Raise an error if clients cannot compute per-record gradients."""
         if self.local_training is not None:
-            what = "after a client's first step, every further step depends on all its records, which cannot be clipped"
-            raise BadArgument("privacy", what, 'leave out local_epochs, or protect clients with unit="client"')
+            message = (
+                "after a client's first step, every further step depends on all its records, which cannot be clipped"
+            )
+            raise BadArgument("privacy", message, 'leave out local_epochs, or protect clients with unit="client"')
         super().require_record_gradients()
 
     @property

@@ -114,8 +114,8 @@ class PPDL(Plain):
         self.fraction = check_fraction("PPDL", "fraction", fraction, "use fraction=1 to upload the whole gradient")
         self.sigma = check_range("PPDL", "sigma", sigma, 0.0, LARGEST, "use sigma=0 to add no noise")
         if clip not in (None, "median") and not (is_number(clip) and 0 < clip <= LARGEST):
-            what = f"clip must be a norm above 0, 'median' or None, got {clip!r}"
-            raise BadArgument("PPDL", what, "use clip=None to leave gradients unclipped")
+            message = f"clip must be a norm above 0, 'median' or None, got {clip!r}"
+            raise BadArgument("PPDL", message, "use clip=None to leave gradients unclipped")
         if seed is not None and type(seed) is not int:
             raise BadArgument("PPDL", f"seed must be an int or None, got {seed!r}", "omit it except in tests")
         self.clip = clip if isinstance(clip, str | None) else float(clip)
@@ -142,8 +142,8 @@ class PPDL(Plain):
         values = dict(SETTINGS[check_choice("PPDL.from_setting", "setting", setting, SETTINGS)])
         for name, value in (("fraction", fraction), ("sigma", sigma)):
             if value is not None and name not in values:
-                what = f"setting {setting!r} has no {name}, got {value!r}"
-                raise BadArgument("PPDL.from_setting", what, f'use PPDL.from_setting("both", {name}={value!r})')
+                message = f"setting {setting!r} has no {name}, got {value!r}"
+                raise BadArgument("PPDL.from_setting", message, f'use PPDL.from_setting("both", {name}={value!r})')
             if value is not None:
                 values[name] = value
         clip = "median" if "sigma" in values else None

@@ -62,11 +62,11 @@ class PrivateDefence(Defence[B, U]):
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "PrivateServer[B, U]":
         """Prepare the inner server; refuse a model whose buffers depend on the clients' data."""
         if moving := find_moving_tensors(model, example):
-            what = f"{moving[0]} depends on the clients' data, but is neither clipped nor protected by noise"
+            message = f"{moving[0]} depends on the clients' data, but is neither clipped nor protected by noise"
             fix = "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet), or model.eval()"
             if moving[0].startswith("parameter"):
                 fix = "remove the code in forward that changes it, such as max_norm of an Embedding"
-            raise BadArgument("privacy", what, fix)
+            raise BadArgument("privacy", message, fix)
         return PrivateServer(self, self.inner.server(model, example, loss))
 
     def client_view(self, model: nn.Module, broadcast: B) -> nn.Module:
@@ -105,8 +105,8 @@ class PrivateServer(DefenceServer[B, U]):
         for name, setting in self.defence.settings().items():
             spent = read_state("privacy", state, name, type(setting))
             if spent != setting:
-                what = f"previous rounds used {name} = {spent}, not {setting}"
-                raise BadArgument("privacy", what, "resume with the settings of the previous rounds")
+                message = f"previous rounds used {name} = {spent}, not {setting}"
+                raise BadArgument("privacy", message, "resume with the settings of the previous rounds")
         self.inner.restore(read_state("privacy", state, "inner", dict))
         self.accountant.restore(read_state("privacy", state, "rounds", int), read_state("privacy", state, "own", dict))
 

@@ -59,8 +59,10 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
     def __init__(self, inner: AnyDefence, privacy: Privacy, *, entropy: Entropy | None = None) -> None:
         inner.require_record_gradients()
         if inner.largest_factor != 1.0 and not privacy.allow_factors:
-            what = f"factors up to {inner.largest_factor:g} change the norms of the gradients to clip"
-            raise BadArgument("privacy", what, "use fedveil.Veil(multiplicative=1.0, decoys=2), or allow_factors=True")
+            message = f"factors up to {inner.largest_factor:g} change the norms of the gradients to clip"
+            raise BadArgument(
+                "privacy", message, "use fedveil.Veil(multiplicative=1.0, decoys=2), or allow_factors=True"
+            )
         assert privacy.noise is not None
         assert privacy.rate is not None
         super().__init__(inner, Accountant(privacy.noise, privacy.delta, privacy.rate, privacy.epsilon), entropy)
@@ -97,8 +99,8 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
         }
         if dtypes - {torch.float32, torch.float64}:
             result = " and ".join(sorted(map(str, dtypes)))
-            what = f"the model has dtype {result}, in which gradients overflow or underflow before they are clipped"
-            raise BadArgument("privacy", what, "use model.float()")
+            message = f"the model has dtype {result}, in which gradients overflow or underflow before they are clipped"
+            raise BadArgument("privacy", message, "use model.float()")
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PrivateServer[object, SumUpdate]:
         """Prepare the inner server; refuse a model or a loss in which records influence one another."""
@@ -130,9 +132,9 @@ def refuse_batch_norm(model: nn.Module) -> None:
     for path, module in model.named_modules():
         couples = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
         if couples and (module.training or module.running_mean is None):
-            what = f"{path or 'the model'} is {type(module).__name__}, which mixes the records of a batch"
+            message = f"{path or 'the model'} is {type(module).__name__}, which mixes the records of a batch"
             fix = "use fedveil.models.with_group_norm(model), or model.eval() to keep its statistics"
-            raise BadArgument("privacy", what, fix)
+            raise BadArgument("privacy", message, fix)
 
 
 class RecordPrivateRound(PrivateRound[object, SumUpdate]):
@@ -173,8 +175,10 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         """
         privacy, by_clients = self._privacy, self._privacy.noise_by == "clients"
         if members is not None and survivors < privacy.min_members(members):
-            what = f"it includes {survivors} of {members} clients, but its noise allows for {privacy.vanishing} missing"
-            raise Aborted("few", "the sum", what)
+            message = (
+                f"it includes {survivors} of {members} clients, but its noise allows for {privacy.vanishing} missing"
+            )
+            raise Aborted("few", "the sum", message)
         grid = privacy.grid(self._numbers, len(next(iter(self.template.values()))), members)
         self._accountant.count(self._members)  # count the round first, in case drawing the noise is interrupted
         if privacy.noise and not by_clients:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GROUP = "fedveil.defences"
 EXAMPLE = "my_package.defences:Mine"
-ASK = "ask"
+REQUEST = "request"
 MAX_SETTING_LENGTH = 2**12  # maximum number of characters in a setting sent by a server
 NOTHING: Mapping[str, object] = {}
 
@@ -174,8 +174,8 @@ def build(name: str, values: Mapping[str, object] = NOTHING, more: Mapping[str, 
         raise BadArgument(name, f"{record.target} does not implement {', '.join(missing)}")
     defence = make(**arguments)
     if not isinstance(defence, Defence):
-        what = f"{record.target} returned {type(defence).__name__}, which is not a defence"
-        raise BadArgument(name, what, "make it a subclass of fedveil.defences.Defence")
+        message = f"{record.target} returned {type(defence).__name__}, which is not a defence"
+        raise BadArgument(name, message, "make it a subclass of fedveil.defences.Defence")
     return defence
 
 
@@ -212,26 +212,26 @@ def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
     `remote_settings`, to plain values. The client controls everything else, such as randomness, files and code. A
     defence with secrets derived from a seed is refused.
     """
-    check_choice(ASK, "defence", name, names())  # never import code that a server names
+    check_choice(REQUEST, "defence", name, names())  # never import code that a server names
     kind = _find_class(name, find(name).target)
     attributes = vars(kind)  # without inherited attributes: each class must explicitly allow servers to use it
     if not {"codec", "remote_settings"} & attributes.keys():
-        raise BadArgument(ASK, f"servers may not ask for {name}", "define codec or remote_settings in its class")
+        raise BadArgument(REQUEST, f"servers may not ask for {name}", "define codec or remote_settings in its class")
     allowed = attributes.get("remote_settings", ())
     for key, value in settings.items():
         if key not in allowed:
             fix = f"send only {', '.join(allowed)}" if allowed else "send no settings"
-            raise BadArgument(ASK, f"a server cannot set {key[:40]!a} of {name}", fix)
+            raise BadArgument(REQUEST, f"a server cannot set {key[:40]!a} of {name}", fix)
         if not _is_plain(value):
-            raise BadArgument(ASK, f"{key} of {name} must be a number, a short string or a short list of these")
+            raise BadArgument(REQUEST, f"{key} of {name} must be a number, a short string or a short list of these")
     try:
         defence = kind(**settings)
     except FedveilError:
         raise
     except Exception as error:  # a class from another package may raise anything
-        what = f"{name} cannot be built with the server's settings: {type(error).__name__}"
-        raise BadArgument(ASK, what, "install the same packages on server and clients") from error
-    refuse_repeatable(ASK, defence)
+        message = f"{name} cannot be built with the server's settings: {type(error).__name__}"
+        raise BadArgument(REQUEST, message, "install the same packages on server and clients") from error
+    refuse_repeatable(REQUEST, defence)
     return defence
 
 
@@ -245,8 +245,8 @@ def _is_plain(value: object) -> bool:
 def refuse_repeatable(where: str, defence: "AnyDefence") -> None:
     """Refuse a defence with secrets derived from a seed."""
     if defence.repeatable:
-        what = f"{defence.name} with a seed is for tests: seeded noise is not secret"
-        raise BadArgument(where, what, "omit seed= and entropy=")
+        message = f"{defence.name} with a seed is for tests: seeded noise is not secret"
+        raise BadArgument(where, message, "omit seed= and entropy=")
 
 
 def find_record(defence: object) -> Record | None:
@@ -268,8 +268,8 @@ def import_target(record: Record) -> object:
         extra, missing = record.name.partition(":")[0], error.__cause__
         if record.name not in INCLUDED or not isinstance(missing, ModuleNotFoundError):
             raise
-        what = f"needs the package {str(missing.name).partition('.')[0]}, which is not installed"
-        raise BadArgument(record.name, what, f"pip install 'fedveil[{extra}]'") from missing
+        message = f"needs the package {str(missing.name).partition('.')[0]}, which is not installed"
+        raise BadArgument(record.name, message, f"pip install 'fedveil[{extra}]'") from missing
 
 
 def _import_target(target: str) -> object:
@@ -286,8 +286,8 @@ def _find_class(name: str, target: str) -> "type[AnyDefence]":
     import_target(find(name))
     kind = _import_target(target)
     if not isinstance(kind, type) or not issubclass(kind, Defence):
-        what = f"{target} is neither a subclass of Defence nor a class method of one"
-        raise BadArgument(name, what, "register the class, so that clients can build it")
+        message = f"{target} is neither a subclass of Defence nor a class method of one"
+        raise BadArgument(name, message, "register the class, so that clients can build it")
     return kind
 
 

@@ -166,29 +166,29 @@ class SPNClient(PlainClient):
         bits = self._settings.bits
         expected = (bits, self.split.features), (self.split.classes, bits)
         if (head.shape, codes.shape) != expected:
-            what = (
+            message = (
                 f"client {client}'s head and codes have shapes {(*head.shape,)} and {(*codes.shape,)}, not {expected}"
             )
-            raise BadArgument("SPN", what, "resume with the same model and bits as before")
+            raise BadArgument("SPN", message, "resume with the same model and bits as before")
         self._heads[client] = PrivateHead(head, codes)
 
 
 def find_split(model: nn.Module, example: Inputs) -> Split:
     """Find the last Linear, the layer to which a veil would add noise."""
-    what = "SPN needs a model that ends with a Linear, which must be used only once"
+    message = "SPN needs a model that ends with a Linear, which must be used only once"
     fix = "end the model with nn.Linear, move later operations into the loss, and check that torch.export can trace it"
     try:
         head, _ = find_head(model, export(model, example), example)
     except AnalysisError as error:
-        raise BadArgument(error.where, what, fix) from error
+        raise BadArgument(error.where, message, fix) from error
     last = model.get_submodule(head.path)
     if head.is_inner or not isinstance(last, nn.Linear) or head.weight != f"{head.path}.weight".lstrip("."):
-        raise BadArgument(head.path or type(model).__name__, what, fix)
+        raise BadArgument(head.path or type(model).__name__, message, fix)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained - {head.weight, head.bias}:
-        what = "only the last Linear is trained, and SPN does not change its gradient"
+        message = "only the last Linear is trained, and SPN does not change its gradient"
         fix = "add a trainable hidden layer to the model"
-        raise BadArgument(head.path or type(model).__name__, what, fix)
+        raise BadArgument(head.path or type(model).__name__, message, fix)
     return Split(head.path, model.get_parameter(head.weight).shape[1], head.outputs)
 
 
@@ -203,8 +203,8 @@ def find_classes(targets: Tensor, rows: int, outputs: int, client: int) -> Tenso
     if indices and ((numbers >= 0) & (numbers < outputs)).all():
         return numbers[:, 0].long()
     want = "0 or 1" if outputs == 1 else f"class indices from 0 to {outputs - 1}, or rows of probabilities"
-    what = f"client {client}'s targets are not classes, which SPN needs to choose codes: expected {want}"
-    raise BadArgument("SPN", what, 'use defence "plain" or "veil" for other targets')
+    message = f"client {client}'s targets are not classes, which SPN needs to choose codes: expected {want}"
+    raise BadArgument("SPN", message, 'use defence "plain" or "veil" for other targets')
 
 
 def draw_head(split: Split, bits: int, entropy: Entropy) -> PrivateHead:

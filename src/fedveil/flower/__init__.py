@@ -13,6 +13,6 @@ if TYPE_CHECKING:
     from fedveil.flower.server import Server
 else:
     _HOMES = {"answer": "client", "client_app": "client", "cache_records": "records", "Server": "server"}
-    __getattr__ = lazy_getattr(__name__, _HOMES, needs="flwr")
+    __getattr__ = lazy_getattr(__name__, _HOMES, dependency="flwr")
 
 __all__ = ["Server", "answer", "cache_records", "client_app"]

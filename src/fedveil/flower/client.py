@@ -10,10 +10,10 @@ from torch import nn
 
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import BadArgument
-from fedveil.federation.checkpoint import load_private, save_private
+from fedveil.federation.checkpoint import load_private_state, save_private_state
 from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.prepare import OwnRecords
-from fedveil.federation.protocol import LastAsk, hide_failures
+from fedveil.federation.protocol import LastRequest, hide_failures
 from fedveil.flower.wrapping import unwrap, wrap
 from fedveil.graph.build import Frozen
 from fedveil.graph.outputs import Output
@@ -68,8 +68,8 @@ def answer(
         FedveilError: the message is stale, malformed or for another model; Flower reports this to the server.
     """
     if message.metadata.src_node_id != SUPERLINK:
-        what = f"the message comes from node {message.metadata.src_node_id}, not from the server"
-        raise BadArgument("message", what, "send it with fedveil.flower.Server")
+        problem = f"the message comes from node {message.metadata.src_node_id}, not from the server"
+        raise BadArgument("message", problem, "send it with fedveil.flower.Server")
     if client is None:
         client = int(str(context.node_config.get("partition-id", context.node_id)))
     file = folder / f"fedveil-client-{client}.pt" if folder is not None else None
@@ -86,7 +86,7 @@ def answer(
             policy=load_own_policy(),
             state=_load_state(context, file),
         )
-        reply = session.reply(*unwrap(message.content, "ask"))
+        reply = session.reply(*unwrap(message.content, "request"))
     _save_state(session.state, context, file)
     return Message(content=wrap(reply), reply_to=message)
 
@@ -141,18 +141,18 @@ def client_app(
 
 def _load_state(context: Context, file: Path | None) -> ClientState:
     last, record = context.state.get(LAST), context.state.get(PRIVATE)
-    private = load_private(file)
+    private = load_private_state(file)
     if file is None and isinstance(record, ConfigRecord):
         values, tensors = from_bytes(cast(bytes, record["state"]), "state")
         private = values | tensors
     if not isinstance(last, ConfigRecord):
         return ClientState(None, private)
-    return ClientState(LastAsk(str(last["session"]), int(str(last["round"])), str(last["token"])), private)
+    return ClientState(LastRequest(str(last["session"]), int(str(last["round"])), str(last["token"])), private)
 
 
 def _save_state(state: ClientState, context: Context, file: Path | None) -> None:
     if state.private and file is not None:
-        save_private(file, state.private)
+        save_private_state(file, state.private)
     elif state.private:
         _save_to_context(state.private, context)
     if state.last is not None:
@@ -163,6 +163,8 @@ def _save_to_context(private: Mapping[str, object], context: Context) -> None:
     tensors = {name: value for name, value in private.items() if isinstance(value, torch.Tensor)}
     data = to_bytes("state", {name: value for name, value in private.items() if name not in tensors}, tensors)
     if len(data) > MAX_STATE:
-        what = f"this client's private state has {len(data)} bytes, but Flower's context can hold at most {MAX_STATE}"
-        raise BadArgument("answer", what, "pass a folder on the node: answer(..., folder=Path(...))")
+        message = (
+            f"this client's private state has {len(data)} bytes, but Flower's context can hold at most {MAX_STATE}"
+        )
+        raise BadArgument("answer", message, "pass a folder on the node: answer(..., folder=Path(...))")
     context.state[PRIVATE] = ConfigRecord({"state": data})

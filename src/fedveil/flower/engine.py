@@ -55,8 +55,8 @@ def collect(grid: Grid, sent: Mapping[str, int], timeout: float) -> Iterator[tup
         for message, node in list(pending.items()):
             for reply in _pull(grid, message, node):
                 if not isinstance(reply, Fault) and reply.metadata.reply_to_message_id != message:
-                    what = "it answers a message that was not sent to it in this round"
-                    yield node, Fault(node, FaultKind.FOREIGN, what)
+                    problem = "it answers a message that was not sent to it in this round"
+                    yield node, Fault(node, FaultKind.FOREIGN, problem)
                 elif message not in pending:
                     yield node, Fault(node, FaultKind.TWICE, "only its first answer counts")
                 else:

@@ -54,7 +54,7 @@ def _flatten(inputs: Inputs) -> Packed:
     constants = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     for leaf in constants.values():
         if not isinstance(leaf, PLAIN):
-            what = f"inputs contain a value of type {type(leaf).__name__}, which cannot be written to a file"
-            raise BadArgument("cache_records", what, "convert it to a tensor")
+            message = f"inputs contain a value of type {type(leaf).__name__}, which cannot be written to a file"
+            raise BadArgument("cache_records", message, "convert it to a tensor")
     tensors = {f"inputs.{k}": leaf for k, leaf in enumerate(leaves) if k not in constants}
     return {"form": pytree.treespec_dumps(form), "others": constants}, tensors

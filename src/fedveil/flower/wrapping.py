@@ -18,6 +18,9 @@ def unwrap(content: RecordDict, kind: str) -> tuple[bytes, bytes]:
     """Return the bytes for every node and those for this node only; `kind` is the message's name in errors."""
     record = content.get(RECORD)
     if not isinstance(record, ArrayRecord) or COMMON not in record:
-        what, fix = "this message is not from fedveil", "use fedveil.flower in both the server's and the client's app"
-        raise BadArgument(kind, what, fix)
+        message, fix = (
+            "this message is not from fedveil",
+            "use fedveil.flower in both the server's and the client's app",
+        )
+        raise BadArgument(kind, message, fix)
     return record[COMMON].data, record[OWN].data if OWN in record else b""

@@ -111,6 +111,6 @@ def resnet(
     if depth not in DEPTHS:
         raise BadArgument("resnet", f"depth must be one of {', '.join(map(str, DEPTHS))}, got {depth!r}")
     if norm not in ("batch", "none") or shortcut not in ("A", "B"):
-        what = f'norm must be "batch" or "none", and shortcut must be "A" or "B"; got {norm!r} and {shortcut!r}'
-        raise BadArgument("resnet", what)
+        message = f'norm must be "batch" or "none", and shortcut must be "A" or "B"; got {norm!r} and {shortcut!r}'
+        raise BadArgument("resnet", message)
     return ResNet(depth, channels, outputs, width, norm, shortcut)

@@ -15,6 +15,6 @@ if TYPE_CHECKING:
 else:
     _HOMES = {"Client": "client", "Server": "server", "configure": "kits"}
     _HOMES |= dict.fromkeys(("Job", "read_progress", "simulate", "submit"), "jobs")
-    __getattr__ = lazy_getattr(__name__, _HOMES, needs="nvflare")
+    __getattr__ = lazy_getattr(__name__, _HOMES, dependency="nvflare")
 
 __all__ = ["Client", "Job", "Server", "configure", "read_progress", "simulate", "submit"]

@@ -18,7 +18,7 @@ from torch import nn
 
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import FedveilError
-from fedveil.federation.checkpoint import load_private, save_private
+from fedveil.federation.checkpoint import load_private_state, save_private_state
 from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.protocol import clean
 from fedveil.graph.build import Frozen
@@ -59,9 +59,9 @@ def transport() -> Literal["simulator", "mTLS", "insecure"]:
 def require_secure_transport() -> None:
     """Refuse a connection that others could read, or open in the server's name; the simulator is exempt."""
     if transport() == "insecure":
-        what = "this client takes part in secure aggregation, but its connection to the server is not mTLS"
+        message = "this client takes part in secure aggregation, but its connection to the server is not mTLS"
         fix = "provision with `connection_security: mtls`, without relays"
-        raise InsecureTransport("FLARE", what, fix)
+        raise InsecureTransport("FLARE", message, fix)
 
 
 def bypasses_server() -> bool:
@@ -161,7 +161,7 @@ class Client(ABC):
         self._arrived += 1
         number = self._arrived
         with self._lock:
-            if number != self._arrived:  # it was delayed by an ask that took too long
+            if number != self._arrived:  # it was delayed by a request that took too long
                 return "a newer message arrived before this one was processed"
             try:
                 return self._answer(common, extra)
@@ -178,7 +178,7 @@ class Client(ABC):
             require_secure_transport()
         result = self._session.reply(common, extra)
         if self._file is not None and self._session.state.private:
-            save_private(self._file, self._session.state.private)
+            save_private_state(self._file, self._session.state.private)
         return result
 
     def _start_session(self) -> ClientSession:
@@ -195,5 +195,5 @@ class Client(ABC):
             frozen=self.frozen,
             party=party,
             policy=load_own_policy(),
-            state=ClientState(private=load_private(self._file)),
+            state=ClientState(private=load_private_state(self._file)),
         )

@@ -64,8 +64,8 @@ class Job(CollabRecipe):  # type: ignore[misc]
 def _refuse_variables(where: str, value: object) -> None:
     """Refuse text that FLARE would replace with the value of a variable, or with None if there is none."""
     if isinstance(value, str) and value.strip().startswith("{") and value.strip().endswith("}"):
-        what = f"the text {clean(value)!r} is in braces, so FLARE takes it for the name of a variable"
-        raise BadArgument(where, what, "pass a dict instead of JSON, or remove the braces")
+        message = f"the text {clean(value)!r} is in braces, so FLARE takes it for the name of a variable"
+        raise BadArgument(where, message, "pass a dict instead of JSON, or remove the braces")
     if isinstance(value, Mapping | list | tuple):
         for key in value if isinstance(value, Mapping) else range(len(value)):
             _refuse_variables(f"{where}[{key!r}]", value[key])
@@ -179,8 +179,8 @@ class _Admin:
             except LOST as error:
                 self.close()
                 if time.monotonic() >= deadline:
-                    what = f"the server could not be reached for {self._patience:g} s: {error}"
-                    raise JobFailed(str(self._kit), what, "start the server, then submit again") from error
+                    message = f"the server could not be reached for {self._patience:g} s: {error}"
+                    raise JobFailed(str(self._kit), message, "start the server, then submit again") from error
                 if not reported:
                     self._report(f"the server cannot be reached ({type(error).__name__}); trying again")
                 reported = True

@@ -33,8 +33,8 @@ def configure(kit: Path, *packages: str) -> Path:
     if packages:
         for package in packages:
             if not all(part.isidentifier() for part in package.split(".")):
-                what = f"{package!r} is not the name of a package"
-                raise BadArgument("packages", what, "use a name such as bank_flare")
+                message = f"{package!r} is not the name of a package"
+                raise BadArgument("packages", message, "use a name such as bank_flare")
         listed = result.get("class_allow_list", DEFAULT_CLASS_ALLOW_LIST)
         allowed = ("nvflare.collab.", *(f"{package}." for package in packages))
         result["class_allow_list"] = list(dict.fromkeys([*listed, *allowed]))

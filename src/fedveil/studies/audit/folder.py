@@ -150,12 +150,12 @@ def parts_from_flags(folder: Path, config: Config, flags: Collection[str], trust
 
 def _read_state(folder: Path) -> tuple[checkpoint.StateTag, checkpoint.Content]:
     """Return the last valid checkpoint of a run."""
-    result = checkpoint.found_in(folder)
+    result = checkpoint.list_checkpoints(folder)
     if not result:
         raise BadArgument(str(folder), "the run has no checkpoint yet", "audit it after training")
     try:
         return checkpoint.read(result[0])
-    except checkpoint.Damaged:
+    except checkpoint.DamagedCheckpoint:
         if len(result) == 1:
             raise
         return checkpoint.read(result[1])
