@@ -54,8 +54,14 @@ def without_first(found):
 
 
 FAULTS = {
-    "other format": (head(lambda h: h.replace(": 2", ": 9", 1)), "malformed: answer: it is 'answer' in format 9"),
-    "other kind": ((lambda _: to_bytes("request", {}, {})), "malformed: answer: it is 'request'"),
+    "other format": (
+        head(lambda h: h.replace(": 2", ": 9", 1)),
+        "malformed: answer: expected 'answer' in format 2, got 'answer' in format 9",
+    ),
+    "other kind": (
+        (lambda _: to_bytes("request", {}, {})),
+        "malformed: answer: expected 'answer' in format 2, got 'request'",
+    ),
     "no json": (head("{"), "malformed: answer: the message cannot be read: JSONDecodeError"),
     "no values": (head("{}"), "malformed: answer: the message cannot be read: KeyError"),
     "no fields": ((lambda _: to_bytes("answer", {}, {})), "malformed: answer: round must be int, got NoneType"),

@@ -11,7 +11,7 @@ FedveilError
 ├── ModelMismatch        the model differs from the one that was analysed or broadcast
 ├── Diverged             training diverged to NaN or infinity
 ├── TooFewAnswers        too few clients sent a valid reply in a round, even after all attempts
-├── Aborted              secure aggregation stopped rather than reveal an update; see `reason`
+├── Aborted              secure aggregation was stopped to avoid revealing an update; see `reason`
 └── UpdateRefused        an update cannot be aggregated; the message names the client and the tensor
     ├── StaleUpdate      it was computed for another round
     ├── ForeignUpdate    it was computed for another model
@@ -76,7 +76,7 @@ class TooFewAnswers(FedveilError):
 
 
 class Aborted(FedveilError):
-    """Secure aggregation stopped rather than reveal an update.
+    """Secure aggregation was stopped to avoid revealing an update.
 
     Attributes:
         reason: the cause, as a key of `fedveil.secagg.REASONS`.

@@ -36,7 +36,7 @@ def convert_os_errors(path: Path | str, action: str = "written", fix: str = _FIX
 
 @contextlib.contextmanager
 def require_memory(where: str, objects: str, fix: str, num_bytes: int | None = None) -> Iterator[None]:
-    """Raise a FedveilError that states how much memory is needed if the machine does not have enough.
+    """If the machine does not have enough memory, raise a FedveilError that states how much is needed.
 
     Args:
         where: the location to report in the error.
@@ -170,7 +170,7 @@ def _refuse_links(folder: Path) -> None:
     for path in (folder / LOCK_NAME, folder / HOLDER_NAME):
         if path.is_symlink():
             fix = "remove the link, or choose another folder"
-            raise BadArgument(str(path), "it is a symbolic link, not a regular file", fix)
+            raise BadArgument(str(path), "the lock file must not be a symbolic link", fix)
 
 
 def _write_holder(path: Path) -> None:

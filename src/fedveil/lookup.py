@@ -26,15 +26,13 @@ def import_object(spec: str, kind: str, example: str) -> object:
     if "/" in path or path.endswith(".py"):
         module_name = ".".join(Path(path).with_suffix("").parts).lstrip(".")
         message = f"{path} is a file, but {kind} must be given as package.module:name"
-        raise BadArgument(
-            spec, message, f"use {module_name}:{name}, and run Fedveil where `import {module_name}` works"
-        )
+        raise BadArgument(spec, message, f"use {module_name}:{name}, and make sure that `import {module_name}` works")
     if path.partition(".")[0] != "fedveil":
         _search_working_directory()
     try:
         module: object = importlib.import_module(path)
     except ImportError as error:
-        raise BadArgument(spec, f"cannot import {path}: {error}", f"run Fedveil where `import {path}` works") from error
+        raise BadArgument(spec, f"cannot import {path}: {error}", f"make sure that `import {path}` works") from error
     try:
         return attrgetter(name)(module)
     except AttributeError as error:
@@ -76,7 +74,7 @@ def lazy_getattr(package: str, modules: Mapping[str, str], dependency: str | Non
             if dependency is None or error.name != dependency:
                 raise
             message = f"{package}.{name} needs the package {dependency}, which is not installed."
-            fix = f"pip install 'fedveil[{package.rpartition('.')[2]}]'"
+            fix = f"run pip install 'fedveil[{package.rpartition('.')[2]}]'"
             raise ModuleNotFoundError(f"{message}\n  Fix: {fix}", name=dependency) from None
 
     return find

@@ -12,7 +12,7 @@ from fedveil.files import convert_os_errors
 
 SCHEMA = 1  # version of the files in a run's folder
 PYTHON = "python"  # section of config.json in the folder of a run that `fedveil train` did not start
-MAX_DEPTH = 100  # levels of nesting: more than any of Fedveil's files needs, and far below Python's recursion limit
+MAX_DEPTH = 100  # maximum nesting depth: more than any of Fedveil's files needs, but far below Python's recursion limit
 Value = TypeVar("Value")
 
 
@@ -22,7 +22,7 @@ def to_json(value: Any, indent: int | None = None, *, exact: bool = False) -> st
     Args:
         value: any value that `json.dumps` accepts.
         indent: number of spaces per level; by default, everything is on one line.
-        exact: write infinity and NaN as strings such as "inf", which pydantic reads as numbers; if False, as null.
+        exact: whether to write infinity and NaN as strings such as "inf", which pydantic reads as numbers, or as null.
 
     >>> to_json({"loss": math.inf, "rounds": 3}), to_json([math.nan, -math.inf], exact=True)
     ('{"loss": null, "rounds": 3}', '["nan", "-inf"]')

@@ -42,17 +42,19 @@ def from_bytes(data: bytes, kind: str, max_tensors: int | None = None, max_heade
     """
     size = int.from_bytes(data[:8], "little")
     if max_tensors is not None and len(data) > size > max_header + MAX_ENTRY * max_tensors:
-        raise BadArgument(kind, f"its header has {size} bytes, too many for {max_tensors} tensors")
+        raise BadArgument(kind, f"the header has {size} bytes, too many for {max_tensors} tensors")
     try:
         if size > len(data) - 8:
             raise ValueError
         header = data[8 : 8 + size]
         # each tensor's entry contains 3 lists and dicts
         if max_tensors is not None and header.count(b"[") + header.count(b"{") > MAX_NESTED + 3 * max_tensors:
-            raise BadArgument(kind, f"its header has too many lists and dicts for {max_tensors} tensors")
+            raise BadArgument(kind, f"the header has too many lists and dicts for {max_tensors} tensors")
         entries = json.loads(header)
         if max_tensors is not None and len(entries) > max_tensors + 1:  # one of the entries is for the values
-            raise BadArgument(kind, f"it has {len(entries) - 1} tensors, more than {max_tensors}")
+            raise BadArgument(
+                kind, f"the message has {len(entries) - 1} tensors, more than the maximum of {max_tensors}"
+            )
         text = entries["__metadata__"]["fedveil"]
         fields = json.loads(text) if max_tensors is None else _BOUNDED.decode(text)
         loaded = load(data)  # checks all sizes, but returns tensors in arbitrary order
@@ -66,7 +68,7 @@ def from_bytes(data: bytes, kind: str, max_tensors: int | None = None, max_heade
         raise BadArgument(kind, message, "send a message that Fedveil encoded") from error
     if result != (kind, FORMAT):
         actual_kind, actual_format = (str(value)[:20] for value in result)
-        message = f"it is {actual_kind!a} in format {actual_format}, not {kind!r} in format {FORMAT}"
+        message = f"expected {kind!r} in format {FORMAT}, got {actual_kind!a} in format {actual_format}"
         raise BadArgument(kind, message, "install the same version of Fedveil everywhere")
     return values, tensors
 

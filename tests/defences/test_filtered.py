@@ -33,7 +33,7 @@ class Halved(Filtered):
 class Covered(Halved):
     """Claims to protect all that is sent."""
 
-    covers_buffers = True
+    refuses_buffers = True
 
 
 def test_an_update_of_any_kind_is_filtered_and_the_client_s_own_stays_as_it_is():

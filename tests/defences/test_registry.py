@@ -125,7 +125,7 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(name, packag
         f"from fedveil.defences.registry import build; build({name!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"{name}: needs the package {package}, which is not installed" in done.stderr
+    assert f"{name}: the defence needs the package {package}, which is not installed" in done.stderr
     assert f"pip install 'fedveil[{name.partition(':')[0]}]'" in done.stderr
 
 
@@ -188,7 +188,7 @@ def test_a_defence_of_an_installed_package_has_a_name(toy, monkeypatch, value):
         ("toy_defences:NUMBER", {}, "it is int, not a record, class or function"),
         ("no_such_package:Mine", {}, "cannot import no_such_package"),
         ("collections:OrderedDict", {}, "returned OrderedDict, which is not a defence"),
-        ("fedveil.defences:Private", {}, "its settings do not match: missing a required argument: 'inner'"),
+        ("fedveil.defences:Private", {}, "the settings do not match: missing a required argument: 'inner'"),
     ],
 )
 def test_what_is_no_defence_is_refused(toy, name, more, text):

@@ -390,7 +390,9 @@ def test_a_loss_takes_the_settings_that_it_has_and_finite_numbers():
 def test_a_refusal_of_records_says_nothing_of_them(capsys):
     message, client = ask_of("plain")
     client.records = np.array([["John Smith", 1]], dtype=object), client.records[1][:1]
-    with pytest.raises(BadArgument, match="its records cannot be used; the reason is in its log") as caught:
+    with pytest.raises(
+        BadArgument, match="the client's records cannot be used; the reason is in the client's log"
+    ) as caught:
         client.reply(message)
     assert "John" not in str(caught.value)
     assert "John Smith" in capsys.readouterr().err

@@ -267,7 +267,7 @@ def test_resuming_in_another_setting_says_what_is_other(tmp_path, caplog, change
 
 
 def test_a_checkpoint_that_is_missing_broken_or_of_another_optimizer_or_model_is_refused(tmp_path):
-    with pytest.raises(BadArgument, match="there is no checkpoint here"):
+    with pytest.raises(BadArgument, match="there is no checkpoint at this path"):
         make().resume(tmp_path)
     for broken in (b"", b"garbage", b"PK\x03\x04 half a file"):
         (tmp_path / LAST).write_bytes(broken)

@@ -154,7 +154,7 @@ def test_a_client_refuses_what_is_old_and_what_it_has_answered():
     old, new = (next(m for m in server.engine.transport.grid.sent if m.metadata.group_id == str(n)) for n in (0, 1))
     texts = [server.engine.transport.grid._handle(message)[0].error.reason for message in (old, new)]
     assert "the request is for round 0, but this client has already answered a later one" in texts[0]
-    assert "it has already answered this request, for round 1" in texts[1]
+    assert "the request of round 1 has already been answered" in texts[1]
     again = Server(server.engine.transport.grid, net(), DATA[0][0][:2], "veil", adam, loss="squared_error", attempts=1)
     again.fit(rounds=1)  # a new session may begin again
     assert again.history.records[0]["answers"] == 3

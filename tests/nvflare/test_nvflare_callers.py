@@ -174,4 +174,4 @@ def test_a_site_asks_another_over_mtls_in_its_own_name_and_in_the_servers(attack
         found = rob(flare, tmp_path, attack)
         log = (tmp_path / "flare" / "site-1.log").read_text()
     assert found == gains
-    assert ("refused a call from site-2: it is not the server of this job" in log) == (attack == "ask")
+    assert ("refused a call from site-2: the caller is not the server of this job" in log) == (attack == "ask")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 WEISZFELD_ITERATIONS, CLIPPING_ITERATIONS = 32, 5  # maximum numbers of iterations
-SMOOTHING = 1e-6  # smaller distances, relative to the median distance, are rounded up to this value
+SMOOTHING = 1e-6  # minimum distance, relative to the median distance; smaller distances are rounded up
 
 
 def distances(rows: Tensor, centre: Tensor) -> Tensor:

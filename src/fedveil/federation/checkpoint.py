@@ -34,7 +34,7 @@ INTERVAL_SECONDS = 60.0  # maximum time between checkpoints, not counting the ro
 LAST, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 MODEL, BEST = "model.safetensors", "best.safetensors"  # values of the last and the best model
 ROUND = "round"  # metadata key of the round in these files
-RESTORE = "restore it from a backup, or start the run again"
+RESTORE = "restore the file from a backup, or start the run again"
 Content = dict[str, Any]  # type: ignore[explicit-any]  # the result of torch.load: plain values and tensors
 
 
@@ -104,10 +104,10 @@ def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise BadArgument(str(path), "there is no checkpoint here", "start the run without resuming") from None
+        raise BadArgument(str(path), "there is no checkpoint at this path", "start the run without resuming") from None
     except OSError as error:
         message = f"the checkpoint cannot be read: {error.strerror}"
-        raise DamagedCheckpoint(str(path), message, "correct its permissions") from error
+        raise DamagedCheckpoint(str(path), message, "correct the permissions of the file") from error
 
 
 def _verify(path: Path, content: bytes) -> StateTag:

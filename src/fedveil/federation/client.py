@@ -216,7 +216,7 @@ class ClientSession:
 
         party = self.party
         if not request.secure:
-            problem = "this client requires secure aggregation, but the server asks for its update in the clear"
+            problem = "this client requires secure aggregation, but the server asks for an unmasked update"
             raise BadArgument("request", problem, "set secure_aggregation=True on the server")
         if party is None or digest is None:
             problem = "the server asks for secure aggregation, but this client has no identity for it"

@@ -62,7 +62,7 @@ class RunDescription:
         server: class of the server, such as `fedveil.flower.server:Server`.
         terms: the part that depends on the engine.
         defence: names, class and arguments of the defence (`fedveil.defences.description`).
-        model, parameters: class of the model, and its number of parameters.
+        model, parameters: class and number of parameters of the model.
         factory: the class, as `package.module:Name`, if it can be built without arguments and no output was chosen;
             otherwise None.
         loss: name of the loss.

@@ -192,7 +192,9 @@ def find_classes(outputs: Tensor, targets: Tensor, loss: Loss | None, axis: int 
         return Classes((outputs > 0).long(), (expected > 0.5).long(), 2, outputs[0].numel() == 1)
     dim = class_axis(outputs, targets, axis)
     if are_class_indices(outputs, targets):
-        return Classes(predict_classes(outputs, targets, axis), targets.long(), outputs.shape[dim])  # they may be bool
+        return Classes(
+            predict_classes(outputs, targets, axis), targets.long(), outputs.shape[dim]
+        )  # targets may be bool
     if isinstance(loss, CLASS_LOSSES) and targets.shape == outputs.shape:
         return Classes(outputs.argmax(dim), targets.argmax(dim), outputs.shape[dim])
     return None

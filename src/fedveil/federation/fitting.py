@@ -170,7 +170,7 @@ class FitPlan:
         return self.evaluation is not None and has_stalled(records, self.evaluation.monitor, self.patience)
 
     def show_progress(self, verbose: bool | None) -> contextlib.AbstractContextManager[None]:
-        """Show a progress bar while training, by default in a terminal or a notebook."""
+        """Show a progress bar while training; by default, only in a terminal or a notebook."""
         if verbose is None:
             verbose = bool(sys.stderr and sys.stderr.isatty()) or _is_notebook()
         check_boolean("fit", "verbose", verbose)

@@ -24,7 +24,7 @@ MIN_UPDATES = 3  # with fewer updates, a single one could determine the median
 PAST_ROUNDS = 50  # number of past rounds whose norms bound the updates of a round
 NORMS = {"update_norm": "gradient", "buffer_norm": "buffers", "counter_norm": "counters"}
 """The norms in a round's record: of the gradient, and of the changes to floating-point buffers and counters."""
-BUFFER_FACTOR = 10.0  # ratio of the change in running statistics over many batches to that over one, at momentum 0.1
+BUFFER_FACTOR = 10.0  # change in running statistics over many batches / over one, at momentum 0.1
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Limits:
     Guarantees: with the mean and at least three updates, the norm of every accepted gradient is at most
       `norm_factor` times the largest median norm of this round and the last 50, no client's weight exceeds `max_share`,
       and changes to buffers are bounded in the same way, with ten times the factor. With another rule, up to `hostile`
-      clients may send anything. Counters never grow faster than `norm_factor` times their median.
+      clients may send anything. Counters grow by at most `norm_factor` times their median growth.
     Nothing is guaranteed if at least half of the clients are hostile. Updates within the bounds may still be wrong; to
     protect against them, use a rule other than the mean (docs/hostile.md).
 
@@ -270,7 +270,9 @@ def combine(results: Sequence[Aggregate], shares: Sequence[float], limits: Limit
         if limits.aggregator == MEAN:
             return torch.tensor(shares, dtype=rows.dtype, device=rows.device) @ rows
         rule = RULES[limits.aggregator]
-        return rule.combine(rows, min(limits.hostile, rule.max_hostile(len(rows))))  # fewer after refusals
+        return rule.combine(
+            rows, min(limits.hostile, rule.max_hostile(len(rows)))
+        )  # after refusals, fewer may be hostile
 
     gradients = _combine_by_name([result.gradients for result in results], combine_vectors)
     first_buffers = results[0].buffers

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ERROR_TITLE = "Relative error of the gradient"
 SERVER_MODEL, NO_DATA = "the server's model", " (no data needed)"
 MAX_CLASSES = 20
-MAX_CLIENTS = 30  # rows in the table of clients
+MAX_CLIENTS = 30  # maximum number of rows in the table of clients
 REFRESH = 5  # seconds until the page of a running federation reloads itself
 MAX_POINTS = 60  # approximate maximum number of points on a curve of medians
 
@@ -183,7 +183,7 @@ def client_sections(status: RunStatus) -> list[Section]:
 
 
 def live_page(server: "Server", title: str, status: RunStatus, settings: Mapping[str, Setting]) -> Page:
-    """Return the page of a run that is in progress, which reloads itself, or that failed or was stopped."""
+    """Return the page of a run that has not finished; while the run is in progress, the page reloads itself."""
     history, monitor = server.history, server.monitor
     metric_text = ""
     if monitor is not None and monitor.key in history.metrics:

@@ -80,7 +80,9 @@ def read_own_records(data: OwnRecords, *, check: bool = True) -> Source:
         return check_sources([source])[0] if check else source
     except FedveilError as error:  # errors are sent to the server, and this one may quote values from records
         print(f"fedveil: {error}", file=sys.stderr)
-        raise BadArgument("this client", "its records cannot be used; the reason is in its log") from None
+        raise BadArgument(
+            "this client", "the client's records cannot be used; the reason is in the client's log"
+        ) from None
 
 
 @contextmanager
@@ -181,7 +183,7 @@ def _create(name: str, value: T | Callable[[A], T], kind: type[T], argument: A, 
     try:
         result = value(argument)
     except (TypeError, ValueError) as error:
-        raise BadArgument(WHERE, f"{name} cannot be created: {error}", f"pass all its settings: {fix}") from error
+        raise BadArgument(WHERE, f"{name} cannot be created: {error}", f"pass all settings: {fix}") from error
     if not isinstance(result, kind):
         raise BadArgument(WHERE, f"{name} created a {type(result).__name__}, not a {kind.__name__}", fix)
     return result

@@ -189,7 +189,7 @@ def refuse_old(request: Request, last: LastRequest | None) -> None:
     if last is None or last.session != request.session:
         return
     if last.token == request.token:
-        raise StaleUpdate("this client", f"it has already answered this request, for round {request.round}")
+        raise StaleUpdate("this client", f"the request of round {request.round} has already been answered")
     if request.round < last.round:
         raise StaleUpdate(
             "this client", f"the request is for round {request.round}, but this client has already answered a later one"

@@ -90,7 +90,7 @@ class RemoteEngine:
         requested = server.defence.requested
         record = find_record(requested)
         if record is None:
-            fix = "register it in the entry-point group fedveil.defences of your package"
+            fix = "register the defence in your package's entry-point group fedveil.defences"
             raise BadArgument(type(server).__name__, f"clients cannot find the defence {requested.name}", fix)
         local, setting_names, loss = server.defence.local_training, requested.remote_settings, server.loss
         if local is None:
@@ -313,7 +313,7 @@ class RemoteServer(Server, Generic[C]):
         where = type(self).__name__
         model = unwrap(where, model)
         if loss is None:
-            message = "no loss is given, and the server does not see the clients' targets"
+            message = "loss must be given, because the server does not see the clients' targets"
             raise BadArgument(where, message, 'use loss="cross_entropy" for classes, loss="squared_error" for numbers')
         protects_records = privacy is not None and privacy.unit == "record"
         if (secure_aggregation or protects_records) and limits == Limits():

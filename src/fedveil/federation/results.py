@@ -32,7 +32,7 @@ Setting: TypeAlias = bool | int | float | str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class RunDetails:
-    """Details for the page and the summary of a run that its server does not know.
+    """Details that a server does not know, for the page and the summary of a run.
 
     Attributes:
         title: title of the page, without the defence; by default, the class of the model.

@@ -55,7 +55,7 @@ class _Attempt:
 class SecureRound:
     """Runs rounds with secure aggregation, and stores the clients' keys and conduct and the format of sums.
 
-    A round takes three exchanges, and one more whenever a client drops out between them. If a round fails before
+    A round takes three exchanges, plus one whenever a client drops out between them. If a round fails before
     the reveal, it is repeated with new noise and new masks. Once clients have been asked to reveal, a failed round is
     not repeated: the sum is lost, and the model stays unchanged. A client that is proven to have lied is excluded for
     the rest of the run and listed in the record.
@@ -88,7 +88,7 @@ class SecureRound:
         return {str(member): reason for member, reason in self._impostors.items()} | dict(self.conduct.excluded)
 
     def select(self, round_number: int, members: list[Member]) -> list[Member]:
-        """Leave out excluded clients and, if there are enough others, clients in disputes in this round."""
+        """Omit excluded clients and, if there are enough others, clients in disputes in this round."""
         if round_number != self._round:
             self._round, self._conflicting = round_number, set()
         members = [member for member in members if not self._is_excluded(member)]
@@ -168,7 +168,7 @@ class SecureRound:
         return tally.total()
 
     def _check_noise(self, attempt: _Attempt) -> None:
-        """Abort if so many clients have dropped out that the others would refuse to open the sum."""
+        """Abort if so many clients have dropped out that the others would refuse to reveal the sum."""
         num_asked, num_remaining = len(attempt.opening.roster), len(attempt.tally.survivors)
         if num_remaining < (num_required := self.sums.min_members(num_asked)):
             message = f"{num_remaining} of {num_asked} clients remain, but enough noise needs at least {num_required}"
@@ -195,7 +195,7 @@ class SecureRound:
         return Aggregate({}, {}, 0.0, notes={"skipped": failure})
 
     def _greet(self, members: Sequence[Member], faults: FaultLog) -> list[Member]:
-        """Ask clients without a known, fresh key for one; return the clients that now have such a key."""
+        """Ask clients whose key is unknown or outdated for a new one; return the clients with a valid key."""
         to_renew = {member for member, greeting in self._greetings.items() if greeting.uses >= MAX_KEY_USES}
         to_greet = [
             member for member in members if member not in self._greetings or member in self._to_greet_again | to_renew

@@ -95,7 +95,7 @@ class Server(StoredServer):
         trainable = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._changing = select_floats({**trainable, **self._buffers})  # the tensors that a step changes
         if (name := find_non_finite(select_floats({**self._parameters, **self._buffers}))) is not None:
-            fix = "use finite values; a mask of -inf can be a bool tensor, or be created in forward"
+            fix = "use finite values; replace a mask of -inf with a bool tensor, or create it in forward"
             raise BadArgument(where, f"the model's {name} contains NaN or infinity", fix)
         self.optimizer = make_optimizer(optimizer, self._parameters)
         self.schedule = make_schedule(schedule, self.optimizer)
@@ -311,16 +311,16 @@ class Server(StoredServer):
             monitor: the metric that decides on the best model, `patience` and `ReduceLROnPlateau`: one of `metrics`, or
                 one of Fedveil's; by default, the accuracy or, without classes, the loss or the mean squared error.
             mode: "min" if smaller values are better, or "max"; required for metrics that are not Fedveil's.
-            folder: where to write the run: settings, records, status, report page, checkpoints and, at the end, the
-                last and the best model (`fedveil.load_model`). A checkpoint is written after each evaluation (without
-                test data, at the same interval), at least once a minute, and at the end. After an exception or an
-                interrupt, it contains the last complete round; an incomplete round is undone, including in memory.
+            folder: folder for the files of the run: settings, records, status, report page, checkpoints and, at the
+                end, the last and the best model (`fedveil.load_model`). A checkpoint is written after each evaluation
+                (without test data, at the same interval), at least once a minute, and at the end. After an exception or
+                an interrupt, it contains the last complete round; an incomplete round is undone, including in memory.
             resume: whether to continue the run in the folder, if any; otherwise, a folder with a run is refused.
             checkpoint_every: number of rounds between additional checkpoints. A durable defence saves after every
                 round, for privacy accounting.
             patience: stop after this number of evaluations without improvement.
             on_round: a function that is called with each round's record, or a list of functions.
-            verbose: whether to show a progress bar; by default, in a terminal or a notebook.
+            verbose: whether to show a progress bar; by default, only in a terminal or a notebook.
             details: details for the report page that the server does not know.
 
         Returns:

@@ -158,7 +158,7 @@ class StoredServer(ABC):
         return self.defence_server.has_budget
 
     def _keep_if_best(self, monitor: Monitor, value: float) -> None:
-        """Copy the model's values if they are the best so far, or the first that this metric has rated."""
+        """Copy the model's values if they are the best so far, or if another metric chose the best model before."""
         if self.best_by not in (None, str(monitor)) and self.best is not None:
             LOG.warning("fedveil: from now on, %s chooses the best model, not %s", monitor, self.best_by)
             self.best = None

@@ -292,7 +292,7 @@ class Sums:
         wrapped_indices = wrapped_rows(total[HEAD:], opening.rows) if opening.checks else []
         if wrapped_indices:
             self.headroom += EXTRA_HEADROOM
-            message = f"{len(wrapped_indices)} of its {len(opening.rows)} rows wrapped around"
+            message = f"{len(wrapped_indices)} of {len(opening.rows)} rows wrapped around"
             raise Aborted("sum", "the sum", f"{message}; the next round has {EXTRA_HEADROOM} more bits of headroom")
         records, tensors = self.packing.unpack(total, opening, is_weighted=not self.integers)
         if self.integers:

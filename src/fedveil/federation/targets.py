@@ -61,7 +61,7 @@ def default_loss(output: Tensor, sources: Sequence[Source]) -> str:
             or all(bool(targets.all()) for targets in in_memory)
         ):
             return "squared_error"
-        message = "all targets are floats 0 or 1: are they classes or quantities?"
+        message = "all targets are the floats 0 or 1: are they classes or quantities?"
         fix = f"pass {BINARY_FIX}, loss='cross_entropy' for one-hot rows of classes, {QUANTITIES_FIX}"
         raise BadArgument("Federation", message, fix)
     if not has_one_output:
@@ -121,7 +121,7 @@ def one_output(model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def try_model(model: nn.Module, inputs: Inputs, owner: str, fix: str, client_inputs: Inputs | None = None) -> Tensor:
-    """Return the model's outputs for the first two records, in evaluation mode; refuse records that it rejects.
+    """Return the model's outputs for the first two records, in evaluation mode; refuse records that the model rejects.
 
     Args:
         model: the model, in any mode.
