@@ -79,7 +79,7 @@ class ResNet(nn.Module):
             self._shrink_branches()
 
     def _shrink_branches(self) -> None:
-        """Initialise residual branches with small values, to preserve the scale of activations without normalisation."""
+        """Initialise residual branches with small values to preserve the scale of activations without normalisation."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
