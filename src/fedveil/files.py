@@ -144,7 +144,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     if key in LOCKED_FOLDERS.get():
         yield
         return
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    created_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     with convert_os_errors(make_folder(folder)):
         _refuse_links(folder)
         lock = FileLock(folder / LOCK_NAME, timeout=0)
@@ -161,7 +161,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         LOCKED_FOLDERS.reset(token)
-        _clean_up(folder, created)
+        _clean_up(folder, created_folders)
         lock.release()
 
 
@@ -177,8 +177,8 @@ def _write_holder(path: Path) -> None:
     """Record the lock's holder in a new file; delete an existing file first instead of writing to it."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:
-        since = datetime.now().astimezone().isoformat(" ", "seconds")
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since}, file)
+        lock_time = datetime.now().astimezone().isoformat(" ", "seconds")
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": lock_time}, file)
 
 
 def _describe_holder(folder: Path) -> str:
@@ -190,11 +190,11 @@ def _describe_holder(folder: Path) -> str:
         return "another process"
 
 
-def _clean_up(folder: Path, created: Sequence[Path]) -> None:
+def _clean_up(folder: Path, created_folders: Sequence[Path]) -> None:
     """Remove the holder file, and folders that were created but not used."""
     with contextlib.suppress(OSError):
         (folder / HOLDER_NAME).unlink(missing_ok=True)
-        if folder in created and [path.name for path in folder.iterdir()] == [LOCK_NAME]:
+        if folder in created_folders and [path.name for path in folder.iterdir()] == [LOCK_NAME]:
             (folder / LOCK_NAME).unlink()
-            for path in created:
+            for path in created_folders:
                 path.rmdir()

@@ -53,7 +53,7 @@ def _search_working_directory() -> None:
 @lru_cache(maxsize=8)
 def list_installed(group: str) -> dict[str, str]:
     """Map the names of a group's entry points to their values, `package.module:name`."""
-    return {point.name: point.value for point in entry_points(group=group)}
+    return {entry_point.name: entry_point.value for entry_point in entry_points(group=group)}
 
 
 def lazy_getattr(package: str, modules: Mapping[str, str], dependency: str | None = None) -> Callable[[str], object]:
@@ -65,7 +65,7 @@ def lazy_getattr(package: str, modules: Mapping[str, str], dependency: str | Non
         dependency: a package that the modules import; the extra named after `package` installs it.
     """
 
-    def find(name: str) -> object:
+    def import_name(name: str) -> object:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
@@ -77,4 +77,4 @@ def lazy_getattr(package: str, modules: Mapping[str, str], dependency: str | Non
             fix = f"run pip install 'fedveil[{package.rpartition('.')[2]}]'"
             raise ModuleNotFoundError(f"{message}\n  Fix: {fix}", name=dependency) from None
 
-    return find
+    return import_name

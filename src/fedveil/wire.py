@@ -57,8 +57,8 @@ def from_bytes(data: bytes, kind: str, max_tensors: int | None = None, max_heade
             )
         text = entries["__metadata__"]["fedveil"]
         fields = json.loads(text) if max_tensors is None else _BOUNDED.decode(text)
-        loaded = load(data)  # checks all sizes, but returns tensors in arbitrary order
-        tensors = {name: loaded[name] for name in entries if name in loaded}
+        decoded = load(data)  # checks all sizes, but returns tensors in arbitrary order
+        tensors = {name: decoded[name] for name in entries if name in decoded}
         result = fields["kind"], fields["format"]
         values = dict(fields["values"])
     except BadArgument:

@@ -91,8 +91,8 @@ def test_a_seed_of_numpy_s_neither_predicts_the_noise_nor_notices_it(monkeypatch
     assert not any(np.array_equal(after, own) for own in drawn)
     with pytest.raises(ZeroDivisionError), fresh_numpy_noise():
         raise ZeroDivisionError
-    assert filtered._NUMPY.acquire(blocking=False)  # an error releases it
-    filtered._NUMPY.release()
+    assert filtered._NUMPY_LOCK.acquire(blocking=False)  # an error releases it
+    filtered._NUMPY_LOCK.release()
 
 
 def test_a_noisy_logger_is_quiet_only_during_a_call(caplog):

@@ -350,7 +350,7 @@ RECORD = registry.Record("any", "halved", f"{__name__}:Halved")
 
 
 def test_defences_of_other_packages_are_built_by_the_same_rule(monkeypatch):
-    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+    monkeypatch.setattr(registry, "_RECORDS", dict(registry._RECORDS))
     monkeypatch.setattr(registry, "list_installed", lambda group: {"halved": f"{__name__}:RECORD"})
     message, client = ask_of("plain")
     plain = read(client.reply(message), Answer).tensors

@@ -40,7 +40,7 @@ def test_secrets_are_not_described():
 
 
 def test_a_description_builds_only_defences_and_imports_other_packages_only_if_trusted():
-    with pytest.raises(BadArgument, match="runs that package's code"):
+    with pytest.raises(BadArgument, match="runs code from another package"):
         build_from_description({"class": "os:system", "arguments": {"command": "true"}}, "audit.json")
     for spec in ("os:system", "fedveil.models:mlp", "fedveil.federation:Limits"):
         with pytest.raises(BadArgument, match="neither a defence nor privacy settings"):

@@ -85,7 +85,7 @@ def freeze(net):
     [
         (flip, {"frozen": "local"}, "differ from the server's"),
         (thaw, {"frozen": "local"}, "differ from the server's"),
-        (freeze, {"frozen": "local"}, "not those that are trainable"),
+        (freeze, {"frozen": "local"}, "differ from those that are trainable"),
         (lambda net: net.float(), {"frozen": "local"}, "differ from the server's"),
         (lambda net: net, {}, "is not configured to use its own"),
     ],
@@ -130,7 +130,7 @@ def test_a_server_cannot_train_what_the_client_has(name):
     server.step()
     ask = read(asks[0], Request)
     values = {**ask.values, "trainable": [*ask.values["trainable"], name]}
-    with pytest.raises(ModelMismatch, match="not those that are trainable"):
+    with pytest.raises(ModelMismatch, match="differ from those that are trainable"):
         restore_local(read(write(Request(**{**vars(ask), "values": values})), Request), server.model, "local")
 
 

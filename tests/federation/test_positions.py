@@ -144,7 +144,7 @@ def test_classes_for_a_loss_that_compares_numbers_are_measured_as_trained():
     outputs, targets = draw(6, 4), draw(6, classes=4)
     expected = find_loss("log_cosh").values(outputs, F.one_hot(targets, 4).double()).mean()
     assert metrics(outputs, targets, find_loss("log_cosh"))["loss"] == pytest.approx(float(expected))
-    with pytest.raises(BadArgument, match=r"shape is \(6, 7\), but the model's outputs have shape \(6, 4\)"):
+    with pytest.raises(BadArgument, match=r"shape \(6, 7\) does not match the shape \(6, 4\) of the model's outputs"):
         metrics(outputs, torch.zeros(6, 7), SquaredError())
 
 

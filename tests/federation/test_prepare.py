@@ -99,7 +99,7 @@ def test_a_client_with_one_record_is_refused_with_its_number(build, shape, defen
 
 @pytest.mark.parametrize("whole_shard", [False, True])
 def test_batches_of_one_record_are_refused_too(whole_shard):
-    with pytest.raises(BadArgument, match=r"(?s)batch_size=1 .* normalises over the batch.*Fix: set batch_size"):
+    with pytest.raises(BadArgument, match=r"(?s)batch_size=1, .* normalises over the batch.*Fix: set batch_size"):
         Federation(built(flat), parts((6,), (5, 4)), "plain", batch_size=1, whole_shard=whole_shard)
     with pytest.raises(BadArgument, match="client 0 has a single record"):  # before the analysis
         Federation(built(flat), parts((6,), (1,)), "veil", whole_shard=whole_shard)

@@ -282,7 +282,7 @@ def test_a_hello_that_is_copied_from_another_member_is_refused():
         return write(replace(step, tensors={"body": as_tensor(body)}))
 
     server.engine.transport.faults = {("site-1", 4): copy}
-    server.rounds._doubtful.add("site-1")
+    server.rounds._to_greet_again.add("site-1")
     server.fit(rounds=2)
     record = server.history.records[1]
     assert record["excluded"] == {"site-1": "its greeting is not signed by site-0"}

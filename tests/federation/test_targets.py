@@ -44,8 +44,14 @@ REFUSED = {
     "rows for hinge": (ROWS / ROWS.sum(1, keepdim=True), 3, "hinge", "one-hot rows", "loss='cross_entropy'"),
     "quantities, yes or no": (NUMBERS, 1, "binary_cross_entropy", "targets from 0 to 1", "loss='squared_error'"),
     "classes, yes or no": (CLASSES, 1, "binary_cross_entropy", "targets from 0 to 1", "loss='cross_entropy'"),
-    "counts as integers": (CLASSES, 1, "poisson", "so they are class indices", r"targets.float\(\)"),
-    "integers, one output": (CLASSES, 1, "squared_error", "so they are class indices", r"targets.float\(\)"),
+    "counts as integers": (CLASSES, 1, "poisson", "torch.int64 targets are class indices", r"targets.float\(\)"),
+    "integers, one output": (
+        CLASSES,
+        1,
+        "squared_error",
+        "torch.int64 targets are class indices",
+        r"targets.float\(\)",
+    ),
     "rows of integers": (CLASSES[:, None].expand(-1, 3), 3, "huber", "class indices", r"targets.float\(\)"),
     "negative counts": (NUMBERS, 1, "poisson", "expects counts", "counts of at least 0"),
 }

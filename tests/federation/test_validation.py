@@ -91,7 +91,10 @@ def test_a_plateau_follows_the_monitored_metric(mode):
     ("options", "why"),
     [
         ({"monitor": "f1"}, r"(?s)there is no monitor 'f1'.*'mae', 'mse', 'r2'"),
-        ({"metrics": NEVER["metrics"], "monitor": "constant"}, r"(?s)larger constant is better.*mode=\"max\""),
+        (
+            {"metrics": NEVER["metrics"], "monitor": "constant"},
+            r"(?s)larger or smaller values of constant are better.*mode=\"max\"",
+        ),
         ({"mode": "max"}, "mode has no effect without monitor"),
         ({"monitor": "mse", "mode": "least"}, "there is no mode 'least'"),
         ({"test": None, "monitor": "mse"}, "monitor needs a metric, but there are no held-out data"),

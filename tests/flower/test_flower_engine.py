@@ -62,7 +62,7 @@ FLOWERS_OWN = {
     "crashed": (error(8), "engine error: 8"),
     "silence": (lambda reply, message: [], "silent: no answer within 0.3 s"),
     "cannot be inflated": (lambda reply, message: [ValueError("bad object")], "unreadable: ValueError: bad object"),
-    "nothing in it": (content(lambda _: RecordDict()), "malformed: answer: this message is not from fedveil"),
+    "nothing in it": (content(lambda _: RecordDict()), "malformed: answer: this message is not from Fedveil"),
     "not an array": (content(lambda _: RecordDict({RECORD: ConfigRecord({COMMON: b""})})), "malformed: answer: this"),
     "another node's": (lambda r, m: [_from(r, 102)], "foreign: the answer comes from node 102"),
 }

@@ -92,7 +92,7 @@ def test_calls_wait_for_one_another_only_the_last_is_worked_on_and_refused_ones_
     assert site.ready() is False
     for number in (1, 2):
         calls[number].start()
-        while client._arrived <= number:
+        while client._num_arrivals <= number:
             time.sleep(0.01)
     assert peer(server, "site-2", "site-1")(timeout=20.0).answer(asks[0], b"") == REFUSAL
     finish.set()

@@ -221,8 +221,8 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
 class DBCLServer(DefenceServer[SketchedBroadcast, SketchedUpdate]):
     """Draws new sketches for each broadcast."""
 
-    def __init__(self, q: int, seed: int | None, sketched: tuple[str, ...]) -> None:
-        self.sketched = sketched  # names of the weights that clients never receive
+    def __init__(self, q: int, seed: int | None, sketched_names: tuple[str, ...]) -> None:
+        self.sketched = sketched_names  # names of the weights that clients never receive
         self._q, self._seed, self._number = q, seed, 0
 
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "DBCLRound":
@@ -281,8 +281,8 @@ class DBCLRound(SketchedRound):
 class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
     """Computes gradients of the sketched network."""
 
-    def __init__(self, plain: PlainClient) -> None:
-        self._plain = plain
+    def __init__(self, plain_client: PlainClient) -> None:
+        self._plain = plain_client
 
     def step(self, broadcast: SketchedBroadcast, samples: Samples, client: int = 0) -> SketchedUpdate:
         """Compute Gamma = delta^T X~ for sketched weights, and plain gradients for all others."""
@@ -314,7 +314,7 @@ def _choose_weights(model: nn.Module, q: int, unsketched: Sequence[str], skip: S
             continue
         path, _, short_name = name.rpartition(".")
         layer = model.get_submodule(path)
-        obstacle = _find_obstacle(layer, short_name, q, parameter[0].numel(), shared=uses[id(parameter)] > 1)
+        obstacle = _find_obstacle(layer, short_name, q, parameter[0].numel(), is_shared=uses[id(parameter)] > 1)
         if obstacle:
             raise BadArgument(
                 f"dbcl, {name}", obstacle, f"use DBCL(skip=({path or short_name!r},)) to send it unchanged"
@@ -326,12 +326,12 @@ def _choose_weights(model: nn.Module, q: int, unsketched: Sequence[str], skip: S
     return tuple(result)
 
 
-def _find_obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, shared: bool) -> str | None:
+def _find_obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, is_shared: bool) -> str | None:
     """Return the reason why a parameter cannot be sketched, or None if it can."""
     if type(layer) not in LAYER_TYPES or name != "weight":
         type_names = " and ".join(layer_type.__name__ for layer_type in LAYER_TYPES)
         return f"parameters of {type(layer).__name__} cannot be sketched, only the weights of {type_names}"
-    if shared:
+    if is_shared:
         return "several layers share this weight, and each would need its own sketch"
     if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
         return f"a convolution with padding_mode {layer.padding_mode!r} cannot be sketched"

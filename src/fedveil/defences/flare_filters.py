@@ -92,7 +92,7 @@ def flare_filter(component: DXOFilter) -> Filter:
             raise BadArgument(
                 type(component).__name__, "FLARE did not apply the filter", "use the supported nvflare version"
             )
-        filtered: Arrays = result.data
-        return filtered
+        filtered_arrays: Arrays = result.data
+        return filtered_arrays
 
     return apply

@@ -151,8 +151,8 @@ class ClippingRound(PlainRound):
 
     def combine(self, results: Sequence[Aggregate]) -> Aggregate:
         """Return the mean with equal weights and with noise; no other rule has a guarantee."""
-        clipped = [PlainUpdate(dict(result.gradients), dict(result.buffers)) for result in results]
-        return self.recover(clipped, [1.0] * len(clipped))
+        clipped_updates = [PlainUpdate(dict(result.gradients), dict(result.buffers)) for result in results]
+        return self.recover(clipped_updates, [1.0] * len(clipped_updates))
 
 
 def mod_filter(mod: Mod, config: dict[str, float]) -> Filter:

@@ -193,9 +193,9 @@ class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
         round_type: type[PlainRound] = PlainRound,
         frozen: Frozen = "sent",
     ) -> None:
-        up = encoding.count_bytes(encoding.template(model).values())
-        sent = [parameter for parameter in model.parameters() if parameter.requires_grad or frozen == "sent"]
-        self.figures = {"bytes_down": encoding.count_bytes([*sent, *model.buffers()]), "bytes_up": up}
+        bytes_up = encoding.count_bytes(encoding.template(model).values())
+        sent_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad or frozen == "sent"]
+        self.figures = {"bytes_down": encoding.count_bytes([*sent_parameters, *model.buffers()]), "bytes_up": bytes_up}
         self._noise = None if rounding is None else torch.Generator().manual_seed(rounding)
         self._round_type = round_type
 
@@ -264,7 +264,7 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
     ) -> PlainUpdate:
         """Take SGD steps on a copy of the model; return the total that they subtracted, and the last buffers."""
         model = copy.deepcopy(broadcast)
-        initial, buffers = encoding.trainable_tensors(broadcast), dict(model.named_buffers())
+        initial_tensors, buffers = encoding.trainable_tensors(broadcast), dict(model.named_buffers())
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer, update = torch.optim.SGD(trainable.values(), local.lr, momentum=local.momentum), None
         for samples in batches:
@@ -275,7 +275,7 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
             for name, value in update.buffers.items():
                 buffers[name].copy_(value)
         assert update is not None
-        return replace(update, gradients={name: initial[name] - p.detach() for name, p in trainable.items()})
+        return replace(update, gradients={name: initial_tensors[name] - p.detach() for name, p in trainable.items()})
 
     def record_gradients(self, broadcast: nn.Module) -> "RecordGradients":
         """Return an object that computes the gradient of the loss for each record."""
@@ -299,10 +299,10 @@ def compute_gradients(
 ) -> Tensors:
     """Return the gradient of each trainable parameter; it is 0 if the outputs do not depend on the parameter."""
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-    differentiable = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
+    differentiable_pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
     result: Sequence[Tensor | None] = [None] * len(trainable)
-    if differentiable:
-        used_outputs, grad_outputs = zip(*differentiable, strict=True)
+    if differentiable_pairs:
+        used_outputs, grad_outputs = zip(*differentiable_pairs, strict=True)
         result = torch.autograd.grad(used_outputs, list(trainable.values()), grad_outputs, allow_unused=True)
     pairs = zip(trainable.items(), result, strict=True)
     return {name: torch.zeros_like(p) if gradient is None else gradient for (name, p), gradient in pairs}

@@ -199,15 +199,15 @@ class PPDLClient(PlainClient):
         rms = _norm(values) / math.sqrt(count)
         if sigma:
             values = values + sigma * self._find_state(client).draw_normal(count).to(gradient)
-        uploaded = values if selection is None else torch.zeros_like(gradient).masked_scatter_(selection, values)
+        result = values if selection is None else torch.zeros_like(gradient).masked_scatter_(selection, values)
         sent_bytes = (
             count * gradient.element_size() + min(4 * count, math.ceil(len(gradient) / 8)) if fraction < 1 else None
         )
         has_bound = self._settings.clip is not None
         measurement = Measurement(
-            gradient_norm, _norm(uploaded - gradient), sigma, rms, is_clipped if has_bound else None, sent_bytes
+            gradient_norm, _norm(result - gradient), sigma, rms, is_clipped if has_bound else None, sent_bytes
         )
-        return PPDLUpdate(split_vector(uploaded, update.gradients), update.buffers, measurement)
+        return PPDLUpdate(split_vector(result, update.gradients), update.buffers, measurement)
 
     def _find_state(self, client: int) -> _PPDLState:
         if client not in self._states:
@@ -256,15 +256,15 @@ class PPDLRound(PlainRound):
         ]
         if len(measurements) < len(updates):
             return result
-        figures, first = dict(result.figures), measurements[0]
-        if first.sent_bytes is not None:
-            figures["bytes_up"] = first.sent_bytes + count_bytes(updates[0].buffers.values())
+        figures, first_measurement = dict(result.figures), measurements[0]
+        if first_measurement.sent_bytes is not None:
+            figures["bytes_up"] = first_measurement.sent_bytes + count_bytes(updates[0].buffers.values())
         gradient_norm = sum(w * m.gradient_norm for w, m in zip(weights, measurements, strict=True))
         error_norm = sum(w * m.error_norm for w, m in zip(weights, measurements, strict=True))
         rms = math.sqrt(statistics.fmean(m.rms**2 for m in measurements))
-        if first.noise and rms:
-            figures["noise_over_rms"] = first.noise / rms
-        if first.clipped is not None:
+        if first_measurement.noise and rms:
+            figures["noise_over_rms"] = first_measurement.noise / rms
+        if first_measurement.clipped is not None:
             figures["clipped"] = statistics.fmean(bool(m.clipped) for m in measurements)
         return replace(result, error=error_norm / gradient_norm if gradient_norm else 0.0, figures=figures)
 
@@ -294,11 +294,11 @@ class PPDLCodec(PlainCodec):
         if self._fraction == 1:
             return super().encode_update(update)
         flat = torch.cat([g.reshape(-1) for g in update.gradients.values()]).cpu()
-        selected = flat.nonzero()[:, 0]
-        indices = selected.int() if len(flat) < 2**31 else selected
-        if 32 * len(selected) > len(flat):
+        selected_indices = flat.nonzero()[:, 0]
+        indices = selected_indices.int() if len(flat) < 2**31 else selected_indices
+        if 32 * len(selected_indices) > len(flat):
             indices = torch.from_numpy(np.packbits((flat != 0).numpy()))
-        return {}, {"selected": flat[selected], "indices": indices} | add_prefix("buffer", update.buffers)
+        return {}, {"selected": flat[selected_indices], "indices": indices} | add_prefix("buffer", update.buffers)
 
     def decode_update(
         self, defence_round: AnyPlainRound, model: nn.Module, values: Values, tensors: Tensors, position: int

@@ -234,14 +234,18 @@ class ClientPrivateRound(PrivateRound[B, U]):
             raise BadArgument("Private", "a round needs at least one update")
         reference = results[0].gradients
         vectors = [torch.cat([result.gradients[name].reshape(-1).double() for name in reference]) for result in results]
-        clipped = [clip_vector(gradient, self._clip, f"client {position}") for position, gradient in enumerate(vectors)]
-        gradients = self._add_noise(torch.stack([vector for vector, _, _ in clipped]).sum(0), len(results), reference)
+        clipped_vectors = [
+            clip_vector(gradient, self._clip, f"client {position}") for position, gradient in enumerate(vectors)
+        ]
+        gradients = self._add_noise(
+            torch.stack([vector for vector, _, _ in clipped_vectors]).sum(0), len(results), reference
+        )
         keys = results[0].figures
         figures = {key: sum(result.figures.get(key, 0.0) for result in results) / len(results) for key in keys}
-        figures["dp_clipped"] = sum(was_clipped for _, _, was_clipped in clipped) / len(results)
-        size = sum(size for _, size, _ in clipped)
-        error = sum(result.error * size for result, (_, size, _) in zip(results, clipped, strict=True))
-        return Aggregate(gradients, {}, error / size if size else 0.0, figures | self._privacy_figures())
+        figures["dp_clipped"] = sum(was_clipped for _, _, was_clipped in clipped_vectors) / len(results)
+        norm = sum(norm for _, norm, _ in clipped_vectors)
+        error = sum(result.error * norm for result, (_, norm, _) in zip(results, clipped_vectors, strict=True))
+        return Aggregate(gradients, {}, error / norm if norm else 0.0, figures | self._privacy_figures())
 
     def finish_sum(self, mean: Aggregate, total: Tensors, clients: int) -> Aggregate:
         """Add noise to a sum from secure aggregation, for which clients have clipped their gradients.

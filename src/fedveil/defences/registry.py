@@ -241,10 +241,10 @@ def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
     attributes = vars(defence_class)  # without inherited attributes: each class must itself allow servers to use it
     if not {"codec", "remote_settings"} & attributes.keys():
         raise BadArgument(REQUEST, f"servers may not ask for {name}", "define codec or remote_settings in its class")
-    allowed = attributes.get("remote_settings", ())
+    allowed_settings = attributes.get("remote_settings", ())
     for key, value in settings.items():
-        if key not in allowed:
-            fix = f"send only {', '.join(allowed)}" if allowed else "send no settings"
+        if key not in allowed_settings:
+            fix = f"send only {', '.join(allowed_settings)}" if allowed_settings else "send no settings"
             raise BadArgument(REQUEST, f"a server cannot set {key[:40]!a} of {name}", fix)
         if not _is_plain(value):
             raise BadArgument(REQUEST, f"{key} of {name} must be a number, a short string or a short list of these")

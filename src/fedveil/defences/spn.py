@@ -219,7 +219,7 @@ def find_classes(targets: Tensor, rows: int, outputs: int, client: int) -> Tenso
 
 def draw_head(split: Split, bits: int, entropy: Entropy) -> PrivateHead:
     """Draw a head P with elements from N(0, 1 / features), and codes T of uniformly random signs."""
-    normal = torch.from_numpy(entropy.normal(bits * split.features))
-    head = normal.reshape(bits, split.features) / math.sqrt(split.features)
+    normal_values = torch.from_numpy(entropy.normal(bits * split.features))
+    head = normal_values.reshape(bits, split.features) / math.sqrt(split.features)
     signs = 1.0 - 2.0 * (entropy.words(split.classes * bits) & np.uint64(1))
     return PrivateHead(head, torch.from_numpy(signs).reshape(split.classes, bits))

@@ -54,10 +54,10 @@ class DamagedCheckpoint(BadArgument):
 
 def save(path: Path, state: Mapping[str, object], tag: StateTag = NO_RUN) -> None:
     """Write a state atomically to a file that only its owner can read."""
-    memory = io.BytesIO()
-    memory.write(bytes(BODY_START) + TAG_STRUCT.pack(*tag))
-    torch.save({"format": FORMAT, **state}, memory)
-    content = memory.getbuffer()
+    stream = io.BytesIO()
+    stream.write(bytes(BODY_START) + TAG_STRUCT.pack(*tag))
+    torch.save({"format": FORMAT, **state}, stream)
+    content = stream.getbuffer()
     content[:BODY_START] = MAGIC + hashlib.sha256(content[BODY_START:]).digest()
     write_atomically(path, lambda file: file.write(content), OWNER)
 
@@ -164,31 +164,31 @@ def save_last(
         bad: whether to treat the last checkpoint on disk as bad even if its checksum is correct.
         durable: whether to keep the previous checkpoint even if it is from the same round.
     """
-    last, previous = folder / LAST, folder / PREVIOUS
-    kept_tag = None if bad else verified_tag(last)
+    last_path, previous_path = folder / LAST, folder / PREVIOUS
+    kept_tag = None if bad else verified_tag(last_path)
     with convert_os_errors(folder):
         if kept_tag and kept_tag.run == tag.run and (durable or kept_tag.round != tag.round):
-            _link_previous(last, previous)
+            _link_previous(last_path, previous_path)
         else:
-            kept_tag = verified_tag(previous)
-        save(last, state, tag)
+            kept_tag = verified_tag(previous_path)
+        save(last_path, state, tag)
         if kept_tag and kept_tag.run == tag.run:
             return {tag.round, kept_tag.round}
-        previous.unlink(missing_ok=True)
+        previous_path.unlink(missing_ok=True)
     return {tag.round}
 
 
 def _link_previous(last: Path, previous: Path) -> None:
     """Make `previous` a hard link to the file `last`, without ever removing `last`."""
-    temporary = temporary_name(previous)
+    temporary_path = temporary_name(previous)
     try:
-        os.link(last, temporary)
+        os.link(last, temporary_path)
     except OSError:  # the file system does not support hard links
         write_atomically(previous, last.read_bytes(), OWNER)
         return
-    os.replace(temporary, previous)
+    os.replace(temporary_path, previous)
     with contextlib.suppress(FileNotFoundError):  # os.replace does nothing if both are links to the same file
-        temporary.unlink()
+        temporary_path.unlink()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

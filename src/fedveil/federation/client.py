@@ -173,16 +173,16 @@ class ClientSession:
             from fedveil.federation.frozen import restore_local
 
             request = restore_local(request, self._model, self._frozen)
-        last = LastRequest(request.session, request.round, request.token)
+        last_request = LastRequest(request.session, request.round, request.token)
         if self.party is not None or request.secure or self._limits is not None:
-            answer, private = self._answer_masked(request, message, digest), self.state.private
+            answer, private_state = self._answer_masked(request, message, digest), self.state.private
         else:
             task, start_time = self._decode(request), time.perf_counter()
             compute = self._sum_sample if request.privacy else self._update
-            (values, tensors), records, private = compute(task, self._model, self.state.private)
+            (values, tensors), records, private_state = compute(task, self._model, self.state.private)
             seconds = 0.0 if request.privacy else time.perf_counter() - start_time  # the time depends on the sample
             answer = write(Answer(request.round, request.token, request.defence, records, seconds, values, tensors))
-        self.state = ClientState(last, private)
+        self.state = ClientState(last_request, private_state)
         return answer
 
     def _authenticate(self, message: bytes, extra: bytes) -> "tuple[Digest, bytes]":
@@ -221,25 +221,25 @@ class ClientSession:
         if party is None or digest is None:
             problem = "the server asks for secure aggregation, but this client has no identity for it"
             raise BadArgument("request", problem, "run `fedveil keys new NAME`, and obtain a roster")
-        private = self._protect_records(request, party)
-        ticket, clip = admit(request, message, digest, party, self._model, private)
+        dp_round = self._protect_records(request, party)
+        ticket, clip = admit(request, message, digest, party, self._model, dp_round)
         task, opening = self._decode(request), ticket.opening
         if not task.defence.linear:
             problem = f"{task.defence.name} is not linear, so its masked updates cannot be summed"
             raise BadArgument("request", problem)
 
-        if private is not None:
-            private.enter(task, self._model, self._count_records())
+        if dp_round is not None:
+            dp_round.enter(task, self._model, self._count_records())
 
         def compute_words() -> "Words":
             model = copy.deepcopy(self._model)  # this forward pass must not affect later answers
-            if private is not None:
-                source, declared = read_own_records(self._data, check=False), self._count_records()
-                return private.sum(task, model, source, lambda: self._prepare(task, model, 1), declared, opening)
+            if dp_round is not None:
+                source, num_records = read_own_records(self._data, check=False), self._count_records()
+                return dp_round.sum(task, model, source, lambda: self._prepare(task, model, 1), num_records, opening)
             (_, tensors), records, _ = self._update(task, model, {}, party.policy.min_records)
             return encode_words(tensors, records, opening, clip)
 
-        make_empty = no_words if private is None else private.no_words
+        make_empty = no_words if dp_round is None else dp_round.no_words
         upload = party.upload(ticket, contribute(compute_words, lambda: make_empty(opening)))
         return write(MaskedAnswer(request.round, request.token, request.defence, {"upload": as_tensor(upload)}))
 
@@ -278,23 +278,23 @@ class ClientSession:
         refuse_repeatable("answer", defence)
         return defence
 
-    def _update(self, task: ClientTask, model: nn.Module, private: State, min_records: int = 2) -> UpdateResult:
+    def _update(self, task: ClientTask, model: nn.Module, private_state: State, min_records: int = 2) -> UpdateResult:
         """Compute an update; return the update, the number of records and the client's new private state."""
         request, shards = task.request, self._prepare(task, model, max(2, min_records))
         client = task.defence.start_client(model, shards.example, task.loss)
-        if private:
-            client.restore(0, private)
+        if private_state:
+            client.restore(0, private_state)
         with protocol.hide_failures():
             update = compute_update(client, task.broadcast, shards, task.dtype, 0, request.round, request.whole_shard)
         return task.codec.encode_update(update), shards.sizes[0], client.state(0)
 
-    def _sum_sample(self, task: ClientTask, model: nn.Module, private: State) -> UpdateResult:
+    def _sum_sample(self, task: ClientTask, model: nn.Module, private_state: State) -> UpdateResult:
         """Compute a sum with differential privacy for records, leaving out records for which the computation fails."""
         from fedveil.federation.record_sums import sum_sample
 
         source = read_own_records(self._data, check=False)
         with protocol.hide_failures():
-            return sum_sample(task, model, source, lambda: self._prepare(task, model, 1)), len(source), private
+            return sum_sample(task, model, source, lambda: self._prepare(task, model, 1)), len(source), private_state
 
     def _prepare(self, task: ClientTask, model: nn.Module, min_records: int) -> Shards:
         """Return the records in the form that the request requires; cache them until another form is required."""
@@ -334,7 +334,7 @@ def take_step(step: Step, extra: bytes, party: "Party | None", count_records: Ca
 
 
 def admit(
-    request: Request, message: bytes, digest: "Digest", party: "Party", model: nn.Module, private: "RecordRound | None"
+    request: Request, message: bytes, digest: "Digest", party: "Party", model: nn.Module, dp_round: "RecordRound | None"
 ) -> "tuple[Ticket, float | None]":
     """Check a request for secure aggregation and store its admission; must be called before anything is computed.
 
@@ -344,17 +344,17 @@ def admit(
     opening = terms.opening
     if (request.session, request.round) != (opening.run, opening.round):
         raise BadArgument("request", "the run and round differ from those in the opening")
-    if private is not None:
-        private.check_format(opening, terms.clip)
+    if dp_round is not None:
+        dp_round.check_format(opening, terms.clip)
     elif opening.checks == (terms.clip is not None):
         raise BadArgument("request", "a sum must have check words if and only if updates are not clipped")
     tensors = [*model.parameters(), *model.buffers()]
     if opening.size > MAX_WORDS * (sum(tensor.numel() for tensor in tensors) + len(tensors) + 1):
         raise BadArgument("request", f"{opening.size:,} words are requested, too many for this model")
-    if private is None and not request.whole_shard and request.batch_size < party.policy.min_records:
+    if dp_round is None and not request.whole_shard and request.batch_size < party.policy.min_records:
         problem = f"batches of {request.batch_size} records are too small: the minimum in this client's policy is "
         raise Aborted("policy", "request", problem + str(party.policy.min_records))
-    min_members = 0 if private is None else private.privacy.min_members(len(opening.roster))
+    min_members = 0 if dp_round is None else dp_round.privacy.min_members(len(opening.roster))
     subject = digest_subject(request, message, digest.body)
     return party.admit(opening, digest.combine(), subject, min_members), terms.clip
 

@@ -192,8 +192,8 @@ def _has_factory(module_class: type[nn.Module]) -> bool:
         parameters = inspect.signature(module_class).parameters.values()
     except ValueError:  # some classes have no signature
         return False
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(parameter.default is not parameter.empty or parameter.kind in variadic for parameter in parameters)
+    variadic_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(parameter.default is not parameter.empty or parameter.kind in variadic_kinds for parameter in parameters)
 
 
 def _plain_settings(values: Mapping[str, object]) -> PlainValues | None:

@@ -230,9 +230,9 @@ def score_classes(classes: Classes) -> ClassScores:
     return ClassScores(precision, recall, f1, records, predictions)
 
 
-def roc_auc(scores: Tensor, positive: Tensor) -> dict[str, float]:
+def roc_auc(scores: Tensor, is_positive: Tensor) -> dict[str, float]:
     """Return the area under the ROC curve as "auc", or an empty dict if either class is missing."""
-    positives, negatives = scores[positive].double(), scores[~positive].double().sort().values
+    positives, negatives = scores[is_positive].double(), scores[~is_positive].double().sort().values
     if not (len(positives) and len(negatives)):
         return {}
     lower, upper = torch.searchsorted(negatives, positives), torch.searchsorted(negatives, positives, right=True)

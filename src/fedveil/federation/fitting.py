@@ -97,19 +97,19 @@ class MetricChoices:
     def plan(self, server: "Server", validation: "HeldOut | None", test: "HeldOut | None") -> Evaluation | None:
         """Return the evaluation to run, or None without held-out data; refuse metrics that are unknown or fail."""
         check_boolean("fit", "track_test", self.track_test)
-        monitored, prefix = validation or test, VALIDATION if validation else ""
+        monitored_data, prefix = validation or test, VALIDATION if validation else ""
         options = {"patience": self.patience, "monitor": self.monitor, "metrics": self.metrics}
-        check_monitored(monitored is not None, server.schedule, **options)
-        if monitored is None:
+        check_monitored(monitored_data is not None, server.schedule, **options)
+        if monitored_data is None:
             return None
         if self.metrics:
             from fedveil.federation.user_metrics import check_metrics
 
             check_metrics(self.metrics)
-        names = {*monitored.names, *self.metrics}
+        names = {*monitored_data.names, *self.metrics}
         monitor = choose_monitor(self.monitor, self.mode, names, server.schedule, prefix)
         sources = [part and part.source for part in (validation, test)]
-        result = Evaluation(sources[0], sources[1], self.track_test, monitor, self.metrics, monitored.target)
+        result = Evaluation(sources[0], sources[1], self.track_test, monitor, self.metrics, monitored_data.target)
         if self.metrics or monitor.name in CONDITIONAL_METRICS:
             result.check(server)
         return result
@@ -194,8 +194,8 @@ def choose_last_round(server: "Server", epochs: int | None, rounds: int | None) 
     if epochs is None and rounds is None:
         rounds = server.defence.planned_rounds
     per_epoch, num_complete = server.rounds_per_epoch, server.round
-    last = rounds if rounds is not None else (1 if epochs is None else epochs) * per_epoch
-    if 0 < last <= num_complete:
+    last_round = rounds if rounds is not None else (1 if epochs is None else epochs) * per_epoch
+    if 0 < last_round <= num_complete:
         unit, num_complete_units = ("epochs", num_complete // per_epoch) if rounds is None else ("rounds", num_complete)
         message = f"{unit} are counted from the start of the run, and round {num_complete} is already complete"
         LOG.warning(
@@ -204,7 +204,7 @@ def choose_last_round(server: "Server", epochs: int | None, rounds: int | None) 
             unit,
             num_complete_units + 1,
         )
-    return last
+    return last_round
 
 
 def list_callbacks(on_round: Callback | Sequence[Callback] | None) -> list[Callback]:
@@ -220,7 +220,7 @@ def list_callbacks(on_round: Callback | Sequence[Callback] | None) -> list[Callb
 @contextlib.contextmanager
 def track_run(server: "Server", plan: FitPlan, details: "RunDetails | None") -> Iterator[None]:
     """Write a run's files to its folder, if any, and tell trackers when the run begins and ends."""
-    server.planned = plan.last_round
+    server.planned_rounds = plan.last_round
     trackers = [callback for callback in plan.callbacks if isinstance(callback, Tracker)]
     if plan.folder is None and not trackers:
         yield
@@ -228,11 +228,11 @@ def track_run(server: "Server", plan: FitPlan, details: "RunDetails | None") -> 
     from fedveil.federation.results import RunDetails
     from fedveil.federation.run_folder import RunFolder, list_settings
 
-    details, started = details or RunDetails(), list[Tracker]()
+    details, started_trackers = details or RunDetails(), list[Tracker]()
     failed = True
     try:
         for tracker in trackers:
-            started.append(tracker)
+            started_trackers.append(tracker)
             tracker.start({**list_settings(server), **details.settings}, plan.evaluation is not None)
         with (
             contextlib.nullcontext()
@@ -244,5 +244,5 @@ def track_run(server: "Server", plan: FitPlan, details: "RunDetails | None") -> 
             yield
         failed = False
     finally:
-        for tracker in started:
+        for tracker in started_trackers:
             tracker.finish(plan.folder, failed)

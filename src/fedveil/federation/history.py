@@ -19,8 +19,8 @@ Value = int | float | Note
 
 def select_main_metrics(metrics: Mapping[str, float], *extra_names: str) -> dict[str, float]:
     """Return the main metrics, for a short line of text, and the metrics named in `extra_names`."""
-    selected = (*MAIN_METRICS, *extra_names)
-    return {name: value for name, value in metrics.items() if name.removeprefix(VALIDATION) in selected}
+    selected_names = (*MAIN_METRICS, *extra_names)
+    return {name: value for name, value in metrics.items() if name.removeprefix(VALIDATION) in selected_names}
 
 
 @dataclass(frozen=True, eq=False)

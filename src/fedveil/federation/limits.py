@@ -79,11 +79,11 @@ class Limits:
         """Return the minimum number of accepted updates in a round in which `num_refused` updates were refused."""
         return 1 if self.aggregator == MEAN else RULES[self.aggregator].min_rows(max(0, self.hostile - num_refused))
 
-    def records(self, client: Member, claimed: int) -> int:
-        """Return the number of records counted for a client that claims to have `claimed` records."""
+    def records(self, client: Member, num_claimed: int) -> int:
+        """Return the number of records counted for a client that claims to have `num_claimed` records."""
         maximum = self.max_records
         max_count = maximum.get(client) if isinstance(maximum, Mapping) else maximum
-        return claimed if max_count is None else min(claimed, max_count)
+        return num_claimed if max_count is None else min(num_claimed, max_count)
 
 
 def adapt_limits(defence: AnyDefence, limits: Limits | None) -> Limits | None:
@@ -150,20 +150,24 @@ def aggregate(
     clients, claims = [reply.members[0] for reply in replies], {reply.members[0]: reply.records for reply in replies}
     outcomes = check_updates(defence_round, [reply.update for reply in replies], model, limits, past_records)
     outcome_by_client = dict(zip(clients, outcomes, strict=True))
-    refused = {client: outcome for client, outcome in outcome_by_client.items() if isinstance(outcome, UpdateRefused)}
-    accepted = {client: outcome for client, outcome in outcome_by_client.items() if isinstance(outcome, Aggregate)}
-    num_refused = num_left_out + len(refused)
-    if len(accepted) < max(min_updates, limits.min_clients(num_refused)):
-        return None, refused
-    records = {client: limits.records(client, claims[client]) for client in accepted}
-    shares = bounded_shares(list(records.values()), limits.max_share if len(accepted) >= MIN_UPDATES else 1.0)
+    refusals = {client: outcome for client, outcome in outcome_by_client.items() if isinstance(outcome, UpdateRefused)}
+    accepted_updates = {
+        client: outcome for client, outcome in outcome_by_client.items() if isinstance(outcome, Aggregate)
+    }
+    num_refused = num_left_out + len(refusals)
+    if len(accepted_updates) < max(min_updates, limits.min_clients(num_refused)):
+        return None, refusals
+    records = {client: limits.records(client, claims[client]) for client in accepted_updates}
+    shares = bounded_shares(list(records.values()), limits.max_share if len(accepted_updates) >= MIN_UPDATES else 1.0)
     fair_shares = {client: record / sum(records.values()) - 1e-12 for client, record in records.items()}
-    private_sum = defence_round.combine(list(accepted.values()))
-    result = private_sum or combine(list(accepted.values()), shares, limits, model)
-    capped = [c for c, share in zip(accepted, shares, strict=True) if share < fair_shares[c] or records[c] < claims[c]]
-    if capped and limits.aggregator == MEAN and private_sum is None:
-        result = dataclasses.replace(result, notes={**result.notes, "capped": capped})
-    return result, refused
+    private_sum = defence_round.combine(list(accepted_updates.values()))
+    result = private_sum or combine(list(accepted_updates.values()), shares, limits, model)
+    capped_clients = [
+        c for c, share in zip(accepted_updates, shares, strict=True) if share < fair_shares[c] or records[c] < claims[c]
+    ]
+    if capped_clients and limits.aggregator == MEAN and private_sum is None:
+        result = dataclasses.replace(result, notes={**result.notes, "capped": capped_clients})
+    return result, refusals
 
 
 def check_updates(
@@ -185,24 +189,24 @@ def check_updates(
     outcomes = defence_round.base.recover_each(updates)
     norms = [None if isinstance(outcome, UpdateRefused) else _norms(outcome, model) for outcome in outcomes]
     bounds = _bounds([norm for norm in norms if norm], model, limits, past_records)
-    checked: list[Aggregate | UpdateRefused] = []
+    results: list[Aggregate | UpdateRefused] = []
     for position, (outcome, norm) in enumerate(zip(outcomes, norms, strict=True)):
         if isinstance(outcome, UpdateRefused) or norm is None:
-            checked.append(outcome)
+            results.append(outcome)
             continue
         refusal = _refusal(f"client {position}", outcome, norm, bounds, model)
         norm_figures = norm if defence_round.base is defence_round else {}  # norms without noise would leak information
-        checked.append(refusal or dataclasses.replace(outcome, figures={**outcome.figures, **norm_figures}))
-    return checked
+        results.append(refusal or dataclasses.replace(outcome, figures={**outcome.figures, **norm_figures}))
+    return results
 
 
 def _norms(result: Aggregate, model: nn.Module) -> dict[str, float]:
     """Return those norms in `NORMS` that apply to the model."""
-    before = dict(model.named_buffers())
+    old_buffers = dict(model.named_buffers())
     parts = {"update_norm": list(result.gradients.values()), "buffer_norm": [], "counter_norm": []}
     for name, buffer in result.buffers.items():
-        kind = "buffer_norm" if before[name].is_floating_point() else "counter_norm"
-        parts[kind].append(buffer.double() - before[name].double())
+        kind = "buffer_norm" if old_buffers[name].is_floating_point() else "counter_norm"
+        parts[kind].append(buffer.double() - old_buffers[name].double())
     return {key: norm(tensors) for key, tensors in parts.items() if tensors}
 
 
@@ -218,17 +222,21 @@ def _bounds(
     """Return the maximum norm of each kind."""
     parameter = next(model.parameters())
     dtype = parameter.dtype if torch.finfo(parameter.dtype).bits > 16 else torch.float32
-    largest = math.sqrt(torch.finfo(dtype).max) * 1e-3  # far from overflow even if an optimizer squares it
-    bounds = {"update_norm": min(largest, limits.max_norm or largest), "buffer_norm": largest, "counter_norm": 2.0**40}
+    max_norm = math.sqrt(torch.finfo(dtype).max) * 1e-3  # far from overflow even if an optimizer squares it
+    bounds = {
+        "update_norm": min(max_norm, limits.max_norm or max_norm),
+        "buffer_norm": max_norm,
+        "counter_norm": 2.0**40,
+    }
     if limits.norm_factor is None or limits.aggregator != MEAN or len(norms) < MIN_UPDATES:
         return bounds
     for key, factor in {"update_norm": 1.0, "buffer_norm": BUFFER_FACTOR}.items():
         values = [norm[key] for norm in norms if key in norm]
-        recent = [record.figures[key] for record in past_records[-PAST_ROUNDS:] if key in record.figures]
-        reference = max([_median(values), *recent]) if values else 0.0
+        recent_norms = [record.figures[key] for record in past_records[-PAST_ROUNDS:] if key in record.figures]
+        reference = max([_median(values), *recent_norms]) if values else 0.0
         if reference:  # if most gradients are zero, there is no bound
             bounds[key] = min(bounds[key], factor * limits.norm_factor * reference)
-    if not bounds["buffer_norm"] < largest:  # the median client changed no buffers except by rounding
+    if not bounds["buffer_norm"] < max_norm:  # the median client changed no buffers except by rounding
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         bounds["buffer_norm"] = math.sqrt(torch.finfo(parameter.dtype).eps) * (norm(buffers) if buffers else 0.0)
     return bounds
@@ -277,25 +285,29 @@ def combine(results: Sequence[Aggregate], shares: Sequence[float], limits: Limit
     gradients = _combine_by_name([result.gradients for result in results], combine_vectors)
     first_buffers = results[0].buffers
     float_names = [name for name, buffer in first_buffers.items() if buffer.is_floating_point()]
-    before = dict(model.named_buffers())
+    old_buffers = dict(model.named_buffers())
     is_mean = limits.aggregator == MEAN  # other rules may depend on the origin, so they are applied to changes
-    origin = {name: torch.zeros_like(before[name]) if is_mean else before[name] for name in float_names}
+    origin = {name: torch.zeros_like(old_buffers[name]) if is_mean else old_buffers[name] for name in float_names}
     changes = [{name: result.buffers[name] - origin[name] for name in float_names} for result in results]
     buffers = {name: origin[name] + change for name, change in _combine_by_name(changes, combine_vectors).items()}
     for name in first_buffers.keys() - set(float_names):
-        buffers[name] = _limit_counters([result.buffers[name] for result in results], before[name], limits.norm_factor)
+        buffers[name] = _limit_counters(
+            [result.buffers[name] for result in results], old_buffers[name], limits.norm_factor
+        )
     return Aggregate(gradients, buffers, _mean_error(results, shares), _combine_figures(results))
 
 
-def _limit_counters(counters: Sequence[Tensor], before: Tensor, factor: float | None) -> Tensor:
+def _limit_counters(counters: Sequence[Tensor], old_value: Tensor, factor: float | None) -> Tensor:
     """Return the largest counter, with its growth limited to `factor` times the median growth."""
-    largest = torch.stack(list(counters)).amax(0)
-    if factor is None or len(counters) < MIN_UPDATES or before.dtype == torch.bool:
-        return largest
-    growth = torch.stack([counter.double() - before.double() for counter in counters])
+    max_counter = torch.stack(list(counters)).amax(0)
+    if factor is None or len(counters) < MIN_UPDATES or old_value.dtype == torch.bool:
+        return max_counter
+    growth = torch.stack([counter.double() - old_value.double() for counter in counters])
     max_growth = factor * growth.sort(0).values[(len(counters) - 1) // 2].clamp_min(0)
-    limited_growth = torch.minimum(largest.double() - before.double(), max_growth).clamp_max(2.0**40).to(before.dtype)
-    return before + limited_growth
+    limited_growth = (
+        torch.minimum(max_counter.double() - old_value.double(), max_growth).clamp_max(2.0**40).to(old_value.dtype)
+    )
+    return old_value + limited_growth
 
 
 def _combine_by_name(

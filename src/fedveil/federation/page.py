@@ -85,10 +85,10 @@ def format_metric(name: str, value: float) -> str:
 
 def verdict(name: str, values: Mapping[str, float], budget: str = "") -> str:
     """Summarise a run in one sentence, given a metric's value for each view, in the order of `client_models`."""
-    server, received, *without_offset = (format_metric(name, value) for value in values.values())
+    server_value, client_value, *without_offset = (format_metric(name, value) for value in values.values())
     suffix = f", {without_offset[0]} with the offset removed" if without_offset else ""
-    client_text = f"a client's copy has {received} as received{suffix} (fedveil audit measures adaptive clients)"
-    return f"Test {name} {server}{budget}; {client_text}."
+    client_text = f"a client's copy has {client_value} as received{suffix} (fedveil audit measures adaptive clients)"
+    return f"Test {name} {server_value}{budget}; {client_text}."
 
 
 def class_sections(summary: RunSummary) -> list[Section]:

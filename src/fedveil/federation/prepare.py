@@ -36,7 +36,7 @@ def make_shards(
     seed: int,
     dtype: torch.dtype,
     *,
-    fit: bool = False,
+    convert_dtypes: bool = False,
 ) -> Shards:
     """Convert the clients' records to the form that the model and the loss expect; do so in memory if possible.
 
@@ -47,11 +47,14 @@ def make_shards(
         batch_size: number of records per client and round.
         seed: seed for the order of records.
         dtype: dtype of floating-point numbers.
-        fit: whether to convert targets of the wrong dtype (`fedveil.federation.targets.fit_dtype`).
+        convert_dtypes: whether to convert targets of the wrong dtype (`fedveil.federation.targets.fit_dtype`).
     """
     check_count(WHERE, "batch_size", batch_size)
     check_integer(WHERE, "seed", seed)
-    make_targets, device = target_maker(model, loss, clients[0].take([0]), fit=fit), next(model.parameters()).device
+    make_targets, device = (
+        target_maker(model, loss, clients[0].take([0]), convert_dtypes=convert_dtypes),
+        next(model.parameters()).device,
+    )
 
     def prepare(owner: str, batch: Batch, indices: Sequence[int]) -> Batch:
         check_range(owner, batch, indices, dtype)

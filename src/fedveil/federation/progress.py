@@ -23,13 +23,13 @@ def describe_round(record: RoundRecord, rounds: int) -> str:
     if "answers" in figures:
         parts.append(f"{figures['answers']} of {figures['asked']} clients answered")
         client_time = f" (clients computed {figures['seconds_work']:.3f} s)" if "seconds_work" in figures else ""
-        waiting, recovery = figures["seconds_waiting"], figures["seconds_recovery"]
-        parts.append(f"waited {waiting:.3f} s{client_time}, recovery {recovery:.3f} s")
+        waiting_time, recovery_time = figures["seconds_waiting"], figures["seconds_recovery"]
+        parts.append(f"waited {waiting_time:.3f} s{client_time}, recovery {recovery_time:.3f} s")
         parts.append(f"{figures['bytes_total'] / 1e6:.2f} MB")
     if "skipped" in notes:
         parts.append(f"skipped: {notes['skipped']}")
-    if isinstance(excluded := notes.get("excluded"), Mapping):
-        parts += [f"{name} is excluded: {reason}" for name, reason in excluded.items()]
+    if isinstance(exclusions := notes.get("excluded"), Mapping):
+        parts += [f"{name} is excluded: {reason}" for name, reason in exclusions.items()]
     if faults := notes.get("faults"):
         parts.append(f"{len(faults)} faults, the last: {list(faults)[-1]}")
     return ", ".join(parts)
@@ -37,7 +37,7 @@ def describe_round(record: RoundRecord, rounds: int) -> str:
 
 def describe_progress(server: "Server") -> str:
     """Describe the last round of a server; with differential privacy, only the round and the budget spent."""
-    history, num_rounds = server.history, server.planned
+    history, num_rounds = server.history, server.planned_rounds
     if not history.records:
         return "waiting for the first round"
     last_record = history.records[-1]

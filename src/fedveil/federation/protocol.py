@@ -184,13 +184,13 @@ class LastRequest:
     token: str
 
 
-def refuse_old(request: Request, last: LastRequest | None) -> None:
+def refuse_old(request: Request, last_request: LastRequest | None) -> None:
     """Refuse a request that was already answered or is for an earlier round of the session; used by the client."""
-    if last is None or last.session != request.session:
+    if last_request is None or last_request.session != request.session:
         return
-    if last.token == request.token:
+    if last_request.token == request.token:
         raise StaleUpdate("this client", f"the request of round {request.round} has already been answered")
-    if request.round < last.round:
+    if request.round < last_request.round:
         raise StaleUpdate(
             "this client", f"the request is for round {request.round}, but this client has already answered a later one"
         )
@@ -307,10 +307,10 @@ class FaultLog:
 class Traffic:
     """The messages sent and received in a round."""
 
-    asked: int = 0  # number of clients that were asked
+    num_asked: int = 0  # number of clients that were asked
     exchanges: int = 0
-    down: int = 0  # bytes sent to clients
-    up: int = 0  # bytes received from clients
+    bytes_sent: int = 0  # bytes sent to clients
+    bytes_received: int = 0  # bytes received from clients
     seconds_work: float = 0.0  # the longest computing time that a client reported
     members: set[Member] = field(default_factory=set)  # the clients that were asked
     seconds: dict[Member, float] = field(default_factory=dict)  # duration of each client's last valid answer
@@ -318,13 +318,13 @@ class Traffic:
     def count_sent(self, sizes: Sequence[int]) -> None:
         """Count one exchange; `sizes` are the sizes of the messages to clients."""
         self.exchanges += 1
-        self.asked = max(self.asked, len(sizes))
-        self.down += sum(sizes)
+        self.num_asked = max(self.num_asked, len(sizes))
+        self.bytes_sent += sum(sizes)
 
     def figures(self) -> dict[str, float]:
         """Return the figures for the round's record; bytes_down and bytes_up are averages per client."""
-        bytes_down, bytes_up = round(self.down / self.asked), round(self.up / self.asked)
-        result = {"bytes_total": self.down + self.up, "bytes_down": bytes_down, "bytes_up": bytes_up}
+        bytes_down, bytes_up = round(self.bytes_sent / self.num_asked), round(self.bytes_received / self.num_asked)
+        result = {"bytes_total": self.bytes_sent + self.bytes_received, "bytes_down": bytes_down, "bytes_up": bytes_up}
         figures = {"exchanges": self.exchanges if self.exchanges > 1 else 0, "seconds_work": self.seconds_work}
         return result | {name: value for name, value in figures.items() if value}
 

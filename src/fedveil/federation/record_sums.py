@@ -213,24 +213,26 @@ def _read_each(
     with contextlib.suppress(Exception):  # a failure to print must not be visible to the server
         print("fedveil: reading records one by one and skipping those that cannot be used", file=sys.stderr)
     slots: dict[str, list[tuple[int, Batch]]] = {}
-    for slot, (row, used) in enumerate(zip(rows.tolist(), included.tolist(), strict=True)):
+    for slot, (row, is_used) in enumerate(zip(rows.tolist(), included.tolist(), strict=True)):
         batch = read_record(task, model, source, row)
-        if batch is not None and used and bool(are_finite(batch)):
+        if batch is not None and is_used and bool(are_finite(batch)):
             slots.setdefault(describe_exactly(batch), []).append((slot, batch))
     for entries in slots.values():
-        used = torch.zeros(len(rows), dtype=torch.bool)
-        used[[slot for slot, _ in entries]] = True
+        is_used = torch.zeros(len(rows), dtype=torch.bool)
+        is_used[[slot for slot, _ in entries]] = True
         entry_indices = torch.zeros(len(rows), dtype=torch.int64)
-        entry_indices[used] = torch.arange(len(entries))
-        yield zero_unused(take_rows(join_batches([batch for _, batch in entries]), entry_indices), used), used
+        entry_indices[is_used] = torch.arange(len(entries))
+        yield zero_unused(take_rows(join_batches([batch for _, batch in entries]), entry_indices), is_used), is_used
 
 
 def read_record(task: "ClientTask", model: nn.Module, source: Source, row: int) -> Batch | None:
     """Return a single record in the form that the loss expects, or None if it cannot be used."""
 
     def read() -> Batch:
-        single = as_source("this client", source.take([row]))
-        return make_shards(model, task.loss, [single], 1, task.request.seed, task.dtype, fit=True).records(0)
+        record_source = as_source("this client", source.take([row]))
+        return make_shards(
+            model, task.loss, [record_source], 1, task.request.seed, task.dtype, convert_dtypes=True
+        ).records(0)
 
     return attempt(read)  # prints nothing, because a message could reveal the record
 
@@ -249,33 +251,33 @@ def take_rows(batch: Batch, rows: Tensor) -> Batch:
     return map_tensors(lambda tensor: tensor[rows.to(tensor.device)], batch[0]), batch[1][rows.to(batch[1].device)]
 
 
-def zero_unused(batch: Batch, used: Tensor) -> Batch:
+def zero_unused(batch: Batch, is_used: Tensor) -> Batch:
     """Replace records that are not used with zeros."""
-    unused = ~used
+    is_unused = ~is_used
 
     def clear(tensor: Tensor) -> Tensor:
         tensor = tensor.clone()
-        tensor[unused.to(tensor.device)] = 0
+        tensor[is_unused.to(tensor.device)] = 0
         return tensor
 
     return map_tensors(clear, batch[0]), clear(batch[1])
 
 
-def compute_partial_update(client: AnyClient, task: "ClientTask", batch: Batch, used: Tensor) -> object:
+def compute_partial_update(client: AnyClient, task: "ClientTask", batch: Batch, is_used: Tensor) -> object:
     """Return the update for a batch; if the computation fails, leave out each record for which it fails.
 
     The result is None if no record remains.
     """
 
-    def step(batch: Batch, used: Tensor) -> object:
-        return client.step(task.broadcast, Samples(*batch, used.to(task.dtype)))
+    def step(batch: Batch, is_used: Tensor) -> object:
+        return client.step(task.broadcast, Samples(*batch, is_used.to(task.dtype)))
 
-    update = attempt(partial(step, batch, used))
+    update = attempt(partial(step, batch, is_used))
     if update is not None:
         return update
-    used = used.clone()
-    for slot in used.nonzero()[:, 0].tolist():
+    is_used = is_used.clone()
+    for slot in is_used.nonzero()[:, 0].tolist():
         index = torch.tensor([slot])
-        if attempt(partial(step, take_rows(batch, index), used[index])) is None:
-            used[slot] = False
-    return step(zero_unused(batch, used), used) if used.any() else None
+        if attempt(partial(step, take_rows(batch, index), is_used[index])) is None:
+            is_used[slot] = False
+    return step(zero_unused(batch, is_used), is_used) if is_used.any() else None

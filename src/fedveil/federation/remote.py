@@ -87,20 +87,20 @@ class RemoteEngine:
     ) -> None:
         self.transport, self._server, self._identity = transport, server, identity
         self.codec, self.session = find_codec(server.defence), Entropy().token()
-        requested = server.defence.requested
-        record = find_record(requested)
+        requested_defence = server.defence.requested
+        record = find_record(requested_defence)
         if record is None:
             fix = "register the defence in your package's entry-point group fedveil.defences"
-            raise BadArgument(type(server).__name__, f"clients cannot find the defence {requested.name}", fix)
-        local, setting_names, loss = server.defence.local_training, requested.remote_settings, server.loss
+            raise BadArgument(type(server).__name__, f"clients cannot find the defence {requested_defence.name}", fix)
+        local, setting_names, loss = server.defence.local_training, requested_defence.remote_settings, server.loss
         if local is None:
             setting_names = tuple([name for name in setting_names if name not in LocalTraining.NAMES])
         else:
             whole_shard, batch_size = True, local.batch_size or batch_size
-        settings = {name: getattr(requested, name) for name in setting_names}
+        settings = {name: getattr(requested_defence, name) for name in setting_names}
         self._task = record.name, settings, loss.name, loss.settings(), whole_shard, batch_size, server.seed
         self._privacy = server.defence.record_terms
-        self._omits, self._output = requested.frozen == "local", describe_output(chosen_output(server.model))
+        self._omits, self._output = requested_defence.frozen == "local", describe_output(chosen_output(server.model))
         self.traffic = protocol.Traffic()
 
     def start_round(self) -> None:
@@ -181,8 +181,10 @@ class RemoteEngine:
             digest = digest or Digest.compute(common).combine()
             extras = {member: tag_message(channels[member], digest, extra) for member, extra in extras.items()}
         elif self._identity is not None:
-            signed = {extra: sign_message(self._identity, common, extra) for extra in dict.fromkeys(extras.values())}
-            extras = {member: signed[extra] for member, extra in extras.items()}
+            signed_extras = {
+                extra: sign_message(self._identity, common, extra) for extra in dict.fromkeys(extras.values())
+            }
+            extras = {member: signed_extras[extra] for member, extra in extras.items()}
         self.traffic.count_sent([len(common) + len(extra) for extra in extras.values()])
         self.traffic.members.update(extras)
         timeout_seconds, start_time = self._server.policy.timeout if timeout is None else timeout, time.monotonic()
@@ -191,7 +193,7 @@ class RemoteEngine:
             if isinstance(reply, Fault):
                 yield reply
                 continue
-            self.traffic.up += len(reply)
+            self.traffic.bytes_received += len(reply)
             try:
                 result: R | Fault = decode(member, reply)
                 self.traffic.seconds[member] = time.monotonic() - start_time

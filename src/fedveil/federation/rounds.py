@@ -58,11 +58,11 @@ class RoundKind(Protocol):
 
     Attributes:
         min_clients: the minimum number of clients.
-        answered: time at which the last reply of an attempt arrived.
+        answer_time: time at which the last reply of an attempt arrived.
     """
 
     min_clients: int
-    answered: float
+    answer_time: float
 
     def select(self, round_number: int, members: list[Member]) -> list[Member]:
         """Return the clients that may be asked in this attempt; by default, all of them."""
@@ -98,7 +98,7 @@ class ClearRound(RoundKind):
         self, engine: Engine, model: nn.Module, history: History, limits: Limits | None, min_answers: int
     ) -> None:
         self.engine, self._model, self._history, self._limits = engine, model, history, limits
-        self.min_answers, self.answered = min_answers, 0.0
+        self.min_answers, self.answer_time = min_answers, 0.0
         self.min_clients = limits.min_clients() if limits else 1
 
     def collect(
@@ -117,7 +117,7 @@ class ClearRound(RoundKind):
                 faults.add(answer)
             else:
                 replies.append(answer)
-        self.answered = time.perf_counter()
+        self.answer_time = time.perf_counter()
         if sum([len(reply.members) for reply in replies]) < self.min_answers:
             return None
         if len(replies) < len(members) or self.engine.traffic:
@@ -126,12 +126,12 @@ class ClearRound(RoundKind):
             observer(defence_round.broadcast, [reply.update for reply in replies])
         limits, past_records = self._limits, self._history.records
         if limits is not None:
-            result, refused = aggregate(
+            result, refusals = aggregate(
                 defence_round, replies, self._model, limits, past_records, num_left_out, self.min_answers
             )
-            for member, error in refused.items():
+            for member, error in refusals.items():
                 faults.add(describe_refusal(member, error))
-            replies = [reply for reply in replies if reply.members[0] not in refused]
+            replies = [reply for reply in replies if reply.members[0] not in refusals]
         else:
             result = _recover(defence_round, replies)
         if result is None or self.engine.traffic is None:

@@ -133,9 +133,9 @@ class RunFolder:
         engine = self._server.engine
         names = [] if engine.traffic is None else [str(member) for member in engine.members()]
         others = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
-        connected = f"connected at the start: {', '.join(names[:MAX_NAMES])}{others}" if names else ""
+        connection_text = f"connected at the start: {', '.join(names[:MAX_NAMES])}{others}" if names else ""
         if not self._complete:
-            self._show("training" if self._server.round else "waiting", connected)
+            self._show("training" if self._server.round else "waiting", connection_text)
         return self
 
     def append(self, record: RoundRecord) -> None:
@@ -144,8 +144,10 @@ class RunFolder:
         traffic, faults = self._server.engine.traffic, record.notes.get("faults", ())
         if traffic is not None:
             texts = [str(fault) for fault in faults]
-            asked = sorted(traffic.members, key=str)
-            self._clients = update_clients(self._clients, record.round, asked, traffic.seconds, texts, self._timed)
+            asked_members = sorted(traffic.members, key=str)
+            self._clients = update_clients(
+                self._clients, record.round, asked_members, traffic.seconds, texts, self._timed
+            )
         if time.monotonic() >= self._next_update:
             self._show("training")
 

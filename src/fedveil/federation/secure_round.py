@@ -70,7 +70,7 @@ class SecureRound:
 
     def __init__(self, engine: Engine, sums: Sums, roster: Roster, session: str, min_answers: int) -> None:
         self.engine, self.sums, self._roster, self._session = engine, sums, roster, session
-        self.min_answers, self.answered = min_answers, 0.0
+        self.min_answers, self.answer_time = min_answers, 0.0
         self.min_clients = max(min_answers, secagg.MIN_MEMBERS)
         self.conduct = Conduct()
         self._greetings: dict[Member, Greeting] = {}  # including clients that are currently absent
@@ -92,8 +92,8 @@ class SecureRound:
         if round_number != self._round:
             self._round, self._conflicting = round_number, set()
         members = [member for member in members if not self._is_excluded(member)]
-        undisputed = [member for member in members if member not in self._conflicting]
-        return undisputed if len(undisputed) >= secagg.MIN_MEMBERS else members
+        undisputed_members = [member for member in members if member not in self._conflicting]
+        return undisputed_members if len(undisputed_members) >= secagg.MIN_MEMBERS else members
 
     def collect(
         self,
@@ -116,7 +116,7 @@ class SecureRound:
             if not attempt.is_revealing:
                 return None
             failure = error.what
-        self.answered = time.perf_counter()
+        self.answer_time = time.perf_counter()
         result = self._decode(defence_round, total, attempt.opening, failure)
         newly_excluded = {name: reason for name, reason in self.excluded.items() if name not in self._reported}
         self._reported.update(newly_excluded)
@@ -135,22 +135,24 @@ class SecureRound:
         self, round_number: int, defence_round: AnyRound, members: Sequence[Member], faults: FaultLog
     ) -> _Attempt | None:
         """Ask clients for their masked updates; return None if there are too few clients."""
-        greeted = self._greet(members, faults)
-        names = {self._greetings[member].hello.name: member for member in greeted}
+        greeted_members = self._greet(members, faults)
+        names = {self._greetings[member].hello.name: member for member in greeted_members}
         num_required = max(self.min_answers, secagg.threshold(max(len(names), secagg.MIN_MEMBERS)))
         if len(names) < num_required:
             message = f"{len(names)} clients are present, but secure aggregation needs at least {num_required}"
             faults.add(Fault(SERVER, FaultKind.TOO_FEW, message))
             return None
         self._attempt += 1
-        for member in greeted:
+        for member in greeted_members:
             greeting = self._greetings[member]
             self._greetings[member] = replace(greeting, uses=greeting.uses + 1)
         hellos = tuple(self._greetings[names[name]].hello for name in sorted(names))
         layout = self.sums.layout(defence_round, len(hellos))
         opening = Opening(self._session, round_number, self._attempt, hellos, *layout)
         terms = SecureTerms(opening, self.sums.clip)
-        digest, uploads = self.engine.ask_masked(round_number, defence_round, greeted, terms, self._channels(greeted))
+        digest, uploads = self.engine.ask_masked(
+            round_number, defence_round, greeted_members, terms, self._channels(greeted_members)
+        )
         attempt = _Attempt(names, opening, Tally(opening, digest, self._roster, self.conduct))
         for member, upload in self._receive(uploads, faults):
             self._take(member, partial(attempt.tally.take_upload, self._name(member), upload), faults)

@@ -109,7 +109,7 @@ class Server(StoredServer):
         self._can_undo = False  # whether interrupted rounds are undone
         self._compared = False  # whether perturbed and plain gradients were compared
         self._snapshot = self._saved_mark = self._described_folder = self.monitor = self.best_by = self.summary = None
-        self.planned = 0
+        self.planned_rounds = 0
 
     def __repr__(self) -> str:
         name, size = type(self.model).__name__, sum(parameter.numel() for parameter in self._parameters.values())
@@ -207,7 +207,7 @@ class Server(StoredServer):
         notes: dict[str, Note] = {**result.notes, **({"faults": faults.texts()} if faults.faults else {})}
         figures = dict(result.figures)
         if traffic is not None:
-            answer_time = self.rounds.answered
+            answer_time = self.rounds.answer_time
             figures |= {"asked": num_asked, **traffic.figures()}
             figures |= {"seconds_waiting": answer_time - start, "seconds_recovery": time.perf_counter() - answer_time}
             figures |= {"attempts": attempt} if attempt > 1 else {}
@@ -226,8 +226,8 @@ class Server(StoredServer):
             time.sleep(min(POLL_INTERVAL, policy.patience))
         self._started = True
         if faults.faults:
-            others = [member for member in members if member not in faults.wrong_members]
-            members = others if len(others) >= policy.min_answers else members
+            other_members = [member for member in members if member not in faults.wrong_members]
+            members = other_members if len(other_members) >= policy.min_answers else members
         count = max(policy.min_answers, round(policy.participation * len(members)))
         if count < len(members):
             order = torch.randperm(len(members), generator=generator(self.engine.stream, self.seed, self.round))
@@ -336,8 +336,8 @@ class Server(StoredServer):
         evaluation = MetricChoices(metrics or {}, monitor, mode, patience, track_test).plan(self, *held_out.values())
         if resume and path is None:
             raise BadArgument("fit", "resume=True needs the folder of the run", "pass folder= as well")
-        period, saving = evaluate_every or self.rounds_per_epoch, (checkpoint_every or 0, self.defence.durable)
-        plan = FitPlan(last_round, period, evaluation, patience, callbacks, path, *saving)
+        period, save_options = evaluate_every or self.rounds_per_epoch, (checkpoint_every or 0, self.defence.durable)
+        plan = FitPlan(last_round, period, evaluation, patience, callbacks, path, *save_options)
         self.monitor = evaluation.monitor if evaluation else None
         with self._lock, lock_folder(path) if path else contextlib.nullcontext(), plan.show_progress(verbose):
             self._undo()

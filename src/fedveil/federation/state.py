@@ -137,7 +137,7 @@ class StoredServer(ABC):
     best: tuple[float, dict[str, Tensor]] | None
     best_by: str | None  # the metric and mode that chose the best model; None if unknown
     history: History
-    planned: int  # number of the last round that `fit` will run; 0 before the first call
+    planned_rounds: int  # number of the last round that `fit` will run; 0 before the first call
     monitor: Monitor | None  # the monitored metric of the last call to fit
     summary: "RunSummary | None"  # summary of the last call to fit with a folder
     stopped: str | None  # the reason why training ended early
@@ -223,7 +223,7 @@ class StoredServer(ABC):
         If the checkpoint is damaged or its model is not finite, the previous checkpoint is used; this is reported in a
         warning and in the last record.
         """
-        damaged: list[checkpoint.DamagedCheckpoint] = []
+        errors: list[checkpoint.DamagedCheckpoint] = []
         folder = Path(folder)
         for path in checkpoint.list_checkpoints(folder) or [folder / checkpoint.LAST]:
             try:
@@ -236,7 +236,7 @@ class StoredServer(ABC):
                     )
                 client_states = self._private_states(folder, tag, state)
             except checkpoint.DamagedCheckpoint as error:
-                damaged.append(error)
+                errors.append(error)
                 continue
             with self._lock:
                 self._restore(folder, state, client_states)
@@ -245,33 +245,38 @@ class StoredServer(ABC):
             self._uses_previous = path.name != checkpoint.LAST
             self._snapshot, self._saved_mark = None, None if self._uses_previous else self._mark(folder)
             if self._uses_previous:
-                self._explain_fallback(path, damaged)
+                self._explain_fallback(path, errors)
             return
-        if len(damaged) == 1:
-            raise damaged[0]
-        raise BadArgument(damaged[0].where, f"{damaged[0].what}; {damaged[1].where} is also damaged", damaged[0].fix)
+        if len(errors) == 1:
+            raise errors[0]
+        raise BadArgument(errors[0].where, f"{errors[0].what}; {errors[1].where} is also damaged", errors[0].fix)
 
     def _private_states(self, folder: Path, tag: StateTag, state: CheckpointState) -> dict[int, State]:
         """Return the private states of clients in this process, by client; remote clients keep their own."""
         return {}
 
-    def _explain_fallback(self, path: Path, damaged: Sequence[checkpoint.DamagedCheckpoint]) -> None:
+    def _explain_fallback(self, path: Path, errors: Sequence[checkpoint.DamagedCheckpoint]) -> None:
         """Report that the previous checkpoint is used, and count the lost round for privacy."""
-        reason = f"{damaged[0].where}: {damaged[0].what}" if damaged else f"there is no {checkpoint.LAST}"
+        reason = f"{errors[0].where}: {errors[0].what}" if errors else f"there is no {checkpoint.LAST}"
         message = f"{reason}; the run continues from {path.name}, round {self.round}"
         LOG.warning("fedveil: %s", message)
         if self.history.records:
-            last = self.history.records[-1]
-            self.history.records[-1] = replace(last, notes={**last.notes, "went_back": message})
+            last_record = self.history.records[-1]
+            self.history.records[-1] = replace(last_record, notes={**last_record.notes, "went_back": message})
         if self.defence_server.accountant is not None:
             self.defence_server.accountant.count()
 
     def _restore(self, folder: Path, state: CheckpointState, client_states: Mapping[int, State]) -> None:
-        expected = {"defence": self.defence.name, OPTIMIZER: type(self.optimizer).__name__}
-        saved = {"defence": state["defence"]["name"], OPTIMIZER: state["setting"].get(OPTIMIZER, expected[OPTIMIZER])}
-        for name in expected:
-            if saved[name] != expected[name]:
-                message = f"the checkpoint was written with the {name} {saved[name]!r}, not {expected[name]!r}"
+        expected_names = {"defence": self.defence.name, OPTIMIZER: type(self.optimizer).__name__}
+        saved_names = {
+            "defence": state["defence"]["name"],
+            OPTIMIZER: state["setting"].get(OPTIMIZER, expected_names[OPTIMIZER]),
+        }
+        for name in expected_names:
+            if saved_names[name] != expected_names[name]:
+                message = (
+                    f"the checkpoint was written with the {name} {saved_names[name]!r}, not {expected_names[name]!r}"
+                )
                 raise BadArgument(str(folder), message, f"resume with the same {name}")
         configured_lr = self._initial_lr()
         try:

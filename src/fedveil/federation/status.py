@@ -251,8 +251,8 @@ def describe_status(status: RunStatus, now: float | None = None) -> dict[str, st
     result |= {label_metric(name): f"{value:.4g}" for name, value in status.metrics.items()}
     if status.delta is not None:
         limit = "" if status.budget is None else f" of {status.budget:g}"
-        spent = "0" if not status.round else "infinite" if status.epsilon is None else f"{status.epsilon:.3g}"
-        result["epsilon spent"] = f"{spent}{limit}, at delta {status.delta:g}"
+        spent_text = "0" if not status.round else "infinite" if status.epsilon is None else f"{status.epsilon:.3g}"
+        result["epsilon spent"] = f"{spent_text}{limit}, at delta {status.delta:g}"
     if status.clients:
         answered = sum(client.last == status.round for client in status.clients.values())
         result["clients"] = f"{len(status.clients)}; {answered} answered in the last round"

@@ -24,13 +24,13 @@ class Monitor:
         name: the metric's name in an evaluation.
         mode: "min" or "max".
         prefix: the prefix of the name in records: "validation_" if there are validation data.
-        chosen: whether the user has chosen the metric.
+        is_chosen: whether the user has chosen the metric.
     """
 
     name: str
     mode: str
     prefix: str = ""
-    chosen: bool = False
+    is_chosen: bool = False
 
     @property
     def key(self) -> str:
@@ -86,7 +86,7 @@ def check_monitored(is_evaluated: bool, schedule: LRScheduler | None, **options:
 
 def plateau_value(schedule: ReduceLROnPlateau, metrics: Mapping[str, float], monitor: Monitor) -> float:
     """Return the value that a plateau schedule monitors: by default, an error in mode "min", accuracy in mode "max"."""
-    if monitor.chosen:
+    if monitor.is_chosen:
         return float(metrics[monitor.name])
     if schedule.mode == "max":
         if "accuracy" not in metrics:

@@ -90,8 +90,8 @@ class Packing:
         values = torch.cat(vectors).numpy() if vectors else np.zeros(0)
         if not np.abs(values).max(initial=0.0) < LARGEST:  # also true for NaN
             return no_words(opening)
-        weighted = values * records if is_weighted else values
-        result = encode_rows(weighted, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
+        weighted_values = values * records if is_weighted else values
+        result = encode_rows(weighted_values, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
         return np.concatenate([np.array([1, records], np.uint64), result])
 
     def unpack(self, total: Words, opening: Opening, *, is_weighted: bool = True) -> tuple[int, Tensors]:
@@ -133,10 +133,10 @@ class Packing:
 
     def bound_rounding(self, exponents: Sequence[int], num_clients: int, records: int) -> dict[str, list[float]]:
         """Bound the rounding error of the values of the mean, by row: half a unit per client."""
-        remaining, result = list(exponents), {}
+        remaining_exponents, result = list(exponents), {}
         unit = num_clients * 2.0 ** -(secagg.bits(num_clients, 0) + 1) / records  # the bound for exponent 0
         for part in self.parts:
-            rows, remaining = remaining[: part.rows], remaining[part.rows :]
+            rows, remaining_exponents = remaining_exponents[: part.rows], remaining_exponents[part.rows :]
             result[part.name] = [unit * 2.0**exponent for exponent in rows]
         return result
 
@@ -206,8 +206,10 @@ def encode_words(
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             return no_words(opening)
         gradients = {name: tensor for name, tensor in tensors.items() if name.startswith("gradient/")}
-        clipped, _, _ = clip_vector(torch.cat([gradient.reshape(-1).double() for gradient in gradients.values()]), clip)
-        tensors, records = split_vector(clipped, gradients), 1
+        clipped_vector, _, _ = clip_vector(
+            torch.cat([gradient.reshape(-1).double() for gradient in gradients.values()]), clip
+        )
+        tensors, records = split_vector(clipped_vector, gradients), 1
     return Packing.from_tensors(tensors).pack(tensors, records, opening, is_weighted=not integers)
 
 

@@ -73,13 +73,16 @@ def default_loss(output: Tensor, sources: Sequence[Source]) -> str:
     raise BadArgument("Federation", message, fix)
 
 
-def target_maker(model: nn.Module, loss: Loss, example: Batch, *, fit: bool = False) -> Callable[[Tensor], Tensor]:
+def target_maker(
+    model: nn.Module, loss: Loss, example: Batch, *, convert_dtypes: bool = False
+) -> Callable[[Tensor], Tensor]:
     """Return a function that converts class indices to one-hot rows in the shape of the model's outputs.
 
     The function refuses targets that do not fit the loss. A custom loss receives targets unchanged. Cross-entropy at
     several positions of a record (pixels, tokens) keeps indices: one-hot targets would need as much memory as the
     outputs, and indices show which axis of the outputs is the class axis. If the shapes do not determine that
-    axis, the class axis of the last layer's outputs is used. If `fit`, targets of the wrong dtype are converted.
+    axis, the class axis of the last layer's outputs is used. If `convert_dtypes` is True, targets of the wrong dtype
+    are converted.
     """
     if isinstance(loss, AUTOGRAD_LOSSES):
         return lambda targets: targets
@@ -87,7 +90,7 @@ def target_maker(model: nn.Module, loss: Loss, example: Batch, *, fit: bool = Fa
 
     def convert(targets: Tensor) -> Tensor:
         template = output.expand(len(targets), *output.shape[1:])
-        targets = fit_dtype(targets, template) if fit else targets
+        targets = fit_dtype(targets, template) if convert_dtypes else targets
         if isinstance(loss, CLASS_LOSSES):
             _check_classes(loss, targets, template, axis)
         elif isinstance(loss, BinaryCrossEntropy):

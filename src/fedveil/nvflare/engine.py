@@ -13,7 +13,7 @@ from fedveil.federation.protocol import Fault, FaultKind, Member
 
 LOG = logging.getLogger("fedveil.nvflare")
 PROBE_TIMEOUT, PROBE_PAUSE = 5.0, 2.0  # seconds to wait for the reply to a probe, and between probes
-GRACE = 5.0  # seconds after a call's timeout within which FLARE itself should report the timeout
+GRACE_SECONDS = 5.0  # seconds after a call's timeout within which FLARE itself should report the timeout
 Outcome = tuple[Member, bytes | Fault | RunAborted]
 
 
@@ -37,7 +37,7 @@ class FlareTransport:
         self, common: bytes, extras: Mapping[Member, bytes], *, label: str, timeout: float
     ) -> Iterator[tuple[Member, bytes | Fault]]:
         """See `Transport.ask`. Raises `RunAborted` if FLARE aborts the job."""
-        outcomes, deadline = SimpleQueue[Outcome](), time.monotonic() + timeout + GRACE
+        outcomes, deadline = SimpleQueue[Outcome](), time.monotonic() + timeout + GRACE_SECONDS
         for name, extra in extras.items():
             threading.Thread(
                 target=lambda name=name, extra=extra: outcomes.put((name, self._call(name, common, extra, timeout))),

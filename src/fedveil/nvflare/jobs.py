@@ -110,7 +110,7 @@ def submit(
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(admin):
         job.export(folder)
         for attempt in range(1, attempts + 1):
-            job_id = admin.do("submit_job", str(Path(folder) / job.job_name))
+            job_id = admin.call_method("submit_job", str(Path(folder) / job.job_name))
             on_status(f"job {job_id} was submitted" + (f", attempt {attempt} of {attempts}" if attempt > 1 else ""))
             status = admin.wait_for_end(job_id)
             on_status(f"job {job_id}: {status}")
@@ -131,7 +131,7 @@ def read_progress(kit: Path, username: str, job_id: str) -> str:
         job_id: the id that `submit` returned or printed.
     """
     with contextlib.closing(_Admin(kit, username, LOGIN_TIMEOUT, print)) as admin:
-        status = admin.do("get_job_status", job_id)
+        status = admin.call_method("get_job_status", job_id)
         return ": ".join(filter(None, [str(status), admin.progress(job_id)]))
 
 
@@ -146,14 +146,15 @@ class _Admin:
     def wait_for_end(self, job_id: str) -> str:
         """Wait until a job ends, and return its status. A restarted server still lists its old jobs as running."""
         sessions, last_report, start_time = self._sessions, "", time.monotonic()
-        while not (status := str(self.do("get_job_status", job_id))).startswith("FINISHED"):
+        while not (status := str(self.call_method("get_job_status", job_id))).startswith("FINISHED"):
             if status == RunStatus.SUBMITTED and time.monotonic() - start_time > SLOW_START:
-                connected = (
-                    ", ".join(sorted(str(site.name) for site in self.do("get_system_info").client_info)) or "none"
+                connected_sites = (
+                    ", ".join(sorted(str(site.name) for site in self.call_method("get_system_info").client_info))
+                    or "none"
                 )
-                status += f", waiting for sites; connected: {connected}"
+                status += f", waiting for sites; connected: {connected_sites}"
             if self._sessions > sessions and status in (RunStatus.RUNNING, RunStatus.DISPATCHED):
-                if job_id not in [job.job_id for job in self.do("get_system_info").job_info]:
+                if job_id not in [job.job_id for job in self.call_method("get_system_info").job_info]:
                     return "LOST, because the server was restarted"
                 sessions = self._sessions
             if status == RunStatus.RUNNING and (line := self.progress(job_id)):
@@ -166,12 +167,12 @@ class _Admin:
 
     def progress(self, job_id: str) -> str:
         """Return the progress of a running job's server; empty if it is unknown or the user may not see it."""
-        with contextlib.suppress(Exception):  # the next call of `do` detects a lost server
+        with contextlib.suppress(Exception):  # the next call of `call_method` detects a lost server
             result = self._session.show_stats(job_id, TargetType.SERVER)
             return str(result[TargetType.SERVER][GROUP][PROGRESS])
         return ""
 
-    def do(self, method: str, *arguments: str) -> Any:
+    def call_method(self, method: str, *arguments: str) -> Any:
         """Call a method of the session; give up if the server cannot be reached for `patience` seconds."""
         deadline, was_reported = time.monotonic() + self._patience, False
         while True:
