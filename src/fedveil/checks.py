@@ -17,13 +17,13 @@ R = TypeVar("R")
 _SUSPENDED: ContextVar[tuple[str, ...]] = ContextVar("_SUSPENDED", default=())
 
 
-def check_choice(where: str, name: str, value: str, allowed: Iterable[str]) -> str:
+def check_choice(where: str, name: str, value: str, allowed_values: Iterable[str]) -> str:
     """Check that a value is one of the allowed strings; the error suggests the closest match.
 
     >>> check_choice("load", "task", "regression", ("classification", "regression"))
     'regression'
     """
-    names = sorted(allowed)
+    names = sorted(allowed_values)
     if value in names:
         return value
     matches = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
@@ -88,7 +88,7 @@ class SingleThreadLock:
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             fix = "wait until the other thread has finished, or create a separate federation and model for each thread"
-            raise FedveilError(self._where, "another thread is using it", fix)
+            raise FedveilError(self._where, "another thread is using this object", fix)
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()

@@ -49,7 +49,7 @@ def parse_json(where: str, text: str) -> Any:
     >>> parse_json("config.json", "[1, 2")
     Traceback (most recent call last):
     ...
-    fedveil.errors.BadArgument: config.json: is not JSON: Expecting ',' delimiter: line 1 column 6 (char 5).
+    fedveil.errors.BadArgument: config.json: invalid JSON: Expecting ',' delimiter: line 1 column 6 (char 5).
     """
     return _parse(where, "JSON", lambda: json.loads(text))
 
@@ -89,7 +89,7 @@ def _parse(where: str, format_name: str, parse: Callable[[], Value]) -> Value:
     except ValueError as error:
         if isinstance(error, BadArgument):
             raise
-        raise BadArgument(where, f"is not {format_name}: {error}") from error
+        raise BadArgument(where, f"invalid {format_name}: {error}") from error
     items: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         items = [item for container in items for item in _list_items(container)]

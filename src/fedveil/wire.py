@@ -56,7 +56,7 @@ def from_bytes(data: bytes, kind: str, max_tensors: int | None = None, max_heade
                 kind, f"the message has {len(entries) - 1} tensors, more than the maximum of {max_tensors}"
             )
         text = entries["__metadata__"]["fedveil"]
-        fields = json.loads(text) if max_tensors is None else _BOUNDED.decode(text)
+        fields = json.loads(text) if max_tensors is None else _BOUNDED_DECODER.decode(text)
         decoded = load(data)  # checks all sizes, but returns tensors in arbitrary order
         tensors = {name: decoded[name] for name in entries if name in decoded}
         result = fields["kind"], fields["format"]
@@ -79,7 +79,7 @@ def _parse_integer(text: str) -> int:
     return int(text)
 
 
-_BOUNDED = json.JSONDecoder(parse_int=_parse_integer)
+_BOUNDED_DECODER = json.JSONDecoder(parse_int=_parse_integer)
 
 
 def read_kind(data: bytes) -> str:

@@ -76,5 +76,5 @@ def test_a_folder_has_the_description_and_another_schema_or_a_damaged_file_is_re
         with pytest.raises(BadArgument, match=r"a schema other than 1|is not valid"):
             read_description(tmp_path)
     path.write_text("[")
-    with pytest.raises(BadArgument, match="is not JSON"):
+    with pytest.raises(BadArgument, match="invalid JSON"):
         read_description(tmp_path)

@@ -70,7 +70,7 @@ def test_resume_goes_on_with_the_last_of_the_default_folders(at, capsys):
         (("--resume", "--out", "none"), "none: there is no run to resume.\n  Fix: leave out --resume"),
         (("--resume",), "runs/digits-mlp-veil-0: there is no run to resume"),
         (("run",), "run: this is a folder, not a file.\n  Fix: use run/config.json to repeat the run in it, or"),
-        (("torn.json",), "torn.json: is not JSON"),
+        (("torn.json",), "torn.json: invalid JSON"),
         (("list.json",), "list.json: contains a list, not sections"),
     ],
 )

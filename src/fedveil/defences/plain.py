@@ -265,17 +265,19 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
         """Take SGD steps on a copy of the model; return the total that they subtracted, and the last buffers."""
         model = copy.deepcopy(broadcast)
         initial_tensors, buffers = encoding.trainable_tensors(broadcast), dict(model.named_buffers())
-        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        optimizer, update = torch.optim.SGD(trainable.values(), local.lr, momentum=local.momentum), None
+        trainable_parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer, update = torch.optim.SGD(trainable_parameters.values(), local.lr, momentum=local.momentum), None
         for samples in batches:
             update = self.step(model, samples, client)
-            for name, parameter in trainable.items():
+            for name, parameter in trainable_parameters.items():
                 parameter.grad = update.gradients[name]
             optimizer.step()
             for name, value in update.buffers.items():
                 buffers[name].copy_(value)
         assert update is not None
-        return replace(update, gradients={name: initial_tensors[name] - p.detach() for name, p in trainable.items()})
+        return replace(
+            update, gradients={name: initial_tensors[name] - p.detach() for name, p in trainable_parameters.items()}
+        )
 
     def record_gradients(self, broadcast: nn.Module) -> "RecordGradients":
         """Return an object that computes the gradient of the loss for each record."""
@@ -298,13 +300,13 @@ def compute_gradients(
     parameters: Mapping[str, Tensor], outputs: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> Tensors:
     """Return the gradient of each trainable parameter; it is 0 if the outputs do not depend on the parameter."""
-    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
+    trainable_parameters = {name: p for name, p in parameters.items() if p.requires_grad}
     differentiable_pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
-    result: Sequence[Tensor | None] = [None] * len(trainable)
+    result: Sequence[Tensor | None] = [None] * len(trainable_parameters)
     if differentiable_pairs:
         used_outputs, grad_outputs = zip(*differentiable_pairs, strict=True)
-        result = torch.autograd.grad(used_outputs, list(trainable.values()), grad_outputs, allow_unused=True)
-    pairs = zip(trainable.items(), result, strict=True)
+        result = torch.autograd.grad(used_outputs, list(trainable_parameters.values()), grad_outputs, allow_unused=True)
+    pairs = zip(trainable_parameters.items(), result, strict=True)
     return {name: torch.zeros_like(p) if gradient is None else gradient for (name, p), gradient in pairs}
 
 

@@ -233,8 +233,8 @@ def build_for_client(name: str, settings: Mapping[str, object]) -> "AnyDefence":
     """Client: build the defence that a server asks for.
 
     A server can choose only defences that are installed on the client, and can set only the arguments listed in
-    `remote_settings`, to plain values. The client controls everything else, such as randomness, files and code. A
-    defence with secrets derived from a seed is refused.
+    `remote_settings`, and only to plain values. The client controls everything else, such as randomness, files and
+    code. A defence with secrets derived from a seed is refused.
     """
     check_choice(REQUEST, "defence", name, names())  # never import code that a server names
     defence_class = _find_class(name, find(name).target)

@@ -188,8 +188,8 @@ def find_split(model: nn.Module, example: Inputs) -> Split:
     last_layer = model.get_submodule(head.path)
     if head.is_inner or not isinstance(last_layer, nn.Linear) or head.weight != f"{head.path}.weight".lstrip("."):
         raise BadArgument(head.path or type(model).__name__, message, fix)
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not trainable - {head.weight, head.bias}:
+    trainable_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable_names - {head.weight, head.bias}:
         message = "only the last Linear is trained, and SPN does not change its gradient"
         fix = "add a trainable hidden layer to the model"
         raise BadArgument(head.path or type(model).__name__, message, fix)

@@ -178,15 +178,15 @@ def save_last(
     return {tag.round}
 
 
-def _link_previous(last: Path, previous: Path) -> None:
-    """Make `previous` a hard link to the file `last`, without ever removing `last`."""
-    temporary_path = temporary_name(previous)
+def _link_previous(last_path: Path, previous_path: Path) -> None:
+    """Make `previous_path` a hard link to the file `last_path`, without ever removing `last_path`."""
+    temporary_path = temporary_name(previous_path)
     try:
-        os.link(last, temporary_path)
+        os.link(last_path, temporary_path)
     except OSError:  # the file system does not support hard links
-        write_atomically(previous, last.read_bytes(), OWNER)
+        write_atomically(previous_path, last_path.read_bytes(), OWNER)
         return
-    os.replace(temporary_path, previous)
+    os.replace(temporary_path, previous_path)
     with contextlib.suppress(FileNotFoundError):  # os.replace does nothing if both are links to the same file
         temporary_path.unlink()
 

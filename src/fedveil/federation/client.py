@@ -160,7 +160,7 @@ class ClientSession:
             extra: the bytes sent only to this client.
         """
         if read_kind(message) == "step":
-            return self._take_step(message, extra)
+            return self._reply_to_step(message, extra)
         digest = None
         if self.party is not None or self._policy is not None:
             digest, _ = self._authenticate(message, extra)
@@ -199,11 +199,11 @@ class ClientSession:
             extra = admit_message(self._policy.server, (), digest.combine(), extra)
         return digest, extra
 
-    def _take_step(self, message: bytes, extra: bytes) -> bytes:
+    def _reply_to_step(self, message: bytes, extra: bytes) -> bytes:
         """Reply to a step of secure aggregation."""
         _, extra = self._authenticate(message, extra)
         step = read(message, Step)
-        body = take_step(step, extra, self.party, self._count_records)
+        body = reply_to_step(step, extra, self.party, self._count_records)
         return write(Step.make(step.session, step.step, body))
 
     def _count_records(self) -> int:
@@ -308,7 +308,7 @@ class ClientSession:
         return self._prepared[1]
 
 
-def take_step(step: Step, extra: bytes, party: "Party | None", count_records: Callable[[], int]) -> bytes:
+def reply_to_step(step: Step, extra: bytes, party: "Party | None", count_records: Callable[[], int]) -> bytes:
     """Return the body of the reply to a step of secure aggregation other than the upload."""
     from fedveil.secagg.identity import KEY
 

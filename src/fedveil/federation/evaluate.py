@@ -164,7 +164,7 @@ def metric_names(outputs: Tensor, targets: Tensor, loss: Loss, *, axis: int | No
 
 
 def select_positions(outputs: Tensor, targets: Tensor, loss: Loss | None) -> tuple[Tensor, Tensor, Loss | None]:
-    """Return the outputs and targets of the positions with a label, if the loss ignores the others."""
+    """Return the outputs and targets of labelled positions, if the loss ignores all other positions."""
     if not isinstance(loss, TokenCrossEntropy):
         return outputs, targets, loss
     return *loss.select(outputs, targets), TokenCrossEntropy(loss.label_smoothing)  # the positions are already aligned

@@ -193,10 +193,12 @@ def choose_last_round(server: "Server", epochs: int | None, rounds: int | None) 
         check_count("fit", name, 0 if count is None else count, 0)
     if epochs is None and rounds is None:
         rounds = server.defence.planned_rounds
-    per_epoch, num_complete = server.rounds_per_epoch, server.round
-    last_round = rounds if rounds is not None else (1 if epochs is None else epochs) * per_epoch
+    rounds_per_epoch, num_complete = server.rounds_per_epoch, server.round
+    last_round = rounds if rounds is not None else (1 if epochs is None else epochs) * rounds_per_epoch
     if 0 < last_round <= num_complete:
-        unit, num_complete_units = ("epochs", num_complete // per_epoch) if rounds is None else ("rounds", num_complete)
+        unit, num_complete_units = (
+            ("epochs", num_complete // rounds_per_epoch) if rounds is None else ("rounds", num_complete)
+        )
         message = f"{unit} are counted from the start of the run, and round {num_complete} is already complete"
         LOG.warning(
             "fedveil: fit trains nothing: %s; use fit(%s=%d) to continue training",

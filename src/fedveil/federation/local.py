@@ -19,7 +19,7 @@ from fedveil.defences.registry import add_privacy, find_codec
 from fedveil.errors import BadArgument, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import StateTag
-from fedveil.federation.client import compute_update, take_step
+from fedveil.federation.client import compute_update, reply_to_step
 from fedveil.federation.limits import Limits
 from fedveil.federation.prepare import (
     HeldOut,
@@ -170,12 +170,12 @@ class LocalEngine(Generic[B, U]):
 
         return digest, uploads()
 
-    def take_step(
+    def run_step(
         self, step: Step, messages: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
         """Yield the replies of the clients' parties to a step of secure aggregation."""
         for member, extra in messages.items():
-            yield member, take_step(step, extra, self._parties[member], lambda: 1)
+            yield member, reply_to_step(step, extra, self._parties[member], lambda: 1)
 
     def close(self) -> None:
         """Do nothing, because there is no connection."""

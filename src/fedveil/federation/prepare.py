@@ -64,10 +64,10 @@ def make_shards(
 
     sizes = tuple(len(client) for client in clients)
     arguments = tuple(itertools.accumulate(sizes[:-1], initial=0)), sizes, batch_size, seed, ()
-    in_memory = [client for client in clients if isinstance(client, Rows)]
-    if len(in_memory) < len(clients):
+    memory_sources = [client for client in clients if isinstance(client, Rows)]
+    if len(memory_sources) < len(clients):
         return StreamShards(*arguments, tuple(clients), prepare)
-    batches = [prepare(source.owner, (source.inputs, source.targets), range(len(source))) for source in in_memory]
+    batches = [prepare(source.owner, (source.inputs, source.targets), range(len(source))) for source in memory_sources]
     return MemoryShards(*arguments, *join_batches(batches))
 
 
@@ -194,8 +194,8 @@ def _create(name: str, value: T | Callable[[A], T], kind: type[T], argument: A, 
 
 def make_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
     """Create an optimizer for these parameters, or return the given optimizer if it has only these parameters."""
-    trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    result = _create("optimizer", optimizer, torch.optim.Optimizer, trainable, OPTIMIZER_FIX)
+    trainable_parameters = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    result = _create("optimizer", optimizer, torch.optim.Optimizer, trainable_parameters, OPTIMIZER_FIX)
     parameter_ids = {id(parameter) for parameter in parameters.values()}
     if any(id(parameter) not in parameter_ids for group in result.param_groups for parameter in group["params"]):
         message = "the optimizer has parameters that do not belong to this model"

@@ -380,7 +380,7 @@ class Engine(Protocol):
     ) -> tuple[bytes, Iterator[tuple[Member, bytes] | Fault]]:
         """Send the broadcast of a secure-aggregation attempt; return its digest and the masked uploads."""
 
-    def take_step(
+    def run_step(
         self, step: Step, extras: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
         """Send a step of secure aggregation, with additional bytes for each client; yield the bodies of the replies.

@@ -147,7 +147,7 @@ class RemoteEngine:
         extras = dict.fromkeys(members, b"")
         return digest, self._send(message, extras, channels, f"{round_number} upload", decode, digest=digest)
 
-    def take_step(
+    def run_step(
         self, step: Step, extras: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
         """Send a step of secure aggregation; yield the bodies of the replies."""

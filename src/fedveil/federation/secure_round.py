@@ -129,7 +129,7 @@ class SecureRound:
         members = [member for member in self.engine.members() if member in self._greetings]
         if members:
             end_step = Step.make(self._session, "end", b"")
-            list(self.engine.take_step(end_step, dict.fromkeys(members, b""), self._channels(members), END_TIMEOUT))
+            list(self.engine.run_step(end_step, dict.fromkeys(members, b""), self._channels(members), END_TIMEOUT))
 
     def _start(
         self, round_number: int, defence_round: AnyRound, members: Sequence[Member], faults: FaultLog
@@ -163,10 +163,10 @@ class SecureRound:
         tally = attempt.tally
         while not tally.has_agreement():
             self._check_noise(attempt)
-            self._take_step(attempt, "settle", tally.settle(), tally.take_settle_reply, faults)
+            self._run_step(attempt, "settle", tally.settle(), tally.take_settle_reply, faults)
         attempt.is_revealing = True
         reveal = tally.reveal(), dict.fromkeys(tally.survivors, b"")
-        self._take_step(attempt, "reveal", reveal, tally.take_reveal_reply, faults)
+        self._run_step(attempt, "reveal", reveal, tally.take_reveal_reply, faults)
         return tally.total()
 
     def _check_noise(self, attempt: _Attempt) -> None:
@@ -176,14 +176,14 @@ class SecureRound:
             message = f"{num_remaining} of {num_asked} clients remain, but enough noise needs at least {num_required}"
             raise Aborted("few", "settle", message, "allow more clients to drop out: fedveil.Privacy(vanishing=...)")
 
-    def _take_step(
+    def _run_step(
         self, attempt: _Attempt, step: str, messages: Messages, receive: Callable[[str, bytes], None], faults: FaultLog
     ) -> None:
         """Send a step to the clients in `messages`; clients without a valid reply count as dropped out."""
         shared_bytes, bytes_by_name = messages
         extras = {attempt.names[name]: extra for name, extra in bytes_by_name.items()}
         message = Step.make(self._session, step, shared_bytes)
-        for member, body in self._receive(self.engine.take_step(message, extras, self._channels(extras)), faults):
+        for member, body in self._receive(self.engine.run_step(message, extras, self._channels(extras)), faults):
             self._take(member, partial(receive, self._name(member), body), faults)
 
     def _decode(self, defence_round: AnyRound, total: Words | None, opening: Opening, failure: str) -> Aggregate:
@@ -205,7 +205,7 @@ class SecureRound:
         if to_greet:
             challenge = secrets.token_bytes(protocol.CHALLENGE_SIZE)
             step = Step.make(self._session, "hello", challenge + self._key.public_key().public_bytes_raw())
-            for member, body in self._receive(self.engine.take_step(step, dict.fromkeys(to_greet, b""), None), faults):
+            for member, body in self._receive(self.engine.run_step(step, dict.fromkeys(to_greet, b""), None), faults):
                 hello = self._take(member, partial(self._check_hello, member, body, challenge), faults)
                 if hello is not None:
                     self._greetings[member] = Greeting(hello, channel_key(self._key, hello.key, self._session))
@@ -239,7 +239,11 @@ class SecureRound:
         if not hmac.compare_digest(sent_proof[SIGNATURE:], tag):
             self.conduct.exclude(hello.name, "it does not have the private key for the public key that it sent")
             raise BadArgument("hello", f"{hello.name} does not have the private key for the public key that it sent")
-        for old_member in [old for old in self._greetings if self._name(old) == hello.name and old != member]:
+        for old_member in [
+            known_member
+            for known_member in self._greetings
+            if self._name(known_member) == hello.name and known_member != member
+        ]:
             del self._greetings[old_member]
         return hello
 

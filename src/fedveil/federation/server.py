@@ -92,8 +92,8 @@ class Server(StoredServer):
         self.limits = adapt_limits(self.defence, limits)
         self.loss = find_loss(loss)
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        trainable = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        self._changing = select_floats({**trainable, **self._buffers})  # the tensors that a step changes
+        trainable_parameters = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        self._changing = select_floats({**trainable_parameters, **self._buffers})  # the tensors that a step changes
         if (name := find_non_finite(select_floats({**self._parameters, **self._buffers}))) is not None:
             fix = "use finite values; replace a mask of -inf with a bool tensor, or create it in forward"
             raise BadArgument(where, f"the model's {name} contains NaN or infinity", fix)

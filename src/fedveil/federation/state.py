@@ -89,8 +89,8 @@ class Snapshot:
         self.is_partial = False  # whether a restore was started; if interrupted, it must be repeated
         self.round, self.records = server.round, list(server.history.records)
         self._best, self._best_by = server.best, server.best_by
-        trainable = [value for value in server.model.parameters() if value.requires_grad]
-        self._tensors = [(value, value.detach().clone()) for value in (*trainable, *server.model.buffers())]
+        trainable_parameters = [value for value in server.model.parameters() if value.requires_grad]
+        self._tensors = [(value, value.detach().clone()) for value in (*trainable_parameters, *server.model.buffers())]
         self._optimizer = _copy_state(server.optimizer.state_dict())
         self._schedule = _copy_state(server.schedule.state_dict()) if server.schedule else None
 

@@ -52,13 +52,13 @@ def default_loss(output: Tensor, sources: Sequence[Source]) -> str:
     the model's output for one record.
     """
     targets, has_one_output = sources[0].take([0])[1], output.numel() == 1
-    in_memory = [source.targets for source in sources if isinstance(source, Rows)]
-    all_binary = len(in_memory) == len(sources) and all(is_binary(targets) for targets in in_memory)
+    known_targets = [source.targets for source in sources if isinstance(source, Rows)]
+    all_binary = len(known_targets) == len(sources) and all(is_binary(targets) for targets in known_targets)
     if targets.is_floating_point():
         if (
             not all_binary
-            or not any(bool(targets.any()) for targets in in_memory)
-            or all(bool(targets.all()) for targets in in_memory)
+            or not any(bool(targets.any()) for targets in known_targets)
+            or all(bool(targets.all()) for targets in known_targets)
         ):
             return "squared_error"
         message = "all targets are the floats 0 or 1: are they classes or quantities?"
