@@ -392,7 +392,7 @@ def test_other_threads_are_refused_while_one_trains_but_not_from_a_copy(tmp_path
     assert len(seen) == 4
     for error in seen:
         assert isinstance(error, FedveilError)
-        assert "Federation: another thread is using it" in str(error)
+        assert "Federation: another thread is using this object" in str(error)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "own"]
     assert elsewhere(run.step) is None  # nobody is inside any more
     assert run.round == 3

@@ -139,7 +139,7 @@ def refuse_batch_norm(model: nn.Module) -> None:
 
 
 class RecordPrivateRound(PrivateRound[object, SumUpdate]):
-    """Adds the clients' sums, adds noise unless clients have added it, and recovers the gradient."""
+    """Combines the clients' sums, adds noise unless the clients have added it, and recovers the gradient."""
 
     def __init__(self, defence: RecordPrivate, inner: AnyRound, model: nn.Module, members: Members) -> None:
         super().__init__(defence, inner, members)

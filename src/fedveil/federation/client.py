@@ -57,10 +57,10 @@ def compute_update(
     A client that trains locally always uses all its records, one batch per step.
     With secure aggregation, `num_members` is the number of clients in the sum.
     """
-    sample, local = defence_client.sample(shards.sizes[client]), defence_client.local_training
-    if local is not None:
-        batches = (Samples(*shards.take(rows)) for rows in shards.local_rows(client, round_number, local.epochs))
-        update = defence_client.train(broadcast, batches, local, client)
+    sample, training = defence_client.sample(shards.sizes[client]), defence_client.local_training
+    if training is not None:
+        batches = (Samples(*shards.take(rows)) for rows in shards.local_rows(client, round_number, training.epochs))
+        update = defence_client.train(broadcast, batches, training, client)
     elif sample is not None:
         rows, is_included = sample
         inputs, targets = shards.take_separately(rows + shards.starts[client])

@@ -269,8 +269,8 @@ class Federation(Server):
             defence = add_privacy(defence, privacy, rate)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         self.columns = columns
-        if (local := self.defence.local_training) is not None:
-            train_batch_size, whole_shard = local.batch_size or train_batch_size, True
+        if (local_training := self.defence.local_training) is not None:
+            train_batch_size, whole_shard = local_training.batch_size or train_batch_size, True
         self.shards = make_shards(model, self.loss, sources, train_batch_size, seed, self.dtype)
         warn_about_activation(model, self.loss, template)
         refuse_single(model, self.shards)
@@ -291,7 +291,7 @@ class Federation(Server):
             from fedveil.secagg import threshold
 
             roster = self.clients.create_parties(find_codec(self.defence), self.defence.integer_sums)
-            steps = local.epochs * self.shards.rounds_per_epoch if local else 1
+            steps = local_training.epochs * self.shards.rounds_per_epoch if local_training else 1
             self._start_secure(client, self.example, roster, Entropy().token(), sum(self.shards.sizes), steps)
             threshold(num_participants)  # raises if there are too few clients
 
@@ -331,7 +331,7 @@ class Federation(Server):
 
     def setting(self) -> Setting:
         """Return the settings that should stay the same when a run is resumed."""
-        shards, local = self.shards, self.defence.local_training
+        shards, local_training = self.shards, self.defence.local_training
         if self._checksum is None or self._checksum[0] != self._run:
             self._checksum = self._run, checksum_records(shards, self._run)
         return {
@@ -341,7 +341,7 @@ class Federation(Server):
             "batch size": shards.batch_size,
             "seed": shards.seed,
             "participation": [self.policy.participation, self.whole_shard],
-            "local training": list(astuple(local)) if local else [],
+            "local training": list(astuple(local_training)) if local_training else [],
         }
 
     def _restore_clients(self, states: Mapping[int, State]) -> None:

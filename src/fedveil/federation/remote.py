@@ -92,11 +92,12 @@ class RemoteEngine:
         if record is None:
             fix = "register the defence in your package's entry-point group fedveil.defences"
             raise BadArgument(type(server).__name__, f"clients cannot find the defence {requested_defence.name}", fix)
-        local, setting_names, loss = server.defence.local_training, requested_defence.remote_settings, server.loss
-        if local is None:
+        local_training, loss = server.defence.local_training, server.loss
+        setting_names = requested_defence.remote_settings
+        if local_training is None:
             setting_names = tuple([name for name in setting_names if name not in LocalTraining.NAMES])
         else:
-            whole_shard, batch_size = True, local.batch_size or batch_size
+            whole_shard, batch_size = True, local_training.batch_size or batch_size
         settings = {name: getattr(requested_defence, name) for name in setting_names}
         self._task = record.name, settings, loss.name, loss.settings(), whole_shard, batch_size, server.seed
         self._privacy = server.defence.record_terms
@@ -203,11 +204,11 @@ class RemoteEngine:
 
     def _make_request(self, round_number: int, defence_round: AnyRound, terms: SecureTerms | None = None) -> Request:
         packed, digest = self.codec.encode_broadcast(defence_round.broadcast), ""
-        local = local_parameters(self._server.model) if self._omits else {}
-        if local:
+        local_tensors = local_parameters(self._server.model) if self._omits else {}
+        if local_tensors:
             from fedveil.federation.frozen import digest_parameters, omit_local
 
-            packed, digest = omit_local(packed, local), digest_parameters(local)
+            packed, digest = omit_local(packed, local_tensors), digest_parameters(local_tensors)
         secure = terms.values() if terms else {}
         return Request(
             self.session,
@@ -345,9 +346,9 @@ class RemoteServer(Server, Generic[C]):
                 message = "secure aggregation needs the roster of members and this server's signing key"
                 fix = f"set {ROSTER} and {IDENTITY}, or pass secure_aggregation=Roster.read(...) and identity=..."
                 raise BadArgument(where, message, fix)
-            client, local = self.defence.start_client(model, example, self.loss), self.defence.local_training
-            local_batch_size = (local and local.batch_size) or batch_size
-            steps = local.epochs * math.ceil(FIRST_RECORDS / local_batch_size) if local else 1
+            client, local_training = self.defence.start_client(model, example, self.loss), self.defence.local_training
+            local_batch_size = (local_training and local_training.batch_size) or batch_size
+            steps = local_training.epochs * math.ceil(FIRST_RECORDS / local_batch_size) if local_training else 1
             self._start_secure(client, example, roster, engine.session, steps=steps)
         if self.defence_server.plan is not None:
             LOG.info("of the model's values, %s", describe_shares(self.defence_server.plan))

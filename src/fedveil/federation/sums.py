@@ -280,11 +280,11 @@ class Sums:
 
     def _expect_update(self, defence_round: AnyRound, samples: Samples) -> Mapping[str, Tensor]:
         """Predict an update from one step; with local training, all steps of a round are assumed to be equal."""
-        ranges, local = _find_ranges(defence_round), self._client.local_training
-        if local is None:
+        ranges, local_training = _find_ranges(defence_round), self._client.local_training
+        if local_training is None:
             return ranges.expect(self._client.step(defence_round.broadcast, samples))
-        first_step = ranges.expect(self._client.train(defence_round.broadcast, [samples], local))
-        growth = local.reach(self._steps) / local.reach(1)
+        first_step = ranges.expect(self._client.train(defence_round.broadcast, [samples], local_training))
+        growth = local_training.reach(self._steps) / local_training.reach(1)
         return {name: tensor * growth for name, tensor in first_step.items()}
 
     def aggregate(self, defence_round: AnyRound, total: Words, opening: Opening) -> Aggregate:
