@@ -104,9 +104,9 @@ def describe_run(server: "Server") -> RunDescription:
 
     example, loss = server.example, server.loss
     record = example if isinstance(example, Tensor) else None
-    training = server.model.training
+    was_training = server.model.training
     output = one_output(server.model, example)
-    server.model.train(training)
+    server.model.train(was_training)
     is_known = loss.name in LOSSES or is_module(loss.name)
     model_class = class_name(type(server.model))
     return RunDescription(

@@ -44,7 +44,7 @@ def transport() -> Literal["simulator", "mTLS", "insecure"]:
     and both present a certificate of the project. All other connections are insecure: clear text, TLS with only a
     server certificate, and relays.
 
-    This is determined from the connection's parameters, because FLARE's SECURE_MODE is also set in a project with
+    The kind is determined from the connection's parameters, because FLARE's SECURE_MODE is also set in a project with
     `connection_security: clear`. TLS without site certificates is not enough: FLARE's server then accepts any name that
     a connection claims, and routes replies by this name. Behind a relay, the job has no connection to the server, and
     relays do not check the sender of a message.
