@@ -311,7 +311,7 @@ def test_privacy_for_clients_clips_every_difference():
 
 
 def test_privacy_for_records_is_refused_with_the_way_out():
-    with pytest.raises(BadArgument, match=r'(?s)depends on all its records.*unit="client"'):
+    with pytest.raises(BadArgument, match=r'(?s)depend on all records.*unit="client"'):
         federation(privacy=Privacy(epsilon=3.0, rounds=10, rate=0.5))
 
 

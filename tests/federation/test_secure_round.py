@@ -228,7 +228,7 @@ def test_a_fraction_of_the_members_is_a_roster():
         (PPDL(0.3), {}, "ppdl is not linear"),
         (DBCL(), {}, "dbcl is not linear"),
         (SPN(), {}, "SPN .* is not linear"),
-        (Private(Veil(), 1.0, 1.0), {}, "differential privacy clips recovered gradients, but with veil"),
+        (Private(Veil(), 1.0, 1.0), {}, "differential privacy clips recovered gradients, but veil"),
         (Private(type("Doubled", (Plain,), {})(), 1.0, 0.0), {}, "differential privacy clips recovered gradients"),
         (Veil(multiplicative=1e4), {}, "leave too few digits"),
         ("veil", {"limits": Limits("median")}, "limits and aggregation rules need individual updates"),

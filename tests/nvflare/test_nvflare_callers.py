@@ -98,7 +98,7 @@ def test_calls_wait_for_one_another_only_the_last_is_worked_on_and_refused_ones_
     finish.set()
     [call.join(30) for call in calls]
     assert isinstance(found[0], bytes)
-    assert found[1] == "a newer message arrived before this one was processed"
+    assert found[1] == "a newer message arrived before this message was processed"
     assert found[2].startswith("BadArgument: request: the message cannot be read")
     assert site.ready() is True
 
