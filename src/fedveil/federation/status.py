@@ -199,9 +199,7 @@ def _describe_client(client: ClientStatus, round_number: int, slow_seconds: floa
     if client.last != round_number:
         return last_answer
     seconds = "" if client.seconds is None else f" in {client.seconds:.3g} s"
-    text = (
-        f"{'slow_seconds: ' if client.seconds is not None and client.seconds > slow_seconds else ''}answered{seconds}"
-    )
+    text = f"{'slow: ' if client.seconds is not None and client.seconds > slow_seconds else ''}answered{seconds}"
     return text + (f"; fault in round {client.fault_round}: {client.fault}" if client.fault else "")
 
 
