@@ -47,7 +47,7 @@ def test_a_description_builds_only_defences_and_imports_other_packages_only_if_t
             build_from_description({"class": spec, "arguments": {}}, "audit.json", trust_code=True)
     with pytest.raises(BadArgument, match="cannot be built"):
         build_from_description({"class": "fedveil.defences.veil:Veil", "arguments": {"moat": 1}}, "audit.json")
-    with pytest.raises(BadArgument, match="not a defence"):
+    with pytest.raises(BadArgument, match="expected a defence, got Privacy"):
         build_from_description({"class": "fedveil.privacy.settings:Privacy", "arguments": {"noise": 1.0}}, "audit.json")
 
 

@@ -59,7 +59,7 @@ def test_a_site_reads_no_record_of_another(caller, caplog):
     assert server.proxies[0].ready() is True
     assert clients["site-1"].done == []
     shown = caller.replace("\n\x1b", "  ")  # a name cannot write lines of its own to the log
-    assert f"refused a call from {shown}: it is not the server of this job" in caplog.text
+    assert f"refused a call from {shown}: the caller is not the server of this job" in caplog.text
 
 
 def test_rounds_are_as_if_a_hostile_site_had_said_nothing():

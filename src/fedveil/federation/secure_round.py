@@ -173,7 +173,9 @@ class SecureRound:
         """Abort if so many clients have dropped out that the others would refuse to reveal the sum."""
         num_asked, num_remaining = len(attempt.opening.roster), len(attempt.tally.survivors)
         if num_remaining < (num_required := self.sums.min_members(num_asked)):
-            message = f"{num_remaining} of {num_asked} clients remain, but enough noise needs at least {num_required}"
+            message = (
+                f"at least {num_required} of {num_asked} clients must remain for enough noise, got {num_remaining}"
+            )
             raise Aborted("few", "settle", message, "allow more clients to drop out: fedveil.Privacy(vanishing=...)")
 
     def _run_step(
