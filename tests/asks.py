@@ -108,7 +108,7 @@ def unpacked(message):
     return head["values"], dict(sorted(safetensors.torch.load(message).items()))
 
 
-def packed(values, tensors, kind="ask"):
+def packed(values, tensors, kind="request"):
     """A message with any values and tensors."""
     head = json.dumps({"format": 2, "kind": kind, "values": values})
     return safetensors.torch.save({name: own.contiguous().clone() for name, own in tensors.items()}, {"fedveil": head})

@@ -37,7 +37,7 @@ def test_a_configuration_is_refused_by_its_name(tmp_path, name, capsys):
 
 def test_files_of_a_run_are_refused_by_their_names(tmp_path):
     (tmp_path / "config.json").write_text('{"data": 1' + "0" * 5000 + "}")
-    with pytest.raises(BadArgument, match=r"config\.json: is not JSON: Exceeds the limit"):
+    with pytest.raises(BadArgument, match=r"config\.json: invalid JSON: Exceeds the limit"):
         read_config(tmp_path)
     folder = tmp_path / "run"
     train(config_of(**SMALL, epochs=1), folder)

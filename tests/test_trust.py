@@ -46,7 +46,7 @@ def sprung(tmp_path, monkeypatch):
     (home / "trap.py").write_text(TRAP)
     monkeypatch.chdir(home)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+    monkeypatch.setattr(registry, "_RECORDS", dict(registry._RECORDS))
     yield (home / "sprung").exists
     sys.modules.pop("trap", None)
 

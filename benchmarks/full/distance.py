@@ -25,7 +25,7 @@ from benchmarks.full.tasks import DEFENCES, IMAGE_TASKS, Run
 from benchmarks.timing import machine, table
 from fedveil import Federation
 from fedveil.data import load
-from fedveil.federation.checkpoint import found_in
+from fedveil.federation.checkpoint import list_checkpoints
 from fedveil.files import lock_folder, write_atomically
 
 EARLY, BOUND, TIMES = 20, 1e-9, 3.0
@@ -43,7 +43,7 @@ def measure(make: Callable[[str], Federation], folder: Path, rounds: int) -> Dis
     found, path, saved = Distances(), folder / "distances.json", time.monotonic()
     with lock_folder(folder):
         for name, run in runs.items():
-            if found_in(folder / name):
+            if list_checkpoints(folder / name):
                 run.resume(folder / name)
         if path.exists():
             found |= {int(number): own for number, own in json.loads(path.read_text()).items()}

@@ -110,22 +110,22 @@ def measure_cost(name: str) -> Figures:
 def message_sizes(federation: Federation) -> tuple[int, int]:
     """Return the bytes that a client receives and sends in one round, on average, without the engine's envelope."""
     engine, codec, clients = federation.clients, find_codec(federation.defence), len(federation.shards.sizes)
-    ask_masked, take_step = engine.ask_masked, engine.take_step
+    ask_masked, run_step = engine.ask_masked, engine.run_step
     sizes = {"down": 0, "up": 0}
 
     def count_clear(broadcast: Any, updates: Sequence[Any]) -> None:
-        sizes["down"] += clients * len(to_bytes("ask", *codec.encode_broadcast(broadcast)))
+        sizes["down"] += clients * len(to_bytes("request", *codec.encode_broadcast(broadcast)))
         sizes["up"] += sum(len(to_bytes("answer", *codec.encode_update(update))) for update in updates)
 
     def count_masked(number, defence_round, members, terms, channels):  # type: ignore[no-untyped-def]
         values, tensors = codec.encode_broadcast(defence_round.broadcast)
-        sizes["down"] += clients * len(to_bytes("ask", {**values, "secure": terms.values()}, tensors))
+        sizes["down"] += clients * len(to_bytes("request", {**values, "secure": terms.values()}, tensors))
         digest, uploads = ask_masked(number, defence_round, members, terms, channels)
         return digest, count_replies(uploads)
 
     def count_step(step, own, channels, timeout=None):  # type: ignore[no-untyped-def]
         sizes["down"] += sum(len(write(step)) + len(extra) for extra in own.values())
-        return count_replies(take_step(step, own, channels, timeout))
+        return count_replies(run_step(step, own, channels, timeout))
 
     def count_replies(replies: Iterable[Any]) -> Iterator[Any]:
         for reply in replies:
@@ -134,7 +134,7 @@ def message_sizes(federation: Federation) -> tuple[int, int]:
 
     federation.step()  # the first round also exchanges keys
     if isinstance(federation.rounds, SecureRound):
-        engine.ask_masked, engine.take_step = count_masked, count_step  # type: ignore[method-assign]
+        engine.ask_masked, engine.run_step = count_masked, count_step  # type: ignore[method-assign]
     federation.step(count_clear)
-    engine.ask_masked, engine.take_step = ask_masked, take_step  # type: ignore[method-assign]
+    engine.ask_masked, engine.run_step = ask_masked, run_step  # type: ignore[method-assign]
     return round(sizes["down"] / clients), round(sizes["up"] / clients)

@@ -19,7 +19,7 @@ ARTEFACTS = (REPORT, SUMMARY, MODEL, BEST)
 
 
 def list_artefacts(folder: Path | None) -> list[Path]:
-    """Return the report page, the summary and the models in a run's folder, if it has one."""
+    """Return the paths of the report page, summary and models in a run's folder; without a folder, an empty list."""
     return [path for name in ARTEFACTS if folder is not None and (path := folder / name).is_file()]
 
 
@@ -31,37 +31,35 @@ def _import(where: str, module: str, package: str) -> Any:
 
 
 class NumberTracker(Tracker):
-    """A tracker of the numbers in the records of evaluated rounds or, without test data, of all rounds."""
+    """A tracker that logs the numbers in the records of evaluated rounds or, without held-out data, of all rounds."""
 
-    _evaluates = False
+    _is_evaluated = False
 
-    def start(self, settings: Mapping[str, Setting], evaluates: bool) -> None:
+    def start(self, settings: Mapping[str, Setting], is_evaluated: bool) -> None:
         """Begin a run with these settings."""
-        self._evaluates = evaluates
+        self._is_evaluated = is_evaluated
         self._open(
             {name: list(setting) if isinstance(setting, tuple) else setting for name, setting in settings.items()}
         )
 
     def __call__(self, record: RoundRecord) -> None:
         """Log the numbers in the record of a round."""
-        if not self._evaluates or record.metrics:
-            numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
-            finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
-            self._log(
-                {name: value for name, value in finite.items() if name not in ("round", "evaluated")}, record.round
-            )
+        if not self._is_evaluated or record.metrics:
+            values = {name: value for name, value in record.items() if name not in ("round", "evaluated")}
+            numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+            self._log({name: number for name, number in numbers.items() if math.isfinite(number)}, record.round)
 
     def _open(self, settings: Mapping[str, object]) -> None:
         """Begin a run."""
         raise NotImplementedError
 
-    def _log(self, numbers: Mapping[str, float], number: int) -> None:
+    def _log(self, numbers: Mapping[str, float], round_number: int) -> None:
         """Log the numbers of a round."""
         raise NotImplementedError
 
 
 class TensorBoard(NumberTracker):
-    """Writes numbers and settings for TensorBoard, and the path of the report page.
+    """A tracker for TensorBoard, which receives numbers, settings and the paths of the run's files.
 
     Args:
         folder: the folder to write to, which `tensorboard --logdir` reads.
@@ -76,9 +74,9 @@ class TensorBoard(NumberTracker):
         rows = "".join(f"\n| {name} | {value} |" for name, value in settings.items())
         self._writer.add_text("settings", f"| setting | value |\n|---|---|{rows}")
 
-    def _log(self, numbers: Mapping[str, float], number: int) -> None:
+    def _log(self, numbers: Mapping[str, float], round_number: int) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, number)
+            self._writer.add_scalar(name, value, round_number)
 
     def finish(self, folder: Path | None, failed: bool) -> None:
         """Close the files."""
@@ -88,11 +86,11 @@ class TensorBoard(NumberTracker):
 
 
 class MLflow(NumberTracker):
-    """Logs a run to MLflow: numbers, settings, report page, summary and models.
+    """A tracker for MLflow, which receives numbers, settings, report page, summary and models.
 
     Args:
         experiment: name of the experiment, which is created if it does not exist.
-        uri: tracking server or store, such as "sqlite:///mlflow.db"; by default, MLflow's own.
+        uri: tracking server or store, such as "sqlite:///mlflow.db"; by default, the one configured in MLflow.
         name: name of the run; by default, MLflow chooses one.
     """
 
@@ -102,25 +100,26 @@ class MLflow(NumberTracker):
         self._experiment, self._name = experiment, name
 
     def _open(self, settings: Mapping[str, object]) -> None:
-        result = self._client.get_experiment_by_name(self._experiment)
-        key = result.experiment_id if result else self._client.create_experiment(self._experiment)
-        self._run = self._client.create_run(key, run_name=self._name).info.run_id
-        make = self._module.entities.Param
-        self._client.log_batch(self._run, params=[make(name, str(value)) for name, value in settings.items()])
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        self._run = self._client.create_run(experiment_id, run_name=self._name).info.run_id
+        make_param = self._module.entities.Param
+        self._client.log_batch(self._run, params=[make_param(name, str(value)) for name, value in settings.items()])
 
-    def _log(self, numbers: Mapping[str, float], number: int) -> None:
-        make, now = self._module.entities.Metric, int(1000 * time.time())
-        self._client.log_batch(self._run, metrics=[make(name, value, now, number) for name, value in numbers.items()])
+    def _log(self, numbers: Mapping[str, float], round_number: int) -> None:
+        make_metric, milliseconds = self._module.entities.Metric, int(1000 * time.time())
+        metrics = [make_metric(name, value, milliseconds, round_number) for name, value in numbers.items()]
+        self._client.log_batch(self._run, metrics=metrics)
 
     def finish(self, folder: Path | None, failed: bool) -> None:
-        """Log the files of the run, and end it."""
+        """Log the run's files and end the run."""
         for path in list_artefacts(folder):
             self._client.log_artifact(self._run, str(path))
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
 
 class WeightsAndBiases(NumberTracker):
-    """Logs a run to Weights & Biases: numbers, settings, report page, summary and models.
+    """A tracker for Weights & Biases, which receives numbers, settings, report page, summary and models.
 
     Args:
         project: name of the project.
@@ -134,11 +133,11 @@ class WeightsAndBiases(NumberTracker):
     def _open(self, settings: Mapping[str, object]) -> None:
         self._run = self._module.init(**self._options, config=dict(settings))
 
-    def _log(self, numbers: Mapping[str, float], number: int) -> None:
-        self._run.log(dict(numbers), step=number)
+    def _log(self, numbers: Mapping[str, float], round_number: int) -> None:
+        self._run.log(dict(numbers), step=round_number)
 
     def finish(self, folder: Path | None, failed: bool) -> None:
-        """Log the files of the run, and end it."""
+        """Log the run's files and end the run."""
         if paths := list_artefacts(folder):
             artefact = self._module.Artifact(f"run-{self._run.id}", type="model")
             for path in paths:

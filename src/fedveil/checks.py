@@ -17,17 +17,17 @@ R = TypeVar("R")
 _SUSPENDED: ContextVar[tuple[str, ...]] = ContextVar("_SUSPENDED", default=())
 
 
-def check_choice(where: str, name: str, value: str, allowed: Iterable[str]) -> str:
+def check_choice(where: str, name: str, value: str, allowed_values: Iterable[str]) -> str:
     """Check that a value is one of the allowed strings; the error suggests the closest match.
 
     >>> check_choice("load", "task", "regression", ("classification", "regression"))
     'regression'
     """
-    names = sorted(allowed)
+    names = sorted(allowed_values)
     if value in names:
         return value
     matches = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-    choices = ", ".join(repr(known) for known in names)
+    choices = ", ".join(repr(choice) for choice in names)
     fix = f"use {matches[0]!r}; the choices are {choices}" if matches else (f"use one of {choices}" if names else None)
     raise BadArgument(where, f"there is no {name} {value!r}", fix)
 
@@ -80,15 +80,15 @@ def check_fraction(where: str, name: str, value: object, fix: str | None = None)
 
 
 class SingleThreadLock:
-    """A reentrant lock that raises if another thread holds it. Copies are not locked."""
+    """A reentrant lock that raises an error if another thread holds it. Copies start unlocked."""
 
     def __init__(self, where: str) -> None:
         self._where, self._lock = where, threading.RLock()
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            fix = "wait until it has finished, or create a separate federation and model for each thread"
-            raise FedveilError(self._where, "another thread is using it", fix)
+            fix = "wait until the other thread has finished, or create a separate federation and model for each thread"
+            raise FedveilError(self._where, "another thread is using this object", fix)
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
@@ -98,10 +98,10 @@ class SingleThreadLock:
 
 
 def suspend_autocast() -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function that runs without torch.autocast, until `resume_autocast`; only bfloat16 is accepted.
+    """Return a decorator that runs a function without torch.autocast until `resume_autocast`; it accepts only bfloat16.
 
-    Noise, sums over clients and recovery must not be rounded. A perturbed forward pass in bfloat16 is as close to one
-    in float32 as a plain one is (benchmarks/autocast.py).
+    Noise, sums over clients and recovery must not be rounded. In bfloat16, a perturbed forward pass is as close to its
+    float32 result as an unperturbed one (benchmarks/autocast.py).
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -110,7 +110,7 @@ def suspend_autocast() -> Callable[[Callable[P, R]], Callable[P, R]]:
             import torch
 
             active = tuple(device for device in DEVICES if torch.is_autocast_enabled(device))
-            if not active and not _SUSPENDED.get():  # in most runs
+            if not active and not _SUSPENDED.get():  # the usual case
                 return function(*args, **kwargs)
             with _suspend(active):
                 return function(*args, **kwargs)
@@ -122,13 +122,13 @@ def suspend_autocast() -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 @contextmanager
 def _suspend(active: tuple[str, ...]) -> Iterator[None]:
-    """Switch torch.autocast off for these devices; refuse autocast to another dtype than bfloat16."""
+    """Switch torch.autocast off for these devices; refuse autocast to any dtype but bfloat16."""
     import torch
 
     for device in active:
         if (dtype := torch.get_autocast_dtype(device)) != torch.bfloat16:
-            what = f"it is on for {device} with {dtype}, which a loss must be scaled for"
-            raise BadArgument("torch.autocast", what, "pass dtype=torch.bfloat16, or train in float32")
+            message = f"autocast to {dtype} on {device} requires loss scaling, which is not supported"
+            raise BadArgument("torch.autocast", message, "pass dtype=torch.bfloat16, or train in float32")
     token = _SUSPENDED.set(active)
     try:
         with _autocast(active, enabled=False):
@@ -139,7 +139,7 @@ def _suspend(active: tuple[str, ...]) -> Iterator[None]:
 
 @contextmanager
 def resume_autocast() -> Iterator[None]:
-    """Switch torch.autocast on for the devices for which it is suspended."""
+    """Switch torch.autocast back on for the devices on which it is suspended."""
     devices = _SUSPENDED.get()
     with _autocast(devices, enabled=True) if devices else nullcontext():
         yield
@@ -154,6 +154,6 @@ def _autocast(devices: tuple[str, ...], *, enabled: bool) -> ExitStack:
     import torch
 
     with ExitStack() as stack:
-        for device in devices:  # without a cache, which would keep casts of the values of other passes
+        for device in devices:  # no cache: it would keep casts of values from other passes
             stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=enabled, cache_enabled=False))
         return stack.pop_all()

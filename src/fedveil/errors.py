@@ -7,11 +7,11 @@ FedveilError
 │   ├── HeadNotLinear    none of its Linear layers or convolutions can take additive noise
 │   ├── NothingToVeil    every axis is pinned, so a veil would change nothing
 │   ├── NotExact         its gradient would not be recovered exactly
-│   └── TooLittleCovered less of it can be perturbed than min_coverage requires
+│   └── TooLittleCovered a smaller part of it can be perturbed than min_coverage requires
 ├── ModelMismatch        the model differs from the one that was analysed or broadcast
 ├── Diverged             training diverged to NaN or infinity
 ├── TooFewAnswers        too few clients sent a valid reply in a round, even after all attempts
-├── Aborted              secure aggregation stopped rather than reveal an update; see `reason`
+├── Aborted              secure aggregation was stopped to avoid revealing an update; see `reason`
 └── UpdateRefused        an update cannot be aggregated; the message names the client and the tensor
     ├── StaleUpdate      it was computed for another round
     ├── ForeignUpdate    it was computed for another model
@@ -31,8 +31,8 @@ class FedveilError(Exception):
         self.where = where
         self.what = what
         self.fix = fix
-        stop = "" if what.endswith("?") else "."
-        super().__init__(f"{where}: {what}{stop}" + (f"\n  Fix: {fix}" if fix else ""))
+        period = "" if what.endswith("?") else "."
+        super().__init__(f"{where}: {what}{period}" + (f"\n  Fix: {fix}" if fix else ""))
 
 
 class BadArgument(FedveilError, ValueError):
@@ -60,7 +60,7 @@ class NotExact(AnalysisError):
 
 
 class TooLittleCovered(AnalysisError):
-    """Less of the model can be perturbed than `min_coverage` requires."""
+    """A smaller part of the model can be perturbed than `min_coverage` requires."""
 
 
 class ModelMismatch(FedveilError):
@@ -76,10 +76,10 @@ class TooFewAnswers(FedveilError):
 
 
 class Aborted(FedveilError):
-    """Secure aggregation stopped rather than reveal an update.
+    """Secure aggregation was stopped to avoid revealing an update.
 
     Attributes:
-        reason: the cause: a key of `fedveil.secagg.REASONS`.
+        reason: the cause, as a key of `fedveil.secagg.REASONS`.
     """
 
     def __init__(self, reason: str, where: str, what: str, fix: str | None = None) -> None:

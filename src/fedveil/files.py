@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from fedveil.errors import BadArgument
 
 OWNER = 0o600  # file mode for private files: only the owner may read and write them
-PART = ".part"  # suffix of a file that is being written
+PARTIAL_SUFFIX = ".part"  # suffix of a file that is being written
 _FIX = "choose another folder, free up disk space, or change the permissions"
 
 
@@ -30,36 +30,36 @@ def convert_os_errors(path: Path | str, action: str = "written", fix: str = _FIX
     try:
         yield
     except OSError as error:
-        where, why = str(error.filename or path), error.strerror or type(error).__name__
-        raise BadArgument(where, f"cannot be {action}: {why}", fix) from error
+        where, reason = str(error.filename or path), error.strerror or type(error).__name__
+        raise BadArgument(where, f"cannot be {action}: {reason}", fix) from error
 
 
 @contextlib.contextmanager
-def require_memory(where: str, what: str, fix: str, needed: int | None = None) -> Iterator[None]:
-    """Raise a FedveilError that states how much memory is needed if the machine does not have enough.
+def require_memory(where: str, objects: str, fix: str, num_bytes: int | None = None) -> Iterator[None]:
+    """If the machine does not have enough memory, raise a FedveilError that states how much is needed.
 
     Args:
         where: the location to report in the error.
-        what: the objects that need the memory, as a plural noun.
+        objects: the objects that need the memory, as a plural noun.
         fix: the fix to suggest in the error.
-        needed: number of bytes, if known. If the machine has less memory, the error is raised immediately.
+        num_bytes: the memory needed, if known. If the machine has less, the error is raised immediately.
     """
-    if needed is not None and needed > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        raise _memory_error(where, what, fix, needed)
+    if num_bytes is not None and num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise _memory_error(where, objects, fix, num_bytes)
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:  # torch raises the latter two
         if not isinstance(error, MemoryError) and not re.search("alloc|overflow", str(error), re.IGNORECASE):
             raise
         size = re.search(r"to allocate (\d+) bytes", str(error))
-        raise _memory_error(where, what, fix, needed or (int(size[1]) if size else None)) from error
+        raise _memory_error(where, objects, fix, num_bytes or (int(size[1]) if size else None)) from error
 
 
-def _memory_error(where: str, what: str, fix: str, size: int | None) -> BadArgument:
+def _memory_error(where: str, objects: str, fix: str, num_bytes: int | None) -> BadArgument:
     amount = "more memory than this machine has"
-    if size is not None and size < 2**60:
-        amount = f"{size / 2**30:,.1f} GiB of memory, more than this machine has"
-    return BadArgument(where, f"{what} need {amount}", fix)
+    if num_bytes is not None and num_bytes < 2**60:
+        amount = f"{num_bytes / 2**30:,.1f} GiB of memory, more than this machine has"
+    return BadArgument(where, f"{objects} need {amount}", fix)
 
 
 def make_folder(path: Path, mode: int = 0o777) -> Path:
@@ -78,13 +78,13 @@ def write_atomically(
         path: path of the file; its folder is created if necessary.
         content: text, bytes, or a function that writes to an open file.
         mode: permissions; the umask applies.
-        new: refuse to replace an existing file; of two concurrent writers, only one succeeds.
+        new: whether to refuse to replace an existing file; of two concurrent writers, only one succeeds.
     """
     make_folder(path.parent)
-    partial = temporary_name(path)
+    partial_path = temporary_name(path)
     with convert_os_errors(path):
         try:
-            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            with os.fdopen(os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 if callable(content):
                     content(file)
                 else:
@@ -92,44 +92,46 @@ def write_atomically(
                 file.flush()
                 os.fsync(file.fileno())
             if new:
-                os.link(partial, path)
-                partial.unlink()
+                os.link(partial_path, path)
+                partial_path.unlink()
             else:
-                os.replace(partial, path)
+                os.replace(partial_path, path)
         except FileExistsError:
-            partial.unlink(missing_ok=True)
-            what = "the file already exists and will not be overwritten"
-            raise BadArgument(str(path), what, "choose another name") from None
+            partial_path.unlink(missing_ok=True)
+            message = "the file already exists and will not be overwritten"
+            raise BadArgument(str(path), message, "choose another name") from None
         except BaseException:
-            partial.unlink(missing_ok=True)
+            partial_path.unlink(missing_ok=True)
             raise
     flush_folder(path.parent)
     return path
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a temporary path in the same folder as a file."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(6)}{PART}")
+    """Return the path of a temporary file in the same folder as `path`."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}{PARTIAL_SUFFIX}")
 
 
 def flush_folder(folder: Path) -> None:
     """Fsync a directory, if the file system supports it."""
     with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(handle)
+            os.fsync(descriptor)
         finally:
-            os.close(handle)
+            os.close(descriptor)
 
 
 def remove_partial_files(folder: Path) -> None:
     """Remove incomplete files that killed processes left behind in a folder; no other process may be writing there."""
-    for partial in folder.glob(f".*{PART}"):
-        partial.unlink(missing_ok=True)
+    for partial_path in folder.glob(f".*{PARTIAL_SUFFIX}"):
+        partial_path.unlink(missing_ok=True)
 
 
-LOCK, HOLDER = ".lock", ".holder"
-HELD: ContextVar[frozenset[tuple[int, Path]]] = ContextVar("held", default=frozenset())  # process id and folder
+LOCK_NAME, HOLDER_NAME = ".lock", ".holder"
+LOCKED_FOLDERS: ContextVar[frozenset[tuple[int, Path]]] = ContextVar(
+    "locked_folders", default=frozenset()
+)  # process ids and folders
 
 
 @contextlib.contextmanager
@@ -139,60 +141,60 @@ def lock_folder(folder: Path) -> Iterator[None]:
     If the call creates the folder and nothing is written to it, the folder is removed on exit.
     """
     key = os.getpid(), folder.resolve()
-    if key in HELD.get():
+    if key in LOCKED_FOLDERS.get():
         yield
         return
-    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    created_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     with convert_os_errors(make_folder(folder)):
         _refuse_links(folder)
-        lock = FileLock(folder / LOCK, timeout=0)
+        lock = FileLock(folder / LOCK_NAME, timeout=0)
         try:
             lock.acquire()
         except Timeout:
-            fix = "wait until it finishes, or choose another folder"
+            fix = "wait until that process finishes, or choose another folder"
             raise BadArgument(str(folder), f"{_describe_holder(folder)} is using this folder", fix) from None
-    token = HELD.set(HELD.get() | {key})
+    token = LOCKED_FOLDERS.set(LOCKED_FOLDERS.get() | {key})
     try:
         with convert_os_errors(folder):
-            _write_holder(folder / HOLDER)
+            _write_holder(folder / HOLDER_NAME)
             remove_partial_files(folder)
         yield
     finally:
-        HELD.reset(token)
-        _clean_up(folder, created)
+        LOCKED_FOLDERS.reset(token)
+        _clean_up(folder, created_folders)
         lock.release()
 
 
 def _refuse_links(folder: Path) -> None:
     """Refuse symbolic links in place of the lock files, because they may point to any of the user's files."""
-    for path in (folder / LOCK, folder / HOLDER):
+    for path in (folder / LOCK_NAME, folder / HOLDER_NAME):
         if path.is_symlink():
-            fix = "remove it, or choose another folder"
-            raise BadArgument(str(path), "it is a symbolic link, not a regular file", fix)
+            fix = "remove the link, or choose another folder"
+            raise BadArgument(str(path), "the lock file must not be a symbolic link", fix)
 
 
 def _write_holder(path: Path) -> None:
-    """Record the lock's holder in a new file; an existing file is replaced, not written to."""
+    """Record the lock's holder in a new file; delete an existing file first instead of writing to it."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:
-        since = datetime.now().astimezone().isoformat(" ", "seconds")
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since}, file)
+        lock_time = datetime.now().astimezone().isoformat(" ", "seconds")
+        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": lock_time}, file)
 
 
 def _describe_holder(folder: Path) -> str:
     """Describe the process that holds the lock, if known."""
     try:
-        result = json.loads((folder / HOLDER).read_text())
-        return f"another process (process {result['pid']} on {result['host']}, since {result['since']})"
+        holder = json.loads((folder / HOLDER_NAME).read_text())
+        return f"another process (process {holder['pid']} on {holder['host']}, since {holder['since']})"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"
 
 
-def _clean_up(folder: Path, created: Sequence[Path]) -> None:
+def _clean_up(folder: Path, created_folders: Sequence[Path]) -> None:
     """Remove the holder file, and folders that were created but not used."""
     with contextlib.suppress(OSError):
-        (folder / HOLDER).unlink(missing_ok=True)
-        if folder in created and [path.name for path in folder.iterdir()] == [LOCK]:
-            (folder / LOCK).unlink()
-            for path in created:
+        (folder / HOLDER_NAME).unlink(missing_ok=True)
+        if folder in created_folders and [path.name for path in folder.iterdir()] == [LOCK_NAME]:
+            (folder / LOCK_NAME).unlink()
+            for path in created_folders:
                 path.rmdir()

@@ -12,7 +12,7 @@ from fedveil.files import convert_os_errors
 
 SCHEMA = 1  # version of the files in a run's folder
 PYTHON = "python"  # section of config.json in the folder of a run that `fedveil train` did not start
-MAX_DEPTH = 100  # levels of nesting: more than any of Fedveil's files needs, and far below Python's recursion limit
+MAX_DEPTH = 100  # maximum nesting depth: more than any of Fedveil's files needs, but far below Python's recursion limit
 Value = TypeVar("Value")
 
 
@@ -22,22 +22,22 @@ def to_json(value: Any, indent: int | None = None, *, exact: bool = False) -> st
     Args:
         value: any value that `json.dumps` accepts.
         indent: number of spaces per level; by default, everything is on one line.
-        exact: write infinity and NaN as strings such as "inf", which pydantic reads as numbers; if False, as null.
+        exact: whether to write infinity and NaN as strings such as "inf", which pydantic reads as numbers, or as null.
 
     >>> to_json({"loss": math.inf, "rounds": 3}), to_json([math.nan, -math.inf], exact=True)
     ('{"loss": null, "rounds": 3}', '["nan", "-inf"]')
     """
     try:
         return json.dumps(value, indent=indent, allow_nan=False)
-    except ValueError:  # it contains infinity or NaN
+    except ValueError:  # `value` contains infinity or NaN
         return json.dumps(_replace_nonfinite(value, exact), indent=indent, allow_nan=False)
 
 
 def _replace_nonfinite(value: Any, exact: bool) -> Any:
     if isinstance(value, dict):
-        return {key: _replace_nonfinite(inner, exact) for key, inner in value.items()}
+        return {key: _replace_nonfinite(item, exact) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_replace_nonfinite(inner, exact) for inner in value]
+        return [_replace_nonfinite(item, exact) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value)) if exact else None
     return value
@@ -49,7 +49,7 @@ def parse_json(where: str, text: str) -> Any:
     >>> parse_json("config.json", "[1, 2")
     Traceback (most recent call last):
     ...
-    fedveil.errors.BadArgument: config.json: is not JSON: Expecting ',' delimiter: line 1 column 6 (char 5).
+    fedveil.errors.BadArgument: config.json: invalid JSON: Expecting ',' delimiter: line 1 column 6 (char 5).
     """
     return _parse(where, "JSON", lambda: json.loads(text))
 
@@ -67,30 +67,34 @@ def read_toml(path: Path) -> dict[str, Any]:
 def check_schema(values: object, where: str) -> dict[str, object]:
     """Return the content of a file in a run's folder, without its schema version; refuse unknown versions."""
     if not isinstance(values, dict):
-        raise BadArgument(where, f"contains a {type(values).__name__}, not sections", "use the config.json of a run")
+        raise BadArgument(
+            where, f"must contain a JSON object, got {type(values).__name__}", "use the config.json of a run"
+        )
     result = dict(values)
     if (schema := result.pop("schema", None)) != SCHEMA:
-        what = f"has schema {schema!r}, but this version of Fedveil reads schema {SCHEMA}"
-        raise BadArgument(where, what, "use the version of Fedveil that wrote it, or train again")
+        message = f"has schema {schema!r}, but this version of Fedveil reads schema {SCHEMA}"
+        raise BadArgument(where, message, "use the version of Fedveil that wrote it, or train again")
     return result
 
 
-def _parse(where: str, form: str, parse: Callable[[], Value]) -> Value:
-    deep = BadArgument(where, f"its values are nested more than {MAX_DEPTH} levels deep", "flatten them")
+def _parse(where: str, format_name: str, parse: Callable[[], Value]) -> Value:
+    too_deep = BadArgument(
+        where, f"its values are nested more than {MAX_DEPTH} levels deep", "flatten the nested values"
+    )
     try:
-        with convert_os_errors(where, "read", f"pass the path of a readable {form} file"):
+        with convert_os_errors(where, "read", f"pass the path of a readable {format_name} file"):
             value = parse()
     except RecursionError:
-        raise deep from None
+        raise too_deep from None
     except ValueError as error:
         if isinstance(error, BadArgument):
             raise
-        raise BadArgument(where, f"is not {form}: {error}") from error
-    level: list[Any] = [value]
+        raise BadArgument(where, f"invalid {format_name}: {error}") from error
+    items: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _list_items(outer)]
-    if level:
-        raise deep
+        items = [item for container in items for item in _list_items(container)]
+    if items:
+        raise too_deep
     return value
 
 

@@ -12,20 +12,22 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit code
 
 
 class Termination(KeyboardInterrupt):
-    """Raised on SIGTERM; ends a command the way Ctrl-C does."""
+    """An exception raised on SIGTERM, which ends a command the way Ctrl-C does."""
 
 
 @contextlib.contextmanager
-def handle(number: signal.Signals, handler: Handler) -> Iterator[None]:
+def handle(signal_number: signal.Signals, handler: Handler) -> Iterator[None]:
     """Replace a signal's handler temporarily. Does nothing outside the main thread, which handles all signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(number, handler)
+    previous_handler = signal.signal(signal_number, handler)
     try:
         yield
     finally:
-        signal.signal(number, signal.SIG_DFL if before is None else before)  # None: the handler was not set from Python
+        signal.signal(
+            signal_number, signal.SIG_DFL if previous_handler is None else previous_handler
+        )  # None: not set from Python
 
 
 def kill_on_interrupt() -> AbstractContextManager[None]:
@@ -36,8 +38,8 @@ def kill_on_interrupt() -> AbstractContextManager[None]:
 def catch_sigterm() -> AbstractContextManager[None]:
     """Raise `Termination` on the first SIGTERM; ignore later ones, so that the final save can complete."""
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def terminate(signal_number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Termination
 
-    return handle(signal.SIGTERM, end)
+    return handle(signal.SIGTERM, terminate)

@@ -12,10 +12,10 @@ from torch import Tensor
 from fedveil.errors import BadArgument
 
 FORMAT = 2
-MAX_HEADER, MAX_ENTRY = 2**16, 2**10  # bytes for a message's values, and for a tensor's name, shape and offset
-MAX_TEXT = 2**10  # characters in a string
-MAX_NESTED = 2**14  # lists and dicts in the values: enough for a roster of 10,000 members
-MAX_DIGITS = 20  # digits of an integer, enough for 64 bits
+MAX_HEADER, MAX_ENTRY = 2**16, 2**10  # maximum sizes in bytes of a message's values, and of one tensor's entry
+MAX_TEXT = 2**10  # maximum number of characters in a string
+MAX_NESTED = 2**14  # maximum number of lists and dicts in the values: enough for a roster of 10,000 members
+MAX_DIGITS = 20  # maximum number of digits of an integer: enough for 64 bits
 HEAD_PATTERN = re.compile(rb'\{"__metadata__":\{"fedveil":"\{\\"format\\": \d+, \\"kind\\": \\"(\w+)\\"')
 Values = dict[str, Any]
 Tensors = dict[str, Tensor]
@@ -24,10 +24,10 @@ Packed = tuple[Values, Tensors]
 
 def to_bytes(kind: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     """Encode a message that consists of JSON values and named tensors."""
-    head = json.dumps({"format": FORMAT, "kind": kind, "values": dict(values)})
+    metadata = json.dumps({"format": FORMAT, "kind": kind, "values": dict(values)})
     # safetensors refuses tensors that share memory
     copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    return save(copies, {"fedveil": head})
+    return save(copies, {"fedveil": metadata})
 
 
 def from_bytes(data: bytes, kind: str, max_tensors: int | None = None, max_header: int = MAX_HEADER) -> Packed:
@@ -42,32 +42,34 @@ def from_bytes(data: bytes, kind: str, max_tensors: int | None = None, max_heade
     """
     size = int.from_bytes(data[:8], "little")
     if max_tensors is not None and len(data) > size > max_header + MAX_ENTRY * max_tensors:
-        raise BadArgument(kind, f"its header has {size} bytes, too many for {max_tensors} tensors")
+        raise BadArgument(kind, f"the header has {size} bytes, too many for {max_tensors} tensors")
     try:
         if size > len(data) - 8:
             raise ValueError
-        raw = data[8 : 8 + size]
+        header = data[8 : 8 + size]
         # each tensor's entry contains 3 lists and dicts
-        if max_tensors is not None and raw.count(b"[") + raw.count(b"{") > MAX_NESTED + 3 * max_tensors:
-            raise BadArgument(kind, f"its header has too many lists and dicts for {max_tensors} tensors")
-        names = json.loads(raw)
-        if max_tensors is not None and len(names) > max_tensors + 1:  # one more entry for the values
-            raise BadArgument(kind, f"it has {len(names) - 1} tensors, more than {max_tensors}")
-        text = names["__metadata__"]["fedveil"]
-        top = json.loads(text) if max_tensors is None else _BOUNDED.decode(text)
-        loaded = load(data)  # checks all sizes, but returns tensors in arbitrary order
-        tensors = {name: loaded[name] for name in names if name in loaded}
-        result = top["kind"], top["format"]
-        values = dict(top["values"])
+        if max_tensors is not None and header.count(b"[") + header.count(b"{") > MAX_NESTED + 3 * max_tensors:
+            raise BadArgument(kind, f"the header has too many lists and dicts for {max_tensors} tensors")
+        entries = json.loads(header)
+        if max_tensors is not None and len(entries) > max_tensors + 1:  # one of the entries is for the values
+            raise BadArgument(
+                kind, f"the message has {len(entries) - 1} tensors, more than the maximum of {max_tensors}"
+            )
+        text = entries["__metadata__"]["fedveil"]
+        fields = json.loads(text) if max_tensors is None else _BOUNDED_DECODER.decode(text)
+        decoded = load(data)  # checks all sizes, but returns tensors in arbitrary order
+        tensors = {name: decoded[name] for name in entries if name in decoded}
+        result = fields["kind"], fields["format"]
+        values = dict(fields["values"])
     except BadArgument:
         raise
     except Exception as error:  # safetensors and json raise many exception types for invalid data
-        what = f"it cannot be read: {type(error).__name__}"
-        raise BadArgument(kind, what, "send a message that Fedveil encoded") from error
+        message = f"the message cannot be read: {type(error).__name__}"
+        raise BadArgument(kind, message, "send a message that Fedveil encoded") from error
     if result != (kind, FORMAT):
-        found_kind, found_format = (str(part)[:20] for part in result)
-        what = f"it is {found_kind!a} in format {found_format}, not {kind!r} in format {FORMAT}"
-        raise BadArgument(kind, what, "install the same version of Fedveil everywhere")
+        actual_kind, actual_format = (str(value)[:20] for value in result)
+        message = f"expected {kind!r} in format {FORMAT}, got {actual_kind!a} in format {actual_format}"
+        raise BadArgument(kind, message, "install the same version of Fedveil everywhere")
     return values, tensors
 
 
@@ -77,7 +79,7 @@ def _parse_integer(text: str) -> int:
     return int(text)
 
 
-_BOUNDED = json.JSONDecoder(parse_int=_parse_integer)
+_BOUNDED_DECODER = json.JSONDecoder(parse_int=_parse_integer)
 
 
 def read_kind(data: bytes) -> str:
@@ -111,15 +113,15 @@ def check_fields(where: str, values: Mapping[str, Any], expected: Mapping[str, A
     >>> check_fields("answer", {"round": 3, "names": ["a"]}, {"round": int, "names": list[str]})
     {'round': 3, 'names': ['a']}
     """
-    for name, kind in expected.items():
-        value, origin, inner = values.get(name), get_origin(kind), get_args(kind)
+    for name, expected_type in expected.items():
+        value, origin, item_types = values.get(name), get_origin(expected_type), get_args(expected_type)
         if origin is list:
-            fits = type(value) is list and all(type(item) in inner for item in value)
+            is_valid = type(value) is list and all(type(item) in item_types for item in value)
         else:
-            fits = type(value) in ((origin,) if origin is dict else inner or (kind,))
-        if not fits or name not in values:
-            text = kind.__name__ if isinstance(kind, type) and not origin else str(kind)
-            raise BadArgument(where, f"{name} must be {text}, got {type(value).__name__}")
+            is_valid = type(value) in ((origin,) if origin is dict else item_types or (expected_type,))
+        if not is_valid or name not in values:
+            type_name = expected_type.__name__ if isinstance(expected_type, type) and not origin else str(expected_type)
+            raise BadArgument(where, f"{name} must be {type_name}, got {type(value).__name__}")
         items = value if isinstance(value, list) else [value]
         if any(type(item) is str and len(item) > MAX_TEXT for item in items):
             raise BadArgument(where, f"{name} has more than {MAX_TEXT} characters")
@@ -136,5 +138,5 @@ def add_prefix(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
 
 def strip_prefix(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
     """Return the tensors whose names start with the prefix, and strip it; the inverse of `add_prefix`."""
-    start = prefix + "/"
-    return {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
+    full_prefix = prefix + "/"
+    return {name.removeprefix(full_prefix): tensor for name, tensor in tensors.items() if name.startswith(full_prefix)}

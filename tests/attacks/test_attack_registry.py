@@ -61,7 +61,7 @@ def test_a_record_keeps_its_attackers_or_names_those_of_another_package_or_gets_
     assert Attackers().generic is GENERIC
     harder = dataclasses.replace(find("plain"), attackers=f"{__name__}:OWN")
     assert find_attackers(harder) is OWN
-    monkeypatch.setitem(registry._KNOWN, "harder", harder)
+    monkeypatch.setitem(registry._RECORDS, "harder", harder)
     assert {f"{__name__}:OWN", __name__} <= set(list_specs(config_of(defence="harder")))
     for name, why in (("fail", "Attackers, got function"), ("NONE", "has no attribute 'NONE'")):
         with pytest.raises(BadArgument, match=why):
@@ -81,7 +81,7 @@ def test_attackers_that_fail_or_do_not_apply_are_listed_and_the_others_run():
 
 def test_each_rebuilder_applies_or_says_why_not(monkeypatch):
     mine = dataclasses.replace(find("plain"), attackers=f"{__name__}:REBUILDERS")
-    monkeypatch.setitem(registry._KNOWN, "plain", mine)
+    monkeypatch.setitem(registry._RECORDS, "plain", mine)
 
     def run(**values):
         config = config_of(data="digits", defence="plain", **values)

@@ -53,8 +53,8 @@ def rounding(model, *passes):
 def test_a_sketch_puts_q_inputs_into_each_bucket_and_multiplies_by_s_or_its_transpose(n, q):
     sketch, s = drawn(n, q), n // q
     S, rows, small = matrix(sketch), *(torch.arange(3.0 * size).view(3, size).double() for size in (n, s))
-    assert torch.equal(sketch.down(rows), rows @ S)  # integers: nothing is rounded
-    assert torch.equal(sketch.up(small), small @ S.T)
+    assert torch.equal(sketch.project(rows), rows @ S)  # integers: nothing is rounded
+    assert torch.equal(sketch.back_project(small), small @ S.T)
     assert torch.equal(S.T @ S, q * torch.eye(s, dtype=S.dtype))
     assert set(S.unique().tolist()) <= {-1, 0, 1}
     assert S.abs().sum(0).eq(q).all()
@@ -317,7 +317,11 @@ def bilinear():
     [
         (lambda: nn.Linear(4, 3), {}, r"dbcl: none of the weights would be sketched(?s:.*)Fix: .*skip_last=False"),
         (tied, {}, r"dbcl, 0.weight: several layers share this weight(?s:.*)Fix: use DBCL\(skip=\('0',\)\)"),
-        (small_first, {}, r"dbcl, 1.weight: it has 1 inputs per unit, fewer than q = 2(?s:.*)Fix: .*skip=\('1',\)"),
+        (
+            small_first,
+            {},
+            r"dbcl, 1.weight: the layer has 1 inputs per unit, fewer than q = 2(?s:.*)Fix: .*skip=\('1',\)",
+        ),
         (circular, {}, r"dbcl, 2.weight: a convolution with padding_mode 'circular' cannot be sketched"),
         (bilinear, {}, r"dbcl, 0.weight: parameters of Twice cannot be sketched, only the weights of Linear"),
         (tied, {"skip": ["5"]}, r"dbcl: skip contains '5', but the model has no parameters there"),
@@ -347,5 +351,5 @@ def test_late_updates_are_refused():
     defence = prepared(model, x)
     late = defence.step(defence.broadcast(model), Samples(x, y))
     fresh = defence.step(defence.broadcast(model), Samples(x, y))
-    with pytest.raises(errors.StaleUpdate, match="client 1: its update is for broadcast 1, but the current"):
+    with pytest.raises(errors.StaleUpdate, match="client 1: the update is for broadcast 1, but the current"):
         defence.recover([fresh, late], [1.0, 1.0])

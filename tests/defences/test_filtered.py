@@ -33,7 +33,7 @@ class Halved(Filtered):
 class Covered(Halved):
     """Claims to protect all that is sent."""
 
-    covers_buffers = True
+    refuses_buffers = True
 
 
 def test_an_update_of_any_kind_is_filtered_and_the_client_s_own_stays_as_it_is():
@@ -91,8 +91,8 @@ def test_a_seed_of_numpy_s_neither_predicts_the_noise_nor_notices_it(monkeypatch
     assert not any(np.array_equal(after, own) for own in drawn)
     with pytest.raises(ZeroDivisionError), fresh_numpy_noise():
         raise ZeroDivisionError
-    assert filtered._NUMPY.acquire(blocking=False)  # an error releases it
-    filtered._NUMPY.release()
+    assert filtered._NUMPY_LOCK.acquire(blocking=False)  # an error releases it
+    filtered._NUMPY_LOCK.release()
 
 
 def test_a_noisy_logger_is_quiet_only_during_a_call(caplog):

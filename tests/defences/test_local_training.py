@@ -19,7 +19,7 @@ from fedveil.defences import PPDL, Plain, Private, Veil
 from fedveil.defences.interface import MAX_LOCAL_EPOCHS, LocalTraining
 from fedveil.errors import BadArgument, Diverged
 from fedveil.federation.client import ClientSession
-from fedveil.federation.protocol import Ask, read, write
+from fedveil.federation.protocol import Request, read, write
 from fedveil.models import mlp
 from fedveil.records.shards import generator
 
@@ -233,14 +233,14 @@ def test_a_server_cannot_occupy_a_client_forever_or_make_a_subclass_train():
     answer = member(net, data[0], 0)
     engine = Loopback({"site": lambda common, own: kept.append(common) or answer(common, own)})
     LoopbackServer(engine, net(), data[0][0][:2], fedavg(), average, loss="squared_error").step()
-    ask = read(kept[0], Ask, 1000)
+    ask = read(kept[0], Request, 1000)
     for change in (
         {"local_epochs": MAX_LOCAL_EPOCHS + 1},
         {"local_lr": math.inf},
         {"local_momentum": 1.0},
         {"rounding": 1},
     ):
-        spoilt = Ask(**{**vars(ask), "settings": {**ask.settings, **change}})
+        spoilt = Request(**{**vars(ask), "settings": {**ask.settings, **change}})
         with pytest.raises(BadArgument, match=next(iter(change))):
             member(net, data[0], 0)(write(spoilt), b"")
 
@@ -311,7 +311,7 @@ def test_privacy_for_clients_clips_every_difference():
 
 
 def test_privacy_for_records_is_refused_with_the_way_out():
-    with pytest.raises(BadArgument, match=r'(?s)depends on all its records.*unit="client"'):
+    with pytest.raises(BadArgument, match=r'(?s)depend on all records.*unit="client"'):
         federation(privacy=Privacy(epsilon=3.0, rounds=10, rate=0.5))
 
 
@@ -364,5 +364,5 @@ def test_a_defence_that_computes_gradients_only_says_so():
 
 
 def test_batches_of_one_record_are_refused_for_a_batch_norm():
-    with pytest.raises(BadArgument, match="batch_size=1 gives batches of a single record"):
+    with pytest.raises(BadArgument, match="with batch_size=1, batches have a single record"):
         federation(fedavg(local_batch=1), build=normed)

@@ -61,7 +61,7 @@ NUMBER = 3
 def toy(tmp_path, monkeypatch):
     (tmp_path / "toy_defences.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+    monkeypatch.setattr(registry, "_RECORDS", dict(registry._RECORDS))
     yield
     sys.modules.pop("toy_defences", None)
 
@@ -125,7 +125,7 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(name, packag
         f"from fedveil.defences.registry import build; build({name!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert f"{name}: needs the package {package}, which is not installed" in done.stderr
+    assert f"{name}: the defence needs the package {package}, which is not installed" in done.stderr
     assert f"pip install 'fedveil[{name.partition(':')[0]}]'" in done.stderr
 
 
@@ -185,10 +185,10 @@ def test_a_defence_of_an_installed_package_has_a_name(toy, monkeypatch, value):
     [
         ("toy_defences:Mine", {"size": 3}, r"(?s)do not match: .*'size'.*Fix: use toy_defences:Mine\(factor\)"),
         ("toy_defences:Other", {}, "module toy_defences has no attribute 'Other'"),
-        ("toy_defences:NUMBER", {}, "it is int, not a record, class or function"),
+        ("toy_defences:NUMBER", {}, "expected a record, class or function, got int"),
         ("no_such_package:Mine", {}, "cannot import no_such_package"),
         ("collections:OrderedDict", {}, "returned OrderedDict, which is not a defence"),
-        ("fedveil.defences:Private", {}, "its settings do not match: missing a required argument: 'inner'"),
+        ("fedveil.defences:Private", {}, "the settings do not match: missing a required argument: 'inner'"),
     ],
 )
 def test_what_is_no_defence_is_refused(toy, name, more, text):

@@ -252,7 +252,7 @@ def asking():
     return Network(lambda m, x: m.head(x if x.sum() > 0 else -x), head=nn.Linear(6, CLASSES))
 
 
-LAST = "SPN needs a model that ends with a Linear, which must be used only once.*Fix: end the model with"
+LAST = "SPN needs a model that ends with a Linear that is used only once.*Fix: end the model with"
 BODY = "only the last Linear is trained.*Fix: add a trainable hidden layer"
 
 
@@ -292,7 +292,7 @@ def counted(outputs, targets):
 def test_targets_that_name_no_class_are_refused(outputs, targets, loss, want):
     data = [(torch.ones(2, 6).double(), targets if not targets.is_floating_point() else targets.double())]
     run = federation((lambda: mlp(6, outputs), (6,)), SPN(), data, loss=loss)
-    with pytest.raises(BadArgument, match=rf"(?s)^SPN: client 0's targets are not classes.* expected {want}.*Fix: use"):
+    with pytest.raises(BadArgument, match=rf"(?s)^SPN: client 0's targets must be {want}.*Fix: use"):
         run.step()
 
 

@@ -15,7 +15,7 @@ from fedveil.data import load
 from fedveil.defences import Veil
 from fedveil.federation import Federation
 from fedveil.federation.evaluate import metrics, predict
-from fedveil.federation.protocol import Ask, read
+from fedveil.federation.protocol import Request, read
 
 BEFORE, ROUNDS = 200, 3
 
@@ -119,7 +119,7 @@ def listen(run, home, ears):
     inputs = test.inputs.double()
     assert metrics(predict(trained.model, inputs), test.targets)["accuracy"] > 0.7
     for file in (home / "veil-captured").glob("*.ask"):
-        ask = read(file.read_bytes(), Ask)
+        ask = read(file.read_bytes(), Request)
         view = client_view(make_model(MLP), Broadcast.unpack(ask.values, ask.tensors, ask.loss))
         assert metrics(predict(view, inputs), test.targets)["accuracy"] < 0.3
 

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from fedveil.federation.protocol import Ask, read
+from fedveil.federation.protocol import Request, read
 
 
 def kind_of_fault(config, part, number):
@@ -24,7 +24,7 @@ def wait_for_record(file, number):
 
 def before(config, part, sent):
     """What a client does before it answers the bytes of an ask; returns its fault, if that comes afterwards."""
-    number = read(sent, Ask).round
+    number = read(sent, Request).round
     if config["capture"]:
         (Path(config["capture"]) / f"{part}-{number}.ask").write_bytes(sent)
     if config["marks"]:

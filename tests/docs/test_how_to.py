@@ -125,7 +125,7 @@ def test_the_gradient_on_the_page_is_that_of_autograd(tmp_path, capsys):
     ],
 )
 def test_the_how_tos_own_defence_and_attacker_are_audited(tmp_path, monkeypatch, capsys, page, file, spec, attackers):
-    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+    monkeypatch.setattr(registry, "_RECORDS", dict(registry._RECORDS))
     with reader(tmp_path):
         Path(file).write_text(code_of(f"how-to/{page}", "python"))
         assert main(["audit", *SMALL, "--no-server", "--defence", spec, "--out", "out"]) == 0, capsys.readouterr().err

@@ -20,7 +20,7 @@ from torch import nn
 from fedveil.errors import FedveilError
 from fedveil.federation import client as client_module
 from fedveil.federation.client import ClientSession, ClientState
-from fedveil.federation.protocol import Ask, MaskedAnswer, Step, read, write
+from fedveil.federation.protocol import MaskedAnswer, Request, Step, read, write
 from fedveil.secagg import Hello, Identity, Memory, Opening, Party, Policy, Roster, masks, party
 from fedveil.secagg.identity import Digest, channel_key, sign_message, tag_message
 from fedveil.secagg.messages import RevealReply, Settle, SettleReply, Upload, context, pack_dealt
@@ -249,7 +249,7 @@ class LyingServer(RuleBasedStateMachine):
         values = {"trainable": ["weight", "bias"], "training": [""]}
         size, secure, whole = 1 if fault == "batch" else 6, opening.values(), whole and fault != "batch"
         about = "plain", {}, "squared_error", {}, whole, size
-        ask = Ask(run, round_, str(self.tokens), *about, 0, {}, secure, values, tensors)
+        ask = Request(run, round_, str(self.tokens), *about, 0, {}, secure, values, tensors)
         message, loads = write(ask), self.clients[0].loads
         said = self.send(message, signer, records=True, n=len(hellos), run=run if known else None)
         old = self.last is not None and self.last[0] == run and (round_ < self.last[1] or self.last[2] == self.tokens)

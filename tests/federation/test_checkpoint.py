@@ -59,7 +59,7 @@ def test_no_damage_loads_with_other_values_and_no_run_is_lost(tmp_path, count, c
         assert again.round == 2
         assert torch.equal(values(again), seen[2])
         assert "the run continues from checkpoint.previous.pt, round 2" in caplog.text
-        with pytest.raises(checkpoint.Damaged):
+        with pytest.raises(checkpoint.DamagedCheckpoint):
             checkpoint.load(tmp_path / LAST)
     again.fit(rounds=4, folder=tmp_path)
     assert torch.equal(values(again), seen[4])
@@ -73,7 +73,7 @@ def make_infinite(path):
 
 
 def check_finite(folder):
-    states = [checkpoint.load(path)["model"] for path in checkpoint.found_in(folder)]
+    states = [checkpoint.load(path)["model"] for path in checkpoint.list_checkpoints(folder)]
     assert all(bool(tensor.isfinite().all()) for state in states for tensor in state.values())
 
 
@@ -97,7 +97,7 @@ def cut_off(path):
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (cut_off, r"checkpoint.pt: .*damaged.*; .*checkpoint.previous.pt is also bad"),
+        (cut_off, r"checkpoint.pt: .*damaged.*; .*checkpoint.previous.pt is also damaged"),
         (make_infinite, r"(?s)from a run that diverged.*Fix: start the run again with a lower"),
     ],
 )
@@ -144,7 +144,7 @@ def test_private_states_of_both_rounds_are_kept_and_belong_to_their_checkpoint(t
     for number in (4, 6):
         content = (other / "clients" / "1" / f"{number}.pt").read_bytes()
         (tmp_path / "clients" / "1" / f"{number}.pt").write_bytes(content)
-    with pytest.raises(BadArgument, match="it belongs to another run or round"):
+    with pytest.raises(BadArgument, match="the checkpoint belongs to another run or round"):
         start().resume(tmp_path)
 
 
@@ -194,11 +194,11 @@ def test_a_round_that_is_lost_counts_for_privacy_however_often_that_happens(tmp_
 
 def test_a_damaged_state_of_a_study_is_computed_again(tmp_path, caplog):
     path = tmp_path / "gan.pt"
-    checkpoint.save_for(path, "this", {"epoch": 3})
-    assert checkpoint.load_for(path, "this", checkpoint.CPU)["epoch"] == 3
-    assert checkpoint.load_for(path, "that", checkpoint.CPU) is None
+    checkpoint.save_keyed(path, "this", {"epoch": 3})
+    assert checkpoint.load_keyed(path, "this", checkpoint.CPU)["epoch"] == 3
+    assert checkpoint.load_keyed(path, "that", checkpoint.CPU) is None
     path.write_bytes(path.read_bytes()[:-9])
-    assert checkpoint.load_for(path, "this", checkpoint.CPU) is None
+    assert checkpoint.load_keyed(path, "this", checkpoint.CPU) is None
     assert "computing the state again" in caplog.text
 
 
@@ -210,7 +210,7 @@ def test_a_run_that_is_refused_touches_nothing_in_the_folder(tmp_path):
     record(tmp_path, rounds=4)
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.iterdir()}
     del before[".lock"]
-    with pytest.raises(BadArgument, match=r"(?s)there is another run in this folder.*resume=True"):
+    with pytest.raises(BadArgument, match=r"(?s)this folder contains another run.*resume=True"):
         record(tmp_path)
     with pytest.raises(BadArgument, match="rounds"):
         record(tmp_path, rounds=-1, resume=True)
@@ -312,7 +312,7 @@ def test_kills_at_any_moment_lose_no_run(tmp_path, kills, caplog):
     for number in range(kills):
         folder = tmp_path / str(number % max(1, kills // 10))  # each run is killed ten times
         assert killed_at(folder, chance.choice(MOMENTS), chance.randint(1, 30), chance.random() < 0.5)
-        there = checkpoint.found_in(folder)
+        there = checkpoint.list_checkpoints(folder)
         assert there or folder not in furthest  # what was there once is there
         if there:
             assert there[0].name == LAST  # at every moment

@@ -55,7 +55,7 @@ def with_candidates(message, count):
 
 def with_tensors(message, count):
     """An ask with that many empty tensors, written by hand: safetensors would take long."""
-    values = json.dumps({"format": 2, "kind": "ask", "values": unpacked(message)[0]})
+    values = json.dumps({"format": 2, "kind": "request", "values": unpacked(message)[0]})
     form = '"parameter/%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     entries = ",".join([form % number for number in range(count)])
     return bare(f'{{"__metadata__":{{"fedveil":{json.dumps(values)}}},{entries}}}')
@@ -283,14 +283,14 @@ def test_what_only_the_models_own_code_can_judge_is_a_refusal_too(kind):
     """BatchNorm in training mode fails for a batch of one record; a hidden layer in place of the head does not fit."""
     message, client = ask_of(kind)
     client.records = tuple(own[:1] for own in client.records)
-    with pytest.raises(BadArgument, match=r"ask: this client cannot answer: (ValueError|NotTraceable)") as caught:
+    with pytest.raises(BadArgument, match=r"request: this client cannot answer: (ValueError|NotTraceable)") as caught:
         client.reply(message)
     assert "input size" not in str(caught.value)
     assert "input size" in str(caught.value.__cause__)
     message, client = ask_of("veil, a perceptron")
     head = unpacked(message)[0]["values"]["head"] | {"weight": "0.weight", "bias": "0.bias", "path": "0", "outputs": 10}
     tensors = {"head/direction": torch.ones(10), "head/partition": torch.zeros(10).long()}
-    with pytest.raises(BadArgument, match="ask: this client cannot answer: RuntimeError"):
+    with pytest.raises(BadArgument, match="request: this client cannot answer: RuntimeError"):
         client.reply(changed(message, tensors, head=head))
 
 
@@ -350,7 +350,7 @@ RECORD = registry.Record("any", "halved", f"{__name__}:Halved")
 
 
 def test_defences_of_other_packages_are_built_by_the_same_rule(monkeypatch):
-    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+    monkeypatch.setattr(registry, "_RECORDS", dict(registry._RECORDS))
     monkeypatch.setattr(registry, "list_installed", lambda group: {"halved": f"{__name__}:RECORD"})
     message, client = ask_of("plain")
     plain = read(client.reply(message), Answer).tensors
@@ -390,7 +390,9 @@ def test_a_loss_takes_the_settings_that_it_has_and_finite_numbers():
 def test_a_refusal_of_records_says_nothing_of_them(capsys):
     message, client = ask_of("plain")
     client.records = np.array([["John Smith", 1]], dtype=object), client.records[1][:1]
-    with pytest.raises(BadArgument, match="its records cannot be used; the reason is in its log") as caught:
+    with pytest.raises(
+        BadArgument, match="the client's records cannot be used; the reason is in the client's log"
+    ) as caught:
         client.reply(message)
     assert "John" not in str(caught.value)
     assert "John Smith" in capsys.readouterr().err

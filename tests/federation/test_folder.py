@@ -157,7 +157,9 @@ def test_a_link_in_the_place_of_the_lock_or_its_holder_is_refused(tmp_path, name
     folder.mkdir()
     (folder / name).symlink_to(tmp_path / target)
     for write in writers(folder):
-        with pytest.raises(BadArgument, match=rf"(?s){name}: it is a symbolic link.*Fix: remove it"):
+        with pytest.raises(
+            BadArgument, match=rf"(?s){name}: the lock file must not be a symbolic link.*Fix: remove the link"
+        ):
             write()
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["notes.txt"]
     assert notes.read_text() == "mine"

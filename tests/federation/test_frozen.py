@@ -14,7 +14,7 @@ from fedveil.defences import Plain, Veil
 from fedveil.errors import BadArgument, HeadNotLinear, ModelMismatch
 from fedveil.federation.client import ClientSession
 from fedveil.federation.frozen import digest_parameters, restore_local
-from fedveil.federation.protocol import Ask, read, write
+from fedveil.federation.protocol import Request, read, write
 from fedveil.graph.build import local_parameters
 
 TRAINED = {"hidden.down.weight", "hidden.up.weight", "classifier.weight", "classifier.bias"}
@@ -44,7 +44,7 @@ def test_only_what_is_trained_travels_and_training_is_the_same(kind):
     server, asks = served(kind(frozen="local"), frozen="local")
     start = copy.deepcopy(server.model)
     server.fit(rounds=3)
-    sent = {name.removeprefix("parameter/") for name in read(asks[0], Ask).tensors if name.startswith("parameter/")}
+    sent = {name.removeprefix("parameter/") for name in read(asks[0], Request).tensors if name.startswith("parameter/")}
     assert sent == TRAINED
     local = Federation(
         start, [records(0), records(1)], "plain", torch.optim.Adam, loss="cross_entropy", whole_shard=True
@@ -58,7 +58,7 @@ def test_only_what_is_trained_travels_and_training_is_the_same(kind):
 def test_without_the_option_everything_is_sent(kind):
     server, asks = served(kind(), frozen="local")
     server.step()
-    ask = read(asks[0], Ask)
+    ask = read(asks[0], Request)
     assert ask.local == ""
     assert {f"parameter/{name}" for name, _ in server.model.named_parameters()} <= ask.tensors.keys()
 
@@ -85,7 +85,7 @@ def freeze(net):
     [
         (flip, {"frozen": "local"}, "differ from the server's"),
         (thaw, {"frozen": "local"}, "differ from the server's"),
-        (freeze, {"frozen": "local"}, "not those that are trainable"),
+        (freeze, {"frozen": "local"}, "differ from those that are trainable"),
         (lambda net: net.float(), {"frozen": "local"}, "differ from the server's"),
         (lambda net: net, {}, "is not configured to use its own"),
     ],
@@ -100,7 +100,7 @@ def test_a_client_that_was_not_told_to_reads_none_of_its_values():
     """Otherwise, a server could test guesses of a client's values: the answer would depend on them."""
     server, asks = served(Veil(frozen="local"), frozen="local")
     server.step()
-    ask, texts = read(asks[0], Ask), set()
+    ask, texts = read(asks[0], Request), set()
     for net in (server.model, flip(copy.deepcopy(server.model))):
         with pytest.raises(BadArgument) as caught:
             restore_local(ask, net, "sent")
@@ -111,12 +111,12 @@ def test_a_client_that_was_not_told_to_reads_none_of_its_values():
 def test_a_guess_of_a_part_of_the_base_reveals_nothing():
     server, asks = served(Veil(frozen="local"), frozen="local")
     server.step()
-    ask, net = read(asks[0], Ask), server.model
+    ask, net = read(asks[0], Request), server.model
     own, texts = local_parameters(net), set()
     for name in own:  # a digest of one tensor, the others sent by the server
-        part = Ask(**{**vars(ask), "local": digest_parameters({name: own[name]})})
+        part = Request(**{**vars(ask), "local": digest_parameters({name: own[name]})})
         others = {f"parameter/{other}": value for other, value in own.items() if other != name}
-        for guess in (part, Ask(**{**vars(part), "tensors": {**ask.tensors, **others}})):
+        for guess in (part, Request(**{**vars(part), "tensors": {**ask.tensors, **others}})):
             with pytest.raises(ModelMismatch) as caught:
                 restore_local(guess, net, "local")
             texts.add(str(caught.value))
@@ -128,10 +128,10 @@ def test_a_guess_of_a_part_of_the_base_reveals_nothing():
 def test_a_server_cannot_train_what_the_client_has(name):
     server, asks = served(Veil(frozen="local"), frozen="local")
     server.step()
-    ask = read(asks[0], Ask)
+    ask = read(asks[0], Request)
     values = {**ask.values, "trainable": [*ask.values["trainable"], name]}
-    with pytest.raises(ModelMismatch, match="not those that are trainable"):
-        restore_local(read(write(Ask(**{**vars(ask), "values": values})), Ask), server.model, "local")
+    with pytest.raises(ModelMismatch, match="differ from those that are trainable"):
+        restore_local(read(write(Request(**{**vars(ask), "values": values})), Request), server.model, "local")
 
 
 def test_the_digest_changes_with_every_name_dtype_shape_and_bit():
@@ -190,11 +190,11 @@ def features(found):
 def test_the_output_of_a_run_is_the_servers_and_a_function_is_given_on_both_sides():
     server, asks = served("plain", output="logits")
     server.step()
-    assert read(asks[0], Ask).output == "logits"
+    assert read(asks[0], Request).output == "logits"
     server, asks = served("veil", output=features)
     with pytest.raises(fedveil.FedveilError, match="is a function, which is not sent"):
         server.step()
-    assert "features()" in read(asks[0], Ask).output
+    assert "features()" in read(asks[0], Request).output
     served("veil", lambda net: net, features)[0].close()
     server, _ = served("veil", output=features)
     for name in server.engine.transport.answers:
@@ -215,4 +215,4 @@ def test_a_base_that_the_server_changes_during_a_run_is_noticed():
     server.model.hidden.base.weight.data[0, 0] += 1
     with pytest.raises(fedveil.FedveilError, match="differ from the server's"):
         server.step()
-    assert read(asks[0], Ask).local != read(asks[-1], Ask).local
+    assert read(asks[0], Request).local != read(asks[-1], Request).local

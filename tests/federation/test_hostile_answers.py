@@ -15,8 +15,8 @@ from fedveil.defences.compression import Int8, TopK
 from fedveil.defences.registry import find_codec, find_record
 from fedveil.errors import FedveilError
 from fedveil.federation.client import ClientSession
-from fedveil.federation.limits import aggregate, limits_for
-from fedveil.federation.protocol import Answer, Ask, read, write
+from fedveil.federation.limits import adapt_limits, aggregate
+from fedveil.federation.protocol import Answer, Request, read, write
 from fedveil.federation.remote import decode_answer
 from fedveil.scheme.losses import find_loss
 
@@ -46,7 +46,7 @@ class Round:
     def __init__(self, name):
         make, build, loss = DEFENCES[name]
         self.model, self.defence = built(build).float(), make()
-        self.limits = limits_for(self.defence, Limits())
+        self.limits = adapt_limits(self.defence, Limits())
         draw = torch.Generator().manual_seed(0)
         data = [(torch.randn(n, 6, generator=draw), torch.randint(4, (n,), generator=draw)) for n in SIZES]
         self.round = self.defence.server(self.model, data[0][0][:2], find_loss(loss)).start_round(self.model)
@@ -55,7 +55,7 @@ class Round:
         options = {name: getattr(inner, name) for name in inner.remote_settings if getattr(inner, name) is not None}
         record = find_record(inner).name
         about = record, options, loss, find_loss(loss).settings()
-        self.ask = Ask("session", 0, "token", *about, True, 8, 0, {}, {}, *packed)
+        self.ask = Request("session", 0, "token", *about, True, 8, 0, {}, {}, *packed)
         ask = write(self.ask)  # each client unpacks its own
         self.honest = [ClientSession(built(build).float(), own, client=0).reply(ask) for own in data]
         moved = [self.step({client: data})[0] for client, data in enumerate(self.honest)]

@@ -345,13 +345,13 @@ def test_a_rounds_line_says_who_is_excluded_and_that_a_round_was_skipped():
     first, second = [describe_round(record, ROUNDS) for record in server.history.records[:2]]
     assert "skipped: 1 of 4 self seeds are lost; site-0 lied" in first
     assert "site-0 is excluded: it did not reveal" in first  # its own shares, of the other seed
-    assert "3 of 3 answered" in second
+    assert "3 of 3 clients answered" in second
 
 
 def test_three_members_with_a_disputed_pair_cannot_train_and_the_error_says_so():
     """With three members nobody may be left out, and nobody can tell who of the pair lies."""
     known = parties(("site-0", "site-1", "site-2"), {"site-0": Disputing})
     server = server_of("veil", known=known, sizes=SIZES[:3], attempts=2)
-    with pytest.raises(TooFewAnswers, match="2 of 3 clients remain: at least 3"):
+    with pytest.raises(TooFewAnswers, match="at least 3 of 3 clients must remain for enough noise, got 2"):
         server.fit(rounds=1)
     assert not server.rounds.excluded

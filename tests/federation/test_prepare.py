@@ -44,7 +44,11 @@ WIDE = records(width=5)
         (None, Records(*WIDE), ["inputs: torch.float32 of shape (5,)", "the clients have inputs: torch.float32 of"]),
         (None, (INPUTS.long(), TARGETS), ["torch.int64 of shape (4,)", "torch.float32 of shape (4,)"]),
         (None, (INPUTS, TARGETS.float()), ["test data: targets", "targets.long()"]),
-        (own, (INPUTS, TARGETS.float()), ["test data: targets", "own does not accept them (torch.float32 of shape ()"]),
+        (
+            own,
+            (INPUTS, TARGETS.float()),
+            ["test data: targets", "own does not accept these targets (torch.float32 of shape ()"],
+        ),
         (None, (INPUTS[:0], TARGETS[:0]), ["there are no records"]),
         (None, (INPUTS, TARGETS[:9]), ["12 records in inputs and 9 targets"]),
         (None, (INPUTS / 0, TARGETS), ["test data, record 0: inputs contain NaN or infinity"]),
@@ -95,7 +99,7 @@ def test_a_client_with_one_record_is_refused_with_its_number(build, shape, defen
 
 @pytest.mark.parametrize("whole_shard", [False, True])
 def test_batches_of_one_record_are_refused_too(whole_shard):
-    with pytest.raises(BadArgument, match=r"(?s)batch_size=1 .* normalises over the batch.*Fix: set batch_size"):
+    with pytest.raises(BadArgument, match=r"(?s)batch_size=1, .* normalises over the batch.*Fix: set batch_size"):
         Federation(built(flat), parts((6,), (5, 4)), "plain", batch_size=1, whole_shard=whole_shard)
     with pytest.raises(BadArgument, match="client 0 has a single record"):  # before the analysis
         Federation(built(flat), parts((6,), (1,)), "veil", whole_shard=whole_shard)

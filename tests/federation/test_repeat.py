@@ -70,8 +70,8 @@ def test_resume_goes_on_with_the_last_of_the_default_folders(at, capsys):
         (("--resume", "--out", "none"), "none: there is no run to resume.\n  Fix: leave out --resume"),
         (("--resume",), "runs/digits-mlp-veil-0: there is no run to resume"),
         (("run",), "run: this is a folder, not a file.\n  Fix: use run/config.json to repeat the run in it, or"),
-        (("torn.json",), "torn.json: is not JSON"),
-        (("list.json",), "list.json: contains a list, not sections"),
+        (("torn.json",), "torn.json: invalid JSON"),
+        (("list.json",), "list.json: must contain a JSON object, got list"),
     ],
 )
 def test_what_is_no_run_is_refused_and_nothing_is_made(at, capsys, words, text):

@@ -13,7 +13,7 @@ from torch import nn
 
 from fedveil.errors import FedveilError
 from fedveil.federation.client import ClientSession
-from fedveil.federation.protocol import Ask, Step, read, write
+from fedveil.federation.protocol import Request, Step, read, write
 from fedveil.secagg import Identity, Opening, Party, Policy, Roster
 from fedveil.secagg.identity import sign_message
 from fedveil.secagg.memory import State, short_digest
@@ -41,7 +41,7 @@ def ask_of(model, opening=None, batch_size=1, number=None, token="t", session=No
     number = (opening.round if opening else 0) if number is None else number
     session = session or (opening.run if opening else "s")
     about = "plain", {}, "squared_error", {}, False, batch_size
-    return write(Ask(session, number, token, *about, 0, {}, secure, values, tensors))
+    return write(Request(session, number, token, *about, 0, {}, secure, values, tensors))
 
 
 def opening_for(hellos, exponent=0, attempt=1, number=0, run="a run", rows=(2, 2 * PIXELS)):
@@ -210,7 +210,7 @@ def test_an_ask_is_of_the_run_and_round_of_its_opening():
     known, hellos = secured()
     for changes in ({"number": 1}, {"session": "another run"}):
         found = heard(ask_of(linear(), opening_for(hellos), **changes), known["site-0"], record())
-        assert "its run and round differ from those in its opening" in str(found)
+        assert "the run and round differ from those in the opening" in str(found)
 
 
 class Caching(nn.Module):
@@ -282,10 +282,10 @@ def test_a_hello_that_is_copied_from_another_member_is_refused():
         return write(replace(step, tensors={"body": as_tensor(body)}))
 
     server.engine.transport.faults = {("site-1", 4): copy}
-    server.rounds._doubtful.add("site-1")
+    server.rounds._to_greet_again.add("site-1")
     server.fit(rounds=2)
     record = server.history.records[1]
-    assert record["excluded"] == {"site-1": "its hello is not signed by site-0"}
+    assert record["excluded"] == {"site-1": "its greeting is not signed by site-0"}
     assert record["answers"] == 4
 
 

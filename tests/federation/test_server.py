@@ -80,7 +80,7 @@ def test_a_plateau_lowers_the_rate_whichever_way_the_metric_goes(mode):
 
 def test_a_plateau_of_a_rising_metric_is_refused_for_numbers():
     federation = Federation(net(), [data()], "plain", sgd, schedule=lambda o: ReduceLROnPlateau(o, "max"))
-    with pytest.raises(errors.BadArgument, match="there is no accuracy for this task"):
+    with pytest.raises(errors.BadArgument, match="accuracy is not defined for this task"):
         federation.fit(1, test=data())
 
 
@@ -88,7 +88,7 @@ def test_a_plateau_of_a_rising_metric_is_refused_for_numbers():
 def test_waiting_for_progress_needs_test_data(options):
     schedule = None if options else (lambda o: ReduceLROnPlateau(o))
     federation = Federation(net(), [data()], "plain", sgd, schedule=schedule)
-    with pytest.raises(errors.BadArgument, match=r"(?s)needs a metric, but there are no test data.*test=test"):
+    with pytest.raises(errors.BadArgument, match=r"(?s)needs a metric, but there are no held-out data.*test=test"):
         federation.fit(1, **options)
 
 
@@ -254,8 +254,14 @@ REFUSED = {
     "clients by name": (lambda: federation(dict(enumerate(CLIENTS))), r"is a dict(?s:.*)list\(clients.values\(\)\)"),
     "a list of clients to test": (lambda: federation().fit(1, test=CLIENTS), "^test data: .*(?s:.*)torch.cat"),
     "two clients in one": (lambda: federation([CLIENTS]), "^client 0: .*records of several clients"),
-    "a class for a defence": (lambda: federation(defence=Veil), r"(?s)defence is <class.*fedveil.defences.Veil\(\)"),
-    "a dict of limits": (lambda: federation(limits={"hostile": 1}), r"(?s)limits is a dict.*fedveil.Limits\("),
+    "a class for a defence": (
+        lambda: federation(defence=Veil),
+        r"(?s)defence must be .* got <class.*fedveil.defences.Veil\(\)",
+    ),
+    "a dict of limits": (
+        lambda: federation(limits={"hostile": 1}),
+        r"(?s)limits must be a fedveil.Limits, got dict.*fedveil.Limits\(",
+    ),
     "a text for a seed": (lambda: federation(seed="42"), "seed must be an integer, got '42'"),
     "a word for whole_shard": (lambda: federation(whole_shard="no"), "whole_shard must be True or False, got 'no'"),
     "a number for fuse": (lambda: federation(fuse=0), "(?s)fuse must be True or False, got 0.*Fix: use fuse=True"),
@@ -266,10 +272,10 @@ REFUSED = {
     "a bare schedule": (lambda: federation(schedule=StepLR), r"(?s)schedule cannot be created: .*step_size.*T_max=20"),
     "a word for rounds": (lambda: federation().fit(1, evaluate_every="epoch"), "evaluate_every must be an integer"),
     "a text for rounds": (lambda: federation().fit(1, checkpoint_every="1"), "checkpoint_every must be"),
-    "a name for an optimizer": (lambda: federation(optimizer="adam"), "optimizer is 'adam'"),
+    "a name for an optimizer": (lambda: federation(optimizer="adam"), "optimizer must be .*, got 'adam'"),
     "no optimizer": (lambda: federation(optimizer=lambda p: None), "optimizer created a NoneType"),
     "a foreign optimizer": (lambda: federation(optimizer=sgd(seeded().parameters())), "do not belong to this model"),
-    "a name for a schedule": (lambda: federation(schedule="cosine"), "schedule is 'cosine'"),
+    "a name for a schedule": (lambda: federation(schedule="cosine"), "schedule must be .*, got 'cosine'"),
     "no schedule": (lambda: federation(schedule=lambda o: 0.1), "schedule created a float"),
     "a foreign schedule": (lambda: federation(schedule=StepLR(sgd(seeded().parameters()), 1)), "for another optimizer"),
     "an unknown interval": (lambda: federation(schedule_every="batch"), "there is no schedule_every 'batch'"),
@@ -277,8 +283,8 @@ REFUSED = {
     "an empty batch": (lambda: federation(batch_size=0), "batch_size must be an integer of at least 1, got 0"),
     "nobody": (lambda: federation(participation=0.0), "participation must be above 0"),
     "an unknown defence": (lambda: federation(defence="moat"), "there is no defence 'moat'"),
-    "a callback by name": (lambda: federation().fit(1, on_round="print"), "on_round is 'print'"),
-    "callbacks by name": (lambda: federation().fit(1, on_round=["print"]), "on_round is 'print'"),
+    "a callback by name": (lambda: federation().fit(1, on_round="print"), "on_round must be callable, got 'print'"),
+    "callbacks by name": (lambda: federation().fit(1, on_round=["print"]), "on_round must be callable, got 'print'"),
     "one-hot integers": (
         lambda: federation([(X, torch.eye(2).long()[Y])]),
         r"(?s)shape \(40,\).*argmax of one-hot",

@@ -214,7 +214,7 @@ def test_resume_starts_a_run_continues_one_and_leaves_a_finished_one(tmp_path):
     before = (tmp_path / LAST).read_bytes()
     other.step()
     for run, resume in ((make(), False), (other, False), (other, True)):
-        with pytest.raises(BadArgument, match=r"(?s)there is another run in this folder.*resume=True.*another folder"):
+        with pytest.raises(BadArgument, match=r"(?s)this folder contains another run.*resume=True.*another folder"):
             run.fit(**HOW, folder=tmp_path, resume=resume)
     assert (tmp_path / LAST).read_bytes() == before
     again.fit(**HOW | {"rounds": 7}, folder=tmp_path, resume=True)
@@ -267,7 +267,7 @@ def test_resuming_in_another_setting_says_what_is_other(tmp_path, caplog, change
 
 
 def test_a_checkpoint_that_is_missing_broken_or_of_another_optimizer_or_model_is_refused(tmp_path):
-    with pytest.raises(BadArgument, match="there is no checkpoint here"):
+    with pytest.raises(BadArgument, match="there is no checkpoint at this path"):
         make().resume(tmp_path)
     for broken in (b"", b"garbage", b"PK\x03\x04 half a file"):
         (tmp_path / LAST).write_bytes(broken)
@@ -392,7 +392,7 @@ def test_other_threads_are_refused_while_one_trains_but_not_from_a_copy(tmp_path
     assert len(seen) == 4
     for error in seen:
         assert isinstance(error, FedveilError)
-        assert "Federation: another thread is using it" in str(error)
+        assert "Federation: another thread is using this object" in str(error)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "own"]
     assert elsewhere(run.step) is None  # nobody is inside any more
     assert run.round == 3

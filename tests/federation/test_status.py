@@ -30,7 +30,7 @@ SILENT = {("site-2", number): lambda data: None for number in range(1, 6)}
 @pytest.fixture(autouse=True)
 def _every_round(monkeypatch):
     monkeypatch.setattr(run_folder, "INTERVAL", 0.0)
-    monkeypatch.setattr(run_folder, "PAUSE", 0)
+    monkeypatch.setattr(run_folder, "PAUSE_FACTOR", 0)
 
 
 def pages_of(server, folder, **options):
@@ -48,7 +48,7 @@ def pages_of(server, folder, **options):
 
 
 def test_a_page_that_takes_long_is_written_less_often(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder, "PAUSE", 10**9)  # the pause is the longest one, ten minutes
+    monkeypatch.setattr(run_folder, "PAUSE_FACTOR", 10**9)  # the pause is the longest one, ten minutes
     pages, _ = pages_of(server_of(), tmp_path)
     assert len(set(pages[:-1])) == 1
     assert 'http-equiv="refresh"' not in pages[-1]

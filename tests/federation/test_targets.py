@@ -44,8 +44,14 @@ REFUSED = {
     "rows for hinge": (ROWS / ROWS.sum(1, keepdim=True), 3, "hinge", "one-hot rows", "loss='cross_entropy'"),
     "quantities, yes or no": (NUMBERS, 1, "binary_cross_entropy", "targets from 0 to 1", "loss='squared_error'"),
     "classes, yes or no": (CLASSES, 1, "binary_cross_entropy", "targets from 0 to 1", "loss='cross_entropy'"),
-    "counts as integers": (CLASSES, 1, "poisson", "so they are class indices", r"targets.float\(\)"),
-    "integers, one output": (CLASSES, 1, "squared_error", "so they are class indices", r"targets.float\(\)"),
+    "counts as integers": (CLASSES, 1, "poisson", "torch.int64 targets are class indices", r"targets.float\(\)"),
+    "integers, one output": (
+        CLASSES,
+        1,
+        "squared_error",
+        "torch.int64 targets are class indices",
+        r"targets.float\(\)",
+    ),
     "rows of integers": (CLASSES[:, None].expand(-1, 3), 3, "huber", "class indices", r"targets.float\(\)"),
     "negative counts": (NUMBERS, 1, "poisson", "expects counts", "counts of at least 0"),
 }
@@ -94,16 +100,21 @@ def test_the_default_loss_suits_the_targets(outputs, targets, loss):
 @pytest.mark.parametrize(
     ("model", "client", "options", "text"),
     [
-        (mlp(6, 4), (torch.zeros(9, 5), ZEROS), {}, r"the clients' records: .* does not accept them .*shape \(5,\)"),
+        (
+            mlp(6, 4),
+            (torch.zeros(9, 5), ZEROS),
+            {},
+            r"the clients' records: .* does not accept these inputs .*shape \(5,\)",
+        ),
         (mlp(6, 4), (torch.zeros(9, 6).byte(), ZEROS), {}, r"torch.uint8 .*\n.*for bytes, call \.float\(\)"),
         (mlp(6, 4), (X, torch.arange(9) % 4 + 1), {}, "client 0: targets: classes range from 1 to 4.*\n.*from 0 to 3"),
-        (mlp(6, 4), (X, torch.zeros(9, 1).long()), {}, r"(?s)shape is \(9, 1\).*Fix: use targets\[:, 0\]"),
+        (mlp(6, 4), (X, torch.zeros(9, 1).long()), {}, r"(?s)got shape \(9, 1\).*Fix: use targets\[:, 0\]"),
         (mlp(6, 4), (X, torch.zeros(9)), {}, r"(?s)shape is \(9,\).*targets.long.. for classes"),
         (mlp(6, 4), (X, torch.zeros(8, 4)), {}, "9 records in inputs and 8 targets.*\n.*one target per record"),
-        (mlp, (X, ZEROS), {}, r"not a torch.nn.Module"),
+        (mlp, (X, ZEROS), {}, r"model must be a torch.nn.Module"),
         (mlp(6, 4).requires_grad_(False), (X, ZEROS), {}, "no parameter of the model requires a gradient"),
         (mlp(6, 4), (X, ZEROS), {"loss": nn.CrossEntropyLoss}, "CrossEntropyLoss is a class"),
-        (mlp(6, 4), (X, ZEROS), {"defence": None}, "defence is None"),
+        (mlp(6, 4), (X, ZEROS), {"defence": None}, "defence must be .*, got None"),
         (mlp(6, 1), (X, torch.arange(9)), {}, r"(?s)classes or quantities\?\n.*binary_cross_entropy.*floating"),
     ],
 )

@@ -96,7 +96,11 @@ def reversed_order(preds, target):
 @pytest.mark.parametrize(
     ("name", "metric", "why"),
     [
-        ("f1", sklearn_metrics.f1_score, r"metrics\['f1'\]: f1_score fails as f\(targets, predictions\).*multiclass"),
+        (
+            "f1",
+            sklearn_metrics.f1_score,
+            r"metrics\['f1'\]: f1_score failed when called as f\(targets, predictions\).*multiclass",
+        ),
         (
             "f1",
             reversed_order,
@@ -104,9 +108,13 @@ def reversed_order(preds, target):
         ),
         ("auc", sklearn_metrics.roc_auc_score, r"(?s)not scores.*Probabilities\(roc_auc_score\)"),
         ("nll", sklearn_metrics.log_loss, r"(?s)not scores.*Probabilities\(log_loss\)"),
-        ("each", sklearn_metrics.confusion_matrix, r"(?s)metrics\['each'\]: it returns a ndarray.*average=\"macro\""),
+        (
+            "each",
+            sklearn_metrics.confusion_matrix,
+            r"(?s)metrics\['each'\]: the metric must return one number, got ndarray.*average=\"macro\"",
+        ),
         ("own", Streaming, r"(?s)Streaming is a class.*pass an instance: Streaming\(\.\.\.\)"),
-        ("own", 3, r"(?s)it is a int.*update, compute and reset"),
+        ("own", 3, r"(?s)got int.*update, compute and reset"),
         ("loss", len, "this name is reserved"),
         ("validation_x", len, "this name is reserved"),
     ],
@@ -118,5 +126,5 @@ def test_a_metric_that_cannot_be_used_is_refused_by_its_name(name, metric, why):
 
 
 def test_metrics_are_a_dict():
-    with pytest.raises(BadArgument, match=r"(?s)metrics is a list.*metrics=\{"):
+    with pytest.raises(BadArgument, match=r"(?s)metrics must be a dict, got list.*metrics=\{"):
         check_metrics([len])

@@ -91,10 +91,13 @@ def test_a_plateau_follows_the_monitored_metric(mode):
     ("options", "why"),
     [
         ({"monitor": "f1"}, r"(?s)there is no monitor 'f1'.*'mae', 'mse', 'r2'"),
-        ({"metrics": NEVER["metrics"], "monitor": "constant"}, r"(?s)larger constant is better.*mode=\"max\""),
-        ({"mode": "max"}, "mode is given without monitor"),
+        (
+            {"metrics": NEVER["metrics"], "monitor": "constant"},
+            r"(?s)larger or smaller values of constant are better.*mode=\"max\"",
+        ),
+        ({"mode": "max"}, "mode has no effect without monitor"),
         ({"monitor": "mse", "mode": "least"}, "there is no mode 'least'"),
-        ({"test": None, "monitor": "mse"}, "monitor needs a metric, but there are no test data"),
+        ({"test": None, "monitor": "mse"}, "monitor needs a metric, but there are no held-out data"),
         ({"test": None, "metrics": NEVER["metrics"]}, "metrics needs a metric"),
         ({"track_test": 1}, "track_test must be True or False"),
         ({"validation": (VALIDATION[0], VALIDATION[1][:3])}, "validation data: there are 30 records"),

@@ -16,7 +16,7 @@ from tests.oracle import worst
 from fedveil import Entropy
 from fedveil.defences import PPDL, Plain, Private
 from fedveil.errors import BadArgument, Diverged, TooFewAnswers
-from fedveil.federation.protocol import Ask, read
+from fedveil.federation.protocol import Request, read
 from fedveil.flower import Server, client_app
 from fedveil.flower.wrapping import COMMON, RECORD, unwrap, wrap
 from fedveil.scheme.recover import Recovery
@@ -62,7 +62,7 @@ FLOWERS_OWN = {
     "crashed": (error(8), "engine error: 8"),
     "silence": (lambda reply, message: [], "silent: no answer within 0.3 s"),
     "cannot be inflated": (lambda reply, message: [ValueError("bad object")], "unreadable: ValueError: bad object"),
-    "nothing in it": (content(lambda _: RecordDict()), "malformed: answer: this message is not from fedveil"),
+    "nothing in it": (content(lambda _: RecordDict()), "malformed: answer: this message is not from Fedveil"),
     "not an array": (content(lambda _: RecordDict({RECORD: ConfigRecord({COMMON: b""})})), "malformed: answer: this"),
     "another node's": (lambda r, m: [_from(r, 102)], "foreign: the answer comes from node 102"),
 }
@@ -111,7 +111,7 @@ def test_too_few_answers_repeat_the_round_with_a_new_secret():
     faults = {(node, number): FAULTS["nan"][0] for node in (100, 101) for number in (0, 1)}
     server = server_of(faults, min_answers=2)
     server.fit(rounds=1)
-    asks = [read(unwrap(message.content, "ask")[0], Ask) for message in server.engine.transport.grid.sent]
+    asks = [read(unwrap(message.content, "request")[0], Request) for message in server.engine.transport.grid.sent]
     assert len({ask.token for ask in asks}) == len({ask.values["round"] for ask in asks}) == 3
     assert {ask.round for ask in asks} == {0}
     assert server.history.records[0]["attempts"] == 3
@@ -153,8 +153,8 @@ def test_a_client_refuses_what_is_old_and_what_it_has_answered():
     server.fit(rounds=2)
     old, new = (next(m for m in server.engine.transport.grid.sent if m.metadata.group_id == str(n)) for n in (0, 1))
     texts = [server.engine.transport.grid._handle(message)[0].error.reason for message in (old, new)]
-    assert "the ask is for round 0, but it has already answered a later one" in texts[0]
-    assert "it has already answered this ask of round 1" in texts[1]
+    assert "the request is for round 0, but this client has already answered a later one" in texts[0]
+    assert "the request of round 1 has already been answered" in texts[1]
     again = Server(server.engine.transport.grid, net(), DATA[0][0][:2], "veil", adam, loss="squared_error", attempts=1)
     again.fit(rounds=1)  # a new session may begin again
     assert again.history.records[0]["answers"] == 3

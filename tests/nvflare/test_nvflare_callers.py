@@ -59,7 +59,7 @@ def test_a_site_reads_no_record_of_another(caller, caplog):
     assert server.proxies[0].ready() is True
     assert clients["site-1"].done == []
     shown = caller.replace("\n\x1b", "  ")  # a name cannot write lines of its own to the log
-    assert f"refused a call from {shown}: it is not the server of this job" in caplog.text
+    assert f"refused a call from {shown}: the caller is not the server of this job" in caplog.text
 
 
 def test_rounds_are_as_if_a_hostile_site_had_said_nothing():
@@ -92,14 +92,14 @@ def test_calls_wait_for_one_another_only_the_last_is_worked_on_and_refused_ones_
     assert site.ready() is False
     for number in (1, 2):
         calls[number].start()
-        while client._arrived <= number:
+        while client._num_arrivals <= number:
             time.sleep(0.01)
     assert peer(server, "site-2", "site-1")(timeout=20.0).answer(asks[0], b"") == REFUSAL
     finish.set()
     [call.join(30) for call in calls]
     assert isinstance(found[0], bytes)
-    assert found[1] == "a newer message arrived before this one was processed"
-    assert found[2].startswith("BadArgument: ask: it cannot be read")
+    assert found[1] == "a newer message arrived before this message was processed"
+    assert found[2].startswith("BadArgument: request: the message cannot be read")
     assert site.ready() is True
 
 
@@ -174,4 +174,4 @@ def test_a_site_asks_another_over_mtls_in_its_own_name_and_in_the_servers(attack
         found = rob(flare, tmp_path, attack)
         log = (tmp_path / "flare" / "site-1.log").read_text()
     assert found == gains
-    assert ("refused a call from site-2: it is not the server of this job" in log) == (attack == "ask")
+    assert ("refused a call from site-2: the caller is not the server of this job" in log) == (attack == "ask")

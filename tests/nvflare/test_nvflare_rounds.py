@@ -69,7 +69,7 @@ def test_a_fault_costs_its_site_the_round_and_nobody_else(name):
 def test_what_is_no_bytes_is_malformed(result):
     server = server_of({("site-2", 0): lambda _: result})
     server.fit(rounds=1)
-    assert server.history.records[0]["faults"][0].startswith("client site-2: malformed: the site answered with")
+    assert server.history.records[0]["faults"][0].startswith("client site-2: malformed: expected bytes from the site")
 
 
 def test_a_straggler_costs_one_timeout_is_left_out_and_comes_back():

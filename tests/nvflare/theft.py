@@ -5,7 +5,7 @@ import copy
 import torch
 
 from fedveil.defences.encoding import pack_model
-from fedveil.federation.protocol import Answer, Ask, read, write
+from fedveil.federation.protocol import Answer, Request, read, write
 
 
 def first_layer(model):
@@ -20,7 +20,7 @@ def crafted(model):
         model.get_submodule(first_layer(model)).weight.zero_()
         model.get_submodule(first_layer(model)).bias.fill_(1.0)
     values, tensors = pack_model(model)
-    ask = Ask(
+    ask = Request(
         session="theft", round=0, token="theft", defence="plain", settings={}, loss="squared_error", loss_settings={},
         whole_shard=False, batch_size=1, seed=0, privacy={}, secure={}, values=values, tensors=tensors,
     )  # fmt: skip

@@ -86,7 +86,7 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(package, extra,
     code = ABSENT.format(package=package) + line
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    expected = f" needs the package {package}, which is not installed.\n  Fix: pip install 'fedveil[{extra}]'\n"
+    expected = f" needs the package {package}, which is not installed.\n  Fix: run pip install 'fedveil[{extra}]'\n"
     assert done.stderr.endswith(expected), done.stderr
 
 

@@ -117,5 +117,5 @@ def test_a_command_that_needs_an_extra_names_it(user, extra, tmp_path):
             (tmp_path / part / label / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     words = [tmp_path if word == "pictures" else word for word in EXTRAS[extra]]
     complaint = user(words, code=2).stderr
-    assert f"Fix: pip install 'fedveil[{extra}]'" in complaint
+    assert f"Fix: run pip install 'fedveil[{extra}]'" in complaint
     assert "Traceback" not in complaint

@@ -53,7 +53,7 @@ def test_kept_noise_is_drawn_again_when_a_run_is_resumed_and_its_page_says_so(tm
 @pytest.mark.parametrize("monitor", [None, "f1"])
 def test_the_live_page_names_the_metric_that_decides(tmp_path, monkeypatch, monitor):
     monkeypatch.setattr(run_folder, "INTERVAL", 0.0)
-    monkeypatch.setattr(run_folder, "PAUSE", 0)
+    monkeypatch.setattr(run_folder, "PAUSE_FACTOR", 0)
     features = torch.randn(90, 4)
     records = (features, (features[:, 0] > 0).long())
     shown = []

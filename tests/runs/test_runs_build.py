@@ -26,7 +26,7 @@ def test_models_are_built_for_the_data_and_the_same_seed_gives_the_same_start(mo
     [
         ({"model": "cnn", "data": "diabetes"}, "cnn takes images, but a record is a vector of 10 numbers"),
         ({"device": "cuda:7"}, "cannot use 'cuda:7'"),
-        ({"model": SIGMOID}, r"the clients' records: .* does not accept them"),  # three inputs, digits have 64
+        ({"model": SIGMOID}, r"the clients' records: .* does not accept these inputs"),  # three inputs, digits have 64
         ({"data": "my:data", "train_size": 3}, "--train-size applies only to the library's data sets"),
     ],
 )

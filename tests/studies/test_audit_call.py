@@ -224,9 +224,9 @@ def test_the_folder_of_another_version_is_read_if_its_schema_is_known(folder, ca
     assert cli.main(["audit", str(folder), "--model", f"{__name__}:Net", *FLAGS]) == 0
     assert "This run was written by Fedveil 0.0.9." in capsys.readouterr().out
     rewrite(folder, schema=2)
-    refuse("was written by Fedveil 0.0.9 with another schema than 1", folder, model=Net)
+    refuse("was written by Fedveil 0.0.9 with a schema other than 1", folder, model=Net)
     assert cli.main(["audit", str(folder), *FLAGS]) == 2
-    assert "another schema" in capsys.readouterr().err
+    assert "a schema other than" in capsys.readouterr().err
     (folder / DESCRIPTION).unlink()
     refuse("neither config.json nor audit.json", folder, model=Net)
     rewrite_config = folder / "config.json"

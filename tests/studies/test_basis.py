@@ -194,4 +194,4 @@ def test_an_attacked_run_is_never_written_to_and_its_state_is_reported(here, cap
     for name in ("checkpoint.pt", "checkpoint.previous.pt"):
         Path("run", name).unlink(missing_ok=True)
     assert main(["audit", "run", "--out", "audit", *TINY]) == 2
-    assert "there is no checkpoint here" in capsys.readouterr().err
+    assert "there is no checkpoint at this path" in capsys.readouterr().err

@@ -23,7 +23,7 @@ SMALL = ["--data", "digits", "--train-size", "120", "--clients", "2", "--epochs"
 def example(monkeypatch):
     """The package of examples/own_defence, as if it were installed."""
     monkeypatch.syspath_prepend(EXAMPLE / "src")
-    monkeypatch.setattr(registry, "_KNOWN", dict(registry._KNOWN))
+    monkeypatch.setattr(registry, "_RECORDS", dict(registry._RECORDS))
     yield tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]["fedveil.defences"]
     for name in [name for name in sys.modules if name.partition(".")[0] == "own_defence"]:
         del sys.modules[name]

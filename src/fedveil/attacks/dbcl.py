@@ -23,14 +23,16 @@ def solve_sketches(sketches: Sequence[Sketch], sketched_weights: Sequence[Tensor
     With fewer than about q rounds, the solution is not unique. The one with the smallest norm is returned, since the
     search starts at 0.
     """
-    residual = torch.stack([sketch.up(small) for sketch, small in zip(sketches, sketched_weights, strict=True)]).sum(0)
+    residual = torch.stack(
+        [sketch.back_project(small) for sketch, small in zip(sketches, sketched_weights, strict=True)]
+    ).sum(0)
     weight, direction = torch.zeros_like(residual), residual
     energy = (residual * residual).sum()
     tolerance = SETTLED * float(energy)
     for _ in range(STEPS):
         if float(energy) <= tolerance:
             break
-        image = torch.stack([sketch.up(sketch.down(direction)) for sketch in sketches]).sum(0)
+        image = torch.stack([sketch.back_project(sketch.project(direction)) for sketch in sketches]).sum(0)
         step = energy / (direction * image).sum()
         weight, residual = weight + step * direction, residual - step * image
         before, energy = energy, (residual * residual).sum()
@@ -67,7 +69,7 @@ def observe_first_layer(observed: Observation) -> tuple[list[Tensor], list[Tenso
     if len(layers) < len(result):
         raise DoesNotApply("dbcl", "the first layer is not sketched")
     eye = torch.eye(layers[0].sketch.fan_in, dtype=torch.float64)
-    sketches = [layer.sketch.to(eye).down(eye) for layer in layers]
+    sketches = [layer.sketch.to(eye).project(eye) for layer in layers]
     biases = torch.stack([layer.bias.detach().double().cpu() for layer in layers if layer.bias is not None])
     own_updates = [own_gradients(observed, seen) for seen in observed.rounds[:-1]]
     own_biases = torch.stack([gradients[f"{path}.bias"].double().cpu() for gradients in own_updates])

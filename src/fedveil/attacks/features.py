@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
 from fedveil.errors import BadArgument
-from fedveil.federation.evaluate import evaluating
+from fedveil.federation.evaluate import evaluation_mode
 from fedveil.graph.inputs import ModuleCall, record_calls
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, BinaryCrossEntropy, Loss, one_hot
 
@@ -28,7 +28,7 @@ def _run(
     """Yield a model's outputs in evaluation mode, and the calls to some of its modules, batch by batch."""
     device = next((p.device for p in model.parameters()), inputs.device)
     for part in torch.split(inputs, batch_size):
-        with evaluating(model), record_calls(modules) as calls:
+        with evaluation_mode(model), record_calls(modules) as calls:
             outputs = model(part.to(device))
         yield outputs, calls
 

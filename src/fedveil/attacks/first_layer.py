@@ -84,7 +84,7 @@ def rebuild_from_difference(observed: Observation) -> Tensor:
     result = record_from_gradient(leak, path)
     for name, layer in sketched_layers(leak.model):
         if name == f"{path}.weight":
-            return layer.sketch.to(result).up(result)
+            return layer.sketch.to(result).back_project(result)
     return result
 
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from fedveil.attacks.similarity import total_variation
 from fedveil.errors import BadArgument
-from fedveil.federation.checkpoint import load_for, save_for
-from fedveil.federation.evaluate import evaluating
+from fedveil.federation.checkpoint import load_keyed, save_keyed
+from fedveil.federation.evaluate import evaluation_mode
 from fedveil.progress import Progress, ignore_progress
 from fedveil.records.shards import generator as source
 
@@ -146,7 +146,7 @@ def train_gan(
         nets = [make(*form).to(images.device) for make in (make_generator, make_critic)]
     gan, optimizers = Gan(*nets), [torch.optim.Adam(net.parameters(), lr, betas=BETAS) for net in nets]
     key, distances = repr((data_key, tuple(images.shape), width, lr, seed)), list[float]()
-    state = load_for(path, key, images.device) if path else None
+    state = load_keyed(path, key, images.device) if path else None
     if state and len(state["distances"]) <= epochs:
         for net, optimizer, *values in zip(nets, optimizers, state["nets"], state["optimizers"], strict=True):
             net.load_state_dict(values[0])
@@ -164,7 +164,7 @@ def train_gan(
         distances.append(sum(result) / len(result))
         if path and (epoch % 2 or epoch + 1 == epochs):
             states = {"nets": [net.state_dict() for net in nets], "distances": distances}
-            save_for(path, key, {**states, "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
+            save_keyed(path, key, {**states, "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
     for net in nets:
         net.eval()
     return gan, distances
@@ -269,7 +269,7 @@ def accept_pixels(model: nn.Module, scale: Callable[[Tensor], Tensor]) -> Model:
     """Return a function that scales pixels and applies the model to them in evaluation mode."""
 
     def predict(pixels: Tensor) -> Tensor:
-        with evaluating(model):
+        with evaluation_mode(model):
             outputs: Tensor = model(scale(pixels))
         return outputs
 

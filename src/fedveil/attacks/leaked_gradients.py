@@ -110,7 +110,7 @@ def full_weights(model: nn.Module) -> Gradients:
     """Return the parameters by name; the weight of a sketched layer is W~ S^T, with shape (units, inputs)."""
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, layer in sketched_layers(model):
-        values[name] = layer.sketch.up(values[name])
+        values[name] = layer.sketch.back_project(values[name])
     return values
 
 
@@ -118,7 +118,7 @@ def sketch_weights(model: nn.Module, values: Mapping[str, Tensor]) -> Gradients:
     """Map values from the shapes of `full_weights` to those of the parameters; a sketched layer's C becomes C S / q."""
     small = dict(values)
     for name, layer in sketched_layers(model):
-        small[name] = layer.sketch.down(values[name]) / layer.sketch.inputs.shape[0]
+        small[name] = layer.sketch.project(values[name]) / layer.sketch.inputs.shape[0]
     return small
 
 

@@ -67,12 +67,12 @@ def hide_progress() -> Iterator[Show]:
 
 def round_callback(show: Show, epochs: int, monitor: str | None = None) -> "Callable[[RoundRecord], None]":
     """Return a function that shows the epoch and the latest metrics after each round."""
-    from fedveil.federation.history import headlines
+    from fedveil.federation.history import select_main_metrics
 
     result: dict[str, str] = {}
 
     def show_record(record: "RoundRecord") -> None:
-        main_metrics = headlines(record.metrics, *([monitor] if monitor else []))
+        main_metrics = select_main_metrics(record.metrics, *([monitor] if monitor else []))
         result.update({name: f", {name} {value:.4f}" for name, value in main_metrics.items()})
         show("epoch", record.epoch / epochs, f"{record.epoch:.1f}/{epochs}{''.join(result.values())}")
 

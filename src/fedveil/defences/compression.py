@@ -1,4 +1,4 @@
-"""Compression of updates, which is sometimes taken for protection: top-k sparsification and 8-bit quantisation."""
+"""Compression of updates, which is sometimes mistaken for protection: top-k sparsification and 8-bit quantisation."""
 
 import math
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from fedveil.scheme import Loss
 from fedveil.scheme.recover import check_finite, check_tensors
 from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 
-LEVELS = 127  # the largest magnitude of a quantised element
+MAX_LEVEL = 127  # the largest magnitude of a quantised element
 
 
 class TopK(Plain):
-    """Clients send only the largest elements of their update, and add what they did not send to the next one.
+    """Clients send only the largest elements of their update, and add the other elements to the next update.
 
     Aji and Heafield, 2017; Stich, Cordonnier and Jaggi, 2018 ("sparsified SGD with memory"). Buffers are sent
     unchanged.
@@ -49,8 +49,8 @@ class TopK(Plain):
         if self.fraction < 1:
             total = sum(tensor.numel() for tensor in parameters)
             count = max(1, round(self.fraction * total))
-            size = count * parameters[0].element_size() + min(4 * count, math.ceil(total / 8))
-            server.figures["bytes_up"] = size + count_bytes(model.buffers())
+            num_bytes = count * parameters[0].element_size() + min(4 * count, math.ceil(total / 8))
+            server.figures["bytes_up"] = num_bytes + count_bytes(model.buffers())
         return server
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "TopKClient":
@@ -59,7 +59,7 @@ class TopK(Plain):
 
 
 class TopKClient(PlainClient):
-    """Selects elements, and stores each client's unsent ones."""
+    """Selects elements, and stores the elements that each client has not sent."""
 
     def __init__(self, fraction: float, model: nn.Module, loss: Loss) -> None:
         super().__init__(model, loss)
@@ -75,9 +75,9 @@ class TopKClient(PlainClient):
             return update
         if client in self._unsent:
             flat = flat + self._unsent[client].to(flat)
-        sent = torch.where(select_largest(flat, count), flat, torch.zeros_like(flat))
-        self._unsent[client] = flat - sent
-        return replace(update, gradients=split_vector(sent, update.gradients))
+        sparse = torch.where(select_largest(flat, count), flat, torch.zeros_like(flat))
+        self._unsent[client] = flat - sparse
+        return replace(update, gradients=split_vector(sparse, update.gradients))
 
     def state(self, client: int) -> State:
         """Return the client's unsent elements."""
@@ -93,7 +93,7 @@ class TopKClient(PlainClient):
 class Int8(Plain):
     """Clients round each tensor of their update to 255 levels, 8 bits per element.
 
-    An element g becomes scale round(g / scale), where scale is the tensor's largest magnitude / 127. Buffers are sent
+    An element g becomes scale * round(g / scale), where scale is the tensor's largest magnitude / 127. Buffers are sent
     unchanged.
     """
 
@@ -101,7 +101,7 @@ class Int8(Plain):
     fusable = linear = False
 
     def __init__(self) -> None:
-        """Keep the class's name, which `Plain` would replace."""
+        """Do not call `Plain.__init__`, which would replace the class's name."""
 
     @property
     def codec(self) -> "Int8Codec":
@@ -131,18 +131,18 @@ class Int8Client(PlainClient):
     """Quantises gradients."""
 
     def upload(self, update: PlainUpdate, client: int = 0) -> Int8Update:
-        """Quantise each tensor; refuse one that is not finite."""
+        """Quantise each tensor; refuse tensors that are not finite."""
         check_finite(f"client {client}", "gradient", update.gradients)
         pairs = {name: quantise_tensor(gradient) for name, gradient in update.gradients.items()}
-        levels, scales = ({name: pair[part] for name, pair in pairs.items()} for part in (0, 1))
+        levels, scales = ({name: pair[index] for name, pair in pairs.items()} for index in (0, 1))
         return Int8Update(restore_tensors(levels, scales), update.buffers, levels, scales)
 
 
 def quantise_tensor(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return 8-bit levels and their scale; the scale is 0 if it underflows."""
-    largest = values.abs().max() if values.numel() else values.new_zeros(())
-    scale = largest / LEVELS
-    levels = torch.where(scale > 0, values / scale, torch.zeros_like(values)).round().clamp(-LEVELS, LEVELS)
+    max_magnitude = values.abs().max() if values.numel() else values.new_zeros(())
+    scale = max_magnitude / MAX_LEVEL
+    levels = torch.where(scale > 0, values / scale, torch.zeros_like(values)).round().clamp(-MAX_LEVEL, MAX_LEVEL)
     return levels.to(torch.int8), scale
 
 
@@ -152,7 +152,7 @@ def restore_tensors(levels: Mapping[str, Tensor], scales: Mapping[str, Tensor]) 
 
 
 def template(model: nn.Module) -> Tensors:
-    """Return levels and scales with the shapes and dtypes of those that a client sends."""
+    """Return levels and scales with the shapes and dtypes that a client sends."""
     parameters = trainable_tensors(model)
     levels = {name: torch.zeros_like(value, dtype=torch.int8) for name, value in parameters.items()}
     return add_prefix("level", levels) | add_prefix("scale", {name: v.new_zeros(()) for name, v in parameters.items()})
@@ -164,7 +164,7 @@ class Int8Codec(PlainCodec):
     def encode_update(self, update: PlainUpdate) -> Packed:
         """Encode levels, scales and buffers."""
         if not isinstance(update, Int8Update):
-            raise BadArgument("int8", "the update is not quantised", "send what the client's upload returns")
+            raise BadArgument("int8", "the update is not quantised", "send the result of the client's `upload`")
         result = add_prefix("level", update.levels) | add_prefix("scale", update.scales)
         return {}, result | add_prefix("buffer", update.buffers)
 
@@ -172,10 +172,10 @@ class Int8Codec(PlainCodec):
         self, defence_round: AnyPlainRound, model: nn.Module, values: Values, tensors: Tensors, position: int
     ) -> PlainUpdate:
         """Decode an update; refuse levels or scales that do not match the model, and scales that are not finite."""
-        client, like = f"client {position}", self.template(defence_round, model)[1]
+        client, expected = f"client {position}", self.template(defence_round, model)[1]
         device = next(model.parameters()).device
         on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
-        check_tensors(client, "tensor", on_device, {name: (t.shape, t.dtype) for name, t in like.items()}, device)
+        check_tensors(client, "tensor", on_device, {name: (t.shape, t.dtype) for name, t in expected.items()}, device)
         check_finite(client, "tensor", on_device)
         gradients = restore_tensors(strip_prefix("level", on_device), strip_prefix("scale", on_device))
         check_finite(client, "gradient", gradients)

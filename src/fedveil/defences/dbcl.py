@@ -1,10 +1,10 @@
 """Double-blind collaborative learning (Zhang and Wang, ICML 2021): clients train on a CountSketch of the weights.
 
 The server sends W~ = W S in place of a weight W with m units and n inputs. The sketch S is the same for all clients and
-is redrawn in every round. It sums q of the n inputs, with random signs, in each of s = floor(n / q) buckets. A client
-computes X~ = X S and Z = X~ W~^T + b, and sends Gamma = delta^T X~. The server uses the gradient
-sum_k |D_k| / |D| Gamma_k S^T. This is the exact gradient of the loss with weights W S S^T, but not an unbiased estimate
-of the plain gradient (docs/defences/dbcl.md).
+is redrawn in every round. The sketch sums q of the n inputs, with random signs, in each of s = floor(n / q) buckets. A
+client computes X~ = X S and Z = X~ W~^T + b, and sends Gamma = delta^T X~. The server uses the gradient sum_k |D_k| /
+|D| Gamma_k S^T. This is the exact gradient of the loss with weights W S S^T, but not an unbiased estimate of the plain
+gradient (docs/defences/dbcl.md).
 
 Differences from the original: clients compute one gradient per round instead of training for local epochs, they receive
 W~ but never W, and Conv2d layers may have any stride, padding, dilation and groups.
@@ -47,7 +47,7 @@ class Sketch:
 
     inputs: Tensor  # (q, s): the indices of the inputs in each bucket; all other inputs are dropped
     signs: Tensor  # (q, s): 1 or -1 for each of these inputs
-    fan_in: int  # the number of inputs, n
+    fan_in: int  # number of inputs, n
 
     @classmethod
     def draw(cls, fan_in: int, q: int, rng: np.random.Generator) -> "Sketch":
@@ -57,23 +57,25 @@ class Sketch:
         signs = 1.0 - 2.0 * rng.integers(0, 2, shape)
         return cls(torch.from_numpy(inputs), torch.from_numpy(signs), fan_in)
 
-    def to(self, like: Tensor) -> "Sketch":
-        """Return the sketch on the device and in the dtype of `like`."""
-        return self.map(lambda tensor: tensor.to(like) if tensor.is_floating_point() else tensor.to(like.device))
+    def to(self, reference: Tensor) -> "Sketch":
+        """Return the sketch on the device and in the dtype of `reference`."""
+        return self.map(
+            lambda tensor: tensor.to(reference) if tensor.is_floating_point() else tensor.to(reference.device)
+        )
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Sketch":
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Sketch":
         """Return the sketch with a function applied to both of its tensors."""
-        return Sketch(change(self.inputs), change(self.signs), self.fan_in)
+        return Sketch(function(self.inputs), function(self.signs), self.fan_in)
 
-    def down(self, rows: Tensor) -> Tensor:
+    def project(self, rows: Tensor) -> Tensor:
         """Return X S for rows X of shape (..., n); the result has shape (..., s)."""
         selected = rows.index_select(-1, self.inputs.flatten()) * self.signs.flatten()
         return selected.reshape(*rows.shape[:-1], *self.inputs.shape).sum(-2)
 
-    def up(self, rows: Tensor) -> Tensor:
+    def back_project(self, rows: Tensor) -> Tensor:
         """Return C S^T for rows C of shape (..., s); the result has shape (..., n), with 0 for dropped inputs."""
-        spread = (rows.unsqueeze(-2) * self.signs).flatten(-2)
-        return rows.new_zeros((*rows.shape[:-1], self.fan_in)).index_copy(-1, self.inputs.flatten(), spread)
+        signed_rows = (rows.unsqueeze(-2) * self.signs).flatten(-2)
+        return rows.new_zeros((*rows.shape[:-1], self.fan_in)).index_copy(-1, self.inputs.flatten(), signed_rows)
 
 
 class SketchedLayer(nn.Module):
@@ -85,8 +87,8 @@ class SketchedLayer(nn.Module):
     def __init__(self, layer: nn.Linear | nn.Conv2d, sketch: Sketch) -> None:
         super().__init__()
         self.sketch = sketch
-        small = sketch.down(layer.weight.detach().flatten(1))
-        self.weight = nn.Parameter(small, layer.weight.requires_grad)
+        sketched_weight = sketch.project(layer.weight.detach().flatten(1))
+        self.weight = nn.Parameter(sketched_weight, layer.weight.requires_grad)
         self.bias = copy.deepcopy(layer.bias)  # type: ignore[assignment]
         self.training = layer.training
 
@@ -102,14 +104,14 @@ class SketchedLinear(SketchedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Sketch the inputs and apply the sketched weight."""
-        return F.linear(self.sketch.down(x), self.weight, self.bias)
+        return F.linear(self.sketch.project(x), self.weight, self.bias)
 
 
 class SketchedConv2d(SketchedLayer):
     """A sketched Conv2d, which applies the sketched weight to every patch of an image.
 
-    It is computed as a convolution with the kernel W~ S^T: for unfolded patches U, (U S) W~^T = U (W~ S^T)^T. Sketching
-    U itself takes 2 to 6 times as long (see the measurements in docs/defences/dbcl.md).
+    The layer computes a convolution with the kernel W~ S^T: for unfolded patches U, (U S) W~^T = U (W~ S^T)^T.
+    Sketching U itself takes 2 to 6 times as long (see the measurements in docs/defences/dbcl.md).
     """
 
     def __init__(self, layer: nn.Conv2d, sketch: Sketch) -> None:
@@ -120,11 +122,11 @@ class SketchedConv2d(SketchedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Expand the sketched kernel and apply the convolution."""
-        spread = self.sketch.up(self.weight).reshape(-1, *self.kernel)
-        return F.conv2d(x, spread, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        kernel = self.sketch.back_project(self.weight).reshape(-1, *self.kernel)
+        return F.conv2d(x, kernel, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
-KINDS = (nn.Linear, nn.Conv2d)  # types of layers that can be sketched
+LAYER_TYPES = (nn.Linear, nn.Conv2d)  # layers that can be sketched
 
 
 def sketch_network(model: nn.Module, sketches: Mapping[str, Sketch]) -> nn.Module:
@@ -132,9 +134,9 @@ def sketch_network(model: nn.Module, sketches: Mapping[str, Sketch]) -> nn.Modul
     memo: dict[int, nn.Module | nn.Parameter] = {}  # deepcopy uses these objects instead of copying the originals
     for name, sketch in sketches.items():
         layer = model.get_submodule(name.rpartition(".")[0])
-        assert isinstance(layer, KINDS)
-        small = SketchedConv2d(layer, sketch) if isinstance(layer, nn.Conv2d) else SketchedLinear(layer, sketch)
-        memo[id(layer)], memo[id(layer.weight)] = small, small.weight
+        assert isinstance(layer, LAYER_TYPES)
+        replacement = SketchedConv2d(layer, sketch) if isinstance(layer, nn.Conv2d) else SketchedLinear(layer, sketch)
+        memo[id(layer)], memo[id(layer.weight)] = replacement, replacement.weight
     return copy.deepcopy(model, memo)
 
 
@@ -142,7 +144,7 @@ def sketch_network(model: nn.Module, sketches: Mapping[str, Sketch]) -> nn.Modul
 class SketchedBroadcast:
     """The broadcast of a round: the model with a `SketchedLayer` for each layer whose weight is sketched."""
 
-    number: int  # counts the server's broadcasts, from 1
+    number: int  # counts the server's broadcasts, starting at 1
     network: nn.Module
 
     @property
@@ -154,7 +156,7 @@ class SketchedBroadcast:
 
 @dataclass(frozen=True, eq=False)
 class SketchedUpdate(PlainUpdate):
-    """The gradients and buffers of the sketched network, and the number of the broadcast they were computed from."""
+    """Gradients and buffers of the sketched network, and the number of the broadcast that they were computed from."""
 
     number: int
 
@@ -198,14 +200,14 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "DBCLServer":
         """Prepare the server for a run: choose the weights to sketch."""
-        copied = copy.deepcopy(model).eval()
-        paths = {module: path for path, module in copied.named_modules()}
+        model_copy = copy.deepcopy(model).eval()
+        paths = {module: path for path, module in model_copy.named_modules()}
         with torch.no_grad(), record_calls(m for m in paths if isinstance(m, nn.Conv2d | nn.Linear)) as calls:
-            call(copied, example)
+            call(model_copy, example)
         convs = [paths[call.module] for call in calls if isinstance(call.module, nn.Conv2d)]
         linears = [paths[call.module] for call in calls if isinstance(call.module, nn.Linear)]
-        plain = (convs[:1] if self.skip_first_conv else []) + (linears[-1:] if self.skip_last else [])
-        return DBCLServer(self.q, self.seed, _choose_weights(model, self.q, plain, self.skip))
+        unsketched = (convs[:1] if self.skip_first_conv else []) + (linears[-1:] if self.skip_last else [])
+        return DBCLServer(self.q, self.seed, _choose_weights(model, self.q, unsketched, self.skip))
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> "DBCLClient":
         """Prepare clients for a run."""
@@ -219,8 +221,8 @@ class DBCL(Defence[SketchedBroadcast, SketchedUpdate]):
 class DBCLServer(DefenceServer[SketchedBroadcast, SketchedUpdate]):
     """Draws new sketches for each broadcast."""
 
-    def __init__(self, q: int, seed: int | None, sketched: tuple[str, ...]) -> None:
-        self.sketched = sketched  # names of the weights that clients never receive
+    def __init__(self, q: int, seed: int | None, sketched_names: tuple[str, ...]) -> None:
+        self.sketched = sketched_names  # names of the weights that clients never receive
         self._q, self._seed, self._number = q, seed, 0
 
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "DBCLRound":
@@ -253,34 +255,34 @@ class DBCLRound(SketchedRound):
     def check_number(self, number: int, position: int = 0) -> None:
         """Refuse an update that was computed from another broadcast."""
         if number != self.broadcast.number:
-            what = f"its update is for broadcast {number}, but the current broadcast is {self.broadcast.number}"
-            raise StaleUpdate(f"client {position}", what)
+            message = f"the update is for broadcast {number}, but the current broadcast is {self.broadcast.number}"
+            raise StaleUpdate(f"client {position}", message)
 
     def recover(self, updates: Sequence[SketchedUpdate], weights: Sequence[float]) -> Aggregate:
         """Return sum_k |D_k| / |D| Gamma_k S^T for sketched weights, and the weighted mean of everything else.
 
         The reported error is 0, because the result is the gradient of the sketched network up to rounding. The server
-        cannot know how much it differs from the plain gradient.
+        cannot know how much this result differs from the plain gradient.
         """
         for position, update in enumerate(updates):
             self.check_number(update.number, position)
         mean = average(updates, weights, {})
-        gradients, network, entries = dict(mean.gradients), self.broadcast.network, 0
+        gradients, network, num_entries = dict(mean.gradients), self.broadcast.network, 0
         for name, sketch in self.broadcast.sketches.items():
-            entries += sketch.inputs.numel()
+            num_entries += sketch.inputs.numel()
             if name in gradients:
-                gradients[name] = sketch.up(gradients[name]).reshape(self._model.get_parameter(name).shape)
+                gradients[name] = sketch.back_project(gradients[name]).reshape(self._model.get_parameter(name).shape)
         # an entry of a sketch takes 4 bytes, for its index and its sign
-        down = encoding.count_bytes([*network.parameters(), *network.buffers()]) + 4 * entries
-        up = encoding.count_bytes([*updates[0].gradients.values(), *mean.buffers.values()])
-        return dataclasses.replace(mean, gradients=gradients, figures={"bytes_down": down, "bytes_up": up})
+        bytes_down = encoding.count_bytes([*network.parameters(), *network.buffers()]) + 4 * num_entries
+        bytes_up = encoding.count_bytes([*updates[0].gradients.values(), *mean.buffers.values()])
+        return dataclasses.replace(mean, gradients=gradients, figures={"bytes_down": bytes_down, "bytes_up": bytes_up})
 
 
 class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
     """Computes gradients of the sketched network."""
 
-    def __init__(self, plain: PlainClient) -> None:
-        self._plain = plain
+    def __init__(self, plain_client: PlainClient) -> None:
+        self._plain = plain_client
 
     def step(self, broadcast: SketchedBroadcast, samples: Samples, client: int = 0) -> SketchedUpdate:
         """Compute Gamma = delta^T X~ for sketched weights, and plain gradients for all others."""
@@ -295,50 +297,52 @@ class DBCLClient(DefenceClient[SketchedBroadcast, SketchedUpdate]):
         return dataclasses.replace(broadcast, network=network), update
 
 
-def _choose_weights(model: nn.Module, q: int, kept: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the weights to sketch; refuse a model if any of them cannot be sketched or there are none."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    uses = Counter(id(parameter) for parameter in named.values())
+def _choose_weights(model: nn.Module, q: int, unsketched: Sequence[str], skip: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the weights to sketch, at least one; refuse a model if one of them cannot be sketched."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for parameter in parameters.values())
 
     def is_below(path: str, name: str) -> bool:
         return path in ("", name) or name.startswith(path + ".")
 
     for path in skip:
-        if not any(is_below(path, name) for name in named):
+        if not any(is_below(path, name) for name in parameters):
             raise BadArgument("dbcl", f"skip contains {path!r}, but the model has no parameters there")
-    chosen = []
-    for name, parameter in named.items():
-        if parameter.dim() < 2 or any(is_below(path, name) for path in (*kept, *skip)):
+    result = []
+    for name, parameter in parameters.items():
+        if parameter.dim() < 2 or any(is_below(path, name) for path in (*unsketched, *skip)):
             continue
-        path, _, last = name.rpartition(".")
+        path, _, short_name = name.rpartition(".")
         layer = model.get_submodule(path)
-        obstacle = _find_obstacle(layer, last, q, parameter[0].numel(), shared=uses[id(parameter)] > 1)
+        obstacle = _find_obstacle(layer, short_name, q, parameter[0].numel(), is_shared=uses[id(parameter)] > 1)
         if obstacle:
-            raise BadArgument(f"dbcl, {name}", obstacle, f"use DBCL(skip=({path or last!r},)) to send it unchanged")
-        chosen.append(name)
-    if not chosen:
-        what = "none of the weights would be sketched, so clients would receive the whole model"
-        raise BadArgument("dbcl", what, "use a deeper model, or DBCL(skip_first_conv=False, skip_last=False)")
-    return tuple(chosen)
+            raise BadArgument(
+                f"dbcl, {name}", obstacle, f"use DBCL(skip=({path or short_name!r},)) to send it unchanged"
+            )
+        result.append(name)
+    if not result:
+        message = "none of the weights would be sketched, so clients would receive the whole model"
+        raise BadArgument("dbcl", message, "use a deeper model, or DBCL(skip_first_conv=False, skip_last=False)")
+    return tuple(result)
 
 
-def _find_obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, shared: bool) -> str | None:
+def _find_obstacle(layer: nn.Module, name: str, q: int, fan_in: int, *, is_shared: bool) -> str | None:
     """Return the reason why a parameter cannot be sketched, or None if it can."""
-    if type(layer) not in KINDS or name != "weight":
-        known = " and ".join(kind.__name__ for kind in KINDS)
-        return f"parameters of {type(layer).__name__} cannot be sketched, only the weights of {known}"
-    if shared:
+    if type(layer) not in LAYER_TYPES or name != "weight":
+        type_names = " and ".join(layer_type.__name__ for layer_type in LAYER_TYPES)
+        return f"parameters of {type(layer).__name__} cannot be sketched, only the weights of {type_names}"
+    if is_shared:
         return "several layers share this weight, and each would need its own sketch"
     if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
         return f"a convolution with padding_mode {layer.padding_mode!r} cannot be sketched"
-    return f"it has {fan_in} inputs per unit, fewer than q = {q}" if fan_in < q else None
+    return f"the layer has {fan_in} inputs per unit, fewer than q = {q}" if fan_in < q else None
 
 
 def check_sketch(name: str, inputs: Tensor, signs: Tensor, fan_in: int) -> None:
     """Refuse a sketch with invalid indices or dtypes, more entries than inputs, or a different number of signs."""
-    fits = inputs.dim() == 2 and inputs.shape == signs.shape and 0 < inputs.numel() <= fan_in
-    fits = fits and inputs.dtype == torch.int32 and signs.dtype == torch.int8
-    if not fits or not 0 <= int(inputs.min()) <= int(inputs.max()) < fan_in:
+    is_valid = inputs.dim() == 2 and inputs.shape == signs.shape and 0 < inputs.numel() <= fan_in
+    is_valid = is_valid and inputs.dtype == torch.int32 and signs.dtype == torch.int8
+    if not is_valid or not 0 <= int(inputs.min()) <= int(inputs.max()) < fan_in:
         raise ModelMismatch(name, f"the broadcast's sketch is not a valid sketch of {fan_in} inputs")
 
 
@@ -360,16 +364,19 @@ class DBCLCodec(Codec[SketchedBroadcast, SketchedUpdate]):
             path = name.rpartition(".")[0]
             layer = layers.pop(path, None)  # a layer cannot be sketched twice
             inputs, signs = (tensors.get(f"{kind}/{name}") for kind in ("inputs", "signs"))
-            if type(layer) not in KINDS or name != f"{path}.weight".lstrip(".") or inputs is None or signs is None:
-                raise ModelMismatch(name[:80], "the broadcast has a sketch for it, but the model has no such layer")
+            is_weight = name == f"{path}.weight".lstrip(".")
+            if type(layer) not in LAYER_TYPES or not is_weight or inputs is None or signs is None:
+                raise ModelMismatch(
+                    name[:80], "the broadcast has a sketch for this weight, but the model has no such layer"
+                )
             weight = model.get_parameter(name).detach()
             check_sketch(name, inputs, signs, weight[0].numel())
             sketches[name] = Sketch(inputs.long(), signs.double(), weight[0].numel()).to(weight)
-        filled = encoding.unpack_model(sketch_network(model, sketches), values, tensors)
-        for module in filled.modules():
+        network = encoding.unpack_model(sketch_network(model, sketches), values, tensors)
+        for module in network.modules():
             if isinstance(module, SketchedLayer):
                 module.sketch = module.sketch.to(module.weight.detach())
-        return SketchedBroadcast(result["number"], filled)
+        return SketchedBroadcast(result["number"], network)
 
     def encode_update(self, update: SketchedUpdate) -> Packed:
         """Encode gradients, buffers and the number of the broadcast."""

@@ -1,4 +1,4 @@
-"""Describe a defence as plain values, and build it again from them."""
+"""Describe defences as plain values, and build defences from these descriptions."""
 
 import contextlib
 import copy
@@ -55,32 +55,32 @@ def build_from_description(values: Mapping[str, object], where: str, *, trust_co
 
     Args:
         values: the description, from `describe_defence`.
-        where: its origin, for error messages.
-        trust_code: whether to import a class of another package, which runs that package's code.
+        where: the origin of the description, for error messages.
+        trust_code: whether to import classes from other packages, which runs their code.
     """
     result = _build(values, where, trust_code)
     if not isinstance(result, Defence):
-        raise BadArgument(where, f"its defence is {result!r:.60}, which is not a defence", FIX)
+        raise BadArgument(where, f"expected a defence, got {result!r:.60}", FIX)
     return result
 
 
 def _build(values: Mapping[str, object], where: str, trust_code: bool) -> object:
     spec, arguments = str(values.get(CLASS)), values.get(ARGUMENTS)
     if not spec.startswith("fedveil.") and not trust_code:
-        what = f"its defence is {spec}, and importing it runs that package's code"
-        raise BadArgument(where, what, "use --trust-code, or trust_code=True in Python")
+        message = f"importing the defence {spec} runs code from another package"
+        raise BadArgument(where, message, "use --trust-code, or trust_code=True in Python")
     if not isinstance(arguments, dict):
         raise BadArgument(where, f"the arguments of {spec} are not known", FIX)
-    kind = import_object(spec, "a defence", "my_package.defences:Mine")
-    if not (isinstance(kind, type) and issubclass(kind, Defence | Privacy)):
+    defence_class = import_object(spec, "a defence", "my_package.defences:Mine")
+    if not (isinstance(defence_class, type) and issubclass(defence_class, Defence | Privacy)):
         raise BadArgument(where, f"{spec} is neither a defence nor privacy settings", FIX)
-    built = {
+    built_arguments = {
         name: _build(value, where, trust_code) if isinstance(value, dict) else value
         for name, value in arguments.items()
     }
-    make = cast(Callable[..., object], kind)  # type: ignore[explicit-any]
+    constructor = cast(Callable[..., object], defence_class)  # type: ignore[explicit-any]
     try:
-        return make(**built)
+        return constructor(**built_arguments)
     except TypeError as error:
         raise BadArgument(where, f"{spec} cannot be built: {error}", FIX) from error
 
@@ -91,13 +91,13 @@ def adapt_to_simulation(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]
     The noise in a sum stays the same. An audit may then observe rounds after the budget of the run is spent.
     """
     result = {name: adapt_to_simulation(value) if isinstance(value, dict) else value for name, value in values.items()}
-    spends = result.get("noise") is not None
-    changes: dict[str, JsonValue] = {"budget": None, "epsilon": None} if spends else {}
+    has_noise = result.get("noise") is not None
+    changes: dict[str, JsonValue] = {"budget": None, "epsilon": None} if has_noise else {}
     return result | {name: value for name, value in (changes | {"noise_by": "server"}).items() if name in result}
 
 
 def copy_defence(defence: AnyDefence) -> AnyDefence:
-    """Return a defence with the same settings for a simulation, which spends no privacy budget of the original.
+    """Copy a defence for a simulation, without spending the original's privacy budget.
 
     A defence whose arguments are not plain values is copied with its state.
     """

@@ -33,11 +33,11 @@ def pack_gradients(gradients: Mapping[str, Tensor], buffers: Tensors) -> Tensors
     return add_prefix("gradient", gradients) | add_prefix("buffer", buffers)
 
 
-def unpack_gradients(like: Tensors, tensors: Tensors, position: int) -> tuple[Tensors, Tensors]:
-    """Return the gradients and buffers of a client; refuse tensors that do not match `like` or are not finite."""
-    client, device = f"client {position}", next(iter(like.values())).device
+def unpack_gradients(expected: Tensors, tensors: Tensors, position: int) -> tuple[Tensors, Tensors]:
+    """Return the gradients and buffers of a client; refuse tensors that do not match `expected` or are not finite."""
+    client, device = f"client {position}", next(iter(expected.values())).device
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    check_tensors(client, "tensor", tensors, {name: (t.shape, t.dtype) for name, t in like.items()}, device)
+    check_tensors(client, "tensor", tensors, {name: (t.shape, t.dtype) for name, t in expected.items()}, device)
     check_finite(client, "tensor", tensors)
     return strip_prefix("gradient", tensors), strip_prefix("buffer", tensors)
 
@@ -45,8 +45,8 @@ def unpack_gradients(like: Tensors, tensors: Tensors, position: int) -> tuple[Te
 def pack_model(model: nn.Module) -> Packed:
     """Return a model's tensors, the names of its trainable parameters, and the paths of modules in training mode."""
     modes = [path for path, module in model.named_modules() if module.training]
-    kinds = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
-    tensors = {f"{kind}/{name}": tensor.detach() for kind, named in kinds.items() for name, tensor in named}
+    named_tensors = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+    tensors = {f"{kind}/{name}": tensor.detach() for kind, items in named_tensors.items() for name, tensor in items}
     return {"trainable": list(trainable_tensors(model)), "training": modes}, tensors
 
 
@@ -55,22 +55,22 @@ def unpack_model(model: nn.Module, values: Values, tensors: Tensors) -> nn.Modul
     result = check_fields("broadcast", values, {"trainable": list[str], "training": list[str]})
     trainable, training = set(result["trainable"]), set(result["training"])
     parameters, buffers = strip_prefix("parameter", tensors), strip_prefix("buffer", tensors)
-    inside = ModelState.read(model)
-    match_model(inside, parameters, buffers, complete=True)
+    model_state = ModelState.read(model)
+    match_model(model_state, parameters, buffers, complete=True)
     check_trainable(result["trainable"], parameters)
-    unknown = sorted(training - {path for path, _ in inside.modes})
-    if unknown or len(training) < len(result["training"]):
-        what = f"there is no module {unknown[0][:80]!a}" if unknown else "training lists a module twice"
-        raise ModelMismatch("broadcast", what, SAME_CODE)
-    filled = copy.deepcopy(model)
-    for name, parameter in filled.named_parameters():
+    unknown_paths = sorted(training - {path for path, _ in model_state.modes})
+    if unknown_paths or len(training) < len(result["training"]):
+        message = f"there is no module {unknown_paths[0][:80]!a}" if unknown_paths else "training lists a module twice"
+        raise ModelMismatch("broadcast", message, SAME_CODE)
+    received_model = copy.deepcopy(model)
+    for name, parameter in received_model.named_parameters():
         parameter.data = parameters[name].to(parameter.device)
         parameter.requires_grad_(name in trainable)
-    for name, buffer in filled.named_buffers():
+    for name, buffer in received_model.named_buffers():
         buffer.data = buffers[name].to(buffer.device)
-    for path, module in filled.named_modules():
+    for path, module in received_model.named_modules():
         module.training = path in training
-    return filled
+    return received_model
 
 
 def copy_buffers(model: nn.Module) -> Tensors:
@@ -78,7 +78,7 @@ def copy_buffers(model: nn.Module) -> Tensors:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def split_vector(flat: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split a vector into tensors with the names, shapes and dtypes of `like`."""
-    pieces = torch.split(flat, [g.numel() for g in like.values()])
-    return {name: piece.view(g.shape).to(g.dtype) for (name, g), piece in zip(like.items(), pieces, strict=True)}
+def split_vector(flat: Tensor, reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Split a vector into tensors with the names, shapes and dtypes of `reference`."""
+    pieces = torch.split(flat, [g.numel() for g in reference.values()])
+    return {name: piece.view(g.shape).to(g.dtype) for (name, g), piece in zip(reference.items(), pieces, strict=True)}

@@ -1,4 +1,4 @@
-"""Base classes for defences that filter clients' updates, such as with another framework's filter."""
+"""Base classes for defences that filter clients' updates, for example with a filter from another framework."""
 
 import contextlib
 import logging
@@ -22,23 +22,22 @@ from fedveil.wire import Tensors
 Array = NDArray[np.float32] | NDArray[np.float64]
 Arrays = dict[str, Array]
 Filter = Callable[[Arrays], Arrays]
-WORDS = 624  # 32-bit words in the state of NumPy's global generator
-_NUMPY = threading.Lock()  # held while the state of NumPy's global generator is replaced
+STATE_WORDS = 624  # 32-bit words in the state of NumPy's global generator
+_NUMPY_LOCK = threading.Lock()  # held while the state of NumPy's global generator is replaced
 
 
 class Filtered(Plain):
     """Clients filter their updates; the server averages the results.
 
-    The update is a gradient, or the difference of two models. Buffers are not filtered.
-    A defence whose claim would not hold for them sets `covers_buffers` to refuse a model with buffers that depend on
-    the data.
+    The update is a gradient or the change of the model. Buffers are not filtered. If `refuses_buffers` is True, a model
+    with buffers that depend on the data is refused, because the claim would not hold for them.
     """
 
     fusable = linear = False
-    covers_buffers = False
+    refuses_buffers = False
 
     def __init__(self) -> None:
-        """Keep the class's name, which `Plain` would replace."""
+        """Do not call `Plain.__init__`, which would replace the class's name."""
 
     def create_filter(self) -> Filter:
         """Return a function that transforms an update, as arrays with at least one dimension."""
@@ -49,8 +48,8 @@ class Filtered(Plain):
         return PlainServer(model)
 
     def client(self, model: nn.Module, example: Inputs, loss: Loss) -> PlainClient:
-        """Prepare clients for a run; refuse buffers that the claim does not cover."""
-        if self.covers_buffers:
+        """Prepare clients for a run; refuse buffers to which the claim does not apply."""
+        if self.refuses_buffers:
             refuse_buffers(self.name, model, example)
         return FilteredClient(self.create_filter(), model, loss)
 
@@ -63,7 +62,7 @@ class FilteredClient(PlainClient):
         self._apply = apply
 
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
-        """Filter an update; refuse non-finite updates, which other packages' filters may pass on."""
+        """Filter an update; refuse non-finite updates, which filters from other packages might pass on."""
         if not are_overflow_safe(list(update.gradients.values())):
             check_finite(f"client {client}", "gradient", update.gradients)
             raise NonFiniteUpdate(f"client {client}", "the norm of its gradient overflows")
@@ -73,46 +72,46 @@ class FilteredClient(PlainClient):
 
 def refuse_buffers(name: str, model: nn.Module, example: Inputs) -> None:
     """Refuse a model with buffers that depend on the data, because they are sent unfiltered."""
-    from fedveil.defences.private import find_moving_tensors  # other filters do not need it
+    from fedveil.defences.private import find_moving_tensors  # imported here because most filters do not need it
 
-    if moving := find_moving_tensors(model, example):
-        what = f"{moving[0]} depends on the clients' data, and is sent without noise"
-        raise BadArgument(name, what, "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet)")
+    if changing_tensors := find_moving_tensors(model, example):
+        message = f"{changing_tensors[0]} depends on the clients' data, and is sent without noise"
+        raise BadArgument(name, message, "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet)")
 
 
 def to_arrays(gradients: Mapping[str, Tensor]) -> Arrays:
-    """Return copies as arrays with at least one dimension: filters of other packages exempt scalars."""
+    """Return copies as arrays with at least one dimension, because filters from other packages exempt scalars."""
     return {name: np.atleast_1d(gradient.detach().cpu().numpy()).copy() for name, gradient in gradients.items()}
 
 
-def from_arrays(arrays: Mapping[str, Array], like: Mapping[str, Tensor]) -> Tensors:
-    """Return tensors with the shapes, dtypes and devices of `like`."""
-    return {name: torch.from_numpy(arrays[name]).reshape(tensor.shape).to(tensor) for name, tensor in like.items()}
+def from_arrays(arrays: Mapping[str, Array], reference: Mapping[str, Tensor]) -> Tensors:
+    """Return tensors with the shapes, dtypes and devices of `reference`."""
+    return {name: torch.from_numpy(arrays[name]).reshape(tensor.shape).to(tensor) for name, tensor in reference.items()}
 
 
 @contextlib.contextmanager
 def fresh_numpy_noise() -> Iterator[None]:
     """Seed NumPy's global generator from the operating system, and restore its state afterwards.
 
-    Filters of other packages draw noise from this generator. A training script that seeds it (`numpy.random.seed(0)`)
-    makes their noise predictable.
+    Filters from other packages draw noise from this generator. A training script that seeds the generator
+    (`numpy.random.seed(0)`) makes this noise predictable.
     """
-    with _NUMPY:
-        before = np.random.get_state()
-        np.random.seed(np.frombuffer(os.urandom(4 * WORDS), dtype=np.uint32))
+    with _NUMPY_LOCK:
+        state = np.random.get_state()
+        np.random.seed(np.frombuffer(os.urandom(4 * STATE_WORDS), dtype=np.uint32))
         try:
             yield
         finally:
-            np.random.set_state(before)
+            np.random.set_state(state)
 
 
 @contextlib.contextmanager
 def quiet_logger(name: str) -> Iterator[None]:
     """Suppress the messages below WARNING of a package that logs every call."""
     logger = logging.getLogger(name)
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)

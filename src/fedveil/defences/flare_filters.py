@@ -1,4 +1,4 @@
-"""Filters of NVIDIA FLARE, which clients apply to their update with FLARE's own code.
+"""NVIDIA FLARE's filters, which clients apply to their updates with FLARE's own code.
 
 Import this module only if nvflare is installed (`pip install 'fedveil[nvflare]'`).
 """
@@ -43,8 +43,8 @@ class FlarePercentile(Filtered):
 class FlareSVT(Filtered):
     """Clients share a random selection of elements with Laplace noise (FLARE's `SVTPrivacy`).
 
-    FLARE's accounting is for a change of one element by at most 2 gamma. A record changes all elements, so this does
-    not bound the privacy loss of a record. A server cannot choose the settings of clients on a network.
+    FLARE's accounting assumes that one element changes by at most 2 gamma. A record changes all elements, so this
+    accounting does not bound the privacy loss of a record. A server cannot choose the settings of clients on a network.
 
     Args:
         fraction: fraction of the elements to share.
@@ -55,7 +55,7 @@ class FlareSVT(Filtered):
     """
 
     name = "nvflare:SVTPrivacy"
-    covers_buffers = True
+    refuses_buffers = True
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ def flare_filter(component: DXOFilter) -> Filter:
             raise BadArgument(
                 type(component).__name__, "FLARE did not apply the filter", "use the supported nvflare version"
             )
-        filtered: Arrays = result.data
-        return filtered
+        filtered_arrays: Arrays = result.data
+        return filtered_arrays
 
     return apply

@@ -1,4 +1,4 @@
-"""Flower's differential privacy: mods that clients apply to their update, and a strategy, with Flower's own code.
+"""Flower's differential privacy: mods that clients apply to their updates, and a strategy, both in Flower's own code.
 
 Import this module only if flwr is installed (`pip install 'fedveil[flower]'`). Flower's mods work on the difference
 between the parameters that a client sends and those that it received. Here, the received parameters are 0, so that the
@@ -37,18 +37,18 @@ from fedveil.scheme.result import recover_each
 
 SERVER, CLIENT, TTL = 1, 2, 60.0  # node numbers and time to live of messages that never leave the process
 CLIP, WEIGHT = "clipping_norm", "num-examples"  # keys of Flower's messages
-TINY = 1e-15  # replaces one element of an update that is 0, since Flower divides by the norm
-Next = Callable[[Message, Context], Message]
-Mod = Callable[[Message, Context, Next], Message]
+TINY = 1e-15  # replaces one element of an all-zero update, because Flower divides by the norm
+NextMod = Callable[[Message, Context], Message]
+Mod = Callable[[Message, Context, NextMod], Message]
 
 
 class FlowerLocalDp(Filtered):
     """Clients clip their update and add Gaussian noise (Flower's `LocalDpMod`).
 
-    The standard deviation is sensitivity sqrt(2 ln(1.25 / delta)) / epsilon. Two updates differ by up to twice the
+    The standard deviation is sensitivity * sqrt(2 ln(1.25 / delta)) / epsilon. Two updates differ by up to twice the
     clipping norm, so the claim holds for one message only if sensitivity >= 2 clipping_norm and epsilon <= 1. Flower
-    enforces neither, and does not count messages. It accepts 0 for any setting but the clipping norm; here, such
-    settings are refused. A server cannot choose the settings of clients on a network.
+    enforces neither condition and does not count messages. Flower accepts 0 for all settings except the clipping norm;
+    here, such settings are refused. A server cannot choose the settings of clients on a network.
 
     Args:
         clipping_norm: maximum norm of an update.
@@ -58,14 +58,14 @@ class FlowerLocalDp(Filtered):
     """
 
     name = "flower:LocalDpMod"
-    covers_buffers = True
+    refuses_buffers = True
 
     def __init__(
         self, clipping_norm: float = 1.0, sensitivity: float | None = None, epsilon: float = 10.0, delta: float = 1e-5
     ) -> None:
         self.clipping_norm = check_positive(self.name, "clipping_norm", clipping_norm, "use clipping_norm=1")
-        change = self.clipping_norm if sensitivity is None else sensitivity
-        self.sensitivity = check_positive(self.name, "sensitivity", change, "use twice the clipping norm")
+        value = self.clipping_norm if sensitivity is None else sensitivity
+        self.sensitivity = check_positive(self.name, "sensitivity", value, "use twice the clipping norm")
         self.epsilon = check_positive(self.name, "epsilon", epsilon, "use epsilon=10")
         self.delta = check_delta(self.name, delta)
 
@@ -82,9 +82,9 @@ class FlowerLocalDp(Filtered):
 class FlowerClipping(Filtered):
     """Clients clip their update, and the server adds Gaussian noise to the mean.
 
-    Clients run Flower's `fixedclipping_mod`, the server its `DifferentialPrivacyClientSideFixedClipping` around
-    `FedAvg`. The standard deviation of the noise is noise_multiplier clipping_norm / clients. The claim is about
-    clients, holds only if all have equally many records, and trusts the server.
+    Clients run Flower's `fixedclipping_mod`; the server runs Flower's `DifferentialPrivacyClientSideFixedClipping`
+    around `FedAvg`. The standard deviation of the noise is noise_multiplier * clipping_norm / clients. The claim is
+    about clients, holds only if all of them have the same number of records, and requires a trusted server.
 
     Args:
         clipping_norm: maximum norm of an update.
@@ -92,7 +92,7 @@ class FlowerClipping(Filtered):
     """
 
     name = "flower:fixedclipping_mod"
-    covers_buffers = True
+    refuses_buffers = True
     remote_settings = ("clipping_norm", "noise_multiplier")
 
     def __init__(self, clipping_norm: float = 1.0, noise_multiplier: float = 1.0) -> None:
@@ -150,9 +150,9 @@ class ClippingRound(PlainRound):
         return recover_each(lambda update: average([update], [1.0], self._figures), updates)
 
     def combine(self, results: Sequence[Aggregate]) -> Aggregate:
-        """Return the mean with noise, with equal weights; no other rule has a guarantee."""
-        clipped = [PlainUpdate(dict(result.gradients), dict(result.buffers)) for result in results]
-        return self.recover(clipped, [1.0] * len(clipped))
+        """Return the mean with equal weights and with noise; no other rule has a guarantee."""
+        clipped_updates = [PlainUpdate(dict(result.gradients), dict(result.buffers)) for result in results]
+        return self.recover(clipped_updates, [1.0] * len(clipped_updates))
 
 
 def mod_filter(mod: Mod, config: dict[str, float]) -> Filter:
@@ -161,12 +161,12 @@ def mod_filter(mod: Mod, config: dict[str, float]) -> Filter:
     def apply(arrays: Arrays) -> Arrays:
         if all(not array.any() for array in arrays.values()):
             next(iter(arrays.values())).flat[0] = TINY
-        received = instruction(config, {name: np.zeros_like(array) for name, array in arrays.items()})
+        request = instruction(config, {name: np.zeros_like(array) for name, array in arrays.items()})
         context = Context(run_id=1, node_id=CLIENT, node_config={}, state=RecordDict(), run_config={})
         with quiet_logger("flwr"), fresh_numpy_noise():
-            reply = mod(received, context, lambda message, _: reply_to(message, arrays, 1.0))
+            reply = mod(request, context, lambda message, _: reply_to(message, arrays, 1.0))
         if reply.has_error():
-            raise BadArgument("Flower", f"its mod failed: {reply.error.reason}", "use the supported flwr version")
+            raise BadArgument("Flower", f"the mod failed: {reply.error.reason}", "use the supported flwr version")
         return read_arrays(next(iter(reply.content.array_records.values())))
 
     return apply

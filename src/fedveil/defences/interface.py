@@ -29,7 +29,7 @@ State = dict[str, StateValue]
 """The state of a defence between rounds, as stored in a checkpoint."""
 MAX_LOCAL_EPOCHS = 1000  # a server may not occupy a client for longer
 SMALLEST_LR, LARGEST_LR = 1e-30, 1e4  # the largest rate fits in float16
-DEFAULT_LR = 0.1  # of local training
+DEFAULT_LR = 0.1  # for local training
 NO_RECORDS = "per-record gradients are available only without a defence or with a veil"
 RECORDS_FIX = 'use defence="plain", or fedveil.Veil(multiplicative=1.0, decoys=2)'
 
@@ -45,7 +45,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """The settings of local training: the SGD steps that a client takes before it sends the difference of two models.
+    """The settings of local training: the SGD steps that a client takes before it sends the change of the model.
 
     In a round, a client goes through all its records `epochs` times, in batches and in an order that depends on the
     seed. It takes one SGD step per batch, starting from the model that it received. Its momentum starts at zero in
@@ -66,7 +66,7 @@ class LocalTraining:
 
     @classmethod
     def from_settings(cls, where: str, values: Mapping[str, object]) -> "LocalTraining | None":
-        """Return the settings in `NAMES`, or None if there are no local epochs; None stands for the default."""
+        """Return the settings in `NAMES`, or None without local epochs; a setting of None selects its default."""
         epochs, lr, batch_size, momentum = (values.get(name) for name in cls.NAMES)
         if epochs is None:
             names = [name for name in cls.NAMES if values.get(name) is not None]
@@ -86,7 +86,7 @@ class LocalTraining:
     def reach(self, steps: int) -> float:
         """Return how far `steps` steps move a parameter whose gradient is 1 in every step.
 
-        A difference divided by its reach is a weighted mean of the gradients on the path.
+        The change of the model divided by the reach is a weighted mean of the gradients along the path.
 
         >>> LocalTraining(1, lr=0.5).reach(4), LocalTraining(1, lr=1.0, momentum=0.5).reach(2)
         (2.0, 2.5)
@@ -102,7 +102,7 @@ class DefenceRound(ABC, Generic[B, U]):
 
     @property
     def base(self) -> "DefenceRound[B, U]":
-        """The round of the defence that defines the messages: this round, or the one that it wraps."""
+        """The round of the defence that defines the messages: this round, or the round that it wraps."""
         return self
 
     @abstractmethod
@@ -118,7 +118,7 @@ class DefenceRound(ABC, Generic[B, U]):
         return None
 
     def check_exact(self, model: nn.Module, inputs: Inputs, targets: Tensor | None) -> None:
-        """If the defence promises exact gradients, refuse a model for which they differ from plain ones on a batch."""
+        """Refuse a model whose recovered gradients are not exact on a batch, if the defence promises exactness."""
         return
 
     def sum_template(self) -> Tensors:
@@ -129,14 +129,16 @@ class DefenceRound(ABC, Generic[B, U]):
         """Return an update that contains sums of per-record gradients, one row per pass."""
         raise BadArgument("privacy", NO_RECORDS, RECORDS_FIX)
 
-    def recover_total(self, total: Tensors, records: float, members: int | None, survivors: int = 0) -> Aggregate:
+    def recover_total(
+        self, total: Tensors, records: float, num_members: int | None, num_survivors: int = 0
+    ) -> Aggregate:
         """Recover the gradient from a sum of integers.
 
         Args:
             total: the sum, with the names of `sum_template`.
             records: the number of records of all clients in the sum.
-            members: the number of clients selected for the round, with secure aggregation.
-            survivors: the number of clients in the sum, with secure aggregation.
+            num_members: the number of clients selected for the round, with secure aggregation.
+            num_survivors: the number of clients in the sum, with secure aggregation.
         """
         raise BadArgument("sum", "this defence cannot recover a gradient from a sum of integers")
 
@@ -157,7 +159,7 @@ class DefenceRound(ABC, Generic[B, U]):
         """Discard the secret. Called at the end of every round, whether or not it succeeded.
 
         Args:
-            reuse: whether the memory of the broadcast may be reused for the next one.
+            reuse: whether the memory of the broadcast may be reused for the next broadcast.
         """
         return
 
@@ -166,7 +168,7 @@ class Ranges(ABC, Generic[U]):
     """The value ranges that secure aggregation needs, implemented by the rounds of linear defences."""
 
     @abstractmethod
-    def expect(self, update: U, last: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
+    def expect(self, update: U, last_prediction: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
         """Predict the next round's update, before noise, from a mean update and the last prediction."""
 
     @abstractmethod
@@ -174,7 +176,7 @@ class Ranges(ABC, Generic[U]):
         """Return a bound for each row of this round's updates, by the name of the tensor in the message."""
 
     @abstractmethod
-    def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
+    def bound_rounding(self, row_errors: Mapping[str, Sequence[float]]) -> float:
         """Bound the norm of the gradient error, given the rounding error of the elements in each row."""
 
 
@@ -183,7 +185,7 @@ class DefenceServer(ABC, Generic[B, U]):
 
     accountant: "Accountant | None" = None  # only for differentially private defences
     plan: Plan | None = None  # only for a veil: which parts of the model are perturbed
-    draws: int = 0  # only for a veil that keeps its noise: how many times noise was drawn
+    draws: int = 0  # only for a veil with persistent noise: the number of times that noise was drawn
     has_budget: bool = True  # whether one more round stays within the privacy budget, if there is one
 
     @abstractmethod
@@ -213,12 +215,12 @@ class DefenceClient(ABC, Generic[B, U]):
         """Add the update for one more batch to `total`; return the broadcast for the next batch, and the sum."""
 
     def train(self, broadcast: B, batches: Iterable[Samples], local: LocalTraining, client: int = 0) -> U:
-        """Take one local step per batch, and compute the update from the difference of the two models."""
-        what = f"{type(self).__name__} computes gradients, but does not train locally"
-        raise BadArgument("local training", what, "define train, or leave out local_epochs")
+        """Take one local step per batch, and compute the update from the change of the model."""
+        message = f"{type(self).__name__} computes gradients, but does not train locally"
+        raise BadArgument("local training", message, "define `train`, or omit local_epochs")
 
     def sample(self, records: int) -> tuple[Tensor, Tensor] | None:
-        """Return the indices of a round's records and a mask of those that count, or None to use the seeded order."""
+        """Return the indices of a round's records and a mask of the records to use, or None to use the seeded order."""
         return None
 
     def record_gradients(self, broadcast: B) -> "RecordGradients":
@@ -229,8 +231,8 @@ class DefenceClient(ABC, Generic[B, U]):
         """Return the update to send, given the update computed in this round; by default, they are the same."""
         return update
 
-    def prepare_sum(self, update: U, members: int | None) -> U:
-        """Prepare an update for a sum over `members` clients; `members` is None without secure aggregation."""
+    def prepare_sum(self, update: U, num_members: int | None) -> U:
+        """Prepare an update for a sum over `num_members` clients; `num_members` is None without secure aggregation."""
         return update
 
     def state(self, client: int) -> State:
@@ -279,7 +281,9 @@ class Defence(ABC, Generic[B, U]):
     repeatable: bool = False  # secrets are derived from a seed; refused by servers and clients on a network
     dp_clip: float | None = None  # maximum norm of a client's gradient, for differential privacy
     has_record_gradients: bool = False  # clients can compute the gradient of a single record
-    sampling_rate: float | None = None  # the rate at which clients sample records, if they do so themselves
+    sampling_rate: float | None = (
+        None  # the rate at which clients sample records, if they choose the records themselves
+    )
     planned_rounds: int | None = None  # the number of rounds for which the noise was chosen
     clippable: bool = False  # clients compute true gradients, which they can clip
     frozen: Frozen = "sent"  # "local" if clients have the frozen parameters, which are not changed and need not be sent
@@ -289,7 +293,7 @@ class Defence(ABC, Generic[B, U]):
 
     @property
     def base(self) -> "Defence[B, U]":
-        """The defence that defines the messages: this defence, or the one that it wraps."""
+        """The defence that defines the messages: this defence, or the defence that it wraps."""
         return self
 
     @property
@@ -313,9 +317,9 @@ class Defence(ABC, Generic[B, U]):
         return None
 
     def arguments(self) -> Mapping[str, object]:
-        """Return the arguments that recreate this defence: by default, the attributes named like its parameters.
+        """Return the arguments that recreate this defence: by default, the attributes with the names of its parameters.
 
-        Sources of secrets (`entropy`, `seed`) are left out.
+        Sources of secrets (`entropy`, `seed`) are omitted.
         """
         names = inspect.signature(type(self)).parameters.keys() - {"entropy", "seed"}
         return {name: getattr(self, name) for name in sorted(names) if hasattr(self, name)}
@@ -339,16 +343,16 @@ class Defence(ABC, Generic[B, U]):
         if not self.has_record_gradients:
             raise BadArgument("privacy", f"{self.name}: {NO_RECORDS}", RECORDS_FIX)
 
-    def min_members(self, members: int) -> int:
+    def min_members(self, num_members: int) -> int:
         """Return the minimum number of members that must contribute to a sum if clients add shares of the noise."""
         return 0
 
     def check_records(self, model: nn.Module, loss: Loss) -> None:
-        """If records are protected, refuse a model or loss in which records influence one another."""
+        """Refuse a model or loss in which records influence one another, if the defence protects records."""
         return
 
     def for_records(self) -> "Defence[B, U]":
-        """Return the variant of this defence to use with differential privacy for records; by default, itself."""
+        """Return the variant of this defence to use with differential privacy for records; by default, this defence."""
         return self
 
     @abstractmethod

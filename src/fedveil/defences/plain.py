@@ -52,10 +52,10 @@ class Plain(Defence[nn.Module, PlainUpdate]):
     """No defence: the server computes the weighted mean of plain gradients.
 
     With `local_epochs`, this is FedAvg (McMahan et al., AISTATS 2017). In every round, each client takes SGD steps on
-    the model over all its records, and sends the change of the model. The server's optimizer
-    applies the weighted mean of the differences as if it were a gradient. `torch.optim.SGD` with lr=1 and no momentum
-    therefore computes the weighted mean of the clients' models; with another optimizer, this is FedOpt (Reddi et al.,
-    ICLR 2021). An epoch of the federation is one round.
+    the model over all its records, and sends the change of the model. The server's optimizer applies the weighted mean
+    of these changes as if it were a gradient. `torch.optim.SGD` with lr=1 and no momentum therefore computes the
+    weighted mean of the clients' models; with another optimizer, this is FedOpt (Reddi et al., ICLR 2021). An epoch of
+    the federation is one round.
 
     Args:
         local_epochs: number of times that a client goes through its records in a round; by default, clients send the
@@ -65,7 +65,7 @@ class Plain(Defence[nn.Module, PlainUpdate]):
         local_momentum: momentum of the clients, which starts at zero in every round; by default 0.
         rounding: a seed for a rounding baseline (docs/maths.md, 'What "equal" means'): noise as large as a rounding
             error is added to every gradient, to show how much floating-point rounding alone affects a run.
-        frozen: "local" if every client has the parameters that are not trained, which are then not sent.
+        frozen: "local" if every client has the parameters that are not trained; they are then not sent.
     """
 
     linear = True
@@ -114,8 +114,8 @@ class Plain(Defence[nn.Module, PlainUpdate]):
     def require_record_gradients(self) -> None:
         """Raise an error if clients cannot compute per-record gradients."""
         if self.local_training is not None:
-            what = "after a client's first step, every further step depends on all its records, which cannot be clipped"
-            raise BadArgument("privacy", what, 'leave out local_epochs, or protect clients with unit="client"')
+            message = "later local steps depend on all records, so the effect of a single record cannot be clipped"
+            raise BadArgument("privacy", message, 'omit local_epochs, or protect clients with unit="client"')
         super().require_record_gradients()
 
     @property
@@ -152,11 +152,11 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
         return replace(result, gradients={name: self._round(g) for name, g in result.gradients.items()})
 
     def _round(self, gradient: Tensor) -> Tensor:
-        draw = torch.randn(gradient.shape, generator=self._noise, dtype=gradient.dtype).to(gradient.device)
-        size = gradient.pow(2).mean().sqrt()
-        if not size.isfinite():  # the squares overflow
-            size = gradient.double().pow(2).mean().sqrt().to(gradient.dtype)
-        return gradient + torch.finfo(gradient.dtype).eps * size * draw
+        noise = torch.randn(gradient.shape, generator=self._noise, dtype=gradient.dtype).to(gradient.device)
+        rms = gradient.pow(2).mean().sqrt()
+        if not rms.isfinite():  # the squares overflow
+            rms = gradient.double().pow(2).mean().sqrt().to(gradient.dtype)
+        return gradient + torch.finfo(gradient.dtype).eps * rms * noise
 
     def sum_template(self) -> Tensors:
         """Return one tensor per trainable parameter, with a single row."""
@@ -168,19 +168,19 @@ class PlainRound(AnyPlainRound, Ranges[PlainUpdate]):
         parameters = encoding.trainable_tensors(self.broadcast)
         return PlainUpdate({name: sums[name][0].to(p.dtype) for name, p in parameters.items()}, {})
 
-    def expect(self, update: PlainUpdate, last: Mapping[str, Tensor] | None = None) -> Tensors:
+    def expect(self, update: PlainUpdate, last_prediction: Mapping[str, Tensor] | None = None) -> Tensors:
         """Predict the gradients; each has a single row."""
         rows = {name: gradient.unsqueeze(0) for name, gradient in update.gradients.items()}
-        return {name: smooth(row, last[name] if last else None) for name, row in rows.items()}
+        return {name: smooth(row, last_prediction[name] if last_prediction else None) for name, row in rows.items()}
 
     def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
         """Bound gradients by the predicted values, and buffers by their current values."""
         return bound_magnitudes(encoding.pack_gradients(expected, dict(self.broadcast.named_buffers())))
 
-    def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
+    def bound_rounding(self, row_errors: Mapping[str, Sequence[float]]) -> float:
         """Bound the gradient error, given an equal error in every element of a row."""
         sizes = {name: math.sqrt(p.numel()) for name, p in self.broadcast.named_parameters()}
-        return math.hypot(*(value * sizes[name] for name, (value,) in strip_prefix("gradient", rows).items()))
+        return math.hypot(*(value * sizes[name] for name, (value,) in strip_prefix("gradient", row_errors).items()))
 
 
 class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
@@ -193,9 +193,9 @@ class PlainServer(DefenceServer[nn.Module, PlainUpdate]):
         round_type: type[PlainRound] = PlainRound,
         frozen: Frozen = "sent",
     ) -> None:
-        up = encoding.count_bytes(encoding.template(model).values())
-        sent = [parameter for parameter in model.parameters() if parameter.requires_grad or frozen == "sent"]
-        self.figures = {"bytes_down": encoding.count_bytes([*sent, *model.buffers()]), "bytes_up": up}
+        bytes_up = encoding.count_bytes(encoding.template(model).values())
+        sent_parameters = [parameter for parameter in model.parameters() if parameter.requires_grad or frozen == "sent"]
+        self.figures = {"bytes_down": encoding.count_bytes([*sent_parameters, *model.buffers()]), "bytes_up": bytes_up}
         self._noise = None if rounding is None else torch.Generator().manual_seed(rounding)
         self._round_type = round_type
 
@@ -225,14 +225,14 @@ def average(updates: Sequence[PlainUpdate], weights: Sequence[float], figures: M
     return Aggregate(gradients, buffers, 0.0, figures)
 
 
-def _average(clients: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Tensors:
+def _average(tensors_by_client: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Tensors:
     """Return the weighted mean of each tensor, or the maximum for integer tensors such as counters."""
-    if len(clients) == 1:
-        return dict(clients[0])
+    if len(tensors_by_client) == 1:
+        return dict(tensors_by_client[0])
     mean = {}
-    for name, first in clients[0].items():
-        tensors = [client[name] for client in clients]
-        if first.is_floating_point():
+    for name, first_tensor in tensors_by_client[0].items():
+        tensors = [tensors_of_client[name] for tensors_of_client in tensors_by_client]
+        if first_tensor.is_floating_point():
             mean[name] = torch.stack([t * share for t, share in zip(tensors, shares, strict=True)]).sum(0)
         else:
             mean[name] = torch.stack(tensors).amax(0)
@@ -244,38 +244,40 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.loss, self.axis = loss, head_axis(model)
-        self._model = model  # in one process, it is also the broadcast of every round, so its tensors are listed once
+        self._model = model  # in one process, also the broadcast of every round, so the tensors are listed once
         self._tensors = dict(model.named_parameters()), dict(model.named_buffers())
 
     def step(self, broadcast: nn.Module, samples: Samples, client: int = 0) -> PlainUpdate:
         """Compute gradients for one batch; the buffers of the broadcast are copied, not changed."""
-        parameters, values = self._tensors
+        parameters, model_buffers = self._tensors
         if broadcast is not self._model:
-            parameters, values = dict(broadcast.named_parameters()), dict(broadcast.named_buffers())
-        buffers = {name: buffer.clone() for name, buffer in values.items()}  # a forward pass may change them
+            parameters, model_buffers = dict(broadcast.named_parameters()), dict(broadcast.named_buffers())
+        buffers = {name: buffer.clone() for name, buffer in model_buffers.items()}  # a forward pass may change them
         outputs = compute_outputs(broadcast, samples.inputs, buffers)
         with torch.no_grad():
-            share = sample_weights(outputs, samples.weights, self.loss)
-            delta = output_gradient(self.loss, outputs, samples.targets, self.axis) * share
+            weights = sample_weights(outputs, samples.weights, self.loss)
+            delta = output_gradient(self.loss, outputs, samples.targets, self.axis) * weights
         return PlainUpdate(compute_gradients(parameters, [outputs], [delta]), buffers)
 
     def train(
         self, broadcast: nn.Module, batches: Iterable[Samples], local: LocalTraining, client: int = 0
     ) -> PlainUpdate:
-        """Take SGD steps on a copy of the model; return how much they subtracted from it, and the last buffers."""
+        """Take SGD steps on a copy of the model; return the total that they subtracted, and the last buffers."""
         model = copy.deepcopy(broadcast)
-        before, buffers = encoding.trainable_tensors(broadcast), dict(model.named_buffers())
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        optimizer, update = torch.optim.SGD(trained.values(), local.lr, momentum=local.momentum), None
+        initial_tensors, buffers = encoding.trainable_tensors(broadcast), dict(model.named_buffers())
+        trainable_parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer, update = torch.optim.SGD(trainable_parameters.values(), local.lr, momentum=local.momentum), None
         for samples in batches:
             update = self.step(model, samples, client)
-            for name, parameter in trained.items():
+            for name, parameter in trainable_parameters.items():
                 parameter.grad = update.gradients[name]
             optimizer.step()
             for name, value in update.buffers.items():
                 buffers[name].copy_(value)
         assert update is not None
-        return replace(update, gradients={name: before[name] - p.detach() for name, p in trained.items()})
+        return replace(
+            update, gradients={name: initial_tensors[name] - p.detach() for name, p in trainable_parameters.items()}
+        )
 
     def record_gradients(self, broadcast: nn.Module) -> "RecordGradients":
         """Return an object that computes the gradient of the loss for each record."""
@@ -289,8 +291,8 @@ class PlainClient(DefenceClient[nn.Module, PlainUpdate]):
             broadcast = copy.deepcopy(broadcast)
             broadcast.load_state_dict(update.buffers, strict=False)
         if total is not None:
-            summed = {name: total.gradients[name] + g for name, g in update.gradients.items()}
-            update = replace(update, gradients=summed)
+            gradients = {name: total.gradients[name] + g for name, g in update.gradients.items()}
+            update = replace(update, gradients=gradients)
         return broadcast, update
 
 
@@ -298,13 +300,13 @@ def compute_gradients(
     parameters: Mapping[str, Tensor], outputs: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> Tensors:
     """Return the gradient of each trainable parameter; it is 0 if the outputs do not depend on the parameter."""
-    trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-    used = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
-    result: Sequence[Tensor | None] = [None] * len(trainable)
-    if used:
-        roots, grad_outputs = zip(*used, strict=True)
-        result = torch.autograd.grad(roots, list(trainable.values()), grad_outputs, allow_unused=True)
-    pairs = zip(trainable.items(), result, strict=True)
+    trainable_parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+    differentiable_pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
+    result: Sequence[Tensor | None] = [None] * len(trainable_parameters)
+    if differentiable_pairs:
+        used_outputs, grad_outputs = zip(*differentiable_pairs, strict=True)
+        result = torch.autograd.grad(used_outputs, list(trainable_parameters.values()), grad_outputs, allow_unused=True)
+    pairs = zip(trainable_parameters.items(), result, strict=True)
     return {name: torch.zeros_like(p) if gradient is None else gradient for (name, p), gradient in pairs}
 
 

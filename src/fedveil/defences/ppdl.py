@@ -25,7 +25,7 @@ from fedveil.scheme.broadcast import LARGEST
 from fedveil.wire import Packed, Tensors, Values, add_prefix
 
 MEDIAN_ROUNDS = 100
-KEY = 16  # key size in bytes; torch.Generator uses only 32 bits of its seed, which are easy to guess
+KEY_SIZE = 16  # key size in bytes; torch.Generator uses only 32 bits of its seed, which are easy to guess
 SETTINGS = {"sel": {"fraction": 0.1}, "noise": {"sigma": 1e-2}, "both": {"fraction": 0.1, "sigma": 1e-2}}
 
 
@@ -37,7 +37,7 @@ class _PPDLState:
     draws: int = 0
     norms: list[float] = field(default_factory=list)
 
-    def normal(self, count: int) -> Tensor:
+    def draw_normal(self, count: int) -> Tensor:
         """Draw standard normal values; every call uses a new Philox stream with the same 128-bit key."""
         self.draws += 1
         stream = np.random.Philox(key=int.from_bytes(self.key, "little"), counter=self.draws << 192)
@@ -48,8 +48,8 @@ class _PPDLState:
 class Measurement:
     """The difference between an upload and the true gradient, measured and used only within this process."""
 
-    size: float  # norm of the true gradient
-    change: float  # norm of the difference between upload and gradient
+    gradient_norm: float  # norm of the true gradient
+    error_norm: float  # norm of the difference between upload and gradient
     noise: float  # standard deviation of the noise
     rms: float  # root mean square of the values to which the noise was added
     clipped: bool | None  # None if clipping is disabled
@@ -74,15 +74,16 @@ class PPDL(Plain):
                      first in the order of the model's parameters are kept
         3. noise     g_j <- g_j + N(0, sigma^2) for every selected g_j
 
-    With clip None, fraction 1 or sigma 0, the respective step is skipped. Buffers are sent unchanged. A gradient with
-    NaN or infinity is not clipped, and the server refuses it.
+    With clip=None, fraction=1 or sigma=0, the corresponding step is skipped. Buffers are sent unchanged. A gradient
+    with NaN or infinity is not clipped, and the server refuses it.
 
-    With clip "median", a client's bound is the median of its gradient norms in the first 100 rounds in which it took
+    With clip="median", a client's bound is the median of its gradient norms in the first 100 rounds in which it took
     part, or in all rounds so far if there were fewer. Norms of 0 are ignored. No additional messages are sent.
 
     A round's `error` is sum_k w_k |upload_k - g_k| / sum_k w_k |g_k|. Its figures are "noise_over_rms" (sigma over the
-    root mean square of the values it is added to) and "clipped" (the fraction of clients that were clipped). They are
-    never sent, so they are available only if server and clients share this object. Otherwise, the error is 0.
+    root mean square of the values it is added to) and "clipped" (the fraction of clients that were clipped). These
+    values are never sent, so they are available only if server and clients share this object. Otherwise, the error is
+    0.
 
     Args:
         fraction: fraction of a gradient's elements that a client uploads.
@@ -114,10 +115,10 @@ class PPDL(Plain):
         self.fraction = check_fraction("PPDL", "fraction", fraction, "use fraction=1 to upload the whole gradient")
         self.sigma = check_range("PPDL", "sigma", sigma, 0.0, LARGEST, "use sigma=0 to add no noise")
         if clip not in (None, "median") and not (is_number(clip) and 0 < clip <= LARGEST):
-            what = f"clip must be a norm above 0, 'median' or None, got {clip!r}"
-            raise BadArgument("PPDL", what, "use clip=None to leave gradients unclipped")
+            message = f"clip must be a norm above 0, 'median' or None, got {clip!r}"
+            raise BadArgument("PPDL", message, "use clip=None to leave gradients unclipped")
         if seed is not None and type(seed) is not int:
-            raise BadArgument("PPDL", f"seed must be an int or None, got {seed!r}", "omit it except in tests")
+            raise BadArgument("PPDL", f"seed must be an int or None, got {seed!r}", "omit seed except in tests")
         self.clip = clip if isinstance(clip, str | None) else float(clip)
         self.seed, self.repeatable = seed, seed is not None
         self._set_local_training("PPDL", local_epochs, local_lr, local_batch, local_momentum)
@@ -142,8 +143,8 @@ class PPDL(Plain):
         values = dict(SETTINGS[check_choice("PPDL.from_setting", "setting", setting, SETTINGS)])
         for name, value in (("fraction", fraction), ("sigma", sigma)):
             if value is not None and name not in values:
-                what = f"setting {setting!r} has no {name}, got {value!r}"
-                raise BadArgument("PPDL.from_setting", what, f'use PPDL.from_setting("both", {name}={value!r})')
+                message = f"setting {setting!r} has no {name}, got {value!r}"
+                raise BadArgument("PPDL.from_setting", message, f'use PPDL.from_setting("both", {name}={value!r})')
             if value is not None:
                 values[name] = value
         clip = "median" if "sigma" in values else None
@@ -187,37 +188,41 @@ class PPDLClient(PlainClient):
         fraction, sigma = self._settings.fraction, self._settings.sigma
         if fraction == 1 and self._settings.clip is None and not sigma:
             return update
-        true = torch.cat([g.reshape(-1) for g in update.gradients.values()])
-        size = _norm(true)
-        bound = self._bound(client, size)
-        clipped = bound < size < math.inf
-        bounded = true * (bound / size) if clipped else true
-        count = max(1, round(fraction * len(true)))
-        selected = select_largest(bounded, count) if count < len(true) else None
-        values = bounded if selected is None else bounded[selected]
+        gradient = torch.cat([g.reshape(-1) for g in update.gradients.values()])
+        gradient_norm = _norm(gradient)
+        bound = self._bound(client, gradient_norm)
+        is_clipped = bound < gradient_norm < math.inf
+        clipped_gradient = gradient * (bound / gradient_norm) if is_clipped else gradient
+        count = max(1, round(fraction * len(gradient)))
+        selection = select_largest(clipped_gradient, count) if count < len(gradient) else None
+        values = clipped_gradient if selection is None else clipped_gradient[selection]
         rms = _norm(values) / math.sqrt(count)
         if sigma:
-            values = values + sigma * self._find_state(client).normal(count).to(true)
-        sent = values if selected is None else torch.zeros_like(true).masked_scatter_(selected, values)
-        sent_bytes = count * true.element_size() + min(4 * count, math.ceil(len(true) / 8)) if fraction < 1 else None
+            values = values + sigma * self._find_state(client).draw_normal(count).to(gradient)
+        result = values if selection is None else torch.zeros_like(gradient).masked_scatter_(selection, values)
+        sent_bytes = (
+            count * gradient.element_size() + min(4 * count, math.ceil(len(gradient) / 8)) if fraction < 1 else None
+        )
         has_bound = self._settings.clip is not None
-        measurement = Measurement(size, _norm(sent - true), sigma, rms, clipped if has_bound else None, sent_bytes)
-        return PPDLUpdate(split_vector(sent, update.gradients), update.buffers, measurement)
+        measurement = Measurement(
+            gradient_norm, _norm(result - gradient), sigma, rms, is_clipped if has_bound else None, sent_bytes
+        )
+        return PPDLUpdate(split_vector(result, update.gradients), update.buffers, measurement)
 
     def _find_state(self, client: int) -> _PPDLState:
         if client not in self._states:
             seed = self._settings.seed
-            seeded = hashlib.shake_256(repr((seed, client)).encode()).digest(KEY)
-            self._states[client] = _PPDLState(os.urandom(KEY) if seed is None else seeded)
+            test_key = hashlib.shake_256(repr((seed, client)).encode()).digest(KEY_SIZE)
+            self._states[client] = _PPDLState(os.urandom(KEY_SIZE) if seed is None else test_key)
         return self._states[client]
 
-    def _bound(self, client: int, size: float) -> float:
+    def _bound(self, client: int, norm: float) -> float:
         clip = self._settings.clip
         if clip != "median":
             return math.inf if clip is None else float(clip)
         norms = self._find_state(client).norms
-        if len(norms) < MEDIAN_ROUNDS and 0 < size < math.inf:
-            norms.append(size)
+        if len(norms) < MEDIAN_ROUNDS and 0 < norm < math.inf:
+            norms.append(norm)
         return statistics.median(norms) if norms else math.inf
 
     def state(self, client: int) -> State:
@@ -251,17 +256,17 @@ class PPDLRound(PlainRound):
         ]
         if len(measurements) < len(updates):
             return result
-        figures, first = dict(result.figures), measurements[0]
-        if first.sent_bytes is not None:
-            figures["bytes_up"] = first.sent_bytes + count_bytes(updates[0].buffers.values())
-        size = sum(w * m.size for w, m in zip(weights, measurements, strict=True))
-        change = sum(w * m.change for w, m in zip(weights, measurements, strict=True))
+        figures, first_measurement = dict(result.figures), measurements[0]
+        if first_measurement.sent_bytes is not None:
+            figures["bytes_up"] = first_measurement.sent_bytes + count_bytes(updates[0].buffers.values())
+        gradient_norm = sum(w * m.gradient_norm for w, m in zip(weights, measurements, strict=True))
+        error_norm = sum(w * m.error_norm for w, m in zip(weights, measurements, strict=True))
         rms = math.sqrt(statistics.fmean(m.rms**2 for m in measurements))
-        if first.noise and rms:
-            figures["noise_over_rms"] = first.noise / rms
-        if first.clipped is not None:
+        if first_measurement.noise and rms:
+            figures["noise_over_rms"] = first_measurement.noise / rms
+        if first_measurement.clipped is not None:
             figures["clipped"] = statistics.fmean(bool(m.clipped) for m in measurements)
-        return replace(result, error=change / size if size else 0.0, figures=figures)
+        return replace(result, error=error_norm / gradient_norm if gradient_norm else 0.0, figures=figures)
 
 
 def _norm(flat: Tensor) -> float:
@@ -269,11 +274,11 @@ def _norm(flat: Tensor) -> float:
 
 
 def select_largest(flat: Tensor, count: int) -> Tensor:
-    """Return a mask of the `count` largest magnitudes. NaN counts as the largest, so that it is always sent."""
-    sizes = flat.abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    least = sizes.topk(count, sorted=False).values.min()
-    result = sizes > least
-    ties = (sizes == least).nonzero()[: count - int(result.sum()), 0]
+    """Return a mask of the `count` largest magnitudes; NaN counts as the largest, so that it is always sent."""
+    magnitudes = flat.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    threshold = magnitudes.topk(count, sorted=False).values.min()
+    result = magnitudes > threshold
+    ties = (magnitudes == threshold).nonzero()[: count - int(result.sum()), 0]
     result[ties] = True
     return result
 
@@ -289,11 +294,11 @@ class PPDLCodec(PlainCodec):
         if self._fraction == 1:
             return super().encode_update(update)
         flat = torch.cat([g.reshape(-1) for g in update.gradients.values()]).cpu()
-        selected = flat.nonzero()[:, 0]
-        indices = selected.int() if len(flat) < 2**31 else selected
-        if 32 * len(selected) > len(flat):
+        selected_indices = flat.nonzero()[:, 0]
+        indices = selected_indices.int() if len(flat) < 2**31 else selected_indices
+        if 32 * len(selected_indices) > len(flat):
             indices = torch.from_numpy(np.packbits((flat != 0).numpy()))
-        return {}, {"selected": flat[selected], "indices": indices} | add_prefix("buffer", update.buffers)
+        return {}, {"selected": flat[selected_indices], "indices": indices} | add_prefix("buffer", update.buffers)
 
     def decode_update(
         self, defence_round: AnyPlainRound, model: nn.Module, values: Values, tensors: Tensors, position: int
@@ -301,22 +306,24 @@ class PPDLCodec(PlainCodec):
         """Decode an update; elements that were not selected are 0."""
         if self._fraction < 1:
             gradients = _scatter(tensors, trainable_tensors(model))
-            others = {name: tensor for name, tensor in tensors.items() if name not in ("selected", "indices")}
-            tensors = add_prefix("gradient", gradients) | others
+            other_tensors = {name: tensor for name, tensor in tensors.items() if name not in ("selected", "indices")}
+            tensors = add_prefix("gradient", gradients) | other_tensors
         return super().decode_update(defence_round, model, values, tensors, position)
 
 
-def _scatter(tensors: Tensors, like: Tensors) -> Tensors:
-    """Return tensors shaped like `like`, with the selected elements at their indices and 0 elsewhere."""
-    count = sum(tensor.numel() for tensor in like.values())
-    numbers, indices = tensors.get("selected"), tensors.get("indices")
-    if numbers is None or indices is None or numbers.dim() != 1 or indices.dim() != 1:
+def _scatter(tensors: Tensors, reference: Tensors) -> Tensors:
+    """Return tensors shaped like `reference`, with the selected elements at their indices and 0 elsewhere."""
+    count = sum(tensor.numel() for tensor in reference.values())
+    elements, indices = tensors.get("selected"), tensors.get("indices")
+    if elements is None or indices is None or elements.dim() != 1 or indices.dim() != 1:
         raise BadArgument("update", "the tensors 'selected' and 'indices' are missing or misshapen")
     if indices.dtype == torch.uint8:
         indices = torch.from_numpy(np.flatnonzero(np.unpackbits(indices.numpy())[:count]))
-    fits = indices.dtype in (torch.int32, torch.int64) and len(indices) == len(numbers) and numbers.is_floating_point()
-    if not fits or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < count):
-        raise BadArgument("update", f"invalid indices for {len(numbers)} elements selected from {count}")
-    flat = torch.zeros(count, dtype=numbers.dtype)
-    flat[indices.long()] = numbers
-    return split_vector(flat, {name: tensor.to(numbers) for name, tensor in like.items()})
+    is_valid = (
+        indices.dtype in (torch.int32, torch.int64) and len(indices) == len(elements) and elements.is_floating_point()
+    )
+    if not is_valid or (len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < count):
+        raise BadArgument("update", f"invalid indices for {len(elements)} elements selected from {count}")
+    flat = torch.zeros(count, dtype=elements.dtype)
+    flat[indices.long()] = elements
+    return split_vector(flat, {name: tensor.to(elements) for name, tensor in reference.items()})

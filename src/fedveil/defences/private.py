@@ -38,8 +38,8 @@ class PrivateDefence(Defence[B, U]):
     Args:
         inner: the other defence.
         accountant: counts the rounds of all runs that use this object.
-        entropy: `Entropy.for_tests(seed)` for repeatable tests, in which nothing is private; otherwise noise comes from
-            the operating system.
+        entropy: source of random numbers, by default the operating system; `Entropy.for_tests(seed)` repeats them, so
+            that nothing is private.
     """
 
     durable = True
@@ -61,12 +61,12 @@ class PrivateDefence(Defence[B, U]):
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> "PrivateServer[B, U]":
         """Prepare the inner server; refuse a model whose buffers depend on the clients' data."""
-        if moving := find_moving_tensors(model, example):
-            what = f"{moving[0]} depends on the clients' data, but is neither clipped nor protected by noise"
+        if changing_tensors := find_moving_tensors(model, example):
+            message = f"{changing_tensors[0]} depends on the clients' data, but is not clipped or protected by noise"
             fix = "use GroupNorm or LayerNorm instead of BatchNorm (--norm none for a ResNet), or model.eval()"
-            if moving[0].startswith("parameter"):
-                fix = "remove the code in forward that changes it, such as max_norm of an Embedding"
-            raise BadArgument("privacy", what, fix)
+            if changing_tensors[0].startswith("parameter"):
+                fix = "remove the code in forward that changes this parameter, such as max_norm of an Embedding"
+            raise BadArgument("privacy", message, fix)
         return PrivateServer(self, self.inner.server(model, example, loss))
 
     def client_view(self, model: nn.Module, broadcast: B) -> nn.Module:
@@ -84,7 +84,7 @@ class PrivateServer(DefenceServer[B, U]):
 
     @property
     def draws(self) -> int:  # type: ignore[override]
-        """How many times the inner server has drawn the noise that it keeps."""
+        """The number of times that the inner server has drawn persistent noise."""
         return self.inner.draws
 
     @property
@@ -103,10 +103,10 @@ class PrivateServer(DefenceServer[B, U]):
     def restore(self, state: Mapping[str, StateValue]) -> None:
         """Continue from `state`; refuse a state with different settings."""
         for name, setting in self.defence.settings().items():
-            spent = read_state("privacy", state, name, type(setting))
-            if spent != setting:
-                what = f"previous rounds used {name} = {spent}, not {setting}"
-                raise BadArgument("privacy", what, "resume with the settings of the previous rounds")
+            saved_value = read_state("privacy", state, name, type(setting))
+            if saved_value != setting:
+                message = f"previous rounds used {name} = {saved_value}, not {setting}"
+                raise BadArgument("privacy", message, "resume with the settings of the previous rounds")
         self.inner.restore(read_state("privacy", state, "inner", dict))
         self.accountant.restore(read_state("privacy", state, "rounds", int), read_state("privacy", state, "own", dict))
 
@@ -119,8 +119,8 @@ class PrivateRound(DefenceRound[B, U]):
         self._accountant, self._entropy = defence.accountant, defence.entropy
 
     def recover_each(self, updates: Sequence[U]) -> list[Aggregate | UpdateRefused]:
-        """Raise an error, because individual updates contain too little noise or none."""
-        raise BadArgument("privacy", "only noisy sums are recovered, not individual updates", "omit limits=")
+        """Raise an error, because individual updates contain too little or no noise."""
+        raise BadArgument("privacy", "only noisy sums are recovered, not individual updates", "set limits=None")
 
     def check_exact(self, model: nn.Module, inputs: Inputs, targets: Tensor | None) -> None:
         """Compare the gradients of the inner defence, without noise."""
@@ -161,8 +161,8 @@ class Private(PrivateDefence[B, U]):
             there is no guarantee.
         delta: the delta for which epsilon is computed; choose it far below 1 / number of clients.
         budget: the maximum epsilon that a run may spend; by default, unlimited.
-        entropy: `Entropy.for_tests(seed)` for repeatable tests, in which nothing is private; otherwise noise comes from
-            the operating system.
+        entropy: source of random numbers, by default the operating system; `Entropy.for_tests(seed)` repeats them, so
+            that nothing is private.
     """
 
     def __init__(
@@ -232,41 +232,45 @@ class ClientPrivateRound(PrivateRound[B, U]):
         """Clip and sum the gradients, add noise, and divide by the number of clients."""
         if not results:
             raise BadArgument("Private", "a round needs at least one update")
-        like = results[0].gradients
-        flat = [torch.cat([result.gradients[name].reshape(-1).double() for name in like]) for result in results]
-        clipped = [clip_vector(gradient, self._clip, f"client {position}") for position, gradient in enumerate(flat)]
-        gradients = self._add_noise(torch.stack([vector for vector, _, _ in clipped]).sum(0), len(results), like)
+        reference = results[0].gradients
+        vectors = [torch.cat([result.gradients[name].reshape(-1).double() for name in reference]) for result in results]
+        clipped_vectors = [
+            clip_vector(gradient, self._clip, f"client {position}") for position, gradient in enumerate(vectors)
+        ]
+        gradients = self._add_noise(
+            torch.stack([vector for vector, _, _ in clipped_vectors]).sum(0), len(results), reference
+        )
         keys = results[0].figures
         figures = {key: sum(result.figures.get(key, 0.0) for result in results) / len(results) for key in keys}
-        figures["dp_clipped"] = sum(was_clipped for _, _, was_clipped in clipped) / len(results)
-        size = sum(size for _, size, _ in clipped)
-        error = sum(result.error * size for result, (_, size, _) in zip(results, clipped, strict=True))
-        return Aggregate(gradients, {}, error / size if size else 0.0, figures | self._spent())
+        figures["dp_clipped"] = sum(was_clipped for _, _, was_clipped in clipped_vectors) / len(results)
+        norm = sum(norm for _, norm, _ in clipped_vectors)
+        error = sum(result.error * norm for result, (_, norm, _) in zip(results, clipped_vectors, strict=True))
+        return Aggregate(gradients, {}, error / norm if norm else 0.0, figures | self._privacy_figures())
 
     def finish_sum(self, mean: Aggregate, total: Tensors, clients: int) -> Aggregate:
         """Add noise to a sum from secure aggregation, for which clients have clipped their gradients.
 
         The sum is not rounded to the model's dtype first: the rounding error could exceed the margin of the noise.
         """
-        flat = torch.cat([total[name].to(gradient.device).reshape(-1) for name, gradient in mean.gradients.items()])
-        gradients = self._add_noise(flat, clients, mean.gradients)
-        return Aggregate(gradients, {}, mean.error, {**mean.figures, **self._spent()}, mean.notes)
+        vector = torch.cat([total[name].to(gradient.device).reshape(-1) for name, gradient in mean.gradients.items()])
+        gradients = self._add_noise(vector, clients, mean.gradients)
+        return Aggregate(gradients, {}, mean.error, {**mean.figures, **self._privacy_figures()}, mean.notes)
 
-    def _spent(self) -> dict[str, float]:
+    def _privacy_figures(self) -> dict[str, float]:
         return {"epsilon": self._accountant.epsilon()} if self._noise else {}
 
-    def _add_noise(self, total: Tensor, clients: int, like: Mapping[str, Tensor]) -> Tensors:
+    def _add_noise(self, total: Tensor, clients: int, reference: Mapping[str, Tensor]) -> Tensors:
         """Add noise to a sum of gradients, and divide it by the number of clients.
 
         The round counts for its members if all of them are in the sum, and otherwise for all clients. It is counted
         before the noise is drawn, in case the process is interrupted.
         """
-        known = self._members is not None and len(self._members) == clients
-        self._accountant.count(self._members if known else None)
+        is_complete = self._members is not None and len(self._members) == clients
+        self._accountant.count(self._members if is_complete else None)
         if self._noise:
             grid = make_grid(self._noise, self._clip, len(total))
             total = add_noise(quantise(total, grid), self._entropy) * grid.unit
-        return split_vector(total / clients, like)
+        return split_vector(total / clients, reference)
 
 
 def find_moving_tensors(model: nn.Module, example: Inputs) -> list[str]:
@@ -276,6 +280,12 @@ def find_moving_tensors(model: nn.Module, example: Inputs) -> list[str]:
     inputs = each(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, example)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         compute_outputs(model, inputs, parameters | buffers)
-    moving = [f"buffer {name}" for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])]
-    changed = [n for n, p in model.named_parameters() if parameters[n]._version or not torch.equal(p, parameters[n])]
-    return moving + [f"parameter {name}" for name in changed]
+    changing_buffers = [
+        f"buffer {name}" for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])
+    ]
+    changing_parameters = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameters[name]._version or not torch.equal(parameter, parameters[name])
+    ]
+    return changing_buffers + [f"parameter {name}" for name in changing_parameters]

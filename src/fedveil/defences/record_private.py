@@ -50,7 +50,8 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
     Args:
         inner: plain training, or a veil with decoys. Factors other than 1 (`multiplicative`) distort norms and noise.
         privacy: the settings, as returned by `Privacy.resolve`.
-        entropy: `Entropy.for_tests(seed)` for repeatable tests, in which nothing is private.
+        entropy: source of random numbers, by default the operating system; `Entropy.for_tests(seed)` repeats them, so
+            that nothing is private.
     """
 
     linear = True
@@ -59,8 +60,10 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
     def __init__(self, inner: AnyDefence, privacy: Privacy, *, entropy: Entropy | None = None) -> None:
         inner.require_record_gradients()
         if inner.largest_factor != 1.0 and not privacy.allow_factors:
-            what = f"factors up to {inner.largest_factor:g} change the norms of the gradients to clip"
-            raise BadArgument("privacy", what, "use fedveil.Veil(multiplicative=1.0, decoys=2), or allow_factors=True")
+            message = f"factors up to {inner.largest_factor:g} change the norms of the gradients to clip"
+            raise BadArgument(
+                "privacy", message, "use fedveil.Veil(multiplicative=1.0, decoys=2), or allow_factors=True"
+            )
         assert privacy.noise is not None
         assert privacy.rate is not None
         super().__init__(inner, Accountant(privacy.noise, privacy.delta, privacy.rate, privacy.epsilon), entropy)
@@ -82,9 +85,9 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
         inner = self.inner.codec
         return None if inner is None else SumCodec(inner)
 
-    def min_members(self, members: int) -> int:
+    def min_members(self, num_members: int) -> int:
         """Return the minimum number of members that must contribute to a sum for it to contain enough noise."""
-        return self.privacy.min_members(members)
+        return self.privacy.min_members(num_members)
 
     def check_records(self, model: nn.Module, loss: Loss) -> None:
         """Refuse a model or a loss in which records influence one another."""
@@ -96,9 +99,9 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
             if parameter.is_floating_point() or parameter.is_complex()
         }
         if dtypes - {torch.float32, torch.float64}:
-            result = " and ".join(sorted(map(str, dtypes)))
-            what = f"the model has dtype {result}, in which gradients overflow or underflow before they are clipped"
-            raise BadArgument("privacy", what, "use model.float()")
+            names = " and ".join(sorted(map(str, dtypes)))
+            message = f"the model has dtype {names}, in which gradients overflow or underflow before they are clipped"
+            raise BadArgument("privacy", message, "use model.float()")
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PrivateServer[object, SumUpdate]:
         """Prepare the inner server; refuse a model or a loss in which records influence one another."""
@@ -116,8 +119,8 @@ class RecordPrivate(PrivateDefence[object, SumUpdate]):
 
     def settings(self) -> dict[str, float | str]:
         """Return all settings on which the noise depends."""
-        numbers = ("clip", "noise", "rate", "colluding", "vanishing")
-        return {name: float(getattr(self.privacy, name)) for name in numbers} | {"noise_by": self.privacy.noise_by}
+        names = ("clip", "noise", "rate", "colluding", "vanishing")
+        return {name: float(getattr(self.privacy, name)) for name in names} | {"noise_by": self.privacy.noise_by}
 
 
 def count_values(model: nn.Module) -> int:
@@ -128,26 +131,26 @@ def count_values(model: nn.Module) -> int:
 def refuse_batch_norm(model: nn.Module) -> None:
     """Refuse a model whose outputs for a record depend on other records in the batch."""
     for path, module in model.named_modules():
-        couples = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
-        if couples and (module.training or module.running_mean is None):
-            what = f"{path or 'the model'} is {type(module).__name__}, which mixes the records of a batch"
-            fix = "use fedveil.models.with_group_norm(model), or model.eval() to keep its statistics"
-            raise BadArgument("privacy", what, fix)
+        couples_records = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
+        if couples_records and (module.training or module.running_mean is None):
+            message = f"{path or 'the model'} is {type(module).__name__}, which mixes the records of a batch"
+            fix = "use fedveil.models.with_group_norm(model), or call model.eval() to keep the statistics"
+            raise BadArgument("privacy", message, fix)
 
 
 class RecordPrivateRound(PrivateRound[object, SumUpdate]):
-    """Adds the clients' sums, adds noise unless clients have added it, and recovers the gradient."""
+    """Combines the clients' sums, adds noise unless the clients have added it, and recovers the gradient."""
 
     def __init__(self, defence: RecordPrivate, inner: AnyRound, model: nn.Module, members: Members) -> None:
         super().__init__(defence, inner, members)
-        self._privacy, self._numbers, self.template = defence.privacy, count_values(model), inner.sum_template()
+        self._privacy, self._num_values, self.template = defence.privacy, count_values(model), inner.sum_template()
         self._device = next(model.parameters()).device
 
     def check(self, update: SumUpdate, position: int) -> None:
         """Refuse sums with wrong names, shapes or dtypes, and values that are not finite or too large."""
         client = f"client {position}"
-        forms = {name: (like.shape, torch.float64) for name, like in self.template.items()}
-        check_tensors(client, "sum", update.sums, forms, self._device)
+        expected = {name: (tensor.shape, torch.float64) for name, tensor in self.template.items()}
+        check_tensors(client, "sum", update.sums, expected, self._device)
         for name, tensor in update.sums.items():
             if not bool((tensor.abs() < LARGEST).all()):  # also refuses NaN
                 raise NonFiniteUpdate(client, f"sum {name} is not finite or too large")
@@ -159,7 +162,9 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         total = {name: sum_integers([update.sums[name] for update in updates]) for name in self.template}
         return self.recover_total(total, sum(weights), None)
 
-    def recover_total(self, total: Tensors, records: float, members: int | None, survivors: int = 0) -> Aggregate:
+    def recover_total(
+        self, total: Tensors, records: float, num_members: int | None, num_survivors: int = 0
+    ) -> Aggregate:
         """Return the noisy mean from a sum in grid units.
 
         Integers are not converted to float64 before noise is added: a hostile client could make the total so large that
@@ -168,25 +173,26 @@ class RecordPrivateRound(PrivateRound[object, SumUpdate]):
         Args:
             total: the sum over clients, as integers modulo 2^64.
             records: the number of records that these clients declare.
-            members: the number of clients selected for the round, with secure aggregation.
-            survivors: the number of clients in the sum, with secure aggregation.
+            num_members: the number of clients selected for the round, with secure aggregation.
+            num_survivors: the number of clients in the sum, with secure aggregation.
         """
-        privacy, by_clients = self._privacy, self._privacy.noise_by == "clients"
-        if members is not None and survivors < privacy.min_members(members):
-            what = f"it includes {survivors} of {members} clients, but its noise allows for {privacy.vanishing} missing"
-            raise Aborted("few", "the sum", what)
-        grid = privacy.grid(self._numbers, len(next(iter(self.template.values()))), members)
+        privacy, clients_add_noise = self._privacy, self._privacy.noise_by == "clients"
+        if num_members is not None and num_survivors < privacy.min_members(num_members):
+            limit_text = f"at most {privacy.vanishing} of {num_members} clients may be missing"
+            message = f"{limit_text}, but only {num_survivors} are included"
+            raise Aborted("few", "the sum", message)
+        grid = privacy.grid(self._num_values, len(next(iter(self.template.values()))), num_members)
         self._accountant.count(self._members)  # count the round first, in case drawing the noise is interrupted
-        if privacy.noise and not by_clients:
+        if privacy.noise and not clients_add_noise:
             total = {name: add_noise(tensor, self._entropy) for name, tensor in total.items()}
         assert privacy.rate is not None
         share = grid.unit / (privacy.rate * records)
         update = self.inner.from_sums({name: tensor.double() * share for name, tensor in total.items()})
         result = self.inner.recover([update], [1.0])
-        spent: dict[str, float] = {} if members is None else {"records": records}
+        figures: dict[str, float] = {} if num_members is None else {"records": records}
         if privacy.noise:
-            spent["epsilon"] = self._accountant.epsilon(running=True)
-        return Aggregate(result.gradients, {}, result.error, {**result.figures, **spent})
+            figures["epsilon"] = self._accountant.epsilon(running=True)
+        return Aggregate(result.gradients, {}, result.error, {**result.figures, **figures})
 
     def count_lost(self) -> None:
         """Count the round if clients add the noise, because the server may have seen the sum."""
@@ -208,21 +214,21 @@ class RecordPrivateClient(DefenceClient[object, SumUpdate]):
         """
         privacy = self._privacy
         assert privacy.rate is not None
-        drawn = torch.from_numpy(poisson_sample(self._entropy, records, privacy.rate))
-        padding = max(0, privacy.capacity(records) - len(drawn))
-        rows = torch.cat([drawn, torch.zeros(padding, dtype=drawn.dtype)])
+        sampled_rows = torch.from_numpy(poisson_sample(self._entropy, records, privacy.rate))
+        padding = max(0, privacy.capacity(records) - len(sampled_rows))
+        rows = torch.cat([sampled_rows, torch.zeros(padding, dtype=sampled_rows.dtype)])
         order = torch.from_numpy(np.argsort(self._entropy.words(len(rows))))
-        return rows[order], (torch.arange(len(rows)) < len(drawn))[order]
+        return rows[order], (torch.arange(len(rows)) < len(sampled_rows))[order]
 
     def step(self, broadcast: object, samples: Samples, client: int = 0) -> SumUpdate:
         """Compute the sum of clipped gradients over a sample; records with weight 0 are excluded."""
         privacy, count = self._privacy, len(samples.targets)
-        included = torch.ones(count, dtype=torch.bool) if samples.weights is None else samples.weights > 0
+        is_included = torch.ones(count, dtype=torch.bool) if samples.weights is None else samples.weights > 0
         task, device = self._inner.record_gradients(broadcast), samples.targets.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout must be unpredictable
             torch.manual_seed(int(self._entropy.words(1)[0] >> 1))
             result = clipped_sums(
-                task, samples.inputs, samples.targets, included.to(device), privacy.clip, privacy.memory
+                task, samples.inputs, samples.targets, is_included.to(device), privacy.clip, privacy.memory
             )
         return SumUpdate(result)
 
@@ -232,12 +238,12 @@ class RecordPrivateClient(DefenceClient[object, SumUpdate]):
             update = SumUpdate({name: total.sums[name] + tensor for name, tensor in update.sums.items()})
         return broadcast, update
 
-    def prepare_sum(self, update: SumUpdate, members: int | None) -> SumUpdate:
+    def prepare_sum(self, update: SumUpdate, num_members: int | None) -> SumUpdate:
         """Round the sums to the grid, and add a share of the noise if clients add noise."""
         candidates = len(next(iter(update.sums.values())))
-        # a server chooses which parameters are trained
-        numbers = sum(tensor[0].numel() for tensor in update.sums.values())
-        grid = self._privacy.grid(numbers, candidates, members)
+        # counted from the sums, because a server chooses which parameters are trained
+        num_values = sum(tensor[0].numel() for tensor in update.sums.values())
+        grid = self._privacy.grid(num_values, candidates, num_members)
         sums = {name: quantise(tensor, grid) for name, tensor in update.sums.items()}
         if self._privacy.noise and self._privacy.noise_by == "clients":
             sums = {name: add_noise(tensor, self._entropy) for name, tensor in sums.items()}

@@ -22,7 +22,7 @@ from fedveil.scheme.losses import sample_weights
 from fedveil.scheme.outputs import compute_outputs
 
 MAX_BITS = 2**10  # maximum length of a code: a client draws and stores one number per bit and feature
-SLACK = 1e-3  # tolerance on the sum of a row of probabilities
+TOLERANCE = 1e-3  # tolerance on the sum of a row of probabilities
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class PrivateHead:
     head: Tensor = field(repr=False)
     codes: Tensor = field(repr=False)
 
-    def pull(self, features: Tensor, classes: Tensor, margin: float) -> Tensor:
+    def margin_gradient(self, features: Tensor, classes: Tensor, margin: float) -> Tensor:
         """Return the gradient of sum_j max(0, margin - v_j T[class, j]) with respect to v = P h, for each row h."""
         codes = self.codes[classes]
         return -codes * (features @ self.head.T * codes < margin)
@@ -89,7 +89,7 @@ class SPN(Plain):
     def __init__(
         self, weight: float = 0.1, bits: int = 32, margin: float = 1.0, lr: float = 1e-3, seed: int | None = None
     ) -> None:
-        fix = "omit it to use the default"
+        fix = "omit the argument to use its default"
         if check_count("SPN", "bits", bits, 1, fix) > MAX_BITS:
             raise BadArgument("SPN", f"bits must be at most {MAX_BITS}, got {bits}", fix)
         check_count("SPN", "seed", 0 if seed is None else seed, 0, fix)
@@ -99,7 +99,7 @@ class SPN(Plain):
         self.bits, self.seed, self.repeatable = bits, seed, seed is not None
 
     def server(self, model: nn.Module, example: Inputs, loss: Loss) -> PlainServer:
-        """Prepare the server for a run; refuse a model that cannot be split into body and classifier."""
+        """Prepare the server for a run; refuse a model that cannot be split into a body and a classifier."""
         find_split(model, example)
         return PlainServer(model)
 
@@ -123,24 +123,28 @@ class SPNClient(PlainClient):
             outputs = compute_outputs(broadcast, samples.inputs, buffers)
         hidden = calls[0].first_input
         with torch.no_grad():
-            expected = self.loss.dense(samples.targets, outputs)
-            delta = self.loss.gradient(outputs, expected) * sample_weights(outputs, samples.weights, self.loss)
+            dense_targets = self.loss.dense(samples.targets, outputs)
+            delta = self.loss.gradient(outputs, dense_targets) * sample_weights(outputs, samples.weights, self.loss)
             features = hidden.detach().reshape(-1, self.split.features)
-            shares = (torch.ones_like(outputs) * sample_weights(outputs, samples.weights)).reshape(len(features), -1)
-            private = self._find_head(client, hidden)
-            classes = find_classes(expected, len(features), self.split.outputs, client)
-            pull = private.pull(features, classes, self._settings.margin) * (self._settings.weight * shares[:, :1])
-            cotangents = delta, (pull @ private.head).reshape(hidden.shape)
+            sample_shares = (torch.ones_like(outputs) * sample_weights(outputs, samples.weights)).reshape(
+                len(features), -1
+            )
+            private_head = self._find_head(client, hidden)
+            classes = find_classes(dense_targets, len(features), self.split.outputs, client)
+            head_gradient = private_head.margin_gradient(features, classes, self._settings.margin) * (
+                self._settings.weight * sample_shares[:, :1]
+            )
+            cotangents = delta, (head_gradient @ private_head.head).reshape(hidden.shape)
         gradients = compute_gradients(dict(broadcast.named_parameters()), (outputs, hidden), cotangents)
-        return SPNUpdate(gradients, buffers, pull.T @ features)
+        return SPNUpdate(gradients, buffers, head_gradient.T @ features)
 
-    def _find_head(self, client: int, like: Tensor) -> PrivateHead:
+    def _find_head(self, client: int, reference: Tensor) -> PrivateHead:
         if client not in self._heads:
             seed = self._settings.seed
             entropy = Entropy() if seed is None else Entropy.for_tests(seed << 32 | client)
             self._heads[client] = draw_head(self.split, self._settings.bits, entropy)
         head = self._heads[client]
-        self._heads[client] = PrivateHead(head.head.to(like), head.codes.to(like))
+        self._heads[client] = PrivateHead(head.head.to(reference), head.codes.to(reference))
         return self._heads[client]
 
     def accumulate(self, broadcast: nn.Module, total: P | None, update: P) -> tuple[nn.Module, P]:
@@ -152,8 +156,8 @@ class SPNClient(PlainClient):
     def upload(self, update: PlainUpdate, client: int = 0) -> PlainUpdate:
         """Update the client's head, and return the update of the public network."""
         assert isinstance(update, SPNUpdate)
-        private = self._find_head(client, update.step)
-        self._heads[client] = PrivateHead(private.head - self._settings.lr * update.step, private.codes)
+        private_head = self._find_head(client, update.step)
+        self._heads[client] = PrivateHead(private_head.head - self._settings.lr * update.step, private_head.codes)
         return PlainUpdate(update.gradients, update.buffers)
 
     def state(self, client: int) -> State:
@@ -166,50 +170,56 @@ class SPNClient(PlainClient):
         bits = self._settings.bits
         expected = (bits, self.split.features), (self.split.classes, bits)
         if (head.shape, codes.shape) != expected:
-            what = (
+            message = (
                 f"client {client}'s head and codes have shapes {(*head.shape,)} and {(*codes.shape,)}, not {expected}"
             )
-            raise BadArgument("SPN", what, "resume with the same model and bits as before")
+            raise BadArgument("SPN", message, "resume with the model and the number of bits of the earlier run")
         self._heads[client] = PrivateHead(head, codes)
 
 
 def find_split(model: nn.Module, example: Inputs) -> Split:
     """Find the last Linear, the layer to which a veil would add noise."""
-    what = "SPN needs a model that ends with a Linear, which must be used only once"
+    message = "SPN needs a model that ends with a Linear that is used only once"
     fix = "end the model with nn.Linear, move later operations into the loss, and check that torch.export can trace it"
     try:
         head, _ = find_head(model, export(model, example), example)
     except AnalysisError as error:
-        raise BadArgument(error.where, what, fix) from error
-    last = model.get_submodule(head.path)
-    if head.is_inner or not isinstance(last, nn.Linear) or head.weight != f"{head.path}.weight".lstrip("."):
-        raise BadArgument(head.path or type(model).__name__, what, fix)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not trained - {head.weight, head.bias}:
-        what = "only the last Linear is trained, and SPN does not change its gradient"
+        raise BadArgument(error.where, message, fix) from error
+    last_layer = model.get_submodule(head.path)
+    if head.is_inner or not isinstance(last_layer, nn.Linear) or head.weight != f"{head.path}.weight".lstrip("."):
+        raise BadArgument(head.path or type(model).__name__, message, fix)
+    trainable_names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable_names - {head.weight, head.bias}:
+        message = "only the last Linear is trained, and SPN does not change its gradient"
         fix = "add a trainable hidden layer to the model"
-        raise BadArgument(head.path or type(model).__name__, what, fix)
+        raise BadArgument(head.path or type(model).__name__, message, fix)
     return Split(head.path, model.get_parameter(head.weight).shape[1], head.outputs)
 
 
 def find_classes(targets: Tensor, rows: int, outputs: int, client: int) -> Tensor:
     """Return the class of each row of features."""
-    numbers = targets.reshape(rows, -1) if targets.numel() % rows == 0 else targets.new_empty(rows, 0)
-    if outputs == numbers.shape[1] == 1 and ((numbers == 0) | (numbers == 1)).all():
-        return numbers[:, 0].long()
-    if outputs == numbers.shape[1] > 1 and (numbers >= 0).all() and ((numbers.sum(1) - 1).abs() < SLACK).all():
-        return numbers.argmax(1)
-    indices = numbers.shape[1] == 1 < outputs and not targets.is_floating_point()  # the loss may be a user's function
-    if indices and ((numbers >= 0) & (numbers < outputs)).all():
-        return numbers[:, 0].long()
-    want = "0 or 1" if outputs == 1 else f"class indices from 0 to {outputs - 1}, or rows of probabilities"
-    what = f"client {client}'s targets are not classes, which SPN needs to choose codes: expected {want}"
-    raise BadArgument("SPN", what, 'use defence "plain" or "veil" for other targets')
+    target_rows = targets.reshape(rows, -1) if targets.numel() % rows == 0 else targets.new_empty(rows, 0)
+    if outputs == target_rows.shape[1] == 1 and ((target_rows == 0) | (target_rows == 1)).all():
+        return target_rows[:, 0].long()
+    if (
+        outputs == target_rows.shape[1] > 1
+        and (target_rows >= 0).all()
+        and ((target_rows.sum(1) - 1).abs() < TOLERANCE).all()
+    ):
+        return target_rows.argmax(1)
+    are_indices = (
+        target_rows.shape[1] == 1 < outputs and not targets.is_floating_point()
+    )  # the loss may be a user's function
+    if are_indices and ((target_rows >= 0) & (target_rows < outputs)).all():
+        return target_rows[:, 0].long()
+    expected = "0 or 1" if outputs == 1 else f"class indices from 0 to {outputs - 1}, or rows of probabilities"
+    message = f"client {client}'s targets must be {expected}, because SPN chooses codes by class"
+    raise BadArgument("SPN", message, 'use defence "plain" or "veil" for other targets')
 
 
 def draw_head(split: Split, bits: int, entropy: Entropy) -> PrivateHead:
     """Draw a head P with elements from N(0, 1 / features), and codes T of uniformly random signs."""
-    normal = torch.from_numpy(entropy.normal(bits * split.features))
-    head = normal.reshape(bits, split.features) / math.sqrt(split.features)
+    normal_values = torch.from_numpy(entropy.normal(bits * split.features))
+    head = normal_values.reshape(bits, split.features) / math.sqrt(split.features)
     signs = 1.0 - 2.0 * (entropy.words(split.classes * bits) & np.uint64(1))
     return PrivateHead(head, torch.from_numpy(signs).reshape(split.classes, bits))

@@ -38,7 +38,7 @@ from fedveil.wire import Packed, Tensors, Values, add_prefix, strip_prefix
 if TYPE_CHECKING:
     from fedveil.privacy.gradients import RecordGradients
 
-SEPARATE = ("loss", "loss_settings", "output")
+SEPARATE_FIELDS = ("loss", "loss_settings", "output")
 HeadMode = Literal["linear", "exposed"]
 
 
@@ -64,8 +64,8 @@ class Veil(Defence[Broadcast, Update]):
             neither perturbed nor sent (docs/how-to/hugging-face.md).
         decoys: number of false head offsets sent with the true one, at most 64; by default `DEFAULT_DECOYS` (2), or
             none for squared error if nothing follows the head (`fedveil.scheme.decoys`).
-        keep_noise: draw factors, permutation, direction and partition once, and keep them in memory for all rounds; new
-            ones are drawn for another model, a restored state or another process (docs/defences/veil.md).
+        keep_noise: draw factors, permutation, direction and partition once, and keep them in memory for all rounds;
+            they are drawn again for another model, a restored state or another process (docs/defences/veil.md).
         entropy: source of random numbers, by default the operating system; `Entropy.for_tests(seed)` repeats them.
 
     >>> import torch, fedveil
@@ -146,7 +146,7 @@ class VeilServer(DefenceServer[Broadcast, Update]):
 
     @property
     def draws(self) -> int:  # type: ignore[override]
-        """How many times the kept noise has been drawn."""
+        """The number of times that persistent noise has been drawn."""
         return self.session.draws
 
     def start_round(self, model: nn.Module, members: Sequence[int | str] | None = None) -> "VeilRound":
@@ -154,7 +154,7 @@ class VeilServer(DefenceServer[Broadcast, Update]):
         return VeilRound(self.session.perturb(model))
 
     def state(self) -> State:
-        """Return how many times the kept noise has been drawn, but never the noise itself."""
+        """Return the number of times that persistent noise has been drawn, but never the noise itself."""
         return {"draws": self.draws} if self.session.settings.keep_noise else {}
 
     def restore(self, state: Mapping[str, StateValue]) -> None:
@@ -184,18 +184,18 @@ class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
 
     def from_sums(self, sums: Tensors) -> Update:
         """Return an update with these sums as passes and with the buffers of the broadcast."""
-        like = self.perturbation.template()
-        passes = {name: tensor.to(like.passes[name].dtype) for name, tensor in sums.items()}
-        buffers = {name: self.broadcast.buffers[name].expand(buffer.shape) for name, buffer in like.buffers.items()}
-        return dataclasses.replace(like, passes=passes, buffers=buffers)
+        template = self.perturbation.template()
+        passes = {name: tensor.to(template.passes[name].dtype) for name, tensor in sums.items()}
+        buffers = {name: self.broadcast.buffers[name].expand(buffer.shape) for name, buffer in template.buffers.items()}
+        return dataclasses.replace(template, passes=passes, buffers=buffers)
 
     def release(self, *, reuse: bool = False) -> None:
         """Discard the secret, except for noise that the server keeps for all rounds."""
         self.perturbation.release(reuse=reuse)
 
-    def expect(self, update: Update, last: Mapping[str, Tensor] | None = None) -> Tensors:
+    def expect(self, update: Update, last_prediction: Mapping[str, Tensor] | None = None) -> Tensors:
         """Predict each pass of the next round before its factors are applied."""
-        return predict_passes(self.perturbation.recovery, update, last)
+        return predict_passes(self.perturbation.recovery, update, last_prediction)
 
     def bound(self, expected: Mapping[str, Tensor]) -> dict[str, list[float]]:
         """Bound passes by the predicted values with the new noise, and buffers by their perturbed values."""
@@ -203,9 +203,9 @@ class VeilRound(DefenceRound[Broadcast, Update], Ranges[Update]):
         buffers = bound_magnitudes(add_prefix("buffer", self.broadcast.buffers))
         return {f"passes/{name}": tensor for name, tensor in passes.items()} | buffers
 
-    def bound_rounding(self, rows: Mapping[str, Sequence[float]]) -> float:
+    def bound_rounding(self, row_errors: Mapping[str, Sequence[float]]) -> float:
         """Bound the gradient error, given the error of each pass."""
-        return bound_rounding(self.perturbation.recovery, strip_prefix("passes", rows))
+        return bound_rounding(self.perturbation.recovery, strip_prefix("passes", row_errors))
 
 
 class VeilClient(DefenceClient[Broadcast, Update]):
@@ -227,10 +227,10 @@ class VeilClient(DefenceClient[Broadcast, Update]):
     def accumulate(self, broadcast: Broadcast, total: Update | None, update: Update) -> tuple[Broadcast, Update]:
         """Sum passes; the next batch continues with the updated running statistics."""
         if update.buffers:
-            rows = broadcast.head is not None and broadcast.head.tail == "repeated"
-            broadcast = dataclasses.replace(broadcast, buffers=update.buffers, continued=rows)
+            is_repeated = broadcast.head is not None and broadcast.head.tail == "repeated"
+            broadcast = dataclasses.replace(broadcast, buffers=update.buffers, continued=is_repeated)
         if total is not None:
-            passes = {name: total.passes[name] + more for name, more in update.passes.items()}
+            passes = {name: total.passes[name] + tensor for name, tensor in update.passes.items()}
             update = dataclasses.replace(update, passes=passes, samples=total.samples + update.samples)
         return broadcast, update
 
@@ -241,7 +241,7 @@ class VeilCodec(Codec[Broadcast, Update]):
     def encode_broadcast(self, broadcast: Broadcast) -> Packed:
         """Encode the broadcast without its loss and output, which the server sends separately for every defence."""
         values, tensors = broadcast.pack()
-        return {name: value for name, value in values.items() if name not in SEPARATE}, tensors
+        return {name: value for name, value in values.items() if name not in SEPARATE_FIELDS}, tensors
 
     def decode_broadcast(self, model: nn.Module, values: Values, tensors: Tensors, loss: Loss) -> Broadcast:
         """Decode a broadcast; refuse one that does not match the model."""

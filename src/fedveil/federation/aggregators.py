@@ -1,7 +1,7 @@
 """Aggregation rules for federations in which some clients may be hostile.
 
-Each rule takes a matrix with one row per client and `hostile`, the number of rows that may be arbitrary, and returns a
-single vector. All clients have the same weight, because a hostile client could claim any weight.
+Each rule takes a matrix with one row per client and `num_hostile`, the number of rows that may be arbitrary, and
+returns a single vector. All clients have the same weight, because a hostile client could claim any weight.
 
 - Coordinate-wise median and trimmed mean: Yin, Chen, Kannan, Bartlett, "Byzantine-Robust Distributed Learning:
   Towards Optimal Statistical Rates", ICML 2018.
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WEISZFELD, CLIPPINGS = 32, 5  # maximum numbers of iterations
-SMOOTHING = 1e-6  # relative to the median distance; smaller distances are rounded up to this
+WEISZFELD_ITERATIONS, CLIPPING_ITERATIONS = 32, 5  # maximum numbers of iterations
+SMOOTHING = 1e-6  # minimum distance, relative to the median distance; smaller distances are rounded up
 
 
 def distances(rows: Tensor, centre: Tensor) -> Tensor:
@@ -30,21 +30,21 @@ def distances(rows: Tensor, centre: Tensor) -> Tensor:
     return result
 
 
-def median(rows: Tensor, hostile: int) -> Tensor:
+def median(rows: Tensor, num_hostile: int) -> Tensor:
     """Return the coordinate-wise median; for an even number of rows, the mean of the two middle values."""
-    ordered, middle = rows.sort(0).values, len(rows) // 2
-    return ordered[middle] if len(rows) % 2 else ordered[middle - 1 : middle + 1].mean(0)
+    sorted_rows, middle = rows.sort(0).values, len(rows) // 2
+    return sorted_rows[middle] if len(rows) % 2 else sorted_rows[middle - 1 : middle + 1].mean(0)
 
 
-def trimmed_mean(rows: Tensor, hostile: int) -> Tensor:
-    """Return the coordinate-wise mean without the `hostile` smallest and the `hostile` largest values."""
-    return rows.sort(0).values[hostile : len(rows) - hostile].mean(0)
+def trimmed_mean(rows: Tensor, num_hostile: int) -> Tensor:
+    """Return the coordinate-wise mean without the `num_hostile` smallest and the `num_hostile` largest values."""
+    return rows.sort(0).values[num_hostile : len(rows) - num_hostile].mean(0)
 
 
-def geometric_median(rows: Tensor, hostile: int) -> Tensor:
+def geometric_median(rows: Tensor, num_hostile: int) -> Tensor:
     """Return the point that minimises the sum of its distances to the rows."""
-    centre = median(rows, hostile)
-    for _ in range(WEISZFELD):
+    centre = median(rows, num_hostile)
+    for _ in range(WEISZFELD_ITERATIONS):
         distance = distances(rows, centre)
         weights = 1 / distance.clamp_min(max(SMOOTHING * float(distance.median()), torch.finfo(distance.dtype).tiny))
         mean = (weights / weights.sum()).to(rows) @ rows
@@ -54,14 +54,14 @@ def geometric_median(rows: Tensor, hostile: int) -> Tensor:
     return centre
 
 
-def centred_clipping(rows: Tensor, hostile: int) -> Tensor:
+def centred_clipping(rows: Tensor, num_hostile: int) -> Tensor:
     """Move a centre repeatedly by the mean of the rows' differences from it, each clipped to the median norm.
 
     Unlike in the paper, the centre starts at the round's median rather than the last round's result, so that a resumed
-    run needs no additional state, and the radius is the median distance rather than a setting.
+    run needs no additional state. The radius is the median distance rather than a setting.
     """
-    centre = median(rows, hostile)
-    for _ in range(CLIPPINGS):
+    centre = median(rows, num_hostile)
+    for _ in range(CLIPPING_ITERATIONS):
         distance = distances(rows, centre)
         radius = distance.median()
         scale = torch.where(distance > radius, radius / distance, torch.ones_like(distance)).to(rows)
@@ -69,28 +69,28 @@ def centred_clipping(rows: Tensor, hostile: int) -> Tensor:
     return centre
 
 
-def clipped_mean(rows: Tensor, hostile: int) -> Tensor:
+def clipped_mean(rows: Tensor, num_hostile: int) -> Tensor:
     """Return the mean of the rows after clipping each of them to the median norm."""
     norms = distances(rows, torch.zeros_like(rows[0]))
     bound = norms.sort().values[(len(rows) - 1) // 2]
     return (torch.where(norms > bound, bound / norms, torch.ones_like(norms)).to(rows)[:, None] * rows).mean(0)
 
 
-def _scores(rows: Tensor, hostile: int) -> Tensor:
-    """Return each row's sum of squared distances to its n - hostile - 2 nearest neighbours."""
+def _scores(rows: Tensor, num_hostile: int) -> Tensor:
+    """Return each row's sum of squared distances to its n - num_hostile - 2 nearest neighbours."""
     squares = torch.stack([distances(rows, row) for row in rows]).square()
-    neighbours = max(1, len(rows) - hostile - 2)
-    return squares.sort(1).values[:, 1 : 1 + neighbours].sum(1)  # the first distance is from the row to itself
+    num_neighbours = max(1, len(rows) - num_hostile - 2)
+    return squares.sort(1).values[:, 1 : 1 + num_neighbours].sum(1)  # the first distance is from the row to itself
 
 
-def krum(rows: Tensor, hostile: int) -> Tensor:
+def krum(rows: Tensor, num_hostile: int) -> Tensor:
     """Return the row that is closest to its neighbours."""
-    return rows[int(_scores(rows, hostile).argmin())]
+    return rows[int(_scores(rows, num_hostile).argmin())]
 
 
-def multi_krum(rows: Tensor, hostile: int) -> Tensor:
-    """Return the mean of the n - hostile rows that are closest to their neighbours."""
-    return rows[_scores(rows, hostile).argsort()[: len(rows) - hostile]].mean(0)
+def multi_krum(rows: Tensor, num_hostile: int) -> Tensor:
+    """Return the mean of the n - num_hostile rows that are closest to their neighbours."""
+    return rows[_scores(rows, num_hostile).argsort()[: len(rows) - num_hostile]].mean(0)
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,15 @@ class AggregationRule:
     """An aggregation rule and the number of rows that it requires."""
 
     combine: Callable[[Tensor, int], Tensor]
-    extra_rows: int  # required in addition to 2 * hostile
+    extra_rows: int  # number of rows required in addition to 2 * num_hostile
 
-    def min_rows(self, hostile: int) -> int:
-        """Return the minimum number of rows if `hostile` of them may be hostile."""
-        return 2 * hostile + self.extra_rows
+    def min_rows(self, num_hostile: int) -> int:
+        """Return the minimum number of rows if `num_hostile` of them may be hostile."""
+        return 2 * num_hostile + self.extra_rows
 
-    def max_hostile(self, rows: int) -> int:
-        """Return how many of `rows` rows may be hostile."""
-        return max(0, (rows - self.extra_rows) // 2)
+    def max_hostile(self, num_rows: int) -> int:
+        """Return how many of `num_rows` rows may be hostile."""
+        return max(0, (num_rows - self.extra_rows) // 2)
 
 
 RULES: Mapping[str, AggregationRule] = {

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from fedveil.federation.server import Server
 
 DESCRIPTION = "audit.json"
-SCHEMA = 1  # version of the file
-Plain = dict[str, JsonValue]
+SCHEMA = 1  # version of the file's format
+PlainValues = dict[str, JsonValue]
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class RunDescription:
     """The description of a run.
 
     Attributes:
-        version: version of Fedveil that wrote it.
+        version: version of Fedveil that wrote the description.
         server: class of the server, such as `fedveil.flower.server:Server`.
-        terms: what depends on the engine.
+        terms: the part that depends on the engine.
         defence: names, class and arguments of the defence (`fedveil.defences.description`).
-        model: class of the model, and its number of parameters.
+        model, parameters: class and number of parameters of the model.
         factory: the class, as `package.module:Name`, if it can be built without arguments and no output was chosen;
             otherwise None.
         loss: name of the loss.
         loss_settings: settings of the loss; None if it is a user's function.
         optimizer: class of the optimizer.
-        optimizer_settings: settings of the optimizer; None if its groups of parameters differ.
+        optimizer_settings: settings of the optimizer; None if its parameter groups differ.
         shape, dtype: shape and dtype of one record; None if a record consists of several tensors.
         output: shape of the model's output for one record.
         classes: number of classes; None if targets are quantities, or the loss is a user's function.
@@ -78,14 +78,14 @@ class RunDescription:
     version: str
     server: str
     terms: RunTerms
-    defence: Plain
+    defence: PlainValues
     model: str
     parameters: int
     factory: str | None
     loss: str
-    loss_settings: Plain | None
+    loss_settings: PlainValues | None
     optimizer: str
-    optimizer_settings: Plain | None
+    optimizer_settings: PlainValues | None
     shape: list[int] | None
     dtype: str | None
     output: list[int]
@@ -94,7 +94,7 @@ class RunDescription:
     participation: float
     rounds_per_epoch: int
     seed: int
-    limits: Plain | None
+    limits: PlainValues | None
     secure_aggregation: bool
 
 
@@ -104,19 +104,19 @@ def describe_run(server: "Server") -> RunDescription:
 
     example, loss = server.example, server.loss
     record = example if isinstance(example, Tensor) else None
-    training = server.model.training
+    was_training = server.model.training
     output = one_output(server.model, example)
-    server.model.train(training)
+    server.model.train(was_training)
     is_known = loss.name in LOSSES or is_module(loss.name)
-    kind = class_name(type(server.model))
+    model_class = class_name(type(server.model))
     return RunDescription(
         version=metadata.version("fedveil"),
         server=class_name(type(server)),
         terms=server.terms,
         defence=describe_defence(server.defence),
-        model=kind,
+        model=model_class,
         parameters=sum(parameter.numel() for parameter in server.model.parameters()),
-        factory=kind if _has_factory(type(server.model)) and chosen_output(server.model) is None else None,
+        factory=model_class if _has_factory(type(server.model)) and chosen_output(server.model) is None else None,
         loss=loss.name,
         loss_settings=_plain_settings(loss.settings()) if is_known else None,
         optimizer=class_name(type(server.optimizer)),
@@ -134,10 +134,10 @@ def describe_run(server: "Server") -> RunDescription:
     )
 
 
-def describe_encoding(server: "Server", given: Encoding, evaluation: "Evaluation | None") -> Encoding:
-    """Return the encoding of a run, with the forms of the model's inputs and outputs and the numbers of its classes.
+def describe_encoding(server: "Server", encoding: Encoding, evaluation: "Evaluation | None") -> Encoding:
+    """Add the forms of the model's inputs and outputs, and labels for unnamed classes, to a run's encoding.
 
-    It contains no statistics of clients' records: those in `given` are the program's own.
+    No statistics of clients' records are added; any statistics in `encoding` come from the user's program.
     """
     from fedveil.federation.targets import one_output
 
@@ -146,67 +146,73 @@ def describe_encoding(server: "Server", given: Encoding, evaluation: "Evaluation
         for path, tensor in tensors_by_path(server.example).items()
     }
     output = one_output(server.model, server.example)
-    form = _describe_outputs(server, output, given, evaluation.target if evaluation else None)
-    classes = given.classes
+    form = _describe_outputs(server, output, encoding, evaluation.target if evaluation else None)
+    classes = encoding.classes
     if form.kind in ("softmax", "scores") or (form.kind == "sigmoid" and output.numel() == 1):
         count = output.shape[form.class_axis] if form.kind != "sigmoid" else 2
-        classes = (*classes[:count], *range(len(classes), count))  # labels without a name are numbers
-    inputs = given.inputs
+        classes = (*classes[:count], *range(len(classes), count))  # unnamed classes are labelled with their indices
+    inputs = encoding.inputs
     if inputs == NumbersEncoding() and server.columns:
         inputs = NumbersEncoding(server.columns)
-    return replace(given, inputs=inputs, classes=classes, tensors=tensors, outputs=form)
+    return replace(encoding, inputs=inputs, classes=classes, tensors=tensors, outputs=form)
 
 
-def _describe_outputs(server: "Server", output: Tensor, given: Encoding, target: Tensor | None) -> OutputForm:
-    """Return what a model's outputs are, of which there is one, given the loss and a target, if one is known."""
+def _describe_outputs(server: "Server", output: Tensor, encoding: Encoding, target: Tensor | None) -> OutputForm:
+    """Return the form of a model's outputs, given the output for one record and, if known, the record's target."""
     from fedveil.federation.evaluate import LOG_PROBABILITIES, is_binary_loss
 
     loss, shape = server.loss, tuple(output.shape[1:])
     axis = (head_axis(server.model) or -1) if output.dim() > 2 else -1
     if output.dim() > 2 and (loss.name in LOG_PROBABILITIES or getattr(loss, "average_positions", False)):
         axis = 1  # as in torch
-    indexed = target is not None and are_class_indices(output, target)
-    found: OutputKind = "values"
+    has_indices = target is not None and are_class_indices(output, target)
+    kind: OutputKind = "values"
     if is_binary_loss(loss):
-        found = "sigmoid"
+        kind = "sigmoid"
     elif isinstance(loss, CrossEntropy | TokenCrossEntropy) or loss.name in LOG_PROBABILITIES:
-        found = "softmax"
+        kind = "softmax"
     elif isinstance(loss, Poisson):
-        found = "exponential"
-    elif isinstance(loss, CLASS_LOSSES) or indexed or (given.classes and shape == (len(given.classes),)):
-        found = "scores"
-    return OutputForm(found, shape, axis, describe_output(chosen_output(server.model)))
+        kind = "exponential"
+    elif isinstance(loss, CLASS_LOSSES) or has_indices or (encoding.classes and shape == (len(encoding.classes),)):
+        kind = "scores"
+    return OutputForm(kind, shape, axis, describe_output(chosen_output(server.model)))
 
 
-def _has_factory(kind: type[nn.Module]) -> bool:
+def _has_factory(module_class: type[nn.Module]) -> bool:
     """Return whether a class can be imported by its name and called without arguments."""
     import inspect
 
-    if kind.__module__ == "__main__" or kind.__module__.startswith("torch.") or "<locals>" in kind.__qualname__:
+    if (
+        module_class.__module__ == "__main__"
+        or module_class.__module__.startswith("torch.")
+        or "<locals>" in module_class.__qualname__
+    ):
         return False
     try:
-        parameters = inspect.signature(kind).parameters.values()
+        parameters = inspect.signature(module_class).parameters.values()
     except ValueError:  # some classes have no signature
         return False
-    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(parameter.default is not parameter.empty or parameter.kind in free for parameter in parameters)
+    variadic_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(parameter.default is not parameter.empty or parameter.kind in variadic_kinds for parameter in parameters)
 
 
-def _plain_settings(values: Mapping[str, object]) -> Plain | None:
-    """Return settings that are plain values, or None if one of them is not; tensors become lists."""
-    result: Plain = {}
+def _plain_settings(values: Mapping[str, object]) -> PlainValues | None:
+    """Return settings as plain values, with tensors as lists, or None if a setting cannot be converted."""
+    result: PlainValues = {}
     for name, value in values.items():
-        plain = value.tolist() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
-        if isinstance(plain, float) and not math.isfinite(plain):
+        plain_value = (
+            value.tolist() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
+        )
+        if isinstance(plain_value, float) and not math.isfinite(plain_value):
             return None
-        if plain is not None and not isinstance(plain, bool | int | float | str | list):
+        if plain_value is not None and not isinstance(plain_value, bool | int | float | str | list):
             return None
-        result[name] = plain
+        result[name] = plain_value
     return result
 
 
-def _optimizer_settings(optimizer: torch.optim.Optimizer) -> Plain | None:
-    """Return the settings of an optimizer, with its initial learning rate; None if its groups differ."""
+def _optimizer_settings(optimizer: torch.optim.Optimizer) -> PlainValues | None:
+    """Return the settings of an optimizer, with its initial learning rate; None if its parameter groups differ."""
     groups = [{name: group[name] for name in optimizer.defaults if name in group} for group in optimizer.param_groups]
     rates = [group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups]
     if any(group != groups[0] for group in groups) or any(rate != rates[0] for rate in rates):
@@ -223,16 +229,16 @@ def write_description(server: "Server", folder: Path) -> None:
 
 
 def read_description(folder: Path) -> RunDescription:
-    """Read the description of a run; refuse another schema and invalid values."""
+    """Read the description of a run; refuse unknown schemas and invalid values."""
     path = folder / DESCRIPTION
     values = read_json(path)
     fix = "audit it with the version of Fedveil that wrote it, or train again"
     if not isinstance(values, dict) or values.pop("schema", None) != SCHEMA:
-        written = f" by Fedveil {values['version']}" if isinstance(values, dict) and "version" in values else ""
-        raise BadArgument(str(path), f"was written{written} with another schema than {SCHEMA}", fix)
+        writer = f" by Fedveil {values['version']}" if isinstance(values, dict) and "version" in values else ""
+        raise BadArgument(str(path), f"was written{writer} with a schema other than {SCHEMA}", fix)
     try:
         return TypeAdapter(RunDescription).validate_python(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        what = f"{'.'.join(map(str, first['loc']))} is not valid: {first['msg']}"
-        raise BadArgument(str(path), what, fix) from error
+        first_error = error.errors()[0]
+        message = f"{'.'.join(map(str, first_error['loc']))} is not valid: {first_error['msg']}"
+        raise BadArgument(str(path), message, fix) from error

@@ -31,14 +31,14 @@ PRIMARY = ("accuracy", "loss", "mse")  # the first of these that is available de
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put the model in evaluation mode and restore the mode of every module afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
+    training_modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
+        for module, training in training_modes:
             module.training = training
 
 
@@ -55,34 +55,41 @@ def move_inputs(inputs: Inputs, device: torch.device, dtype: torch.dtype | None 
 def predict(model: nn.Module, inputs: Inputs, *, batch_size: int = 1000) -> Tensor:
     """Return the model's outputs."""
     starts = range(0, max(1, count(inputs)), batch_size)
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), evaluation_mode(model):
         return torch.cat([compute_outputs(model, slice_inputs(inputs, start, start + batch_size)) for start in starts])
 
 
 def predict_source(model: nn.Module, source: Source, *, batch_size: int = 256) -> tuple[Tensor, Tensor]:
     """Return the model's outputs and the targets for all records of a source; streams are read in batches."""
-    first = next(model.parameters())
+    parameter = next(model.parameters())
     if isinstance(source, Rows):
-        return predict(model, move_inputs(source.inputs, first.device, first.dtype)), source.targets.to(first.device)
+        return predict(model, move_inputs(source.inputs, parameter.device, parameter.dtype)), source.targets.to(
+            parameter.device
+        )
     result = []
     for start in range(0, len(source), batch_size):
-        numbers = range(start, min(start + batch_size, len(source)))
-        inputs, targets = source.take(numbers)
-        check_finite(source.owner, (inputs, targets), numbers)
-        check_range(source.owner, (inputs, targets), numbers, first.dtype)
-        result.append((predict(model, move_inputs(inputs, first.device, first.dtype)), targets.to(first.device)))
+        indices = range(start, min(start + batch_size, len(source)))
+        inputs, targets = source.take(indices)
+        check_finite(source.owner, (inputs, targets), indices)
+        check_range(source.owner, (inputs, targets), indices, parameter.dtype)
+        result.append(
+            (predict(model, move_inputs(inputs, parameter.device, parameter.dtype)), targets.to(parameter.device))
+        )
     return _join_rows([outputs for outputs, _ in result], 0), _join_rows([targets for _, targets in result], IGNORED)
 
 
 def _join_rows(parts: list[Tensor], filler: int) -> Tensor:
-    """Concatenate batches; class indices and their outputs may be padded to different lengths."""
+    """Concatenate batches; pad class indices and outputs whose lengths differ."""
     if filler and parts[0].is_floating_point():
         return torch.cat(parts)
     sizes = [max(lengths) for lengths in zip(*(part.shape[1:] for part in parts), strict=True)]
-    widths = [
-        [n for size, length in zip(sizes, part.shape[1:], strict=True) for n in (size - length, 0)] for part in parts
+    paddings = [
+        [padding for size, length in zip(sizes, part.shape[1:], strict=True) for padding in (size - length, 0)]
+        for part in parts
     ]
-    return torch.cat([F.pad(part, width[::-1], value=filler) for part, width in zip(parts, widths, strict=True)])
+    return torch.cat(
+        [F.pad(part, part_padding[::-1], value=filler) for part, part_padding in zip(parts, paddings, strict=True)]
+    )
 
 
 def predict_classes(outputs: Tensor, targets: Tensor, axis: int | None = None) -> Tensor:
@@ -94,11 +101,11 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
     """Return the accuracy for classes and binary targets, the AUC if there are two classes, and the MSE for quantities.
 
     Targets are numbers in the shape of the outputs, or class indices in that shape without the class axis. If the
-    shapes do not determine the class axis, as for outputs (n, c, c), it is `axis`, by default the last. For losses that
-    compare classes, a row of probabilities counts as its most probable class. With several positions per record, as in
-    segmentation, the accuracy is the fraction of correct positions. The loss is included unless it is squared error,
-    for which there is the MSE; for other targets that a custom loss accepts, it is the only metric. Built-in losses are
-    computed in float64, custom losses in the dtype of the outputs, as in training.
+    shapes do not determine the class axis, as for outputs of shape (n, c, c), `axis` does (by default, the last axis).
+    For losses that compare classes, a row of target probabilities counts as its most probable class. With several
+    positions per record, as in segmentation, the accuracy is the fraction of correct positions. The loss is included,
+    except for squared error, which the MSE replaces; for other targets that a custom loss accepts, the loss is the only
+    metric. Built-in losses are computed in float64, custom losses in the dtype of the outputs, as in training.
     """
     outputs, targets, loss = select_positions(outputs, targets, loss)
     classes = find_classes(outputs, targets, loss, axis)
@@ -111,8 +118,10 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
     elif isinstance(loss, AUTOGRAD_LOSSES):
         result = {}
     else:
-        what = f"shape is {tuple(targets.shape)}, but the model's outputs have shape {tuple(outputs.shape)}"
-        raise BadArgument("targets", what, "use class indices without the class axis, or numbers in the outputs' shape")
+        message = f"shape {tuple(targets.shape)} does not match the shape {tuple(outputs.shape)} of the model's outputs"
+        raise BadArgument(
+            "targets", message, "use class indices without the class axis, or numbers in the outputs' shape"
+        )
     if loss is None or isinstance(loss, SquaredError):
         return result
     if isinstance(loss, AUTOGRAD_LOSSES):  # tensors of the loss, such as class weights, have the training dtype
@@ -122,23 +131,23 @@ def metrics(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis:
 
 
 def measure(outputs: Tensor, targets: Tensor, loss: Loss | None = None, *, axis: int | None = None) -> dict[str, float]:
-    """Return `metrics`, and the balanced accuracy and mean F1 of classes, or the MAE and R2 of quantities.
+    """Return `metrics(...)` plus the balanced accuracy and mean F1 of classes, or the MAE and R2 of quantities.
 
     Metrics of classes are defined as in scikit-learn: the balanced accuracy is the mean recall of the classes that
-    targets contain, and F1 is the mean over all classes that targets or predictions contain. R2 is the fraction of the
-    targets' variance that the outputs explain; it is left out if all targets are equal.
+    the targets contain, and F1 is the mean over all classes that the targets or the predictions contain. R2 is the
+    fraction of the targets' variance that the outputs explain; it is omitted if all targets are equal.
     """
     result = metrics(outputs, targets, loss, axis=axis)
     outputs, targets, loss = select_positions(outputs, targets, loss)
     classes = find_classes(outputs, targets, loss, axis)
     if classes is not None and classes.exclusive:
         scores = score_classes(classes)
-        present, used = scores.records > 0, scores.records + scores.predictions > 0
+        in_targets, in_either = scores.records > 0, scores.records + scores.predictions > 0
         return result | {
-            "balanced_accuracy": float(scores.recall[present].mean()),
-            "f1": float(scores.f1[used].mean()),
+            "balanced_accuracy": float(scores.recall[in_targets].mean()),
+            "f1": float(scores.f1[in_either].mean()),
         }
-    if "mse" not in result or isinstance(loss, Poisson):  # its outputs are logarithms
+    if "mse" not in result or isinstance(loss, Poisson):  # Poisson outputs are logarithms
         return result
     expected = targets.double()
     errors = outputs.reshape(targets.shape).double() - expected
@@ -155,10 +164,10 @@ def metric_names(outputs: Tensor, targets: Tensor, loss: Loss, *, axis: int | No
 
 
 def select_positions(outputs: Tensor, targets: Tensor, loss: Loss | None) -> tuple[Tensor, Tensor, Loss | None]:
-    """Return the outputs and targets of the positions with a label, for a loss that ignores the others."""
+    """Return the outputs and targets of labelled positions, if the loss ignores all other positions."""
     if not isinstance(loss, TokenCrossEntropy):
         return outputs, targets, loss
-    return *loss.select(outputs, targets), TokenCrossEntropy(loss.label_smoothing)  # positions are aligned already
+    return *loss.select(outputs, targets), TokenCrossEntropy(loss.label_smoothing)  # the positions are already aligned
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,9 @@ def find_classes(outputs: Tensor, targets: Tensor, loss: Loss | None, axis: int 
         return Classes((outputs > 0).long(), (expected > 0.5).long(), 2, outputs[0].numel() == 1)
     dim = class_axis(outputs, targets, axis)
     if are_class_indices(outputs, targets):
-        return Classes(predict_classes(outputs, targets, axis), targets.long(), outputs.shape[dim])  # they may be bool
+        return Classes(
+            predict_classes(outputs, targets, axis), targets.long(), outputs.shape[dim]
+        )  # targets may be bool
     if isinstance(loss, CLASS_LOSSES) and targets.shape == outputs.shape:
         return Classes(outputs.argmax(dim), targets.argmax(dim), outputs.shape[dim])
     return None
@@ -193,8 +204,8 @@ def rank_outputs(outputs: Tensor, targets: Tensor, loss: Loss | None) -> Tensor 
     """Return a score for class 1 per record, for ranking; None unless there are two classes."""
     if is_binary_loss(loss):
         return outputs.flatten() if outputs[0].numel() == 1 else None
-    two = outputs.shape[1:] == (2,) and are_class_indices(outputs, targets)
-    return outputs[:, 1] - outputs[:, 0] if two else None
+    has_two_classes = outputs.shape[1:] == (2,) and are_class_indices(outputs, targets)
+    return outputs[:, 1] - outputs[:, 0] if has_two_classes else None
 
 
 @dataclass(frozen=True)
@@ -210,18 +221,18 @@ class ClassScores:
 
 def score_classes(classes: Classes) -> ClassScores:
     """Return the precision, recall and F1 of each class; positions without a class, such as -100, do not count."""
-    known = (classes.expected >= 0) & (classes.expected < classes.count)
-    predicted, expected = classes.predicted[known], classes.expected[known]
-    parts = (expected[predicted == expected], expected, predicted)
-    hits, records, predictions = (torch.bincount(indices, minlength=classes.count).double() for indices in parts)
+    has_class = (classes.expected >= 0) & (classes.expected < classes.count)
+    predicted, expected = classes.predicted[has_class], classes.expected[has_class]
+    index_groups = (expected[predicted == expected], expected, predicted)
+    hits, records, predictions = (torch.bincount(indices, minlength=classes.count).double() for indices in index_groups)
     precision, recall = hits / predictions.clamp(min=1), hits / records.clamp(min=1)
     f1 = 2 * hits / (records + predictions).clamp(min=1)
     return ClassScores(precision, recall, f1, records, predictions)
 
 
-def roc_auc(scores: Tensor, positive: Tensor) -> dict[str, float]:
+def roc_auc(scores: Tensor, is_positive: Tensor) -> dict[str, float]:
     """Return the area under the ROC curve as "auc", or an empty dict if either class is missing."""
-    positives, negatives = scores[positive].double(), scores[~positive].double().sort().values
+    positives, negatives = scores[is_positive].double(), scores[~is_positive].double().sort().values
     if not (len(positives) and len(negatives)):
         return {}
     lower, upper = torch.searchsorted(negatives, positives), torch.searchsorted(negatives, positives, right=True)

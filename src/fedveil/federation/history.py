@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 NO_EVALUATION = "the model was not evaluated: pass test= or validation= to fit"
 VALIDATION = "validation_"  # prefix of metrics on the validation data
-HEADLINES = ("accuracy", "auc", "mse", "loss")
+MAIN_METRICS = ("accuracy", "auc", "mse", "loss")
 Value = int | float | Note
 
 
-def headlines(metrics: Mapping[str, float], *more: str) -> dict[str, float]:
-    """Return the main metrics, for a short line of text, and those named in `more`."""
-    selected = (*HEADLINES, *more)
-    return {name: value for name, value in metrics.items() if name.removeprefix(VALIDATION) in selected}
+def select_main_metrics(metrics: Mapping[str, float], *extra_names: str) -> dict[str, float]:
+    """Return the main metrics, for a short line of text, and the metrics named in `extra_names`."""
+    selected_names = (*MAIN_METRICS, *extra_names)
+    return {name: value for name, value in metrics.items() if name.removeprefix(VALIDATION) in selected_names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,31 +79,31 @@ class History:
     def __repr__(self) -> str:
         if not self.records:
             return "History(no rounds)"
-        metrics = "".join(f", {name} {value:.4g}" for name, value in headlines(self.metrics).items())
+        metrics = "".join(f", {name} {value:.4g}" for name, value in select_main_metrics(self.metrics).items())
         return f"History({len(self.records)} rounds{metrics})"
 
     def curve(self, name: str) -> list[tuple[int, float]]:
         """Return the (round, value) pairs of a metric or figure for the rounds that have it."""
         points = [(record.round, values[name]) for record in self.records if name in (values := record.to_dict())]
         if self.records and not points:
-            known = ", ".join(sorted(self.names - {"round", "evaluated"}))
+            names = ", ".join(sorted(self.names - {"round", "evaluated"}))
             evaluated = any(record.evaluated for record in self.records)
-            what = f"{name}: no round has it; known names: {known}"
-            raise KeyError(what if evaluated else f"{what}; {NO_EVALUATION}")
-        return [(number, value) for number, value in points if isinstance(value, int | float)]
+            message = f"no round has a value named {name!r}; available names: {names}"
+            raise KeyError(message if evaluated else f"{message}; {NO_EVALUATION}")
+        return [(round_number, value) for round_number, value in points if isinstance(value, int | float)]
 
     @property
     def names(self) -> set[str]:
         """The names of all values in the records."""
-        found = set[str]()
-        for record in self.records:  # without a dict for each of possibly very many records
-            found.update(record.metrics, record.figures, record.notes)
-        kinds = {record.evaluated is None: record for record in self.records}
-        return found.union(*(replace(one, metrics={}, figures={}, notes={}) for one in kinds.values()))
+        names = set[str]()
+        for record in self.records:  # calling to_dict for every record would be slow
+            names.update(record.metrics, record.figures, record.notes)
+        examples = {record.evaluated is None: record for record in self.records}
+        return names.union(*(replace(record, metrics={}, figures={}, notes={}) for record in examples.values()))
 
     @property
     def last(self) -> RoundRecord:
-        """The latest record with an evaluation or, if there is none, the latest record."""
+        """The latest record with an evaluation or, if no round was evaluated, the latest record."""
         if not self.records:
             raise IndexError("there are no rounds yet")
         return next((record for record in reversed(self.records) if record.evaluated), self.records[-1])
@@ -125,8 +125,9 @@ class History:
         """Plot metrics or figures over the rounds with matplotlib, and return the axes.
 
         Args:
-            *names: what to plot; by default the accuracy or, without classes, the error.
-            ax: the axes to draw on; by default new ones.
+            *names: names of the metrics or figures to plot; by default, the first of accuracy, AUC, MSE and loss that
+                was measured.
+            ax: the axes to draw on; by default, new axes.
         """
         if not self.records:
             raise BadArgument("plot", "there are no rounds yet", "call fit first")
@@ -134,9 +135,9 @@ class History:
             from matplotlib import pyplot
         except ImportError as error:
             raise BadArgument("plot", "matplotlib is not installed", "run pip install 'fedveil[plots]'") from error
-        main = next((name for name in HEADLINES if {name, VALIDATION + name} & self.names), HEADLINES[0])
-        both = [name for name in (VALIDATION + main, main) if name in self.names]
-        curves = {name: self.curve(name) for name in names or both or [main]}
+        main_metric = next((name for name in MAIN_METRICS if {name, VALIDATION + name} & self.names), MAIN_METRICS[0])
+        default_names = [name for name in (VALIDATION + main_metric, main_metric) if name in self.names]
+        curves = {name: self.curve(name) for name in names or default_names or [main_metric]}
         axes = pyplot.subplots()[1] if ax is None else ax
         for name, points in curves.items():
             axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) == 1 else None)

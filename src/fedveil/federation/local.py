@@ -19,7 +19,7 @@ from fedveil.defences.registry import add_privacy, find_codec
 from fedveil.errors import BadArgument, NonFiniteUpdate
 from fedveil.federation import checkpoint
 from fedveil.federation.checkpoint import StateTag
-from fedveil.federation.client import compute_update, take_step
+from fedveil.federation.client import compute_update, reply_to_step
 from fedveil.federation.limits import Limits
 from fedveil.federation.prepare import (
     HeldOut,
@@ -86,45 +86,47 @@ class LocalEngine(Generic[B, U]):
     ) -> None:
         self.client, self.shards, self.whole_shard, self.fused = client, shards, whole_shard, fused
         self.dtype = dtype
-        ours = type(client).__module__.startswith("fedveil.")
-        self.keeps_nothing = ours and type(self) is LocalEngine  # subclasses may keep a broadcast
+        is_builtin = type(client).__module__.startswith("fedveil.")
+        self.keeps_nothing = is_builtin and type(self) is LocalEngine  # a subclass may keep a broadcast
         self._parties: dict[Member, Party] = {}  # with secure aggregation
 
     def start_round(self) -> None:
-        """Do nothing: there is no traffic."""
+        """Do nothing, because there is no traffic."""
 
     def members(self) -> list[Member]:
         """Return the indices of all clients."""
         return list(range(len(self.shards.sizes)))
 
-    def ask(self, number: int, defence_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
+    def ask(self, round_number: int, defence_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
         """Compute the clients' updates, in one pass if clients are fused."""
         clients = [int(member) for member in members]
         if self.fused:
             records = sum([self.shards.sizes[client] for client in clients])
-            yield Reply(tuple(members), self._fused_update(defence_round.broadcast, clients, number), records)
+            yield Reply(tuple(members), self._fused_update(defence_round.broadcast, clients, round_number), records)
             return
-        updates = self.updates(defence_round.broadcast, clients, number)
+        updates = self.updates(defence_round.broadcast, clients, round_number)
         for client, update in zip(clients, updates, strict=True):
             yield Reply((client,), update, self.claim_records(client))
 
     @resume_autocast()
-    def updates(self, broadcast: B, clients: Sequence[int], number: int, members: int | None = None) -> list[U]:
-        """Compute each client's update in a round; `members` is the number of clients in a secure sum."""
-        defence_client, shards, dtype, whole = self.client, self.shards, self.dtype, self.whole_shard
+    def updates(
+        self, broadcast: B, clients: Sequence[int], round_number: int, num_members: int | None = None
+    ) -> list[U]:
+        """Compute each client's update in a round; `num_members` is the number of clients in a secure sum."""
+        defence_client, shards, dtype, whole_shard = self.client, self.shards, self.dtype, self.whole_shard
         return [
-            compute_update(defence_client, broadcast, shards, dtype, client, number, whole, members)
+            compute_update(defence_client, broadcast, shards, dtype, client, round_number, whole_shard, num_members)
             for client in clients
         ]
 
     def claim_records(self, client: int) -> int:
-        """Return the number of records that a client claims."""
+        """Return the number of records that a client claims to have."""
         return self.shards.sizes[client]
 
     @resume_autocast()
-    def _fused_update(self, broadcast: B, clients: Sequence[int], number: int) -> U:
+    def _fused_update(self, broadcast: B, clients: Sequence[int], round_number: int) -> U:
         """Compute one update from all clients' batches, with each sample weighted by its client's share."""
-        rows = [self.shards.rows(client, number) for client in clients]
+        rows = [self.shards.rows(client, round_number) for client in clients]
         inputs, targets = self.shards.take(torch.cat(rows))
         sizes = tuple([self.shards.sizes[client] for client in clients])
         weights = _weights(sizes, tuple([len(row) for row in rows]), self.dtype, targets.device)
@@ -142,7 +144,12 @@ class LocalEngine(Generic[B, U]):
         return roster
 
     def ask_masked(
-        self, number: int, defence_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
+        self,
+        round_number: int,
+        defence_round: AnyRound,
+        members: Sequence[Member],
+        terms: SecureTerms,
+        channels: Channels,
     ) -> tuple[bytes, Iterator[tuple[Member, bytes] | Fault]]:
         """Compute the clients' masked updates; the masks are bound to the digest of `terms`."""
         from fedveil.federation.sums import encode_words
@@ -151,27 +158,27 @@ class LocalEngine(Generic[B, U]):
         clients = [int(member) for member in members]
 
         def uploads() -> Iterator[tuple[Member, bytes] | Fault]:
-            updates = self.updates(defence_round.broadcast, clients, number, len(terms.opening.roster))
+            updates = self.updates(defence_round.broadcast, clients, round_number, len(terms.opening.roster))
             for client, update in zip(clients, updates, strict=True):
                 _, tensors = self._codec.encode_update(update)
                 records, party = self.claim_records(client), self._parties[client]
                 words = encode_words(tensors, records, terms.opening, terms.clip, integers=self._integers)
                 if not words[1]:  # a remote client would contribute nothing instead of raising
-                    what = "its update contains NaN or infinity, although the records are finite"
-                    raise NonFiniteUpdate(f"client {client}", what)
+                    message = "its update contains NaN or infinity, although the records are finite"
+                    raise NonFiniteUpdate(f"client {client}", message)
                 yield client, party.upload(party.admit(terms.opening, digest), words)
 
         return digest, uploads()
 
-    def take_step(
+    def run_step(
         self, step: Step, messages: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
         """Yield the replies of the clients' parties to a step of secure aggregation."""
         for member, extra in messages.items():
-            yield member, take_step(step, extra, self._parties[member], lambda: 1)
+            yield member, reply_to_step(step, extra, self._parties[member], lambda: 1)
 
     def close(self) -> None:
-        """Do nothing: there is no connection."""
+        """Do nothing, because there is no connection."""
 
 
 class Federation(Server):
@@ -195,15 +202,15 @@ class Federation(Server):
         schedule: a function that creates a learning-rate schedule from the optimizer, or a schedule.
             `ReduceLROnPlateau` steps after every evaluation, on the test loss or, with mode="max", on the accuracy.
         schedule_every: how often other schedules step: "epoch" or "round".
-        clip_norm: the norm to which the gradient is clipped; by default, it is not clipped.
+        clip_norm: the norm to which the gradient is clipped; by default, gradients are not clipped.
         batch_size: number of records per client and round; by default, the batch size of the DataLoaders, or 32.
         loss: a name (see `fedveil.scheme.LOSSES`), a Fedveil or torch loss, a function (outputs, targets) -> one
             value per sample, or a `BatchLoss` for the whole batch. By default, cross-entropy for integer
             targets (classes) and squared error for floats; if the targets are floats that are all 0 or 1, a loss must
             be given. A loss that does not fit the targets is refused (docs/losses.md). Targets may have positions
             (pixels, tokens): losses are summed over positions and averaged over samples.
-        output: the predictions in what the model's forward method returns: the name of an entry, such as
-            "last_hidden_state", or a function of it. By default, "logits" or the only floating-point tensor.
+        output: the choice of predictions in the result of the model's forward method: the name of an entry, such as
+            "last_hidden_state", or a function of the result. By default, "logits" or the only floating-point tensor.
         whole_shard: whether each client goes through all its records in a round, in batches, with the same noise.
             Clients that train locally always do.
         participation: fraction of the clients that take part in a round.
@@ -240,8 +247,8 @@ class Federation(Server):
     ) -> None:
         where = "Federation"
         if not isinstance(model, nn.Module):
-            what = f"model is {model!r:.60}, not a torch.nn.Module"
-            raise BadArgument(where, what, "pass an instance of a module: Net()")
+            message = f"model must be a torch.nn.Module, got {model!r:.60}"
+            raise BadArgument(where, message, "pass an instance of a module: Net()")
         model = choose_output(unwrap(where, model), output)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             fix = "call model.requires_grad_(True)"
@@ -250,42 +257,43 @@ class Federation(Server):
             check_boolean(where, name, value)
         clients = list_clients(clients)
         columns = check_columns(clients)
-        sources = check_sources([as_source(f"client {number}", client) for number, client in enumerate(clients)])
+        sources = check_sources([as_source(f"client {index}", client) for index, client in enumerate(clients)])
         inputs, _ = sources[0].take(range(min(2, len(sources[0]))))
         template = one_output(model, inputs)  # raises if the model does not accept the records
         loss = default_loss(template, sources) if loss is None else loss
         policy = RoundPolicy(participation, attempts=SECURE_ATTEMPTS if secure_aggregation else 1, pause=0.0)
-        size = choose_batch_size(clients, batch_size, BATCH_SIZE)
+        train_batch_size = choose_batch_size(clients, batch_size, BATCH_SIZE)
         if privacy is not None:
-            chosen = choose_batch_size(clients, batch_size, 0)
-            rate = 1.0 if whole_shard else _sampling_rate([len(source) for source in sources], chosen)
+            explicit_batch_size = choose_batch_size(clients, batch_size, 0)
+            rate = 1.0 if whole_shard else _sampling_rate([len(source) for source in sources], explicit_batch_size)
             defence = add_privacy(defence, privacy, rate)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         self.columns = columns
-        if (local := self.defence.local_training) is not None:
-            size, whole_shard = local.batch_size or size, True
-        self.shards = make_shards(model, self.loss, sources, size, seed, self.dtype)
+        if (local_training := self.defence.local_training) is not None:
+            train_batch_size, whole_shard = local_training.batch_size or train_batch_size, True
+        self.shards = make_shards(model, self.loss, sources, train_batch_size, seed, self.dtype)
         warn_about_activation(model, self.loss, template)
         refuse_single(model, self.shards)
         self.whole_shard = whole_shard
         self._checksum: tuple[bytes, str | None] | None = None
-        alone = limits is None and not secure_aggregation and not whole_shard and self.shards.fusable
-        fused = fuse and self.defence.fusable and alone and not _couples_samples(model, self.loss)
+        can_fuse = limits is None and not secure_aggregation and not whole_shard and self.shards.fusable
+        fused = fuse and self.defence.fusable and can_fuse and not _couples_samples(model, self.loss)
         self.example = self.shards.example
         self.defence_server = self.defence.server(model, self.example, self.loss)
         client = self.defence.start_client(model, self.example, self.loss)
         self.use_engine(LocalEngine(client, self.shards, self.dtype, whole_shard=whole_shard, fused=fused))
-        taking_part = max(1, round(participation * len(sources)))
-        if limits is not None and taking_part < limits.min_clients():
-            what = f"{limits.aggregator} with hostile={limits.hostile} needs {limits.min_clients()} clients in a round"
-            raise BadArgument(where, f"{what}, not {taking_part}", "use more clients, or a smaller value for hostile")
+        num_participants = max(1, round(participation * len(sources)))
+        if limits is not None and num_participants < (minimum := limits.min_clients()):
+            message = f"{limits.aggregator} with hostile={limits.hostile} needs {minimum} clients in a round"
+            fix = "use more clients, or a smaller value for hostile"
+            raise BadArgument(where, f"{message}, got {num_participants}", fix)
         if secure_aggregation:
             from fedveil.secagg import threshold
 
             roster = self.clients.create_parties(find_codec(self.defence), self.defence.integer_sums)
-            steps = local.epochs * self.shards.rounds_per_epoch if local else 1
+            steps = local_training.epochs * self.shards.rounds_per_epoch if local_training else 1
             self._start_secure(client, self.example, roster, Entropy().token(), sum(self.shards.sizes), steps)
-            threshold(taking_part)  # raises if there are too few clients
+            threshold(num_participants)  # raises if there are too few clients
 
     def use_engine(self, engine: LocalEngine[B, U]) -> None:
         """Replace the clients, for example with hostile ones; not supported with secure aggregation."""
@@ -308,7 +316,7 @@ class Federation(Server):
         return RunTerms(False, len(sizes), sizes, self.shards.batch_size, self.whole_shard)
 
     def _comparison_batch(self) -> tuple[Inputs, Tensor | None]:
-        """Return the first client's batch; a data set that draws random numbers draws the same ones in the round."""
+        """Return the first client's batch, with the random state restored so that the round draws the same numbers."""
         with keep_random_state():
             return self.shards.take(self.shards.rows(0, self.round))
 
@@ -318,12 +326,12 @@ class Federation(Server):
         return read_held_out(owner, records, self.model, self.loss, self.dtype, lambda: self.shards.example)
 
     def state(self) -> CheckpointState:
-        """Return the content of a checkpoint, including which clients have a private state."""
-        return {**super().state(), "private": sorted(self._private())}
+        """Return the content of a checkpoint, including the indices of clients with a private state."""
+        return {**super().state(), "private": sorted(self._client_states())}
 
     def setting(self) -> Setting:
-        """Return the settings that should not change when a run is resumed."""
-        shards, local = self.shards, self.defence.local_training
+        """Return the settings that should stay the same when a run is resumed."""
+        shards, local_training = self.shards, self.defence.local_training
         if self._checksum is None or self._checksum[0] != self._run:
             self._checksum = self._run, checksum_records(shards, self._run)
         return {
@@ -333,32 +341,32 @@ class Federation(Server):
             "batch size": shards.batch_size,
             "seed": shards.seed,
             "participation": [self.policy.participation, self.whole_shard],
-            "local training": list(astuple(local)) if local else [],
+            "local training": list(astuple(local_training)) if local_training else [],
         }
 
     def _restore_clients(self, states: Mapping[int, State]) -> None:
-        """Restore the clients' private states; clients without one start from scratch."""
+        """Restore the clients' private states; clients without a private state start from scratch."""
         client = self.defence.start_client(self.model, self.example, self.loss)
         for index, state in states.items():
             client.restore(index, state)
         self.clients.client = client
 
-    def _private(self) -> dict[int, State]:
+    def _client_states(self) -> dict[int, State]:
         states = {client: self.clients.client.state(client) for client in range(len(self.shards.sizes))}
         return {client: state for client, state in states.items() if state}
 
     def _save(self, folder: Path) -> set[int]:
         """Write the clients' private states to one file per client, then the checkpoint."""
-        for client, state in self._private().items():
+        for client, state in self._client_states().items():
             path = _private_file(folder, client, self.round)
             make_folder(make_folder(folder / "clients", 0o700) / str(client), 0o700)
             checkpoint.save(path, state, self._tag)
         rounds = super()._save(folder)
-        for home in (folder / "clients").glob("*"):
-            remove_partial_files(home)
-            for old in home.glob("*.pt"):
-                if old.stem not in map(str, rounds):
-                    old.unlink()
+        for client_folder in (folder / "clients").glob("*"):
+            remove_partial_files(client_folder)
+            for old_file in client_folder.glob("*.pt"):
+                if old_file.stem not in map(str, rounds):
+                    old_file.unlink()
         return rounds
 
     def _private_states(self, folder: Path, tag: StateTag, state: CheckpointState) -> dict[int, State]:
@@ -367,24 +375,24 @@ class Federation(Server):
         for client in state.get("private", []):
             path = _private_file(folder, client, state["round"])
             if not path.exists():
-                what = f"client {client}'s private state is missing"
-                raise checkpoint.Damaged(str(path), what, checkpoint.RESTORE)
+                message = f"client {client}'s private state is missing"
+                raise checkpoint.DamagedCheckpoint(str(path), message, checkpoint.RESTORE)
             result[client] = checkpoint.load(path, self.device, tag)
         return result
 
 
 def _couples_samples(model: nn.Module, loss: Loss) -> bool:
     """Return whether the loss, or a normalisation layer in training mode, couples the samples of a batch."""
-    norms = (module for module in model.modules() if isinstance(module, _NormBase))
-    return couples_samples(loss) or any(norm.training or norm.running_mean is None for norm in norms)
+    layers = (module for module in model.modules() if isinstance(module, _NormBase))
+    return couples_samples(loss) or any(layer.training or layer.running_mean is None for layer in layers)
 
 
 def _sampling_rate(sizes: Sequence[int], batch_size: int) -> float:
-    """Return the rate at which clients sample records; if the batch size is 0, it is the default rate."""
+    """Return the rate at which clients sample records; a batch size of 0 selects the default rate."""
     from fedveil.privacy.defaults import default_rate
 
     return min(1.0, batch_size / max(sizes)) if batch_size else default_rate(sum(sizes))
 
 
-def _private_file(folder: Path, client: int, number: int) -> Path:
-    return folder / "clients" / str(client) / f"{number}.pt"
+def _private_file(folder: Path, client: int, round_number: int) -> Path:
+    return folder / "clients" / str(client) / f"{round_number}.pt"

@@ -1,7 +1,7 @@
 """The messages between a server and its clients, and the interface of the engines that deliver them.
 
 Every message is a frozen dataclass; `write` encodes it, and `read` decodes and checks it. An engine sends messages to
-clients and yields their valid replies, and a fault for each client that sends none.
+clients, and yields their valid replies and a fault for each client without a valid reply.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ MAX_COUNT = 2**53  # bound on rounds and records: smaller integers are exact in 
 MAX_SEED = 2**64
 MAX_SECONDS = 1e9
 MAX_PER_TENSOR = 4  # maximum number of tensors in a message, per tensor of the model
-MAX_ASK_HEAD = 2**22  # maximum size of an ask's values in bytes: enough for a roster of 10,000 members
-CHALLENGE = 16  # size in bytes of the challenge in a greeting, which the reply must sign
-MAX_RECORDED = 20  # maximum number of faults in a round's record
-MAX_SHOWN = 5  # maximum number of faults in an error message
+MAX_REQUEST_HEAD = 2**22  # maximum size of a request's values in bytes: enough for a roster of 10,000 members
+CHALLENGE_SIZE = 16  # size in bytes of the challenge in a greeting, which the client must sign in its reply
+MAX_RECORDED_FAULTS = 20  # maximum number of faults in a round's record
+MAX_SHOWN_FAULTS = 5  # maximum number of faults in an error message
 MAX_TEXT = 200  # maximum length of text from a client, in characters
 SERVER = "server"  # used as the member in faults that concern a whole attempt
 Member = int | str  # identifies a client: its index in this process, its Flower node id or the name of its FLARE site
@@ -39,7 +39,7 @@ LOG = logging.getLogger("fedveil.rounds")
 
 @dataclass(frozen=True)
 class SecureTerms:
-    """The part of an ask that concerns secure aggregation."""
+    """The part of a request that concerns secure aggregation."""
 
     opening: "Opening"
     clip: float | None = None  # with differential privacy, the maximum norm of a client's gradient
@@ -51,19 +51,19 @@ class SecureTerms:
     @classmethod
     def from_values(cls, values: Values) -> "SecureTerms":
         """Parse the result of `values`; refuse anything else."""
-        from fedveil.secagg import Opening  # only clients that take part in secure aggregation need it
+        from fedveil.secagg import Opening  # imported here because most clients do not need it
 
         clip = values.get("clip")
-        return cls(Opening.from_values(values), None if clip is None else check_positive("ask", "clip", clip))
+        return cls(Opening.from_values(values), None if clip is None else check_positive("request", "clip", clip))
 
 
 @dataclass(frozen=True, eq=False)
-class Ask:
-    """A broadcast and everything else that a client needs to answer it."""
+class Request:
+    """A broadcast and all other values that a client needs to compute its answer."""
 
-    session: str  # identifies the server's process; a restarted server has a new one
+    session: str  # identifies the server's process; a restarted server has a new session
     round: int  # starts at 0
-    token: str  # identifies the exchange; the answer repeats it
+    token: str  # identifies the exchange; repeated in the answer
     defence: str  # name in the registry
     settings: Values  # settings of the defence that clients need
     loss: str  # name of the loss
@@ -121,43 +121,47 @@ class Step:
         return as_bytes("step", self.tensors, "body")
 
 
-Message = TypeVar("Message", Ask, Answer, MaskedAnswer, Step)
+Message = TypeVar("Message", Request, Answer, MaskedAnswer, Step)
 HINTS: Mapping[type, dict[str, object]] = {  # the types of each message's fields, except its tensors
-    kind: {name: hint for name, hint in get_type_hints(kind).items() if name != "tensors"}
-    for kind in (Ask, Answer, MaskedAnswer, Step)
+    message_type: {name: hint for name, hint in get_type_hints(message_type).items() if name != "tensors"}
+    for message_type in (Request, Answer, MaskedAnswer, Step)
 }
 
 
-def write(message: Ask | Answer | MaskedAnswer | Step) -> bytes:
+def write(message: Request | Answer | MaskedAnswer | Step) -> bytes:
     """Encode a message."""
-    values = {item.name: getattr(message, item.name) for item in fields(message) if item.name != "tensors"}
+    values = {
+        message_field.name: getattr(message, message_field.name)
+        for message_field in fields(message)
+        if message_field.name != "tensors"
+    }
     return to_bytes(type(message).__name__.lower(), values, message.tensors)
 
 
-def read(data: bytes, kind: type[Message], max_tensors: int | None = None) -> Message:
+def read(data: bytes, message_type: type[Message], max_tensors: int | None = None) -> Message:
     """Decode a message of the given kind; refuse anything else, and messages with more than `max_tensors` tensors."""
-    where = kind.__name__.lower()
-    head = MAX_ASK_HEAD if kind is Ask else MAX_HEADER
-    values, tensors = from_bytes(data, where, 1 if kind is Step else max_tensors, head)
-    result: Message = kind(**check_fields(where, values, HINTS[kind]), tensors=tensors)
+    where = message_type.__name__.lower()
+    max_header = MAX_REQUEST_HEAD if message_type is Request else MAX_HEADER
+    values, tensors = from_bytes(data, where, 1 if message_type is Step else max_tensors, max_header)
+    result: Message = message_type(**check_fields(where, values, HINTS[message_type]), tensors=tensors)
     if isinstance(result, Answer):
         if not 1 <= result.records <= MAX_COUNT:
             raise BadArgument(where, f"records must be from 1 to 2^53, got {result.records}")
         if not 0 <= result.seconds < MAX_SECONDS:
             raise BadArgument(where, f"seconds must be from 0 to {MAX_SECONDS:g}, got {result.seconds}")
-    elif isinstance(result, Ask):
-        _check_ask(result)
+    elif isinstance(result, Request):
+        _check_request(result)
     return result
 
 
-def _check_ask(ask: Ask) -> None:
+def _check_request(request: Request) -> None:
     """Refuse integers that are out of range, and unprintable text."""
-    for name, least, end in (("round", 0, MAX_COUNT), ("batch_size", 1, MAX_COUNT), ("seed", 0, MAX_SEED)):
-        if check_count("ask", name, getattr(ask, name), least) >= end:
-            raise BadArgument("ask", f"{name} must be below {end}, got {getattr(ask, name)}")
+    for name, minimum, bound in (("round", 0, MAX_COUNT), ("batch_size", 1, MAX_COUNT), ("seed", 0, MAX_SEED)):
+        if check_count("request", name, getattr(request, name), minimum) >= bound:
+            raise BadArgument("request", f"{name} must be below {bound}, got {getattr(request, name)}")
     for name in ("session", "token", "defence", "loss", "local", "output"):
-        if not getattr(ask, name).isprintable():
-            raise BadArgument("ask", f"{name} contains unprintable characters")
+        if not getattr(request, name).isprintable():
+            raise BadArgument("request", f"{name} contains unprintable characters")
 
 
 def max_tensors(model: nn.Module) -> int:
@@ -165,33 +169,35 @@ def max_tensors(model: nn.Module) -> int:
     return MAX_PER_TENSOR * (len(list(model.parameters())) + len(list(model.buffers())) + 1)
 
 
-def check_exchange(answer: Answer | MaskedAnswer, ask: Ask) -> None:
-    """Refuse an answer to another ask; used by the server."""
-    if (answer.round, answer.token, answer.defence) != (ask.round, ask.token, ask.defence):
-        raise StaleUpdate("answer", f"it belongs to another exchange, in round {answer.round}")
+def check_exchange(answer: Answer | MaskedAnswer, request: Request) -> None:
+    """Refuse an answer to another request; used by the server."""
+    if (answer.round, answer.token, answer.defence) != (request.round, request.token, request.defence):
+        raise StaleUpdate("answer", f"the answer belongs to another exchange, in round {answer.round}")
 
 
 @dataclass(frozen=True)
-class LastAsk:
-    """The last ask that a client answered."""
+class LastRequest:
+    """The last request that a client answered."""
 
     session: str
     round: int
     token: str
 
 
-def refuse_old(ask: Ask, last: LastAsk | None) -> None:
-    """Refuse an ask that was already answered or is for an earlier round of the session; used by the client."""
-    if last is None or last.session != ask.session:
+def refuse_old(request: Request, last_request: LastRequest | None) -> None:
+    """Refuse a request that was already answered or is for an earlier round of the session; used by the client."""
+    if last_request is None or last_request.session != request.session:
         return
-    if last.token == ask.token:
-        raise StaleUpdate("this client", f"it has already answered this ask of round {ask.round}")
-    if ask.round < last.round:
-        raise StaleUpdate("this client", f"the ask is for round {ask.round}, but it has already answered a later one")
+    if last_request.token == request.token:
+        raise StaleUpdate("this client", f"the request of round {request.round} has already been answered")
+    if request.round < last_request.round:
+        raise StaleUpdate(
+            "this client", f"the request is for round {request.round}, but this client has already answered a later one"
+        )
 
 
 class FaultKind(StrEnum):
-    """The reason why a reply does not count. docs/flower.md and docs/nvflare.md explain each kind."""
+    """The reason why a reply is not used. docs/flower.md and docs/nvflare.md explain each kind."""
 
     SILENT = "silent"
     UNREACHABLE = "unreachable"
@@ -209,12 +215,12 @@ class FaultKind(StrEnum):
 
 
 WRONG_REPLIES = {FaultKind.MALFORMED, FaultKind.REFUSED, FaultKind.NOT_FINITE, FaultKind.STALE, FaultKind.UNREADABLE}
-"""Faults after which asking a client again in the same round would only delay the others."""
+"""Faults after which asking the client again in the same round would only delay the other clients."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A reply that does not count. Its text may come from the client, so it is shortened and made printable."""
+    """A reply that is not used. The text may come from the client, so it is shortened and made printable."""
 
     member: Member
     kind: FaultKind
@@ -224,8 +230,8 @@ class Fault:
         object.__setattr__(self, "text", clean(self.text))
 
     def __str__(self) -> str:
-        who = SERVER if self.member == SERVER else f"client {self.member}"
-        return f"{who}: {self.kind}: {self.text}"
+        sender = SERVER if self.member == SERVER else f"client {self.member}"
+        return f"{sender}: {self.kind}: {self.text}"
 
 
 def clean(text: object) -> str:
@@ -238,8 +244,8 @@ def describe_refusal(member: Member, error: Exception) -> Fault:
     if isinstance(error, BadArgument):
         return Fault(member, FaultKind.MALFORMED, f"{error.where}: {error.what}")
     if isinstance(error, FedveilError):
-        other = FaultKind.NOT_FINITE if isinstance(error, NonFiniteUpdate) else FaultKind.REFUSED
-        return Fault(member, FaultKind.STALE if isinstance(error, StaleUpdate) else other, error.what)
+        kind = FaultKind.NOT_FINITE if isinstance(error, NonFiniteUpdate) else FaultKind.REFUSED
+        return Fault(member, FaultKind.STALE if isinstance(error, StaleUpdate) else kind, error.what)
     return Fault(member, FaultKind.MALFORMED, f"{type(error).__name__}: {error}")
 
 
@@ -253,19 +259,19 @@ def hide_failures() -> Iterator[None]:
         yield
     except Exception as error:
         if isinstance(error, FedveilError) and not isinstance(error, AnalysisError):
-            raise  # an analysis of a batch may quote the sizes of records
+            raise  # except an AnalysisError, which may quote the sizes of records
         traceback.print_exc(file=sys.stderr)
-        what = f"this client cannot answer: {type(error).__name__}"
-        raise BadArgument("ask", what, "look for the cause in the client's log") from error
+        message = f"this client cannot answer: {type(error).__name__}"
+        raise BadArgument("request", message, "look for the cause in the client's log") from error
 
 
-def print_failure(what: str) -> None:
+def print_failure(message: str) -> None:
     """Print the current exception to stderr. Loggers are not used, because engines may send logs to the server.
 
-    Errors while printing are ignored; otherwise, the server would learn that something was printed.
+    Errors while printing are ignored, because otherwise the server would learn that something was printed.
     """
     with contextlib.suppress(Exception):
-        print(f"fedveil: {what}", file=sys.stderr)
+        print(f"fedveil: {message}", file=sys.stderr)
         traceback.print_exc(file=sys.stderr)
 
 
@@ -288,37 +294,37 @@ class FaultLog:
 
     def texts(self) -> list[str]:
         """Return the faults as text, for the round's record."""
-        return [str(fault) for fault in self.faults[:MAX_RECORDED]]
+        return [str(fault) for fault in self.faults[:MAX_RECORDED_FAULTS]]
 
-    def too_few_answers(self, what: str) -> TooFewAnswers:
+    def too_few_answers(self, message: str) -> TooFewAnswers:
         """Return the error of a round without enough answers, with the last faults."""
-        faults = "; ".join(map(str, self.faults[-MAX_SHOWN:]))
+        faults = "; ".join(map(str, self.faults[-MAX_SHOWN_FAULTS:]))
         fix = "check the clients' logs, then resume from the checkpoint"
-        return TooFewAnswers(f"round {self.round}", f"{what}: {faults}" if faults else what, fix)
+        return TooFewAnswers(f"round {self.round}", f"{message}: {faults}" if faults else message, fix)
 
 
 @dataclass
 class Traffic:
-    """The bytes sent and received in a round."""
+    """The messages sent and received in a round."""
 
-    asked: int = 0  # number of clients that were asked
+    num_asked: int = 0  # number of clients that were asked
     exchanges: int = 0
-    down: int = 0  # bytes sent to clients
-    up: int = 0  # bytes received from clients
+    bytes_sent: int = 0  # bytes sent to clients
+    bytes_received: int = 0  # bytes received from clients
     seconds_work: float = 0.0  # the longest computing time that a client reported
     members: set[Member] = field(default_factory=set)  # the clients that were asked
     seconds: dict[Member, float] = field(default_factory=dict)  # duration of each client's last valid answer
 
-    def count_down(self, sizes: Sequence[int]) -> None:
+    def count_sent(self, sizes: Sequence[int]) -> None:
         """Count one exchange; `sizes` are the sizes of the messages to clients."""
         self.exchanges += 1
-        self.asked = max(self.asked, len(sizes))
-        self.down += sum(sizes)
+        self.num_asked = max(self.num_asked, len(sizes))
+        self.bytes_sent += sum(sizes)
 
     def figures(self) -> dict[str, float]:
         """Return the figures for the round's record; bytes_down and bytes_up are averages per client."""
-        down, up = round(self.down / self.asked), round(self.up / self.asked)
-        result = {"bytes_total": self.down + self.up, "bytes_down": down, "bytes_up": up}
+        bytes_down, bytes_up = round(self.bytes_sent / self.num_asked), round(self.bytes_received / self.num_asked)
+        result = {"bytes_total": self.bytes_sent + self.bytes_received, "bytes_down": bytes_down, "bytes_up": bytes_up}
         figures = {"exchanges": self.exchanges if self.exchanges > 1 else 0, "seconds_work": self.seconds_work}
         return result | {name: value for name, value in figures.items() if value}
 
@@ -341,8 +347,10 @@ class Engine(Protocol):
 
     Attributes:
         stream: name of the random stream that determines the choice of clients.
-        stable: whether a member is the same client in every round; if not, each round is counted for every client.
-        keeps_nothing: whether no client keeps a broadcast after its round, so that its memory can be reused.
+        stable: whether a member is the same client in every round; if not, every round counts for every client in the
+            privacy accounting.
+        keeps_nothing: whether no client keeps a broadcast after the round, so that the broadcast's memory can be
+            reused.
     """
 
     stream: str
@@ -359,15 +367,20 @@ class Engine(Protocol):
     def members(self) -> list[Member]:
         """Return the clients that can be asked now, in a fixed order."""
 
-    def ask(self, number: int, defence_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
-        """Send the broadcast of round `number`; yield replies, each for one or more clients, and faults."""
+    def ask(self, round_number: int, defence_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
+        """Send the broadcast of round `round_number`; yield replies, each for one or more clients, and faults."""
 
     def ask_masked(
-        self, number: int, defence_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
+        self,
+        round_number: int,
+        defence_round: AnyRound,
+        members: Sequence[Member],
+        terms: SecureTerms,
+        channels: Channels,
     ) -> tuple[bytes, Iterator[tuple[Member, bytes] | Fault]]:
         """Send the broadcast of a secure-aggregation attempt; return its digest and the masked uploads."""
 
-    def take_step(
+    def run_step(
         self, step: Step, extras: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
         """Send a step of secure aggregation, with additional bytes for each client; yield the bodies of the replies.

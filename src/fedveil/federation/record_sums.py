@@ -1,6 +1,6 @@
 """The client's side of rounds that combine differential privacy for records with secure aggregation.
 
-Since the server chooses the model, the loss and the settings of a round, the client first checks them against its own
+Since the server chooses the model, the loss and the settings of a round, the client first checks these against its own
 limits and enters the round in its ledger. After that, the effect of every record on the sum is bounded: a record for
 which the computation fails contributes nothing, all other records contribute as usual, and the sum always contains the
 client's share of the noise.
@@ -51,56 +51,58 @@ class RecordRound:
     def from_terms(cls, terms: Values, policy: Policy) -> "RecordRound":
         """Return a round with the settings that a server sends; abort if the client's policy does not allow them."""
         if not terms:
-            what = "this client requires differential privacy for each record, but the server does not offer it"
-            raise Aborted("policy", "ask", what, 'set privacy=fedveil.Privacy(noise_by="clients", ...) on the server')
+            message = "this client requires differential privacy for each record, but the server does not offer it"
+            raise Aborted(
+                "policy", "request", message, 'set privacy=fedveil.Privacy(noise_by="clients", ...) on the server'
+            )
         privacy, limits = Privacy.from_terms(terms), policy.privacy
         if limits is None:
             return cls(privacy, policy, None)
         assert privacy.noise is not None
         assert privacy.rate is not None
-        for name, allowed, rule in (
+        for name, is_allowed, requirement in (
             ("noise_by", privacy.noise_by == "clients", "must be clients"),
             ("noise", privacy.noise >= limits.noise, f"must be at least {limits.noise:g}"),
             ("rate", privacy.rate <= limits.rate, f"must be at most {limits.rate:g}"),
             ("colluding", privacy.colluding >= limits.colluding, f"must be at least {limits.colluding}"),
         ):
-            if not allowed:
-                what = f"{name} = {getattr(privacy, name)} violates this client's policy: it {rule}"
-                raise Aborted("policy", "ask", what)
+            if not is_allowed:
+                message = f"{name} = {getattr(privacy, name)} violates this client's policy: {name} {requirement}"
+                raise Aborted("policy", "request", message)
         return cls(privacy, policy, open_ledger(limits.ledger, limits.epsilon, limits.delta, limits.varying))
 
     def check_format(self, opening: Opening, clip: float | None) -> None:
         """Refuse a format with fractional bits, check words or a clipping norm, since sums are integers."""
         if clip is not None or opening.checks or any(row_bits(opening)):
-            what = "sums over records are integers, without fractional bits, check words or a clipping norm"
-            raise BadArgument("ask", what)
+            message = "sums over records are integers, without fractional bits, check words or a clipping norm"
+            raise BadArgument("request", message)
 
     def enter(self, task: "ClientTask", model: nn.Module, records: int) -> None:
         """Perform all checks that do not require reading records, then enter the round in the ledger."""
-        noise, rate, least = self.privacy.noise, self.privacy.rate, self.policy.min_records
+        noise, rate, min_records = self.privacy.noise, self.privacy.rate, self.policy.min_records
         assert noise is not None
         assert rate is not None
         if task.dtype not in DTYPES:
-            raise BadArgument("ask", f"privacy for records requires float32 or float64, not {task.dtype}")
+            raise BadArgument("request", f"privacy for records requires float32 or float64, not {task.dtype}")
         self.privacy.capacity(records)
         task.defence.check_records(model, task.loss)
-        if isinstance(task.broadcast, nn.Module):  # a veil has checked this already
+        if isinstance(task.broadcast, nn.Module):  # a veil has already checked the modes
             check_modes(model, task.broadcast)
         if self.ledger is not None:
             self._charge(self.ledger, noise, rate)
-        elif rate * records < least:  # without limits, the noise may be too small to hide a single record
-            what = f"samples of about {rate * records:.3g} records are too small: this client's policy requires {least}"
-            raise Aborted("policy", "ask", what)
+        elif rate * records < min_records:  # without limits, the noise may be too small to hide a single record
+            message = f"samples of about {rate * records:.3g} records are too small: this client requires {min_records}"
+            raise Aborted("policy", "request", message)
 
     def _charge(self, ledger: PrivacyLedger, noise: float, rate: float) -> None:
-        """Enter the round in the ledger, without telling the server where the ledger is or why it cannot be used."""
+        """Enter the round in the ledger; if that fails, do not reveal the path or the cause to the server."""
         try:
             ledger.charge(noise, rate)
         except BadArgument as error:
             with contextlib.suppress(Exception):
                 print(f"fedveil: {error}", file=sys.stderr)
-            what = "this client's ledger cannot be used; the reason is in its log"
-            raise Aborted("budget", "ledger", what) from None
+            message = "this client's ledger cannot be used; the reason is in its log"
+            raise Aborted("budget", "ledger", message) from None
 
     def sum(
         self,
@@ -115,7 +117,7 @@ class RecordRound:
 
         Args:
             task: the server's request.
-            model: the architecture.
+            model: the client's model, which defines the architecture.
             source: the client's records.
             prepare: a function that returns all records in the form that the loss expects.
             records: the declared number of records.
@@ -139,21 +141,23 @@ def check_modes(model: nn.Module, broadcast: nn.Module) -> None:
     modes = {path: module.training for path, module in model.named_modules()}
     for path, module in broadcast.named_modules():
         if module.training != modes[path]:
-            what = f"{path or 'the model'} is in {'training' if module.training else 'evaluation'} mode on the server"
-            raise BadArgument("ask", f"{what}, but not on this client", "use the same mode on both")
+            message = (
+                f"{path or 'the model'} is in {'training' if module.training else 'evaluation'} mode on the server"
+            )
+            raise BadArgument("request", f"{message}, but not on this client", "use the same mode on both")
 
 
 def sum_sample(
-    task: "ClientTask", model: nn.Module, source: Source, prepare: Callable[[], Shards], members: int | None = None
+    task: "ClientTask", model: nn.Module, source: Source, prepare: Callable[[], Shards], num_members: int | None = None
 ) -> Packed:
     """Return the encoded sum over a sample; records for which the computation fails contribute nothing.
 
     Args:
         task: the server's request.
-        model: the architecture.
+        model: the client's model, which defines the architecture.
         source: the client's records.
         prepare: a function that returns all records in the form that the loss expects.
-        members: with secure aggregation, the number of clients in the sum.
+        num_members: with secure aggregation, the number of clients in the sum.
     """
     client = task.defence.client(model, (), task.loss)
     sample = client.sample(len(source))
@@ -161,18 +165,18 @@ def sum_sample(
     _, total = client.accumulate(
         task.broadcast, None, client.step(task.broadcast, Samples(torch.empty(0), torch.empty(0)))
     )
-    empty = True
-    for batch, used in read_slots(task, model, source, prepare, *sample):
-        if (update := compute_partial_update(client, task, batch, used)) is not None:
+    is_empty = True
+    for batch, included in read_slots(task, model, source, prepare, *sample):
+        if (update := compute_partial_update(client, task, batch, included)) is not None:
             _, total = client.accumulate(task.broadcast, total, update)
-            empty = empty and not bool(used.any())
-    if empty and bool(sample[1].any()):
+            is_empty = is_empty and not bool(included.any())
+    if is_empty and bool(sample[1].any()):
         with contextlib.suppress(Exception):
             print(
                 "fedveil: no record could be used; to find the cause, train on these records in one process",
                 file=sys.stderr,
             )
-    return task.codec.encode_update(client.prepare_sum(total, members))
+    return task.codec.encode_update(client.prepare_sum(total, num_members))
 
 
 def read_slots(
@@ -185,21 +189,21 @@ def read_slots(
 ) -> Iterator[tuple[Batch, Tensor]]:
     """Yield the records of a sample in batches, each with a mask of the records to include.
 
-    A record keeps its position in the sample, whatever the other records are: in place of records that cannot be used
-    or have another form, and of padding, a batch contains zeros. Records of a Dataset are read one by one, because
-    collating them could make the form or dtype of a record depend on others.
+    A record keeps its position in the sample, whatever the other records are: a batch contains zeros in place of
+    padding and of records that cannot be used or have another form. Records of a Dataset are read one by one, because
+    collating them could make the form or dtype of a record depend on other records.
     """
     if isinstance(source, Stream) and not source.collates_alike:
-        for row, used in zip(rows.tolist(), included.tolist(), strict=True):
+        for row, is_included in zip(rows.tolist(), included.tolist(), strict=True):
             if (batch := read_record(task, model, source, row)) is not None:
-                yield batch, torch.tensor([used]) & are_finite(batch)
+                yield batch, torch.tensor([is_included]) & are_finite(batch)
         return
     batch = attempt(lambda: prepare().take_separately(rows))
-    finite = None if batch is None else attempt(partial(are_finite, batch))
-    if batch is None or finite is None:
+    is_finite = None if batch is None else attempt(partial(are_finite, batch))
+    if batch is None or is_finite is None:
         yield from _read_each(task, model, source, rows, included)
     else:
-        yield zero_unused(batch, included & finite), included & finite
+        yield zero_unused(batch, included & is_finite), included & is_finite
 
 
 def _read_each(
@@ -209,33 +213,37 @@ def _read_each(
     with contextlib.suppress(Exception):  # a failure to print must not be visible to the server
         print("fedveil: reading records one by one and skipping those that cannot be used", file=sys.stderr)
     slots: dict[str, list[tuple[int, Batch]]] = {}
-    for slot, (row, used) in enumerate(zip(rows.tolist(), included.tolist(), strict=True)):
+    for slot, (row, is_used) in enumerate(zip(rows.tolist(), included.tolist(), strict=True)):
         batch = read_record(task, model, source, row)
-        if batch is not None and used and bool(are_finite(batch)):
+        if batch is not None and is_used and bool(are_finite(batch)):
             slots.setdefault(describe_exactly(batch), []).append((slot, batch))
     for entries in slots.values():
-        used = torch.zeros(len(rows), dtype=torch.bool)
-        used[[slot for slot, _ in entries]] = True
-        numbers = torch.zeros(len(rows), dtype=torch.int64)
-        numbers[used] = torch.arange(len(entries))
-        yield zero_unused(take_rows(join_batches([batch for _, batch in entries]), numbers), used), used
+        is_used = torch.zeros(len(rows), dtype=torch.bool)
+        is_used[[slot for slot, _ in entries]] = True
+        entry_indices = torch.zeros(len(rows), dtype=torch.int64)
+        entry_indices[is_used] = torch.arange(len(entries))
+        yield zero_unused(take_rows(join_batches([batch for _, batch in entries]), entry_indices), is_used), is_used
 
 
 def read_record(task: "ClientTask", model: nn.Module, source: Source, row: int) -> Batch | None:
     """Return a single record in the form that the loss expects, or None if it cannot be used."""
 
     def read() -> Batch:
-        single = as_source("this client", source.take([row]))
-        return make_shards(model, task.loss, [single], 1, task.ask.seed, task.dtype, fit=True).records(0)
+        record_source = as_source("this client", source.take([row]))
+        return make_shards(
+            model, task.loss, [record_source], 1, task.request.seed, task.dtype, convert_dtypes=True
+        ).records(0)
 
     return attempt(read)  # prints nothing, because a message could reveal the record
 
 
 def are_finite(batch: Batch) -> Tensor:
-    """Return, for each record, whether it contains neither NaN nor infinity."""
-    leaves = [*tensors_by_path(batch[0]).values(), batch[1]]
-    result = [torch.isfinite(leaf).flatten(1).all(1) if leaf.dim() > 1 else torch.isfinite(leaf) for leaf in leaves]
-    return torch.stack([tensor.cpu() for tensor in result]).all(0)
+    """Return whether each record is free of NaN and infinity."""
+    tensors = [*tensors_by_path(batch[0]).values(), batch[1]]
+    result = [
+        torch.isfinite(tensor).flatten(1).all(1) if tensor.dim() > 1 else torch.isfinite(tensor) for tensor in tensors
+    ]
+    return torch.stack([finite.cpu() for finite in result]).all(0)
 
 
 def take_rows(batch: Batch, rows: Tensor) -> Batch:
@@ -243,33 +251,33 @@ def take_rows(batch: Batch, rows: Tensor) -> Batch:
     return map_tensors(lambda tensor: tensor[rows.to(tensor.device)], batch[0]), batch[1][rows.to(batch[1].device)]
 
 
-def zero_unused(batch: Batch, used: Tensor) -> Batch:
-    """Replace the records that are not used with zeros."""
-    unused = ~used
+def zero_unused(batch: Batch, is_used: Tensor) -> Batch:
+    """Replace records that are not used with zeros."""
+    is_unused = ~is_used
 
     def clear(tensor: Tensor) -> Tensor:
         tensor = tensor.clone()
-        tensor[unused.to(tensor.device)] = 0
+        tensor[is_unused.to(tensor.device)] = 0
         return tensor
 
     return map_tensors(clear, batch[0]), clear(batch[1])
 
 
-def compute_partial_update(client: AnyClient, task: "ClientTask", batch: Batch, used: Tensor) -> object:
-    """Return the update for a batch; if the computation fails, leave out each record on which it fails.
+def compute_partial_update(client: AnyClient, task: "ClientTask", batch: Batch, is_used: Tensor) -> object:
+    """Return the update for a batch; if the computation fails, leave out each record for which it fails.
 
-    The result is None if no records are left.
+    The result is None if no record remains.
     """
 
-    def step(batch: Batch, used: Tensor) -> object:
-        return client.step(task.broadcast, Samples(*batch, used.to(task.dtype)))
+    def step(batch: Batch, is_used: Tensor) -> object:
+        return client.step(task.broadcast, Samples(*batch, is_used.to(task.dtype)))
 
-    update = attempt(partial(step, batch, used))
+    update = attempt(partial(step, batch, is_used))
     if update is not None:
         return update
-    used = used.clone()
-    for slot in used.nonzero()[:, 0].tolist():
+    is_used = is_used.clone()
+    for slot in is_used.nonzero()[:, 0].tolist():
         index = torch.tensor([slot])
-        if attempt(partial(step, take_rows(batch, index), used[index])) is None:
-            used[slot] = False
-    return step(zero_unused(batch, used), used) if used.any() else None
+        if attempt(partial(step, take_rows(batch, index), is_used[index])) is None:
+            is_used[slot] = False
+    return step(zero_unused(batch, is_used), is_used) if is_used.any() else None

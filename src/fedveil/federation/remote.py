@@ -19,7 +19,7 @@ from fedveil.federation import protocol
 from fedveil.federation.evaluate import move_inputs
 from fedveil.federation.limits import Limits
 from fedveil.federation.prepare import Optimizer, Schedule
-from fedveil.federation.protocol import AnyReply, Ask, Channels, Fault, Member, Reply, SecureTerms, Step
+from fedveil.federation.protocol import AnyReply, Channels, Fault, Member, Reply, Request, SecureTerms, Step
 from fedveil.federation.rounds import ClearRound, RoundPolicy
 from fedveil.federation.server import Server
 from fedveil.federation.sums import FIRST_RECORDS
@@ -55,8 +55,8 @@ class Transport(Protocol):
     ) -> Iterator[tuple[Member, bytes | Fault]]:
         """Send messages to the clients in `extras`; yield replies and faults as they arrive.
 
-        At least one reply or fault is yielded for every client: for a client that has not replied after `timeout`
-        seconds, it is the fault "silent". Closing the iterator abandons outstanding replies.
+        At least one reply or fault is yielded for every client: the fault "silent" for a client that has not replied
+        after `timeout` seconds. Closing the iterator abandons outstanding replies.
 
         Args:
             common: bytes for all clients.
@@ -70,7 +70,7 @@ class Transport(Protocol):
 
 
 class RemoteEngine:
-    """Encodes and signs asks, and decodes the replies from a transport.
+    """Encodes and signs requests, and decodes the replies from a transport.
 
     Args:
         transport: sends and receives bytes.
@@ -87,20 +87,21 @@ class RemoteEngine:
     ) -> None:
         self.transport, self._server, self._identity = transport, server, identity
         self.codec, self.session = find_codec(server.defence), Entropy().token()
-        base = server.defence.requested
-        record = find_record(base)
+        requested_defence = server.defence.requested
+        record = find_record(requested_defence)
         if record is None:
-            fix = "register it in the entry-point group fedveil.defences of your package"
-            raise BadArgument(type(server).__name__, f"clients cannot find the defence {base.name}", fix)
-        local, names, loss = server.defence.local_training, base.remote_settings, server.loss
-        if local is None:
-            names = tuple([name for name in names if name not in LocalTraining.NAMES])
+            fix = "register the defence in your package's entry-point group fedveil.defences"
+            raise BadArgument(type(server).__name__, f"clients cannot find the defence {requested_defence.name}", fix)
+        local_training, loss = server.defence.local_training, server.loss
+        setting_names = requested_defence.remote_settings
+        if local_training is None:
+            setting_names = tuple([name for name in setting_names if name not in LocalTraining.NAMES])
         else:
-            whole_shard, batch_size = True, local.batch_size or batch_size
-        settings = {name: getattr(base, name) for name in names}
+            whole_shard, batch_size = True, local_training.batch_size or batch_size
+        settings = {name: getattr(requested_defence, name) for name in setting_names}
         self._task = record.name, settings, loss.name, loss.settings(), whole_shard, batch_size, server.seed
         self._privacy = server.defence.record_terms
-        self._omits, self._output = base.frozen == "local", describe_output(chosen_output(server.model))
+        self._omits, self._output = requested_defence.frozen == "local", describe_output(chosen_output(server.model))
         self.traffic = protocol.Traffic()
 
     def start_round(self) -> None:
@@ -111,34 +112,43 @@ class RemoteEngine:
         """Return the clients that can be asked now, in a fixed order."""
         return self.transport.members()
 
-    def ask(self, number: int, defence_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
+    def ask(self, round_number: int, defence_round: AnyRound, members: Sequence[Member]) -> Iterator[AnyReply | Fault]:
         """Send the broadcast of a round; yield a reply or a fault for each client."""
-        ask, model, positions = self._make_ask(number, defence_round), self._server.model, itertools.count()
+        request, model, positions = (
+            self._make_request(round_number, defence_round),
+            self._server.model,
+            itertools.count(),
+        )
 
         def decode(member: Member, data: bytes) -> AnyReply:
-            reply, seconds = decode_answer(data, ask, self.codec, defence_round, model, member, next(positions))
+            reply, seconds = decode_answer(data, request, self.codec, defence_round, model, member, next(positions))
             self.traffic.seconds_work = max(self.traffic.seconds_work, seconds)
             return reply
 
-        return self._send(protocol.write(ask), dict.fromkeys(members, b""), None, str(number), decode)
+        return self._send(protocol.write(request), dict.fromkeys(members, b""), None, str(round_number), decode)
 
     def ask_masked(
-        self, number: int, defence_round: AnyRound, members: Sequence[Member], terms: SecureTerms, channels: Channels
+        self,
+        round_number: int,
+        defence_round: AnyRound,
+        members: Sequence[Member],
+        terms: SecureTerms,
+        channels: Channels,
     ) -> tuple[bytes, Iterator[tuple[Member, bytes] | Fault]]:
         """Send the broadcast of a secure-aggregation attempt; return its digest and the masked uploads."""
-        ask = self._make_ask(number, defence_round, terms)
-        message = protocol.write(ask)
+        request = self._make_request(round_number, defence_round, terms)
+        message = protocol.write(request)
         digest = Digest.compute(message).combine()
 
         def decode(member: Member, data: bytes) -> tuple[Member, bytes]:
             answer = protocol.read(data, protocol.MaskedAnswer, 1)
-            protocol.check_exchange(answer, ask)
+            protocol.check_exchange(answer, request)
             return member, as_bytes("answer", answer.tensors, "upload")
 
         extras = dict.fromkeys(members, b"")
-        return digest, self._send(message, extras, channels, f"{number} upload", decode, digest=digest)
+        return digest, self._send(message, extras, channels, f"{round_number} upload", decode, digest=digest)
 
-    def take_step(
+    def run_step(
         self, step: Step, extras: Mapping[Member, bytes], channels: Channels | None, timeout: float | None = None
     ) -> Iterator[tuple[Member, bytes] | Fault]:
         """Send a step of secure aggregation; yield the bodies of the replies."""
@@ -146,7 +156,7 @@ class RemoteEngine:
         def decode(member: Member, data: bytes) -> tuple[Member, bytes]:
             result = protocol.read(data, Step, 1)
             if (result.session, result.step) != (step.session, step.step):
-                raise BadArgument("step", "it is a reply to another step")
+                raise BadArgument("step", "the message is a reply to another step")
             return member, result.body
 
         label = f"{self._server.round} {step.step}"
@@ -167,48 +177,64 @@ class RemoteEngine:
         timeout: float | None = None,
         digest: bytes | None = None,
     ) -> Iterator[R | Fault]:
-        """Exchange messages once; they are tagged if there are channels, or else signed if there is an identity."""
+        """Exchange messages once; tag them if there are channels, or else sign them if there is an identity."""
         if channels is not None:
             digest = digest or Digest.compute(common).combine()
             extras = {member: tag_message(channels[member], digest, extra) for member, extra in extras.items()}
         elif self._identity is not None:
-            marks = {extra: sign_message(self._identity, common, extra) for extra in dict.fromkeys(extras.values())}
-            extras = {member: marks[extra] for member, extra in extras.items()}
-        self.traffic.count_down([len(common) + len(extra) for extra in extras.values()])
+            signed_extras = {
+                extra: sign_message(self._identity, common, extra) for extra in dict.fromkeys(extras.values())
+            }
+            extras = {member: signed_extras[extra] for member, extra in extras.items()}
+        self.traffic.count_sent([len(common) + len(extra) for extra in extras.values()])
         self.traffic.members.update(extras)
-        seconds, began = self._server.policy.timeout if timeout is None else timeout, time.monotonic()
-        for member, reply in self.transport.ask(common, extras, label=label, timeout=seconds):
+        timeout_seconds, start_time = self._server.policy.timeout if timeout is None else timeout, time.monotonic()
+        for member, reply in self.transport.ask(common, extras, label=label, timeout=timeout_seconds):
             self.traffic.seconds.pop(member, None)
             if isinstance(reply, Fault):
                 yield reply
                 continue
-            self.traffic.up += len(reply)
+            self.traffic.bytes_received += len(reply)
             try:
                 result: R | Fault = decode(member, reply)
-                self.traffic.seconds[member] = time.monotonic() - began
+                self.traffic.seconds[member] = time.monotonic() - start_time
             except Exception as error:  # nothing that a client sends may end the run
                 result = protocol.describe_refusal(member, error)
             yield result
 
-    def _make_ask(self, number: int, defence_round: AnyRound, terms: SecureTerms | None = None) -> Ask:
+    def _make_request(self, round_number: int, defence_round: AnyRound, terms: SecureTerms | None = None) -> Request:
         packed, digest = self.codec.encode_broadcast(defence_round.broadcast), ""
-        local = local_parameters(self._server.model) if self._omits else {}
-        if local:
+        local_tensors = local_parameters(self._server.model) if self._omits else {}
+        if local_tensors:
             from fedveil.federation.frozen import digest_parameters, omit_local
 
-            packed, digest = omit_local(packed, local), digest_parameters(local)
+            packed, digest = omit_local(packed, local_tensors), digest_parameters(local_tensors)
         secure = terms.values() if terms else {}
-        return Ask(
-            self.session, number, Entropy().token(), *self._task, self._privacy, secure, *packed, digest, self._output
+        return Request(
+            self.session,
+            round_number,
+            Entropy().token(),
+            *self._task,
+            self._privacy,
+            secure,
+            *packed,
+            digest,
+            self._output,
         )
 
 
 def decode_answer(
-    data: bytes, ask: Ask, codec: AnyCodec, defence_round: AnyRound, model: nn.Module, member: Member, position: int
+    data: bytes,
+    request: Request,
+    codec: AnyCodec,
+    defence_round: AnyRound,
+    model: nn.Module,
+    member: Member,
+    position: int,
 ) -> tuple[AnyReply, float]:
-    """Return a client's reply to this ask and its computing time in seconds; refuse an unusable update."""
+    """Return a client's reply to this request and the client's computing time in seconds; refuse an unusable update."""
     answer = protocol.read(data, protocol.Answer, protocol.max_tensors(model))
-    protocol.check_exchange(answer, ask)
+    protocol.check_exchange(answer, request)
     update = codec.decode_update(defence_round.base, model, answer.values, answer.tensors, position)
     return Reply((member,), update, answer.records), answer.seconds
 
@@ -238,21 +264,23 @@ class RemoteServer(Server, Generic[C]):
         batch_size: number of records that a client processes at a time or, without `whole_shard`, in a round.
         rounds_per_epoch: number of rounds in an epoch, for the schedule and for evaluation.
         participation: fraction of the clients that are asked in a round.
-        limits: bounds on each client and the aggregation rule: `fedveil.Limits`. With None, all finite updates count,
-            and the noise is removed once, from their sum. Secure aggregation and privacy for records require None.
+        limits: bounds on each client and the aggregation rule: `fedveil.Limits`. With None, all finite updates are
+            used, and the noise is removed once, from their sum. Secure aggregation and privacy for records require
+            None.
         privacy: settings for differential privacy: `fedveil.Privacy`. Privacy for records requires a `rate`; if clients
             add the noise, each of them enforces its own limits and keeps a ledger (docs/defences/privacy.md).
         min_answers: the minimum number of valid replies in a round.
-        wait_for: the minimum number of clients before the first round; by default `min_answers`.
+        wait_for: the minimum number of clients before the first round; by default, `min_answers`.
         timeout: timeout of an exchange in seconds, after which its messages expire.
         patience: seconds to wait for clients in a round before giving up.
         attempts: maximum number of attempts at a round before giving up.
         pause: seconds between attempts.
         secure_aggregation: a roster, or True to read it from the file in FEDVEIL_ROSTER. The server then sees only sums
-            of updates; clients need an identity, a roster and a policy (docs/secure-aggregation.md). It cannot be
-            combined with limits.
-        identity: the server's signing key, by default read from the file in FEDVEIL_IDENTITY. Every message is signed,
-            and clients whose policy contains the public key answer no other server. Required for secure aggregation.
+            of updates; clients need an identity, a roster and a policy (docs/secure-aggregation.md). Secure
+            aggregation cannot be combined with limits.
+        identity: the server's signing key; by default, it is read from the file in FEDVEIL_IDENTITY. Every message is
+            signed, and clients whose policy contains the public key answer no other server. Required for secure
+            aggregation.
         seed: seed for the order of clients' records and for the choice of clients.
     """
 
@@ -288,10 +316,10 @@ class RemoteServer(Server, Generic[C]):
         where = type(self).__name__
         model = unwrap(where, model)
         if loss is None:
-            what = "no loss is given, and the server does not see the clients' targets"
-            raise BadArgument(where, what, 'use loss="cross_entropy" for classes, loss="squared_error" for numbers')
-        by_record = privacy is not None and privacy.unit == "record"
-        if (secure_aggregation or by_record) and limits == Limits():
+            message = "loss must be given, because the server does not see the clients' targets"
+            raise BadArgument(where, message, 'use loss="cross_entropy" for classes, loss="squared_error" for numbers')
+        protects_records = privacy is not None and privacy.unit == "record"
+        if (secure_aggregation or protects_records) and limits == Limits():
             limits = None
         if privacy is not None:
             defence = self._add_privacy(defence, privacy, bool(secure_aggregation))
@@ -299,8 +327,8 @@ class RemoteServer(Server, Generic[C]):
         policy = RoundPolicy(participation, min_answers, wait_for, timeout, patience, attempts, pause)
         super().__init__(model, defence, optimizer, schedule, schedule_every, clip_norm, loss, limits, policy, seed)
         if self.defence.repeatable:
-            what = f"{self.defence.name} draws from a test seed, but this server communicates over a network"
-            raise BadArgument(where, what, "create the defence without entropy= and seed=")
+            message = f"{self.defence.name} draws from a test seed, but this server communicates over a network"
+            raise BadArgument(where, message, "create the defence without entropy= and seed=")
         self._epoch = check_count(where, "rounds_per_epoch", rounds_per_epoch)
         self.example = example = move_inputs(example, self.device)
         self._whole_shard, self._batch_size = whole_shard, batch_size
@@ -313,15 +341,15 @@ class RemoteServer(Server, Generic[C]):
         if not secure_aggregation:
             self.rounds = ClearRound(engine, model, self.history, self.limits, min_answers)
         else:
-            known = secure_aggregation if isinstance(secure_aggregation, Roster) else roster
-            if known is None or identity is None:
-                what = "secure aggregation needs the roster of members and this server's signing key"
+            roster = secure_aggregation if isinstance(secure_aggregation, Roster) else roster
+            if roster is None or identity is None:
+                message = "secure aggregation needs the roster of members and this server's signing key"
                 fix = f"set {ROSTER} and {IDENTITY}, or pass secure_aggregation=Roster.read(...) and identity=..."
-                raise BadArgument(where, what, fix)
-            client, local = self.defence.start_client(model, example, self.loss), self.defence.local_training
-            size = (local and local.batch_size) or batch_size
-            steps = local.epochs * math.ceil(FIRST_RECORDS / size) if local else 1
-            self._start_secure(client, example, known, engine.session, steps=steps)
+                raise BadArgument(where, message, fix)
+            client, local_training = self.defence.start_client(model, example, self.loss), self.defence.local_training
+            local_batch_size = (local_training and local_training.batch_size) or batch_size
+            steps = local_training.epochs * math.ceil(FIRST_RECORDS / local_batch_size) if local_training else 1
+            self._start_secure(client, example, roster, engine.session, steps=steps)
         if self.defence_server.plan is not None:
             LOG.info("of the model's values, %s", describe_shares(self.defence_server.plan))
 
@@ -329,11 +357,11 @@ class RemoteServer(Server, Generic[C]):
     def _add_privacy(defence: str | AnyDefence, privacy: Privacy, secure: bool) -> AnyDefence:
         """Add differential privacy to a defence; refuse settings that require information the server does not have."""
         if privacy.unit == "record" and privacy.rate is None:
-            what = "the sampling rate is missing, and the server does not know how many records clients have"
-            raise BadArgument("privacy", what, "pass a rate: fedveil.Privacy(rate=0.05, ...)")
+            message = "the sampling rate is missing, and the server does not know how many records clients have"
+            raise BadArgument("privacy", message, "pass a rate: fedveil.Privacy(rate=0.05, ...)")
         if privacy.noise_by == "clients" and not secure:
-            what = "noise_by='clients' requires secure aggregation: a single update has only one share of the noise"
-            raise BadArgument("privacy", what, 'set secure_aggregation=True, or noise_by="server"')
+            message = "noise_by='clients' requires secure aggregation: a single update has only one share of the noise"
+            raise BadArgument("privacy", message, 'set secure_aggregation=True, or noise_by="server"')
         return add_privacy(defence, privacy, 1.0)
 
     def _comparison_batch(self) -> tuple[Inputs, Tensor | None]:
@@ -351,9 +379,9 @@ class RemoteServer(Server, Generic[C]):
 
     @property
     def terms(self) -> "RunTerms":
-        """The settings of the clients, and how many there were in the largest round."""
+        """The settings of the clients, and the number of clients in the largest round."""
         from fedveil.federation.description import RunTerms
 
-        asked = max((int(record.figures.get("asked", 0)) for record in self.history.records), default=0)
-        clients = round(asked / self.policy.participation)
+        max_asked = max((int(record.figures.get("asked", 0)) for record in self.history.records), default=0)
+        clients = round(max_asked / self.policy.participation)
         return RunTerms(True, clients, None, self._batch_size, self._whole_shard)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import BEST, MODEL
 from fedveil.federation.evaluate import METRICS, find_classes, measure, predict_source, score_classes, select_positions
-from fedveil.federation.history import RoundRecord, headlines
+from fedveil.federation.history import RoundRecord, select_main_metrics
 from fedveil.federation.stopping import has_stalled
 from fedveil.files import convert_os_errors, write_atomically
 from fedveil.plain_json import PYTHON, SCHEMA, check_schema, read_json, to_json
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("fedveil")
 CONFIG = "config.json"
 SummaryValue = int | float | str | Sequence[Mapping[str, int | float | str]] | None
-OPTIMISTIC = "test records, so its metrics are optimistic (fedveil help metrics)"
+OPTIMISTIC = "test records, so the metrics are optimistic (fedveil help metrics)"
 Setting: TypeAlias = bool | int | float | str | tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
 class RunDetails:
-    """Details for the page and the summary of a run that its server does not know.
+    """Details that a server does not know, for the page and the summary of a run.
 
     Attributes:
         title: title of the page, without the defence; by default, the class of the model.
         settings: further settings of the run, for the page, config.json and trackers.
         repeat: the command that repeats the run.
-        encoding: how records are encoded, for predictions; `Data.encoding` has that of a data set.
+        encoding: how records are encoded, for predictions; see `Data.encoding` for data sets.
     """
 
     title: str = ""
@@ -47,9 +47,9 @@ class RunDetails:
     encoding: Encoding = Encoding()  # noqa: RUF009  (it is frozen)
 
 
-def primary_metric(measured: Collection[str]) -> str:
-    """Return the measured metric that best represents the quality of a model."""
-    return next((name for name in METRICS if name in measured), METRICS[0])
+def primary_metric(metrics: Collection[str]) -> str:
+    """Return the metric that best represents the quality of a model."""
+    return next((name for name in METRICS if name in metrics), METRICS[0])
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class RunSummary:
         coverage: fraction of the model's values with each kind of perturbation; empty for defences other than a veil.
         budget: privacy budget spent; None without differential privacy.
         largest_error: largest relative error of a recovered gradient.
-        seconds: duration of all rounds.
+        seconds: total duration of the rounds in seconds.
         repeat: the command that repeats the run, if it is known.
-        stopped: why the run stopped early, or None.
+        stopped: the reason why the run stopped early, or None.
     """
 
     folder: Path
@@ -139,12 +139,12 @@ def is_repeatable(folder: Path) -> bool:
     path = folder / CONFIG
     if not path.is_file():
         return False
-    result = read_json(path)
-    return not (isinstance(result, dict) and PYTHON in result)
+    config = read_json(path)
+    return not (isinstance(config, dict) and PYTHON in config)
 
 
 def read_rounds(folder: Path) -> int | None:
-    """Return the number of rounds in a folder's summary; None if it is missing or damaged."""
+    """Return the number of rounds in a folder's summary; None if the summary is missing or damaged."""
     path = folder / "summary.json"
     try:
         rounds = check_schema(read_json(path), str(path)).get("rounds")
@@ -158,7 +158,7 @@ def summarise(
 ) -> RunSummary:
     """Return the summary of a finished run."""
     history, plan, accountant = server.history, server.defence_server.plan, server.defence_server.accountant
-    metrics, stalled = dict(history.metrics), has_stalled(history.records, server.monitor, patience)
+    metrics, is_stalled = dict(history.metrics), has_stalled(history.records, server.monitor, patience)
     by_class = () if test is None else figures_by_class(server, details, test)
     if by_class:
         metrics |= {name: fmean([getattr(figures, name) for figures in by_class]) for name in ("precision", "recall")}
@@ -166,16 +166,18 @@ def summarise(
     if server.best is not None and server.monitor is not None:
         best_on = f"{server.monitor.key} on " + ("validation records" if server.monitor.prefix else OPTIMISTIC)
         if server.monitor.prefix and test is not None:
-            best = copy.deepcopy(server.model)
-            best.load_state_dict(server.best[1])
-            best_test = headlines(measure(*predict_source(best, test), server.loss, axis=head_axis(best)))
+            best_model = copy.deepcopy(server.model)
+            best_model.load_state_dict(server.best[1])
+            best_test = select_main_metrics(
+                measure(*predict_source(best_model, test), server.loss, axis=head_axis(best_model))
+            )
     if details.encoding.target_scale is not None and "mse" in metrics:
         metrics["rmse"] = math.sqrt(metrics["mse"]) * details.encoding.target_scale[1]
     budget = None
     if accountant is not None:
         epsilons = accountant.epsilon(), accountant.epsilon(replace=True)
-        spent, replaced = (epsilon if math.isfinite(epsilon) else None for epsilon in epsilons)
-        budget = Budget(spent, replaced, accountant.delta)
+        epsilon, epsilon_replace = (value if math.isfinite(value) else None for value in epsilons)
+        budget = Budget(epsilon, epsilon_replace, accountant.delta)
     return RunSummary(
         folder,
         server.round,
@@ -189,7 +191,7 @@ def summarise(
         max((record.error for record in history.records), default=0.0),
         history.records[-1].seconds if history.records else 0.0,
         details.repeat,
-        f"early, after {patience} evaluations without improvement" if stalled else server.stopped,
+        f"early, after {patience} evaluations without improvement" if is_stalled else server.stopped,
     )
 
 
@@ -210,7 +212,7 @@ def figures_by_class(server: "Server", details: RunDetails, test: Source) -> tup
 class MetricsFile:
     """The file with a server's round records.
 
-    It is not changed before the first record is written, so that a run can still be refused.
+    The file is not changed before the first record is written, so that a run can still be refused.
 
     Args:
         path: path of the file. Lines for rounds that are not in the server's history are removed.
@@ -238,13 +240,13 @@ class MetricsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write missing records: all if the run had already finished, or the last one if its evaluation failed."""
-        if self._count == len(self._server.history.records) or (kind is not None and self._count is None):
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        """Write missing records: all of them if the run had already finished, the last one if its evaluation failed."""
+        if self._count == len(self._server.history.records) or (error_type is not None and self._count is None):
             return
         try:
             self._write_all()
-        except BadArgument as failure:
-            if kind is None:
+        except BadArgument as error:
+            if error_type is None:
                 raise
-            LOG.warning("fedveil: %s", failure)  # do not hide the error that ended the run
+            LOG.warning("fedveil: %s", error)  # do not hide the error that ended the run

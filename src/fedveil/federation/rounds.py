@@ -18,7 +18,7 @@ from fedveil.scheme.result import Aggregate
 
 Observer = Callable[[Any, Sequence[Any]], object]  # type: ignore[explicit-any]
 """Called with the broadcast of a round and the clients' updates (one update if clients are fused)."""
-FUSED = "the pass shared by all clients"
+FUSED_PASS = "the pass shared by all clients"
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RoundPolicy:
     Attributes:
         participation: fraction of the clients that are asked in a round.
         min_answers: the minimum number of valid replies in a round.
-        wait_for: the minimum number of clients before the first round; by default `min_answers`.
+        wait_for: the minimum number of clients before the first round; by default, `min_answers`.
         timeout: timeout of an exchange of messages in seconds.
         patience: seconds to wait for clients in a round before giving up.
         attempts: maximum number of attempts at a round before giving up.
@@ -58,25 +58,25 @@ class RoundKind(Protocol):
 
     Attributes:
         min_clients: the minimum number of clients.
-        answered: time at which the last reply of an attempt arrived.
+        answer_time: time at which the last reply of an attempt arrived.
     """
 
     min_clients: int
-    answered: float
+    answer_time: float
 
-    def select(self, number: int, members: list[Member]) -> list[Member]:
-        """Return the clients that may be asked in this attempt, by default all of them."""
+    def select(self, round_number: int, members: list[Member]) -> list[Member]:
+        """Return the clients that may be asked in this attempt; by default, all of them."""
         return members
 
     def collect(
         self,
-        number: int,
+        round_number: int,
         defence_round: AnyRound,
         members: Sequence[Member],
         faults: FaultLog,
         observer: Observer | None,
     ) -> Aggregate | None:
-        """Ask clients once and aggregate their replies; return None if there are too few."""
+        """Ask clients once and aggregate their replies; return None if there are too few replies."""
 
     def close(self) -> None:
         """End the run; by default, do nothing."""
@@ -98,38 +98,40 @@ class ClearRound(RoundKind):
         self, engine: Engine, model: nn.Module, history: History, limits: Limits | None, min_answers: int
     ) -> None:
         self.engine, self._model, self._history, self._limits = engine, model, history, limits
-        self.min_answers, self.answered = min_answers, 0.0
+        self.min_answers, self.answer_time = min_answers, 0.0
         self.min_clients = limits.min_clients() if limits else 1
 
     def collect(
         self,
-        number: int,
+        round_number: int,
         defence_round: AnyRound,
         members: Sequence[Member],
         faults: FaultLog,
         observer: Observer | None,
     ) -> Aggregate | None:
-        """Ask clients once and aggregate their replies; return None if there are too few."""
-        left_out = len(faults.wrong_members.difference(members)) if faults.faults else 0
+        """Ask clients once and aggregate their replies; return None if there are too few replies."""
+        num_left_out = len(faults.wrong_members.difference(members)) if faults.faults else 0
         replies: list[AnyReply] = []
-        for answer in self.engine.ask(number, defence_round, members):
+        for answer in self.engine.ask(round_number, defence_round, members):
             if isinstance(answer, Fault):
                 faults.add(answer)
             else:
                 replies.append(answer)
-        self.answered = time.perf_counter()
+        self.answer_time = time.perf_counter()
         if sum([len(reply.members) for reply in replies]) < self.min_answers:
             return None
         if len(replies) < len(members) or self.engine.traffic:
             replies.sort(key=lambda reply: members.index(reply.members[0]))  # sums must not depend on arrival order
         if observer:
             observer(defence_round.broadcast, [reply.update for reply in replies])
-        limits, past = self._limits, self._history.records
+        limits, past_records = self._limits, self._history.records
         if limits is not None:
-            result, refused = aggregate(defence_round, replies, self._model, limits, past, left_out, self.min_answers)
-            for member, error in refused.items():
+            result, refusals = aggregate(
+                defence_round, replies, self._model, limits, past_records, num_left_out, self.min_answers
+            )
+            for member, error in refusals.items():
                 faults.add(describe_refusal(member, error))
-            replies = [reply for reply in replies if reply.members[0] not in refused]
+            replies = [reply for reply in replies if reply.members[0] not in refusals]
         else:
             result = _recover(defence_round, replies)
         if result is None or self.engine.traffic is None:
@@ -139,10 +141,10 @@ class ClearRound(RoundKind):
 
 
 def _recover(defence_round: AnyRound, replies: Sequence[AnyReply]) -> Aggregate:
-    """Recover the weighted mean; in errors, replace the position of a client with its name."""
+    """Recover the weighted mean; in errors, replace the position of a client with the client's name."""
     try:
         return defence_round.recover([reply.update for reply in replies], [float(reply.records) for reply in replies])
     except NonFiniteUpdate as error:
-        known = {f"client {position}": f"client {reply.members[0]}" for position, reply in enumerate(replies)}
-        who = FUSED if len(replies[0].members) > 1 else known.get(error.where, error.where)
-        raise NonFiniteUpdate(who, f"{error.what}, although the records are finite") from error
+        client_names = {f"client {position}": f"client {reply.members[0]}" for position, reply in enumerate(replies)}
+        client = FUSED_PASS if len(replies[0].members) > 1 else client_names.get(error.where, error.where)
+        raise NonFiniteUpdate(client, f"{error.what}, although the records are finite") from error

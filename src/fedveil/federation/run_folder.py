@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("fedveil")
 METRICS, SUMMARY, REPORT = "metrics.jsonl", "summary.json", "report.html"
-MAX_NAMES = 20  # clients named in the first status
+MAX_NAMES = 20  # maximum number of clients named in the first status
 INTERVAL = 5.0  # minimum number of seconds between updates of the page and the status while training
-PAUSE = 20  # minimum number of seconds between updates, as a multiple of the duration of the last one
-MAX_PAUSE = 600.0
+PAUSE_FACTOR = 20  # minimum time between updates, as a multiple of the duration of the last update
+MAX_PAUSE = 600.0  # maximum number of seconds between updates
 
 
 def read_settings(folder: Path) -> dict[str, Setting]:
-    """Return the settings in a folder's config.json by name, however the run was started; empty if there is none."""
+    """Return the settings in a folder's config.json by name, however the run was started; empty if there is no file."""
     path = folder / CONFIG
     result = read_json(path) if path.is_file() else {}
     sections = result.values() if isinstance(result, dict) else ()
@@ -45,34 +45,34 @@ def read_settings(folder: Path) -> dict[str, Setting]:
 
 
 def list_settings(server: "Server") -> dict[str, Setting]:
-    """Return the settings of a server as plain values; those that are None or unknown are left out."""
-    result = describe_run(server)
-    terms, (_, _, kind) = result.terms, result.optimizer.rpartition(".")
+    """Return the settings of a server as plain values; settings that are None or unknown are omitted."""
+    description = describe_run(server)
+    terms, optimizer = description.terms, description.optimizer.rpartition(".")[2]
     values: dict[str, object] = {
-        "server": result.server,
+        "server": description.server,
         "clients": terms.clients or None,
-        "model": result.model,
-        "parameters": result.parameters,
-        "defence": result.defence["name"],
-        **_flatten(result.defence.get("arguments"), ""),
-        "loss": result.loss,
-        "optimizer": kind.rpartition(":")[2],
-        **{name: value for name, value in (result.optimizer_settings or {}).items() if value},
-        "clip_norm": result.clip_norm,
+        "model": description.model,
+        "parameters": description.parameters,
+        "defence": description.defence["name"],
+        **_flatten(description.defence.get("arguments"), ""),
+        "loss": description.loss,
+        "optimizer": optimizer.rpartition(":")[2],
+        **{name: value for name, value in (description.optimizer_settings or {}).items() if value},
+        "clip_norm": description.clip_norm,
         "batch_size": terms.batch_size,
         "whole_shard": terms.whole_shard,
-        "participation": result.participation,
-        "rounds_per_epoch": result.rounds_per_epoch,
-        "secure_aggregation": result.secure_aggregation,
-        "seed": result.seed,
-        **{f"limits.{name}": value for name, value in (result.limits or {}).items()},
+        "participation": description.participation,
+        "rounds_per_epoch": description.rounds_per_epoch,
+        "secure_aggregation": description.secure_aggregation,
+        "seed": description.seed,
+        **{f"limits.{name}": value for name, value in (description.limits or {}).items()},
     }
-    plain = {name: tuple(map(str, value)) if isinstance(value, list) else value for name, value in values.items()}
-    return {name: value for name, value in plain.items() if isinstance(value, bool | int | float | str | tuple)}
+    settings = {name: tuple(map(str, value)) if isinstance(value, list) else value for name, value in values.items()}
+    return {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str | tuple)}
 
 
 def _flatten(arguments: JsonValue, prefix: str) -> dict[str, JsonValue]:
-    """Return the arguments of a described defence, with those of an inner object named `outer.inner`."""
+    """Return the arguments of a described defence, with the arguments of an inner object named `outer.inner`."""
     result: dict[str, JsonValue] = {}
     for name, value in arguments.items() if isinstance(arguments, dict) else ():
         if isinstance(value, dict):
@@ -84,25 +84,25 @@ def _flatten(arguments: JsonValue, prefix: str) -> dict[str, JsonValue]:
 
 def describe_stop(folder: Path) -> str:
     """Return the last saved round of a stopped run, and how to resume it."""
-    found = checkpoint.found_in(folder)
-    tag = checkpoint.read_tag(found[0]) if found else None
+    paths = checkpoint.list_checkpoints(folder)
+    tag = checkpoint.read_tag(paths[0]) if paths else None
     if tag is None:
         return "no round is saved; start the run again"
-    resume = f"fit(folder={str(folder)!r}, resume=True)"
+    command = f"fit(folder={str(folder)!r}, resume=True)"
     if is_repeatable(folder):
         settings = read_settings(folder)
-        code = any(":" in str(settings.get(key)) for key in ("data", "model")) or refers_to_code(
+        runs_code = any(":" in str(settings.get(key)) for key in ("data", "model")) or refers_to_code(
             str(settings.get("defence"))
         )
-        resume = f"fedveil train --resume --out {shlex.quote(str(folder))}{' --trust-code' * code}"
-    return f"round {tag.round} is saved; resume with {resume}"
+        command = f"fedveil train --resume --out {shlex.quote(str(folder))}{' --trust-code' * runs_code}"
+    return f"round {tag.round} is saved; resume with {command}"
 
 
 class RunFolder:
     """Writes the folder of a run while its server trains.
 
     Args:
-        server: the server, after it has resumed the run in the folder, if there is one.
+        server: the server, after it has resumed the run in the folder, if any.
         plan: the plan of `fit`.
         folder: the run's folder.
         details: details for the page and the summary that the server does not know.
@@ -111,30 +111,31 @@ class RunFolder:
     def __init__(self, server: "Server", plan: FitPlan, folder: Path, details: RunDetails) -> None:
         self._server, self._plan, self._folder, self._details = server, plan, folder, details
         self._metrics = MetricsFile(folder / METRICS, server)
-        before = find_status(folder) if server.round else None  # of the run that the server has resumed
-        self._started, self._due = before.started if before else time.time(), 0.0  # the time of the next update
-        self._complete = before is not None and before.state == "finished" and self._is_complete(before.round)
+        previous = find_status(folder) if server.round else None  # status of the resumed run
+        self._started = previous.started if previous else time.time()
+        self._next_update = 0.0  # time of the next update of the page and the status
+        self._complete = previous is not None and previous.state == "finished" and self._is_complete(previous.round)
         self._clients: Mapping[str, ClientStatus] = {}
-        private = server.defence_server.accountant is not None
-        self._private, self._timed = private, not private and isinstance(server.rounds, ClearRound)
+        is_private = server.defence_server.accountant is not None
+        self._private, self._timed = is_private, not is_private and isinstance(server.rounds, ClearRound)
         self._settings: Mapping[str, Setting] = {}
 
-    def _is_complete(self, number: int) -> bool:
-        """Return whether the folder has the files of a run that finished after this round, and no round is left."""
+    def _is_complete(self, round_number: int) -> bool:
+        """Return whether the folder has the files of a run that finished after this round, and no rounds remain."""
         server, plan = self._server, self._plan
-        ended = server.round >= plan.last or plan.has_stalled(server.history.records)
-        complete = number == server.round == read_rounds(self._folder) and (self._folder / REPORT).is_file()
-        return complete and (ended or not server.defence_server.has_budget)
+        has_ended = server.round >= plan.last_round or plan.has_stalled(server.history.records)
+        has_files = round_number == server.round == read_rounds(self._folder) and (self._folder / REPORT).is_file()
+        return has_files and (has_ended or not server.defence_server.has_budget)
 
     def __enter__(self) -> Self:
         self._write_settings()
         write_encoding(self._folder, describe_encoding(self._server, self._details.encoding, self._plan.evaluation))
         engine = self._server.engine
         names = [] if engine.traffic is None else [str(member) for member in engine.members()]
-        more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
-        connected = f"connected at the start: {', '.join(names[:MAX_NAMES])}{more}" if names else ""
+        others = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+        connection_text = f"connected at the start: {', '.join(names[:MAX_NAMES])}{others}" if names else ""
         if not self._complete:
-            self._show("training" if self._server.round else "waiting", connected)
+            self._show("training" if self._server.round else "waiting", connection_text)
         return self
 
     def append(self, record: RoundRecord) -> None:
@@ -143,20 +144,22 @@ class RunFolder:
         traffic, faults = self._server.engine.traffic, record.notes.get("faults", ())
         if traffic is not None:
             texts = [str(fault) for fault in faults]
-            asked = sorted(traffic.members, key=str)
-            self._clients = update_clients(self._clients, record.round, asked, traffic.seconds, texts, self._timed)
-        if time.monotonic() >= self._due:
+            asked_members = sorted(traffic.members, key=str)
+            self._clients = update_clients(
+                self._clients, record.round, asked_members, traffic.seconds, texts, self._timed
+            )
+        if time.monotonic() >= self._next_update:
             self._show("training")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        self._metrics.__exit__(kind)
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self._metrics.__exit__(error_type)
         if error is not None:
-            where = str(error) if isinstance(error, FedveilError) else type(error).__name__
-            stopped = isinstance(error, KeyboardInterrupt)  # Ctrl-C, or SIGTERM as `Termination`
-            self._show(*(("stopped", describe_stop(self._folder)) if stopped else ("failed", where)))
+            description = str(error) if isinstance(error, FedveilError) else type(error).__name__
+            was_stopped = isinstance(error, KeyboardInterrupt)  # Ctrl-C, or SIGTERM as `Termination`
+            self._show(*(("stopped", describe_stop(self._folder)) if was_stopped else ("failed", description)))
             return
         server, folder = self._server, self._folder
-        self._write_settings()  # again, because more clients may have joined
+        self._write_settings()  # once more, because more clients may have joined
         test = self._plan.evaluation.test if self._plan.evaluation else None
         summary = summarise(server, folder, self._details, test, self._plan.patience)
         server.summary = summary
@@ -186,7 +189,7 @@ class RunFolder:
         return RunStatus(
             state,
             server.round,
-            self._plan.last,
+            self._plan.last_round,
             self._started,
             time.time(),
             measure_pace(records),
@@ -202,18 +205,18 @@ class RunFolder:
         """Write the status and the live page."""
         from fedveil.federation.page import live_page
 
-        began = time.monotonic()
+        start_time = time.monotonic()
         status, title = self._status(state, message), self._details.title or type(self._server.model).__name__
         self._write(status, lambda: live_page(self._server, title, status, self._settings))
-        ended = time.monotonic()
-        self._due = ended + min(MAX_PAUSE, max(INTERVAL, PAUSE * (ended - began)))
+        end_time = time.monotonic()
+        self._next_update = end_time + min(MAX_PAUSE, max(INTERVAL, PAUSE_FACTOR * (end_time - start_time)))
 
     def _write(self, status: RunStatus, make_page: "Callable[[], Page]") -> None:
-        """Write the status and a page; a failure is only logged, because it must not end the run."""
+        """Write the status and a page; log errors without raising them, because they must not end the run."""
         from fedveil.report import write
 
         try:
             status.write(self._folder)
             write(make_page(), self._folder / REPORT)
-        except Exception as failure:
-            LOG.warning("fedveil: the report page could not be written: %s", failure)
+        except Exception as error:
+            LOG.warning("fedveil: the report page could not be written: %s", error)

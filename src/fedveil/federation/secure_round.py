@@ -24,8 +24,8 @@ from fedveil.secagg.identity import SIGNATURE, channel_key, tag_message
 from fedveil.secagg.masks import is_valid_key
 from fedveil.secagg.policy import Policy
 
-RENEWAL = Policy.key_rounds  # number of attempts after which clients replace their keys by default
-FAREWELL = 5.0  # seconds that clients have to confirm the end of the run
+MAX_KEY_USES = Policy.key_rounds  # number of attempts after which clients replace their keys by default
+END_TIMEOUT = 5.0  # seconds that clients have to confirm the end of the run
 R = TypeVar("R")
 Messages = tuple[bytes, Mapping[str, bytes]]  # bytes for all clients, and additional bytes for each client by name
 
@@ -44,21 +44,21 @@ class Greeting:
 
 @dataclass
 class _Attempt:
-    """An attempt at a sum: its members by name, its opening and tally, and whether the reveal has begun."""
+    """An attempt at a sum: the members by name, the opening, the tally, and whether the reveal has begun."""
 
     names: Mapping[str, Member]
     opening: Opening
     tally: Tally
-    revealing: bool = False
+    is_revealing: bool = False
 
 
 class SecureRound:
     """Runs rounds with secure aggregation, and stores the clients' keys and conduct and the format of sums.
 
-    A round takes three exchanges, and one more whenever a client drops out between them. If it fails before the reveal,
-    it is repeated with new noise and new masks. Once clients have been asked to reveal, a failed round is not
-    repeated: its sum is lost, and the model stays unchanged. A client that is proven to have lied is excluded for the
-    rest of the run and listed in the record.
+    A round takes three exchanges, plus one whenever a client drops out between them. If a round fails before
+    the reveal, it is repeated with new noise and new masks. Once clients have been asked to reveal, a failed round is
+    not repeated: the sum is lost, and the model stays unchanged. A client that is proven to have lied is excluded for
+    the rest of the run and listed in the record.
 
     Args:
         engine: sends messages to the clients.
@@ -70,12 +70,12 @@ class SecureRound:
 
     def __init__(self, engine: Engine, sums: Sums, roster: Roster, session: str, min_answers: int) -> None:
         self.engine, self.sums, self._roster, self._session = engine, sums, roster, session
-        self.min_answers, self.answered = min_answers, 0.0
+        self.min_answers, self.answer_time = min_answers, 0.0
         self.min_clients = max(min_answers, secagg.MIN_MEMBERS)
         self.conduct = Conduct()
         self._greetings: dict[Member, Greeting] = {}  # including clients that are currently absent
-        self._doubtful: set[Member] = set()  # clients that may have lost their key
-        self._conflicting: set[Member] = set()  # clients in disputes in this round, left out if there are enough others
+        self._to_greet_again: set[Member] = set()  # clients that may have lost their key
+        self._conflicting: set[Member] = set()  # clients in disputes in this round; left out if there are enough others
         self._round = -1
         self._impostors: dict[Member, str] = {}  # clients without a valid hello, with the reason
         self._reported: set[str] = set()  # excluded clients that are already listed in a record
@@ -85,72 +85,74 @@ class SecureRound:
     @property
     def excluded(self) -> dict[str, str]:
         """The clients that are excluded from the run, with the reason for each."""
-        return {str(member): why for member, why in self._impostors.items()} | dict(self.conduct.excluded)
+        return {str(member): reason for member, reason in self._impostors.items()} | dict(self.conduct.excluded)
 
-    def select(self, number: int, members: list[Member]) -> list[Member]:
-        """Leave out excluded clients and, if there are enough others, clients in disputes in this round."""
-        if number != self._round:
-            self._round, self._conflicting = number, set()
+    def select(self, round_number: int, members: list[Member]) -> list[Member]:
+        """Omit excluded clients and, if there are enough others, clients in disputes in this round."""
+        if round_number != self._round:
+            self._round, self._conflicting = round_number, set()
         members = [member for member in members if not self._is_excluded(member)]
-        undisputed = [member for member in members if member not in self._conflicting]
-        return undisputed if len(undisputed) >= secagg.MIN_MEMBERS else members
+        undisputed_members = [member for member in members if member not in self._conflicting]
+        return undisputed_members if len(undisputed_members) >= secagg.MIN_MEMBERS else members
 
     def collect(
         self,
-        number: int,
+        round_number: int,
         defence_round: AnyRound,
         members: Sequence[Member],
         faults: FaultLog,
         observer: Observer | None,
     ) -> Aggregate | None:
-        """Try once to open a sum; return None if the round may be repeated. `observer` is not called."""
-        attempt = self._start(number, defence_round, members, faults)
+        """Try once to obtain a sum; return None if the round may be repeated. `observer` is not called."""
+        attempt = self._start(round_number, defence_round, members, faults)
         if attempt is None:
             return None
-        why, total = "", None
+        failure, total = "", None
         try:
             total = self._settle_and_reveal(attempt, faults)
         except Aborted as error:
             faults.add(Fault(SERVER, FaultKind.ABORTED, f"{error.where}: {error.what}"))
             self._conflicting |= {attempt.names[name] for name in attempt.tally.conflicting_members}
-            if not attempt.revealing:
+            if not attempt.is_revealing:
                 return None
-            why = error.what
-        self.answered = time.perf_counter()
-        result = self._decode(defence_round, total, attempt.opening, why)
-        new = {name: why for name, why in self.excluded.items() if name not in self._reported}
-        self._reported.update(new)
-        notes = {**result.notes, **({"excluded": new} if new else {})}
-        answers = {} if self.engine.traffic is None else {"answers": len(attempt.tally.survivors)}
-        return replace(result, figures={**result.figures, **answers}, notes=notes)
+            failure = error.what
+        self.answer_time = time.perf_counter()
+        result = self._decode(defence_round, total, attempt.opening, failure)
+        newly_excluded = {name: reason for name, reason in self.excluded.items() if name not in self._reported}
+        self._reported.update(newly_excluded)
+        notes = {**result.notes, **({"excluded": newly_excluded} if newly_excluded else {})}
+        answer_figures = {} if self.engine.traffic is None else {"answers": len(attempt.tally.survivors)}
+        return replace(result, figures={**result.figures, **answer_figures}, notes=notes)
 
     def close(self) -> None:
-        """Tell the clients that the run has ended, so that they forget its keys."""
+        """Tell the clients that the run has ended, so that they forget the run's keys."""
         members = [member for member in self.engine.members() if member in self._greetings]
         if members:
-            end = Step.make(self._session, "end", b"")
-            list(self.engine.take_step(end, dict.fromkeys(members, b""), self._channels(members), FAREWELL))
+            end_step = Step.make(self._session, "end", b"")
+            list(self.engine.run_step(end_step, dict.fromkeys(members, b""), self._channels(members), END_TIMEOUT))
 
     def _start(
-        self, number: int, defence_round: AnyRound, members: Sequence[Member], faults: FaultLog
+        self, round_number: int, defence_round: AnyRound, members: Sequence[Member], faults: FaultLog
     ) -> _Attempt | None:
         """Ask clients for their masked updates; return None if there are too few clients."""
-        present = self._greet(members, faults)
-        names = {self._greetings[member].hello.name: member for member in present}
-        needed = max(self.min_answers, secagg.threshold(max(len(names), secagg.MIN_MEMBERS)))
-        if len(names) < needed:
-            text = f"{len(names)} clients are present, but secure aggregation needs at least {needed}"
-            faults.add(Fault(SERVER, FaultKind.TOO_FEW, text))
+        greeted_members = self._greet(members, faults)
+        names = {self._greetings[member].hello.name: member for member in greeted_members}
+        num_required = max(self.min_answers, secagg.threshold(max(len(names), secagg.MIN_MEMBERS)))
+        if len(names) < num_required:
+            message = f"{len(names)} clients are present, but secure aggregation needs at least {num_required}"
+            faults.add(Fault(SERVER, FaultKind.TOO_FEW, message))
             return None
         self._attempt += 1
-        for member in present:
-            known = self._greetings[member]
-            self._greetings[member] = replace(known, uses=known.uses + 1)
+        for member in greeted_members:
+            greeting = self._greetings[member]
+            self._greetings[member] = replace(greeting, uses=greeting.uses + 1)
         hellos = tuple(self._greetings[names[name]].hello for name in sorted(names))
         layout = self.sums.layout(defence_round, len(hellos))
-        opening = Opening(self._session, number, self._attempt, hellos, *layout)
+        opening = Opening(self._session, round_number, self._attempt, hellos, *layout)
         terms = SecureTerms(opening, self.sums.clip)
-        digest, uploads = self.engine.ask_masked(number, defence_round, present, terms, self._channels(present))
+        digest, uploads = self.engine.ask_masked(
+            round_number, defence_round, greeted_members, terms, self._channels(greeted_members)
+        )
         attempt = _Attempt(names, opening, Tally(opening, digest, self._roster, self.conduct))
         for member, upload in self._receive(uploads, faults):
             self._take(member, partial(attempt.tally.take_upload, self._name(member), upload), faults)
@@ -161,53 +163,59 @@ class SecureRound:
         tally = attempt.tally
         while not tally.has_agreement():
             self._check_noise(attempt)
-            self._take_step(attempt, "settle", tally.settle(), tally.take_settle_reply, faults)
-        attempt.revealing = True
+            self._run_step(attempt, "settle", tally.settle(), tally.take_settle_reply, faults)
+        attempt.is_revealing = True
         reveal = tally.reveal(), dict.fromkeys(tally.survivors, b"")
-        self._take_step(attempt, "reveal", reveal, tally.take_reveal_reply, faults)
+        self._run_step(attempt, "reveal", reveal, tally.take_reveal_reply, faults)
         return tally.total()
 
     def _check_noise(self, attempt: _Attempt) -> None:
-        """Abort if so many clients have dropped out that the others would refuse to open the sum."""
-        asked, left = len(attempt.opening.roster), len(attempt.tally.survivors)
-        if left < (least := self.sums.min_members(asked)):
-            what = f"{left} of {asked} clients remain: at least {least} are needed for enough noise"
-            raise Aborted("few", "settle", what, "allow more clients to drop out: fedveil.Privacy(vanishing=...)")
+        """Abort if so many clients have dropped out that the others would refuse to reveal the sum."""
+        num_asked, num_remaining = len(attempt.opening.roster), len(attempt.tally.survivors)
+        if num_remaining < (num_required := self.sums.min_members(num_asked)):
+            message = (
+                f"at least {num_required} of {num_asked} clients must remain for enough noise, got {num_remaining}"
+            )
+            raise Aborted("few", "settle", message, "allow more clients to drop out: fedveil.Privacy(vanishing=...)")
 
-    def _take_step(
-        self, attempt: _Attempt, step: str, messages: Messages, take: Callable[[str, bytes], None], faults: FaultLog
+    def _run_step(
+        self, attempt: _Attempt, step: str, messages: Messages, receive: Callable[[str, bytes], None], faults: FaultLog
     ) -> None:
         """Send a step to the clients in `messages`; clients without a valid reply count as dropped out."""
-        common, individual = messages
-        expected = {attempt.names[name]: extra for name, extra in individual.items()}
-        message = Step.make(self._session, step, common)
-        for member, body in self._receive(self.engine.take_step(message, expected, self._channels(expected)), faults):
-            self._take(member, partial(take, self._name(member), body), faults)
+        shared_bytes, bytes_by_name = messages
+        extras = {attempt.names[name]: extra for name, extra in bytes_by_name.items()}
+        message = Step.make(self._session, step, shared_bytes)
+        for member, body in self._receive(self.engine.run_step(message, extras, self._channels(extras)), faults):
+            self._take(member, partial(receive, self._name(member), body), faults)
 
-    def _decode(self, defence_round: AnyRound, total: Words | None, opening: Opening, why: str) -> Aggregate:
-        """Return the result of a sum, or an empty result if there is no sum or it cannot be used."""
+    def _decode(self, defence_round: AnyRound, total: Words | None, opening: Opening, failure: str) -> Aggregate:
+        """Return the result of a sum, or an empty result if there is no usable sum."""
         if total is not None:
             try:
                 return self.sums.aggregate(defence_round, total, opening)
             except (Aborted, UpdateRefused) as error:
-                why = error.what
+                failure = error.what
         defence_round.count_lost()
-        return Aggregate({}, {}, 0.0, notes={"skipped": why})
+        return Aggregate({}, {}, 0.0, notes={"skipped": failure})
 
     def _greet(self, members: Sequence[Member], faults: FaultLog) -> list[Member]:
-        """Return the clients whose keys are known and fresh, after asking the others for theirs."""
-        stale = {member for member, greeting in self._greetings.items() if greeting.uses >= RENEWAL}
-        new = [member for member in members if member not in self._greetings or member in self._doubtful | stale]
-        if new:
-            challenge = secrets.token_bytes(protocol.CHALLENGE)
+        """Ask clients whose key is unknown or outdated for a new one; return the clients with a valid key."""
+        to_renew = {member for member, greeting in self._greetings.items() if greeting.uses >= MAX_KEY_USES}
+        to_greet = [
+            member for member in members if member not in self._greetings or member in self._to_greet_again | to_renew
+        ]
+        if to_greet:
+            challenge = secrets.token_bytes(protocol.CHALLENGE_SIZE)
             step = Step.make(self._session, "hello", challenge + self._key.public_key().public_bytes_raw())
-            for member, body in self._receive(self.engine.take_step(step, dict.fromkeys(new, b""), None), faults):
+            for member, body in self._receive(self.engine.run_step(step, dict.fromkeys(to_greet, b""), None), faults):
                 hello = self._take(member, partial(self._check_hello, member, body, challenge), faults)
                 if hello is not None:
                     self._greetings[member] = Greeting(hello, channel_key(self._key, hello.key, self._session))
-                    self._doubtful.discard(member)
-        fresh = [member for member in members if member in self._greetings and member not in self._doubtful]
-        return [m for m in fresh if self._greetings[m].uses < RENEWAL and not self._is_excluded(m)]
+                    self._to_greet_again.discard(member)
+        known_members = [
+            member for member in members if member in self._greetings and member not in self._to_greet_again
+        ]
+        return [m for m in known_members if self._greetings[m].uses < MAX_KEY_USES and not self._is_excluded(m)]
 
     def _check_hello(self, member: Member, body: bytes, challenge: bytes) -> Hello:
         """Verify a client's hello and return it. A client may reconnect as another member."""
@@ -215,34 +223,38 @@ class SecureRound:
             values = json.loads(body)
             hello, sent_proof = Hello.from_values(values), bytes.fromhex(str(values.get("proof")))
         except (ValueError, AttributeError, RecursionError) as error:
-            raise BadArgument("hello", "it cannot be read") from error
+            raise BadArgument("hello", "the greeting cannot be read") from error
         if hello.run != self._session:
-            raise BadArgument("hello", "it is for another run")
+            raise BadArgument("hello", "the greeting is for another run")
         proof = hello.proof(challenge)
-        for signature, covered in (
+        for signature, signed_bytes in (
             (hello.signature, Hello.signed_bytes(hello.run, hello.name, hello.key)),
             (sent_proof[:SIGNATURE], proof),
         ):
-            if len(signature) != SIGNATURE or not self._roster.verifies(hello.name, signature, covered):
-                self._impostors[member] = f"its hello is not signed by {hello.name}"
+            if len(signature) != SIGNATURE or not self._roster.verifies(hello.name, signature, signed_bytes):
+                self._impostors[member] = f"its greeting is not signed by {hello.name}"
                 raise BadArgument("hello", self._impostors[member])
         if not is_valid_key(hello.key):
             self.conduct.exclude(hello.name, "its key is of small order")
             raise BadArgument("hello", f"the key of {hello.name} is of small order")
         tag = tag_message(channel_key(self._key, hello.key, self._session), proof)
         if not hmac.compare_digest(sent_proof[SIGNATURE:], tag):
-            self.conduct.exclude(hello.name, "it does not own the key that it presents")
-            raise BadArgument("hello", f"{hello.name} does not own the key that it presents")
-        for other in [other for other in self._greetings if self._name(other) == hello.name and other != member]:
-            del self._greetings[other]
+            self.conduct.exclude(hello.name, "it does not have the private key for the public key that it sent")
+            raise BadArgument("hello", f"{hello.name} does not have the private key for the public key that it sent")
+        for old_member in [
+            known_member
+            for known_member in self._greetings
+            if self._name(known_member) == hello.name and known_member != member
+        ]:
+            del self._greetings[old_member]
         return hello
 
     def _name(self, member: Member) -> str:
         return self._greetings[member].hello.name
 
     def _is_excluded(self, member: Member) -> bool:
-        known = self._greetings.get(member)
-        return member in self._impostors or (known is not None and known.hello.name in self.conduct.excluded)
+        greeting = self._greetings.get(member)
+        return member in self._impostors or (greeting is not None and greeting.hello.name in self.conduct.excluded)
 
     def _channels(self, members: Sequence[Member] | Mapping[Member, bytes]) -> dict[Member, bytes]:
         return {member: self._greetings[member].channel for member in members}
@@ -254,14 +266,14 @@ class SecureRound:
         for reply in replies:
             if isinstance(reply, Fault):
                 faults.add(reply)
-                self._doubtful.add(reply.member)
+                self._to_greet_again.add(reply.member)
             else:
                 yield reply
 
-    def _take(self, member: Member, take: Callable[[], R], faults: FaultLog) -> R | None:
-        """Return the result of `take`; if it raises, record a fault and return None."""
+    def _take(self, member: Member, receive: Callable[[], R], faults: FaultLog) -> R | None:
+        """Return the result of `receive`; if it raises an exception, record a fault and return None."""
         try:
-            return take()
+            return receive()
         except Exception as error:  # nothing that a client sends may end the run
             faults.add(replace(protocol.describe_refusal(member, error), kind=FaultKind.MALFORMED))
             return None

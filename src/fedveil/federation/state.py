@@ -1,4 +1,4 @@
-"""The state of a server: snapshots in memory to undo interrupted rounds, and checkpoints on disk."""
+"""The state of a server: snapshots in memory for undoing interrupted rounds, and checkpoints on disk."""
 
 import contextlib
 import hashlib
@@ -42,8 +42,8 @@ Setting = Mapping[str, object]  # values, keyed by their names in messages
 OPTIMIZER, RECORDS = "optimizer", "records"
 SPENT = "one more round would exceed the epsilon budget"
 LOWER = "lower the learning rate; earlier checkpoints are still available"
-CHUNK = 2**20  # number of values hashed at a time
-CHECKSUM = 8  # bytes: enough to detect a change
+CHUNK_SIZE = 2**20  # number of values hashed at a time
+CHECKSUM_SIZE = 8  # bytes: enough to detect a change
 T = TypeVar("T")
 
 
@@ -63,11 +63,11 @@ class CheckpointState(TypedDict):
 
 
 def find_non_finite_state(optimizer: StateDict) -> str | None:
-    """Return the name of the first tensor in an optimizer's state_dict that is not finite, or None if all are."""
-    named: dict[str, object] = {}
+    """Return the name of the first non-finite tensor in an optimizer's state_dict, or None if all are finite."""
+    tensors: dict[str, object] = {}
     for index, state in optimizer["state"].items():
-        named |= {f"the optimizer's {key} of parameter {index}": value for key, value in state.items()}
-    floats, result = select_floats(named), None
+        tensors |= {f"the optimizer's {key} of parameter {index}": value for key, value in state.items()}
+    floats, result = select_floats(tensors), None
     for device in {tensor.device for tensor in floats.values()}:  # step counters may be on the CPU
         on_device = {name: tensor for name, tensor in floats.items() if tensor.device == device}
         result = result or find_non_finite(on_device)
@@ -76,7 +76,7 @@ def find_non_finite_state(optimizer: StateDict) -> str | None:
 
 def _copy_state(state: T) -> T:
     """Return a copy that shares no tensor, list or dict with the original."""
-    return cast(T, pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, state))
+    return cast(T, pytree.tree_map(lambda value: value.detach().clone() if isinstance(value, Tensor) else value, state))
 
 
 class Snapshot:
@@ -86,17 +86,17 @@ class Snapshot:
     """
 
     def __init__(self, server: "StoredServer") -> None:
-        self.begun = False  # whether restoring has begun
+        self.is_partial = False  # whether a restore was started; if interrupted, it must be repeated
         self.round, self.records = server.round, list(server.history.records)
         self._best, self._best_by = server.best, server.best_by
-        changing = [value for value in server.model.parameters() if value.requires_grad]
-        self._tensors = [(value, value.detach().clone()) for value in (*changing, *server.model.buffers())]
+        trainable_parameters = [value for value in server.model.parameters() if value.requires_grad]
+        self._tensors = [(value, value.detach().clone()) for value in (*trainable_parameters, *server.model.buffers())]
         self._optimizer = _copy_state(server.optimizer.state_dict())
         self._schedule = _copy_state(server.schedule.state_dict()) if server.schedule else None
 
     def restore(self, server: "StoredServer") -> None:
-        """Restore everything; may be called again if it is interrupted."""
-        self.begun = True
+        """Restore everything; may be called again after an interruption."""
+        self.is_partial = True
         with torch.no_grad():
             for tensor, value in self._tensors:
                 tensor.copy_(value)
@@ -111,14 +111,14 @@ def checksum_records(shards: Shards, key: bytes) -> str | None:
     """Return a short keyed checksum of all clients' records, or None if they are read batch by batch."""
     if not isinstance(shards, MemoryShards):
         return None
-    result = hashlib.blake2b(key=key, digest_size=CHECKSUM)
-    for leaf in [*pytree.tree_leaves(shards.inputs), shards.targets]:
-        if not isinstance(leaf, Tensor):
-            result.update(repr(leaf).encode())
+    result = hashlib.blake2b(key=key, digest_size=CHECKSUM_SIZE)
+    for value in [*pytree.tree_leaves(shards.inputs), shards.targets]:
+        if not isinstance(value, Tensor):
+            result.update(repr(value).encode())
             continue
-        result.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-        for values in torch.split(leaf.detach().reshape(-1), CHUNK):
-            result.update(values.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        result.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        for chunk in torch.split(value.detach().reshape(-1), CHUNK_SIZE):
+            result.update(chunk.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return result.hexdigest()
 
 
@@ -137,18 +137,18 @@ class StoredServer(ABC):
     best: tuple[float, dict[str, Tensor]] | None
     best_by: str | None  # the metric and mode that chose the best model; None if unknown
     history: History
-    planned: int  # number of the last round that `fit` will run; 0 before the first call
+    planned_rounds: int  # number of the last round that `fit` will run; 0 before the first call
     monitor: Monitor | None  # the monitored metric of the last call to fit
-    summary: "RunSummary | None"  # of the last call to fit with a folder
-    stopped: str | None  # why training ended early
+    summary: "RunSummary | None"  # summary of the last call to fit with a folder
+    stopped: str | None  # the reason why training ended early
     changed: list[str]  # settings that differ from those of the resumed run
-    _alone: AbstractContextManager[None]  # raises in a second thread
+    _lock: AbstractContextManager[None]  # raises an error in a second thread
     _run: bytes  # identifies this run's checkpoints
-    _behind: bool  # whether the previous checkpoint is used because the last one on disk was bad
-    _undoable: bool  # whether interrupted rounds are undone
-    _before: Snapshot | None  # taken before a round or an evaluation that is not complete yet
-    _saved: tuple[object, ...] | None  # identifies the last saved state
-    _described: Path | None  # the folder to which the description of the run was written
+    _uses_previous: bool  # whether the previous checkpoint is used because the last one on disk was bad
+    _can_undo: bool  # whether interrupted rounds are undone
+    _snapshot: Snapshot | None  # taken before a round or an evaluation that is not complete yet
+    _saved_mark: tuple[object, ...] | None  # identifies the last saved state
+    _described_folder: Path | None  # the folder to which the description of the run was written
 
     def _has_budget(self) -> bool:
         """Return whether the epsilon budget allows one more round; if not, record and log why training stops."""
@@ -158,7 +158,7 @@ class StoredServer(ABC):
         return self.defence_server.has_budget
 
     def _keep_if_best(self, monitor: Monitor, value: float) -> None:
-        """Copy the model's values if they are the best so far, or the first chosen by this metric."""
+        """Copy the model's values if they are the best so far, or if another metric chose the best model before."""
         if self.best_by not in (None, str(monitor)) and self.best is not None:
             LOG.warning("fedveil: from now on, %s chooses the best model, not %s", monitor, self.best_by)
             self.best = None
@@ -181,18 +181,18 @@ class StoredServer(ABC):
         }
 
     def setting(self) -> Setting:
-        """Return the settings that should not change when a run is resumed."""
+        """Return the settings that should stay the same when a run is resumed."""
         optimizer = type(self.optimizer).__name__
         return {OPTIMIZER: optimizer, "loss": self.loss.name, "gradient clipping": self.clip_norm or 0.0}
 
     def save(self, folder: Folder) -> None:
         """Write a checkpoint, and keep the previous one."""
-        with self._alone:
+        with self._lock:
             self._undo()
             self._check_state()
-            with lock_folder(home := Path(folder)):
-                self._save(home)
-            self._behind, self._saved = False, self._mark(home)
+            with lock_folder(run_path := Path(folder)):
+                self._save(run_path)
+            self._uses_previous, self._saved_mark = False, self._mark(run_path)
 
     def _check_state(self) -> None:
         """Refuse to save a model or an optimizer that is not finite."""
@@ -201,11 +201,11 @@ class StoredServer(ABC):
 
     def _save(self, folder: Path) -> set[int]:
         """Write a checkpoint and the run's description; return the rounds of all checkpoints that exist now."""
-        if self._described != folder:
+        if self._described_folder != folder:
             self.describe(folder)
-            self._described = folder
+            self._described_folder = folder
         durable = self.defence.durable
-        return checkpoint.save_last(folder, self.state(), self._tag, bad=self._behind, durable=durable)
+        return checkpoint.save_last(folder, self.state(), self._tag, bad=self._uses_previous, durable=durable)
 
     def describe(self, folder: Path) -> None:
         """Write the description of the run, which an audit reads."""
@@ -223,69 +223,76 @@ class StoredServer(ABC):
         If the checkpoint is damaged or its model is not finite, the previous checkpoint is used; this is reported in a
         warning and in the last record.
         """
-        damaged: list[checkpoint.Damaged] = []
+        errors: list[checkpoint.DamagedCheckpoint] = []
         folder = Path(folder)
-        for path in checkpoint.found_in(folder) or [folder / checkpoint.LAST]:
+        for path in checkpoint.list_checkpoints(folder) or [folder / checkpoint.LAST]:
             try:
                 tag, content = checkpoint.read(path, self.device)
                 state = cast(CheckpointState, content)
                 if name := _find_divergence(state["model"], state["optimizer"]):
-                    what = f"the checkpoint is from a run that diverged: {name} contains NaN or infinity"
-                    raise checkpoint.Damaged(str(path), what, "start the run again with a lower learning rate")
-                private = self._private_states(folder, tag, state)
-            except checkpoint.Damaged as error:
-                damaged.append(error)
+                    message = f"the checkpoint is from a run that diverged: {name} contains NaN or infinity"
+                    raise checkpoint.DamagedCheckpoint(
+                        str(path), message, "start the run again with a lower learning rate"
+                    )
+                client_states = self._private_states(folder, tag, state)
+            except checkpoint.DamagedCheckpoint as error:
+                errors.append(error)
                 continue
-            with self._alone:
-                self._restore(folder, state, private)
+            with self._lock:
+                self._restore(folder, state, client_states)
             self._run = tag.run
             self._compare(folder, state)
-            self._behind = path.name != checkpoint.LAST
-            self._before, self._saved = None, None if self._behind else self._mark(folder)
-            if self._behind:
-                self._explain_fallback(path, damaged)
+            self._uses_previous = path.name != checkpoint.LAST
+            self._snapshot, self._saved_mark = None, None if self._uses_previous else self._mark(folder)
+            if self._uses_previous:
+                self._explain_fallback(path, errors)
             return
-        if len(damaged) == 1:
-            raise damaged[0]
-        raise BadArgument(damaged[0].where, f"{damaged[0].what}; {damaged[1].where} is also bad", damaged[0].fix)
+        if len(errors) == 1:
+            raise errors[0]
+        raise BadArgument(errors[0].where, f"{errors[0].what}; {errors[1].where} is also damaged", errors[0].fix)
 
     def _private_states(self, folder: Path, tag: StateTag, state: CheckpointState) -> dict[int, State]:
         """Return the private states of clients in this process, by client; remote clients keep their own."""
         return {}
 
-    def _explain_fallback(self, path: Path, damaged: Sequence[checkpoint.Damaged]) -> None:
+    def _explain_fallback(self, path: Path, errors: Sequence[checkpoint.DamagedCheckpoint]) -> None:
         """Report that the previous checkpoint is used, and count the lost round for privacy."""
-        why = f"{damaged[0].where}: {damaged[0].what}" if damaged else f"there is no {checkpoint.LAST}"
-        text = f"{why}; the run continues from {path.name}, round {self.round}"
-        LOG.warning("fedveil: %s", text)
+        reason = f"{errors[0].where}: {errors[0].what}" if errors else f"there is no {checkpoint.LAST}"
+        message = f"{reason}; the run continues from {path.name}, round {self.round}"
+        LOG.warning("fedveil: %s", message)
         if self.history.records:
-            last = self.history.records[-1]
-            self.history.records[-1] = replace(last, notes={**last.notes, "went_back": text})
+            last_record = self.history.records[-1]
+            self.history.records[-1] = replace(last_record, notes={**last_record.notes, "went_back": message})
         if self.defence_server.accountant is not None:
             self.defence_server.accountant.count()
 
-    def _restore(self, folder: Path, state: CheckpointState, private: Mapping[int, State]) -> None:
-        expected = {"defence": self.defence.name, OPTIMIZER: type(self.optimizer).__name__}
-        saved = {"defence": state["defence"]["name"], OPTIMIZER: state["setting"].get(OPTIMIZER, expected[OPTIMIZER])}
-        for name in expected:
-            if saved[name] != expected[name]:
-                what = f"the checkpoint was written with the {name} {saved[name]!r}, not {expected[name]!r}"
-                raise BadArgument(str(folder), what, f"resume with the same {name}")
-        configured = self._first_rate()
+    def _restore(self, folder: Path, state: CheckpointState, client_states: Mapping[int, State]) -> None:
+        expected_names = {"defence": self.defence.name, OPTIMIZER: type(self.optimizer).__name__}
+        saved_names = {
+            "defence": state["defence"]["name"],
+            OPTIMIZER: state["setting"].get(OPTIMIZER, expected_names[OPTIMIZER]),
+        }
+        for name in expected_names:
+            if saved_names[name] != expected_names[name]:
+                message = (
+                    f"the checkpoint was written with the {name} {saved_names[name]!r}, not {expected_names[name]!r}"
+                )
+                raise BadArgument(str(folder), message, f"resume with the same {name}")
+        configured_lr = self._initial_lr()
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise BadArgument(str(folder), f"the checkpoint is for another model or optimizer: {error}") from error
-        restored = self._first_rate()
-        if None not in (restored, configured) and restored != configured:
-            how = 'set federation.optimizer.param_groups[0]["lr"] after resume(folder), then call fit'
-            rates = f"{restored}, not {configured}; to change it, {how}"
-            LOG.warning("fedveil: using the checkpoint's learning rate, %s", rates)
+        restored_lr = self._initial_lr()
+        if None not in (restored_lr, configured_lr) and restored_lr != configured_lr:
+            fix = 'set federation.optimizer.param_groups[0]["lr"] after resume(folder), then call fit'
+            difference = f"{restored_lr}, not {configured_lr}; to change it, {fix}"
+            LOG.warning("fedveil: using the checkpoint's learning rate, %s", difference)
         if self.schedule and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
         self.defence_server.restore(state["defence"])
-        self._restore_clients(private)
+        self._restore_clients(client_states)
         self.round, self.best, self.best_by = state["round"], state["best"], state.get("best_by")
         records = [RoundRecord(**record) for record in parse_json(str(folder), state["records"])]
         self.history.records[:] = records
@@ -296,47 +303,47 @@ class StoredServer(ABC):
 
     def _compare(self, folder: Path, state: CheckpointState) -> None:
         """Record which settings have changed, and warn about them."""
-        before, now = state["setting"], self.setting()
-        known = [name for name in before if None not in (before[name], now.get(name))]
-        self.changed = [name for name in known if before[name] != now[name]]
+        old_settings, new_settings = state["setting"], self.setting()
+        names = [name for name in old_settings if None not in (old_settings[name], new_settings.get(name))]
+        self.changed = [name for name in names if old_settings[name] != new_settings[name]]
         if self.changed:
-            what = f"the run in {folder} was trained with different settings ({', '.join(self.changed)})"
-            LOG.warning("fedveil: %s; its history and best model now mix both", what)
+            message = f"the run in {folder} was trained with different settings ({', '.join(self.changed)})"
+            LOG.warning("fedveil: %s; the history and the best model now combine both", message)
 
-    def _first_rate(self) -> float | None:
+    def _initial_lr(self) -> float | None:
         """Return the optimizer's initial learning rate, or None if a schedule may have changed it."""
         group = self.optimizer.param_groups[0]
-        rate = group.get("initial_lr", None if self.schedule else group["lr"])
-        return None if rate is None else float(rate)
+        lr = group.get("initial_lr", None if self.schedule else group["lr"])
+        return None if lr is None else float(lr)
 
     def _open(self, folder: Path, resume: bool) -> None:
         """Resume the run in a folder, if there is one, or refuse to mix it with this run."""
-        result = checkpoint.found_in(folder)
-        tag = checkpoint.read_tag(result[0]) if result else None
+        paths = checkpoint.list_checkpoints(folder)
+        tag = checkpoint.read_tag(paths[0]) if paths else None
         is_same_run = tag.run == self._run if tag else self.round > 0
-        if result and not is_same_run and not (resume and self.round == 0):
-            fix = "pass resume=True before the first round to continue it, or choose another folder"
-            raise BadArgument(str(folder), "there is another run in this folder", fix)
-        if result and not is_same_run:
+        if paths and not is_same_run and not (resume and self.round == 0):
+            fix = "pass resume=True before the first round to continue that run, or choose another folder"
+            raise BadArgument(str(folder), "this folder contains another run", fix)
+        if paths and not is_same_run:
             self.resume(folder)
             LOG.info("fedveil: %s: resumed after round %d", folder, self.round)
-        if self._behind:
+        if self._uses_previous:
             self.save(folder)
 
     def _undo(self, *, diverged: bool = False) -> None:
         """Restore the last complete state if a round or an evaluation was interrupted or diverged."""
-        before = self._before
-        if before is None:
+        snapshot = self._snapshot
+        if snapshot is None:
             return
-        complete = self.round > before.round and len(self.history.records) > len(before.records)
-        if diverged or before.begun or not complete:
-            before.restore(self)
-        self._before = None
+        is_complete = self.round > snapshot.round and len(self.history.records) > len(snapshot.records)
+        if diverged or snapshot.is_partial or not is_complete:
+            snapshot.restore(self)
+        self._snapshot = None
 
     @contextlib.contextmanager
     def _saving(self, folder: Path) -> Iterator[None]:
-        """Write the models after training, or the last complete round after a failure; rounds can be undone."""
-        self._undoable = True
+        """Write the models after training, or the last complete round after a failure; allow rounds to be undone."""
+        self._can_undo = True
         try:
             yield
             self._write_models(folder)
@@ -344,19 +351,21 @@ class StoredServer(ABC):
             self._save_on_failure(folder, error)
             raise
         finally:
-            self._undoable = False
+            self._can_undo = False
 
     def _save_on_failure(self, folder: Path, error: BaseException) -> None:
-        """Save the last complete state; a failure is only logged, so that the error that ended the run is raised."""
+        """Save the last complete state; only log errors, so that the error that ended the run is raised."""
         try:
             with handle(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C must not interrupt the save
                 self._undo(diverged=isinstance(error, Diverged))
                 accountant = self.defence_server.accountant
-                counted = accountant is not None and accountant.rounds > 0
-                if (self.round or counted) and (self.defence.durable or self._saved != self._mark(folder)):
+                has_counted_rounds = accountant is not None and accountant.rounds > 0
+                if (self.round or has_counted_rounds) and (
+                    self.defence.durable or self._saved_mark != self._mark(folder)
+                ):
                     self.save(folder)
-        except Exception as failure:
-            LOG.warning("fedveil: round %d could not be saved: %s", self.round, failure)
+        except Exception as save_error:
+            LOG.warning("fedveil: round %d could not be saved: %s", self.round, save_error)
 
     def _mark(self, folder: Path) -> tuple[object, ...]:
         """Return a value that changes whenever the checkpoint in a folder becomes outdated."""
@@ -365,18 +374,18 @@ class StoredServer(ABC):
 
     def _write_models(self, folder: Path) -> None:
         """Write the last and the best model, and a checkpoint unless it is up to date."""
-        if self.round and self._saved != self._mark(folder):
+        if self.round and self._saved_mark != self._mark(folder):
             self.save(folder)
         self._check_state()
-        self.describe(folder)  # again, because more clients may have joined
+        self.describe(folder)  # once more, because more clients may have joined
         checkpoint.save_values(folder / checkpoint.MODEL, self.model.state_dict(), self.round)
         if self.best:
             checkpoint.save_values(folder / checkpoint.BEST, self.best[1], self.round)
 
-    def _divergence(self, what: str, fix: str) -> Diverged:
-        return Diverged(f"round {self.round}", f"training diverged: {what}", fix)
+    def _divergence(self, reason: str, fix: str) -> Diverged:
+        return Diverged(f"round {self.round}", f"training diverged: {reason}", fix)
 
 
 def _find_divergence(model: Mapping[str, Tensor], optimizer: StateDict) -> str | None:
-    """Return the name of the first tensor of a model or its optimizer that is not finite, or None if all are."""
+    """Return the name of the first non-finite tensor of a model or its optimizer, or None if all are finite."""
     return find_non_finite(select_floats(model)) or find_non_finite_state(optimizer)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fedveil.flower.records import cache_records
     from fedveil.flower.server import Server
 else:
-    _HOMES = {"answer": "client", "client_app": "client", "cache_records": "records", "Server": "server"}
-    __getattr__ = lazy_getattr(__name__, _HOMES, needs="flwr")
+    _MODULES = {"answer": "client", "client_app": "client", "cache_records": "records", "Server": "server"}
+    __getattr__ = lazy_getattr(__name__, _MODULES, dependency="flwr")
 
 __all__ = ["Server", "answer", "cache_records", "client_app"]

@@ -29,34 +29,37 @@ class FlowerTransport:
         self, common: bytes, extras: Mapping[Member, bytes], *, label: str, timeout: float
     ) -> Iterator[tuple[Member, bytes | Fault]]:
         """See `Transport.ask`; messages expire with the exchange."""
-        sent: dict[str, int] = {}
+        node_by_message: dict[str, int] = {}
         for extra in dict.fromkeys(extras.values()):
-            content, nodes = wrap(common, extra), [int(node) for node, bytes_ in extras.items() if bytes_ == extra]
-            messages = [Message(content, n, "train", ttl=timeout, group_id=label) for n in nodes]
+            content, nodes = (
+                wrap(common, extra),
+                [int(node) for node, node_extra in extras.items() if node_extra == extra],
+            )
+            messages = [Message(content, node, "train", ttl=timeout, group_id=label) for node in nodes]
             self.grid.push_messages(messages)
-            sent |= {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
-        return collect(self.grid, sent, timeout)
+            node_by_message |= {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
+        return collect(self.grid, node_by_message, timeout)
 
     def close(self) -> None:
         """Do nothing: Flower ends the run."""
 
 
-def collect(grid: Grid, sent: Mapping[str, int], timeout: float) -> Iterator[tuple[Member, bytes | Fault]]:
-    """Yield the first reply or fault of each node as it arrives; nodes without one after `timeout` seconds are silent.
+def collect(grid: Grid, node_by_message: Mapping[str, int], timeout: float) -> Iterator[tuple[Member, bytes | Fault]]:
+    """Yield the first reply or fault of each node as it arrives; a node without a reply in time is silent.
 
     Args:
         grid: Flower's grid.
-        sent: the node of each message, by message id.
+        node_by_message: the node of each message, by message id.
         timeout: timeout in seconds.
     """
-    start, pending = time.monotonic(), dict(sent)
+    start, pending = time.monotonic(), dict(node_by_message)
     deadline = start + timeout
     while pending:
         for message, node in list(pending.items()):
             for reply in _pull(grid, message, node):
                 if not isinstance(reply, Fault) and reply.metadata.reply_to_message_id != message:
-                    what = "it answers a message that was not sent to it in this round"
-                    yield node, Fault(node, FaultKind.FOREIGN, what)
+                    problem = "the node answered a message that was not sent to this node in this round"
+                    yield node, Fault(node, FaultKind.FOREIGN, problem)
                 elif message not in pending:
                     yield node, Fault(node, FaultKind.TWICE, "only its first answer counts")
                 else:
@@ -72,12 +75,12 @@ def collect(grid: Grid, sent: Mapping[str, int], timeout: float) -> Iterator[tup
 
 
 def _pull(grid: Grid, message: str, node: int) -> Iterable[Message | Fault]:
-    """Return the replies to one message; pull them separately, so that an unreadable reply affects no other node."""
+    """Pull the replies to one message; replies to others are pulled separately, in case one cannot be read."""
     try:
         return list(grid.pull_messages([message]))
     except httpx.HTTPError:
-        raise  # the SuperLink was down for longer than Flower retries, which is not the node's fault
-    except Exception as error:  # Flower's decoder may raise anything on malformed bytes
+        raise  # the SuperLink was down for longer than Flower retries, so this is not the node's fault
+    except Exception as error:  # Flower's decoder may raise any exception on malformed bytes
         return [Fault(node, FaultKind.UNREADABLE, f"{type(error).__name__}: {error}")]
 
 

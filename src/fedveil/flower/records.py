@@ -16,45 +16,48 @@ from fedveil.records.sources import PLAIN
 from fedveil.wire import Packed, from_bytes, to_bytes
 
 KIND = "records"
-DIGEST = hashlib.sha256().digest_size
+DIGEST_SIZE = hashlib.sha256().digest_size
 
 
-def cache_records(path: Path, make: Callable[[], Batch]) -> Batch:
+def cache_records(path: Path, load_records: Callable[[], Batch]) -> Batch:
     """Load (inputs, targets) from a file, and create the file if it does not exist.
 
     This saves time, since a SuperNode starts a new process for every message.
 
     Args:
         path: the file, in a folder on the node. A file that is damaged or was written by another version is replaced.
-        make: a function that loads the records, called if the file cannot be used.
+        load_records: a function that loads the records, which is called if the file cannot be used.
     """
     try:
         values, tensors = from_bytes(_verify_checksum(path.read_bytes()), KIND)
     except (FileNotFoundError, BadArgument):
-        inputs, targets = make()
+        inputs, targets = load_records()
         values, tensors = _flatten(inputs)
         data = to_bytes(KIND, values, {**tensors, "targets": targets})
         make_folder(path.parent, 0o700)
         write_atomically(path, hashlib.sha256(data).digest() + data, OWNER)
         return inputs, targets
-    constants, form = values["others"], pytree.treespec_loads(values["form"])
-    leaves = [constants[str(k)] if str(k) in constants else tensors[f"inputs.{k}"] for k in range(form.num_leaves)]
-    return cast(Inputs, pytree.tree_unflatten(leaves, form)), tensors["targets"]
+    constants, structure = values["others"], pytree.treespec_loads(values["form"])
+    leaves = [
+        constants[str(index)] if str(index) in constants else tensors[f"inputs.{index}"]
+        for index in range(structure.num_leaves)
+    ]
+    return cast(Inputs, pytree.tree_unflatten(leaves, structure)), tensors["targets"]
 
 
 def _verify_checksum(content: bytes) -> bytes:
-    """Verify the checksum at the start of the content; return the rest."""
-    if hashlib.sha256(data := content[DIGEST:]).digest() != content[:DIGEST]:
+    """Verify the checksum at the start of the content; return the content without the checksum."""
+    if hashlib.sha256(data := content[DIGEST_SIZE:]).digest() != content[:DIGEST_SIZE]:
         raise BadArgument("cache_records", "the file is damaged: its checksum is wrong")
     return data
 
 
 def _flatten(inputs: Inputs) -> Packed:
-    leaves, form = pytree.tree_flatten(inputs)
-    constants = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    leaves, structure = pytree.tree_flatten(inputs)
+    constants = {index: leaf for index, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
     for leaf in constants.values():
         if not isinstance(leaf, PLAIN):
-            what = f"inputs contain a value of type {type(leaf).__name__}, which cannot be written to a file"
-            raise BadArgument("cache_records", what, "convert it to a tensor")
-    tensors = {f"inputs.{k}": leaf for k, leaf in enumerate(leaves) if k not in constants}
-    return {"form": pytree.treespec_dumps(form), "others": constants}, tensors
+            message = f"inputs contain a value of type {type(leaf).__name__}, which cannot be written to a file"
+            raise BadArgument("cache_records", message, "convert the value to a tensor")
+    tensors = {f"inputs.{index}": leaf for index, leaf in enumerate(leaves) if index not in constants}
+    return {"form": pytree.treespec_dumps(structure), "others": constants}, tensors

@@ -19,10 +19,10 @@ def _norm(kind: Norm, channels: int) -> nn.Module:
 class PadShortcut(nn.Module):
     """Shortcut A: select every second pixel and pad with channels of zeros."""
 
-    def __init__(self, extra: int) -> None:
+    def __init__(self, num_extra: int) -> None:
         super().__init__()
-        self.before = extra // 2
-        self.after = extra - extra // 2
+        self.before = num_extra // 2
+        self.after = num_extra - num_extra // 2
 
     def forward(self, x: Tensor) -> Tensor:
         """Subsample the input and pad its channels."""
@@ -57,7 +57,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Three stages of blocks, each twice as wide as the last, followed by global average pooling and a linear head."""
+    """Three stages of blocks, each twice as wide as the one before, then global average pooling and a linear head."""
 
     def __init__(self, depth: int, channels: int, outputs: int, width: int, norm: Norm, shortcut: Shortcut) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class ResNet(nn.Module):
         for stage in range(3):
             out_channels = width * 2**stage
             blocks = []
-            for number in range((depth - 2) // 6):
-                stride = 2 if stage and not number else 1
+            for index in range((depth - 2) // 6):
+                stride = 2 if stage and not index else 1
                 blocks.append(BasicBlock(in_channels, out_channels, stride, norm, shortcut))
                 in_channels = out_channels
             stages.append(nn.Sequential(*blocks))
@@ -79,7 +79,7 @@ class ResNet(nn.Module):
             self._shrink_branches()
 
     def _shrink_branches(self) -> None:
-        """Initialise residual branches with small values, to preserve the scale of activations without norm layers."""
+        """Initialise residual branches with small values to preserve the scale of activations without normalisation."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -111,6 +111,6 @@ def resnet(
     if depth not in DEPTHS:
         raise BadArgument("resnet", f"depth must be one of {', '.join(map(str, DEPTHS))}, got {depth!r}")
     if norm not in ("batch", "none") or shortcut not in ("A", "B"):
-        what = f'norm must be "batch" or "none", and shortcut must be "A" or "B"; got {norm!r} and {shortcut!r}'
-        raise BadArgument("resnet", what)
+        message = f'norm must be "batch" or "none", and shortcut must be "A" or "B"; got {norm!r} and {shortcut!r}'
+        raise BadArgument("resnet", message)
     return ResNet(depth, channels, outputs, width, norm, shortcut)

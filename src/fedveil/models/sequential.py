@@ -18,8 +18,8 @@ def mlp(inputs: int, outputs: int, *, layers: int = 3, hidden: int = 50, bias: b
     """
     check_count("mlp", "layers", layers)
     stack: list[nn.Module] = []
-    for before, after in itertools.pairwise([inputs, *[hidden] * layers]):
-        stack += [nn.Linear(before, after, bias=bias), nn.ReLU()]
+    for in_features, out_features in itertools.pairwise([inputs, *[hidden] * layers]):
+        stack += [nn.Linear(in_features, out_features, bias=bias), nn.ReLU()]
     return nn.Sequential(*stack, nn.Linear(hidden, outputs, bias=bias))
 
 
@@ -46,9 +46,9 @@ def lenet(channels: int = 3, outputs: int = 10, *, size: int = 32, activation: s
 
     It has three 5 x 5 convolutions with 12 channels and strides 2, 2 and 1, and a linear head. With sigmoids, all
     parameters are initialised uniformly in [-1/2, 1/2], as published, so that the gradients of all layers have similar
-    scales. With ReLU, they keep PyTorch's default initialisation.
+    scales. With ReLU, the parameters keep PyTorch's default initialisation.
 
-    The published network uses only sigmoids. The ReLU variant was added because ReLU allows a veil to use factors.
+    The published network uses only sigmoids. The ReLU variant was added because a veil can use factors with ReLU.
 
     Args:
         channels: number of image channels.
@@ -58,11 +58,11 @@ def lenet(channels: int = 3, outputs: int = 10, *, size: int = 32, activation: s
     """
     check_choice("lenet", "activation", activation, ACTIVATIONS)
     stack: list[nn.Module] = []
-    before, side = channels, size
+    in_channels, side = channels, size
     for stride in STRIDES:
-        conv = nn.Conv2d(before, CHANNELS, KERNEL, stride=stride, padding=KERNEL // 2)
+        conv = nn.Conv2d(in_channels, CHANNELS, KERNEL, stride=stride, padding=KERNEL // 2)
         stack += [conv, ACTIVATIONS[activation]()]
-        before, side = CHANNELS, -(-side // stride)
+        in_channels, side = CHANNELS, -(-side // stride)
     net = nn.Sequential(*stack, nn.Flatten(), nn.Linear(CHANNELS * side * side, outputs))
     if activation == "sigmoid":
         for parameter in net.parameters():

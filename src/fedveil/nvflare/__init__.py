@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from fedveil.nvflare.kits import configure
     from fedveil.nvflare.server import Server
 else:
-    _HOMES = {"Client": "client", "Server": "server", "configure": "kits"}
-    _HOMES |= dict.fromkeys(("Job", "read_progress", "simulate", "submit"), "jobs")
-    __getattr__ = lazy_getattr(__name__, _HOMES, needs="nvflare")
+    _MODULES = {"Client": "client", "Server": "server", "configure": "kits"}
+    _MODULES |= dict.fromkeys(("Job", "read_progress", "simulate", "submit"), "jobs")
+    __getattr__ = lazy_getattr(__name__, _MODULES, dependency="nvflare")
 
 __all__ = ["Client", "Job", "Server", "configure", "read_progress", "simulate", "submit"]

@@ -1,4 +1,4 @@
-"""The client on a FLARE site, which exists for the duration of a job, and checks of its callers and its connection."""
+"""A client on a FLARE site, which runs for the duration of a job, and checks of callers and connections."""
 
 import logging
 import sys
@@ -18,7 +18,7 @@ from torch import nn
 
 from fedveil.defences.interface import AnyDefence
 from fedveil.errors import FedveilError
-from fedveil.federation.checkpoint import load_private, save_private
+from fedveil.federation.checkpoint import load_private_state, save_private_state
 from fedveil.federation.client import ClientSession, ClientState
 from fedveil.federation.protocol import clean
 from fedveil.graph.build import Frozen
@@ -38,30 +38,30 @@ class InsecureTransport(FedveilError):
 
 
 def transport() -> Literal["simulator", "mTLS", "insecure"]:
-    """Return how the current site is connected to the server.
+    """Return the kind of connection between the current site and the server.
 
     In the simulator, processes on one machine have no certificates. With mTLS, a site connects directly to the server,
-    and both present a certificate of the project. Everything else is insecure: clear text, TLS with only a server
-    certificate, or relays.
+    and both present a certificate of the project. All other connections are insecure: clear text, TLS with only a
+    server certificate, and relays.
 
-    FLARE's SECURE_MODE does not show this, since it is also set in a project with `connection_security: clear`, but the
-    connection's parameters do. TLS without site certificates is not enough: FLARE's server then accepts the name that a
-    connection claims, and routes replies by that name. Behind a relay, the job has no connection to the server,
-    and relays do not check who sent a message.
+    The kind is determined from the connection's parameters, because FLARE's SECURE_MODE is also set in a project with
+    `connection_security: clear`. TLS without site certificates is not enough: FLARE's server then accepts any name that
+    a connection claims, and routes replies by this name. Behind a relay, the job has no connection to the server, and
+    relays do not check the sender of a message.
     """
     if collab.fl_ctx.get_prop(FLContextKey.SIMULATE_MODE, False):
         return "simulator"
     connector = _cell().bb_ext_connector
-    secure = connector is not None and is_mtls_connection(connector.get_connection_params())
-    return "mTLS" if secure and not bypasses_server() else "insecure"
+    is_secure = connector is not None and is_mtls_connection(connector.get_connection_params())
+    return "mTLS" if is_secure and not bypasses_server() else "insecure"
 
 
 def require_secure_transport() -> None:
-    """Refuse a connection that others could read, or open in the server's name; the simulator is exempt."""
+    """Refuse a connection that others could read or could open in the server's name; the simulator is exempt."""
     if transport() == "insecure":
-        what = "this client takes part in secure aggregation, but its connection to the server is not mTLS"
+        message = "this client takes part in secure aggregation, but its connection to the server is not mTLS"
         fix = "provision with `connection_security: mtls`, without relays"
-        raise InsecureTransport("FLARE", what, fix)
+        raise InsecureTransport("FLARE", message, fix)
 
 
 def bypasses_server() -> bool:
@@ -76,7 +76,7 @@ def bypasses_server() -> bool:
 def decline_direct_connections() -> None:
     """Prevent the job's process from opening connections that a message requests.
 
-    FLARE opens one for any participant that requests it in a header, even if the settings forbid such connections.
+    FLARE opens a connection for any participant that requests one in a header, even if the settings forbid this.
     """
     _cell().add_incoming_filter("*", "*", lambda message: message.remove_header(MessageHeaderKey.CONN_URL))
 
@@ -88,16 +88,16 @@ def _cell() -> Any:
 def called_by_server() -> bool:
     """Return whether the server of the job made the current call; other callers are logged.
 
-    FLARE identifies the caller by the origin of the message and its list of the job's participants, not by what the
-    caller claims, and sends the reply to that origin. Over mTLS, a connection has the name in its certificate, so only
-    the server gets the reply. The origin alone proves nothing: FLARE 2.9 lets a hostile site send a message in the
+    FLARE identifies the caller by the origin of the message and by the job's list of participants, not by the caller's
+    claim, and sends the reply to this origin. Over mTLS, a connection has the name in its certificate, so only
+    the server receives the reply. The origin alone proves nothing: FLARE 2.9 lets a hostile site send a message in the
     server's name, although it does not see the reply. Without mTLS, and in the simulator, anyone can claim the server's
     name. If a site has that name, or connections bypass the server, the name proves nothing even over mTLS, so no
     caller is accepted as the server.
     """
     caller = collab.caller
     if caller != SERVER:
-        reason = "it is not the server of this job"
+        reason = "the caller is not the server of this job"
     elif any(site.name == SERVER for site in collab.clients):
         reason = "a site of this job has the same name"
     elif bypasses_server():
@@ -119,8 +119,10 @@ class Client(ABC):
     loss: Function | None = None  # the loss function, if the server uses a custom one
     output: Output | None = None  # the function that computes the predictions, if the server uses one
     frozen: Frozen = "sent"  # "local" to use this model's own frozen parameters if the server does not send them
-    folder: Path | None = None  # where private state (SPN's head, PPDL's noise generator) is kept after the job
-    party: Party | None = None  # for secure aggregation; by default from FEDVEIL_IDENTITY and FEDVEIL_ROSTER
+    folder: Path | None = (
+        None  # folder in which private state (SPN's head, PPDL's noise generator) is kept after the job
+    )
+    party: Party | None = None  # for secure aggregation; by default, from FEDVEIL_IDENTITY and FEDVEIL_ROSTER
 
     @abstractmethod
     def make_model(self) -> nn.Module:
@@ -136,33 +138,33 @@ class Client(ABC):
 
     @collab.init  # type: ignore[untyped-decorator]
     def start(self) -> None:
-        """Prepare this site; FLARE calls it when the job starts."""
+        """Prepare this site; called by FLARE when the job starts."""
         decline_direct_connections()
         self._site: str = collab.site_name
-        self._lock, self._arrived = threading.Lock(), 0
+        self._lock, self._num_arrivals = threading.Lock(), 0
         self._session: ClientSession | None = None
         self._file = self.folder / f"fedveil-{self._site}.pt" if self.folder is not None else None
 
     @collab.publish  # type: ignore[untyped-decorator]
     def ready(self) -> bool | str:
-        """Return whether this site is idle; only the server gets an answer."""
+        """Return whether this site is idle; refuse calls from anyone but the server."""
         return not self._lock.locked() if called_by_server() else REFUSAL
 
     @collab.publish  # type: ignore[untyped-decorator]
     def answer(self, common: bytes, extra: bytes) -> bytes | str:
-        """Answer a message from the server, or return the reason for a refusal. Calls from others have no effect.
+        """Answer a message from the server, or return the reason for a refusal; calls from others have no effect.
 
-        Nothing is raised, because FLARE sends the tracebacks of exceptions to the server, and they may contain records:
-        the server gets the text of Fedveil's errors, which contain no records, but only the names of other errors.
+        No exception is raised, because FLARE sends tracebacks to the server, and tracebacks may contain records. The
+        server gets the text of Fedveil's errors, which contain no records, but only the names of other errors.
         Tracebacks go to this site's stderr, not to FLARE's logs, which may be streamed to the server.
         """
         if not called_by_server():
             return REFUSAL
-        self._arrived += 1
-        number = self._arrived
+        self._num_arrivals += 1
+        arrival = self._num_arrivals
         with self._lock:
-            if number != self._arrived:  # it was delayed by an ask that took too long
-                return "a newer message arrived before this one was processed"
+            if arrival != self._num_arrivals:  # this message was delayed by a request that took too long
+                return "a newer message arrived before this message was processed"
             try:
                 return self._answer(common, extra)
             except FedveilError as error:
@@ -178,7 +180,7 @@ class Client(ABC):
             require_secure_transport()
         result = self._session.reply(common, extra)
         if self._file is not None and self._session.state.private:
-            save_private(self._file, self._session.state.private)
+            save_private_state(self._file, self._session.state.private)
         return result
 
     def _start_session(self) -> ClientSession:
@@ -195,5 +197,5 @@ class Client(ABC):
             frozen=self.frozen,
             party=party,
             policy=load_own_policy(),
-            state=ClientState(private=load_private(self._file)),
+            state=ClientState(private=load_private_state(self._file)),
         )

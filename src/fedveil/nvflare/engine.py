@@ -1,4 +1,4 @@
-"""FLARE's sites as a transport: one call per site and message, which results in bytes or a fault."""
+"""FLARE's sites as a transport: one call per site and message, which returns bytes or a fault."""
 
 import logging
 import threading
@@ -13,53 +13,53 @@ from fedveil.federation.protocol import Fault, FaultKind, Member
 
 LOG = logging.getLogger("fedveil.nvflare")
 PROBE_TIMEOUT, PROBE_PAUSE = 5.0, 2.0  # seconds to wait for the reply to a probe, and between probes
-GRACE = 5.0  # seconds after a call's timeout within which FLARE itself should report the timeout
+GRACE_SECONDS = 5.0  # seconds after a call's timeout within which FLARE itself should report the timeout
 Outcome = tuple[Member, bytes | Fault | RunAborted]
 
 
 class FlareTransport:
     """The sites of a FLARE job, through the proxies in `collab.clients`.
 
-    A site that is silent or cannot be reached is left out of further rounds until it replies to a probe. Therefore, a
-    killed site costs one timeout, not one per round.
+    A site that is silent or cannot be reached is excluded from further rounds until it replies to a probe. A killed
+    site therefore delays only one round by the timeout.
     """
 
     def __init__(self, sites: Sequence[Proxy]) -> None:
         self._sites: dict[Member, Proxy] = {site.name: site for site in sorted(sites, key=lambda site: str(site.name))}
-        self._away: set[Member] = set()
+        self._unavailable: set[Member] = set()
         self._closed = threading.Event()
 
     def members(self) -> list[Member]:
-        """Return the sites of the job, without those that are away."""
-        return [name for name in self._sites if name not in self._away]
+        """Return the available sites of the job."""
+        return [name for name in self._sites if name not in self._unavailable]
 
     def ask(
         self, common: bytes, extras: Mapping[Member, bytes], *, label: str, timeout: float
     ) -> Iterator[tuple[Member, bytes | Fault]]:
         """See `Transport.ask`. Raises `RunAborted` if FLARE aborts the job."""
-        outcomes, deadline = SimpleQueue[Outcome](), time.monotonic() + timeout + GRACE
+        outcomes, deadline = SimpleQueue[Outcome](), time.monotonic() + timeout + GRACE_SECONDS
         for name, extra in extras.items():
             threading.Thread(
                 target=lambda name=name, extra=extra: outcomes.put((name, self._call(name, common, extra, timeout))),
                 name=f"ask {name} {label}",
                 daemon=True,
             ).start()
-        missing = dict.fromkeys(extras)
-        while missing:
+        pending = dict.fromkeys(extras)
+        while pending:
             try:
                 name, result = outcomes.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
                 break
             if isinstance(result, RunAborted):
                 raise result
-            del missing[name]
+            del pending[name]
             yield name, result
-        for name in missing:
-            self._leave_out(name)
+        for name in pending:
+            self._exclude(name)
             yield name, Fault(name, FaultKind.SILENT, f"no answer within {timeout:g} s")
 
     def close(self) -> None:
-        """Stop probing sites that are away; FLARE ends the job."""
+        """Stop probing unavailable sites; FLARE ends the job."""
         self._closed.set()
 
     def _call(self, name: Member, common: bytes, extra: bytes, timeout: float) -> bytes | Fault | RunAborted:
@@ -68,34 +68,34 @@ class FlareTransport:
         except RunAborted as error:
             return error
         except CollabCallError as error:
-            self._leave_out(name)
+            self._exclude(name)
             if isinstance(error.cause, TimeoutError):
                 return Fault(name, FaultKind.SILENT, f"no answer within {timeout:g} s")
             return Fault(name, FaultKind.UNREACHABLE, str(error.cause))
-        except Exception as error:  # FLARE's decoder may raise anything on malformed bytes
+        except Exception as error:  # FLARE's decoder may raise any exception on malformed bytes
             return Fault(name, FaultKind.UNREADABLE, f"{type(error).__name__}: {error}")
         if isinstance(result, bytes):
             return result
         if isinstance(result, str):  # the client's reason for not answering
             return Fault(name, FaultKind.RAISED, result)
-        return Fault(name, FaultKind.MALFORMED, f"the site answered with {type(result).__name__}, not with bytes")
+        return Fault(name, FaultKind.MALFORMED, f"expected bytes from the site, got {type(result).__name__}")
 
-    def _leave_out(self, name: Member) -> None:
-        if name not in self._away:
-            self._away.add(name)
+    def _exclude(self, name: Member) -> None:
+        if name not in self._unavailable:
+            self._unavailable.add(name)
             threading.Thread(target=self._watch, args=(name,), name=f"watch {name}", daemon=True).start()
 
     def _watch(self, name: Member) -> None:
         """Probe a site until it is ready again."""
-        LOG.warning("site %s is left out until it replies again", name)
+        LOG.warning("site %s is excluded until it replies again", name)
         while not self._closed.wait(PROBE_PAUSE):
             try:
-                ready = self._sites[name](timeout=PROBE_TIMEOUT).ready()
+                is_ready = self._sites[name](timeout=PROBE_TIMEOUT).ready()
             except RunAborted:
                 return
-            except Exception:  # still away
+            except Exception:  # still unavailable
                 continue
-            if ready is True:
-                self._away.discard(name)
-                LOG.warning("site %s is back", name)
+            if is_ready is True:
+                self._unavailable.discard(name)
+                LOG.warning("site %s is available again", name)
                 return

@@ -20,11 +20,11 @@ from fedveil.federation.protocol import clean
 from fedveil.nvflare.kits import configure
 from fedveil.nvflare.server import GROUP, PROGRESS
 
-POLL = 1.0  # seconds
-LOGIN = 30.0  # seconds
-START = 120.0  # seconds within which every site must have started a job
+POLL_INTERVAL = 1.0  # seconds between requests for a job's status
+LOGIN_TIMEOUT = 30.0  # seconds
+START_TIMEOUT = 120.0  # seconds within which every site must have started a job
 SLOW_START = 20.0  # seconds after which a job that has not started is reported
-LOST = (NoConnection, NoReply, SessionClosed, InternalError)  # raised while the server is down or starting
+CONNECTION_ERRORS = (NoConnection, NoReply, SessionClosed, InternalError)  # raised while the server is down or starting
 
 
 class JobFailed(FedveilError):
@@ -40,9 +40,11 @@ class Job(CollabRecipe):  # type: ignore[misc]
         client: a `fedveil.nvflare.Client`.
         sites: number of sites that must be connected for the job to start.
         installed: whether the classes' packages are installed on the server and on every site, so that no code is sent.
-            Sites must list them (docs/nvflare.md). By default, their source files are sent, but never those of fedveil.
+            Sites must list these packages (docs/nvflare.md). By default, their source files are sent, but never those
+            of fedveil.
 
-    An argument of either object must not be text in braces, such as JSON: FLARE takes it for the name of a variable.
+    An argument of either object must not be text in braces, such as JSON: FLARE treats such text as the name of a
+        variable.
     """
 
     def __init__(self, name: str, server: object, client: object, *, sites: int = 1, installed: bool = False) -> None:
@@ -51,7 +53,7 @@ class Job(CollabRecipe):  # type: ignore[misc]
             for argument in inspect.signature(type(part).__init__).parameters:
                 value = getattr(part, argument, getattr(part, f"_{argument}", None))
                 _refuse_variables(f"{type(part).__name__}.{argument}", value)
-        super().__init__(name, server=server, client=client, min_clients=sites, sync_task_timeout=START)
+        super().__init__(name, server=server, client=client, min_clients=sites, sync_task_timeout=START_TIMEOUT)
         self.packages = [type(part).__module__.partition(".")[0] for part in (server, client)]
         self._job.set_app_packages(["fedveil", *(self.packages if installed else [])])
 
@@ -62,17 +64,17 @@ class Job(CollabRecipe):  # type: ignore[misc]
 
 
 def _refuse_variables(where: str, value: object) -> None:
-    """Refuse text that FLARE would replace with the value of a variable, or with None if there is none."""
+    """Refuse text that FLARE would replace with the value of a variable."""
     if isinstance(value, str) and value.strip().startswith("{") and value.strip().endswith("}"):
-        what = f"the text {clean(value)!r} is in braces, so FLARE takes it for the name of a variable"
-        raise BadArgument(where, what, "pass a dict instead of JSON, or remove the braces")
+        message = f"the text {clean(value)!r} is in braces, so FLARE treats it as the name of a variable"
+        raise BadArgument(where, message, "pass a dict instead of JSON, or remove the braces")
     if isinstance(value, Mapping | list | tuple):
         for key in value if isinstance(value, Mapping) else range(len(value)):
             _refuse_variables(f"{where}[{key!r}]", value[key])
 
 
 def simulate(job: Job, sites: int, workspace: Path) -> None:
-    """Run a job in FLARE's simulator: a process for the server and one for each of site-1, site-2 ..., without TLS."""
+    """Run a job in FLARE's simulator: one process for the server and one per site (site-1, site-2, ...), no TLS."""
     configure(workspace / job.job_name, *job.packages)
     try:
         job.run(SimEnv(num_clients=sites, workspace_root=str(workspace)))
@@ -91,8 +93,8 @@ def submit(
 ) -> str:
     """Submit a job to a deployment, wait until it ends, and return its id.
 
-    FLARE ends a job when a client's process dies, and loses it when the server dies. The job is then submitted again,
-    and its server continues from the checkpoint.
+    FLARE ends a job when a client's process dies, and loses the job when the server dies. In both cases, the job is
+    submitted again, and its server continues from the checkpoint.
 
     Args:
         job: the job.
@@ -100,7 +102,7 @@ def submit(
         username: that user's name.
         attempts: number of submissions before giving up.
         patience: seconds to wait for a server that cannot be reached.
-        on_status: called with a line of text after each change.
+        on_status: a function that is called with a line of text after each change.
     """
     check_count("submit", "attempts", attempts)
     admin = _Admin(kit, username, patience, on_status)
@@ -108,14 +110,16 @@ def submit(
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(admin):
         job.export(folder)
         for attempt in range(1, attempts + 1):
-            job_id = admin.do("submit_job", str(Path(folder) / job.job_name))
+            job_id = admin.call_method("submit_job", str(Path(folder) / job.job_name))
             on_status(f"job {job_id} was submitted" + (f", attempt {attempt} of {attempts}" if attempt > 1 else ""))
             status = admin.wait_for_end(job_id)
             on_status(f"job {job_id}: {status}")
             if status == RunStatus.FINISHED_COMPLETED:
                 return str(job_id)
     fix = "read the job's log on the server; another submission continues from the checkpoint"
-    raise JobFailed(job.job_name, f"none of {attempts} submissions completed; the last one ended with {status}", fix)
+    raise JobFailed(
+        job.job_name, f"none of {attempts} submissions completed; the last one ended with status {status}", fix
+    )
 
 
 def read_progress(kit: Path, username: str, job_id: str) -> str:
@@ -126,13 +130,13 @@ def read_progress(kit: Path, username: str, job_id: str) -> str:
         username: that user's name.
         job_id: the id that `submit` returned or printed.
     """
-    with contextlib.closing(_Admin(kit, username, LOGIN, print)) as admin:
-        status = admin.do("get_job_status", job_id)
+    with contextlib.closing(_Admin(kit, username, LOGIN_TIMEOUT, print)) as admin:
+        status = admin.call_method("get_job_status", job_id)
         return ": ".join(filter(None, [str(status), admin.progress(job_id)]))
 
 
 class _Admin:
-    """A session with FLARE's server that is reopened if it is lost."""
+    """A session with FLARE's server, which is reopened if the connection is lost."""
 
     def __init__(self, kit: Path, username: str, patience: float, report: Callable[[str], None]) -> None:
         self._kit, self._username, self._patience, self._report = kit, username, patience, report
@@ -141,50 +145,51 @@ class _Admin:
 
     def wait_for_end(self, job_id: str) -> str:
         """Wait until a job ends, and return its status. A restarted server still lists its old jobs as running."""
-        sessions, reported, asked = self._sessions, "", time.monotonic()
-        while not (status := str(self.do("get_job_status", job_id))).startswith("FINISHED"):
-            if status == RunStatus.SUBMITTED and time.monotonic() - asked > SLOW_START:
-                connected = (
-                    ", ".join(sorted(str(site.name) for site in self.do("get_system_info").client_info)) or "none"
+        sessions, last_report, start_time = self._sessions, "", time.monotonic()
+        while not (status := str(self.call_method("get_job_status", job_id))).startswith("FINISHED"):
+            if status == RunStatus.SUBMITTED and time.monotonic() - start_time > SLOW_START:
+                connected_sites = (
+                    ", ".join(sorted(str(site.name) for site in self.call_method("get_system_info").client_info))
+                    or "none"
                 )
-                status += f", waiting for sites; connected: {connected}"
+                status += f", waiting for sites; connected: {connected_sites}"
             if self._sessions > sessions and status in (RunStatus.RUNNING, RunStatus.DISPATCHED):
-                if job_id not in [job.job_id for job in self.do("get_system_info").job_info]:
+                if job_id not in [job.job_id for job in self.call_method("get_system_info").job_info]:
                     return "LOST, because the server was restarted"
                 sessions = self._sessions
             if status == RunStatus.RUNNING and (line := self.progress(job_id)):
                 status += f", {line}"
-            if status != reported:
+            if status != last_report:
                 self._report(f"job {job_id}: {status}")
-            reported = status
-            time.sleep(POLL)
+            last_report = status
+            time.sleep(POLL_INTERVAL)
         return status
 
     def progress(self, job_id: str) -> str:
-        """Return the progress of a running job's server; empty if it is not known or the user may not see it."""
-        with contextlib.suppress(Exception):  # the next call of `do` notices a lost server
+        """Return the progress of a running job's server; empty if it is unknown or the user may not see it."""
+        with contextlib.suppress(Exception):  # the next call of `call_method` detects a lost server
             result = self._session.show_stats(job_id, TargetType.SERVER)
             return str(result[TargetType.SERVER][GROUP][PROGRESS])
         return ""
 
-    def do(self, method: str, *arguments: str) -> Any:
+    def call_method(self, method: str, *arguments: str) -> Any:
         """Call a method of the session; give up if the server cannot be reached for `patience` seconds."""
-        deadline, reported = time.monotonic() + self._patience, False
+        deadline, was_reported = time.monotonic() + self._patience, False
         while True:
             try:
                 if self._session is None:
-                    self._session = new_secure_session(self._username, str(self._kit), timeout=LOGIN)
+                    self._session = new_secure_session(self._username, str(self._kit), timeout=LOGIN_TIMEOUT)
                     self._sessions += 1
                 return getattr(self._session, method)(*arguments)
-            except LOST as error:
+            except CONNECTION_ERRORS as error:
                 self.close()
                 if time.monotonic() >= deadline:
-                    what = f"the server could not be reached for {self._patience:g} s: {error}"
-                    raise JobFailed(str(self._kit), what, "start the server, then submit again") from error
-                if not reported:
+                    message = f"the server could not be reached for {self._patience:g} s: {error}"
+                    raise JobFailed(str(self._kit), message, "start the server, then submit again") from error
+                if not was_reported:
                     self._report(f"the server cannot be reached ({type(error).__name__}); trying again")
-                reported = True
-                time.sleep(POLL)
+                was_reported = True
+                time.sleep(POLL_INTERVAL)
 
     def close(self) -> None:
         """Log out, if the server can be reached."""

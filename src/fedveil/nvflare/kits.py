@@ -9,7 +9,7 @@ from nvflare.app_common.default_component_policy import DEFAULT_CLASS_ALLOW_LIST
 from fedveil.errors import BadArgument
 from fedveil.files import write_atomically
 
-NAMES = ("resources.json", "resources.json.default")  # FLARE reads the first that exists
+FILE_NAMES = ("resources.json", "resources.json.default")  # FLARE reads the first one that exists
 
 
 def configure(kit: Path, *packages: str) -> Path:
@@ -23,19 +23,19 @@ def configure(kit: Path, *packages: str) -> Path:
         packages: names of installed packages whose classes a job may use without sending code, such as "bank_flare".
     """
     local = Path(kit) / "local"
-    result: dict[str, Any] = {"format_version": 2}
-    if file := next((local / name for name in NAMES if (local / name).exists()), None):
+    settings: dict[str, Any] = {"format_version": 2}
+    if file := next((local / name for name in FILE_NAMES if (local / name).exists()), None):
         try:
-            result = dict(json.loads(file.read_text()))
+            settings = dict(json.loads(file.read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise BadArgument(str(file), f"cannot be read: {error}", "provision the kit again") from error
-    result["allow_log_streaming"] = False
+    settings["allow_log_streaming"] = False
     if packages:
         for package in packages:
             if not all(part.isidentifier() for part in package.split(".")):
-                what = f"{package!r} is not the name of a package"
-                raise BadArgument("packages", what, "use a name such as bank_flare")
-        listed = result.get("class_allow_list", DEFAULT_CLASS_ALLOW_LIST)
-        allowed = ("nvflare.collab.", *(f"{package}." for package in packages))
-        result["class_allow_list"] = list(dict.fromkeys([*listed, *allowed]))
-    return write_atomically(local / NAMES[0], json.dumps(result, indent=2) + "\n")
+                message = f"{package!r} is not the name of a package"
+                raise BadArgument("packages", message, "use a name such as bank_flare")
+        class_list = settings.get("class_allow_list", DEFAULT_CLASS_ALLOW_LIST)
+        prefixes = ("nvflare.collab.", *(f"{package}." for package in packages))
+        settings["class_allow_list"] = list(dict.fromkeys([*class_list, *prefixes]))
+    return write_atomically(local / FILE_NAMES[0], json.dumps(settings, indent=2) + "\n")

@@ -94,7 +94,7 @@ class Privacy:
     def from_terms(cls, terms: Values) -> "Privacy":
         """Client: return the settings for `terms`. Factors are allowed, because they do not weaken the guarantee."""
         if terms.keys() != set(TERMS) or terms["noise"] is None or terms["rate"] is None:
-            raise BadArgument("ask", f"privacy must have the settings {', '.join(TERMS)}")
+            raise BadArgument("request", f"privacy must have the settings {', '.join(TERMS)}")
         return cls(**terms, allow_factors=True)
 
     def min_members(self, members: int) -> int:

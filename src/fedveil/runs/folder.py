@@ -147,12 +147,12 @@ def _is_newest(path: Path) -> bool:
 def _values_in_checkpoint(folder: Path, best: bool) -> Mapping[str, Tensor]:
     """Return the model's values from the last valid checkpoint of a run."""
     path = folder / (BEST if best else MODEL)
-    if not (found := checkpoint.found_in(folder)):
+    if not (found := checkpoint.list_checkpoints(folder)):
         here = "the run has no checkpoint yet" if folder.is_dir() else "there is no such folder"
         raise BadArgument(str(path), f"there is no model: {here}", "use the folder of a run")
     try:
         state = checkpoint.load(found[0])
-    except checkpoint.Damaged:
+    except checkpoint.DamagedCheckpoint:
         if len(found) == 1:
             raise
         state = checkpoint.load(found[1])
@@ -210,7 +210,7 @@ def train(
     federation = build_federation(config, data)
     with lock_folder(home):
         check_folder(home, config, resume)
-        if resume and checkpoint.found_in(home):
+        if resume and checkpoint.list_checkpoints(home):
             federation.resume(home)
             if RECORDS in federation.changed:
                 what = "the data have changed since this run was trained on them"

@@ -35,7 +35,7 @@ class TestClient(Client):
         if self.config["keys"]:
             keys = Path(self.config["keys"])
             self.party = load_party(keys / f"{self._site}.key", keys / "roster")
-        if read_kind(common) != "ask":
+        if read_kind(common) != "request":
             return super()._answer(common, own)
         kind = before(self.config, self.number(self._site), common)
         return after(kind, super()._answer(common, own))

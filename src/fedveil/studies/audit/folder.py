@@ -153,12 +153,12 @@ def parts_from_flags(folder: Path, config: Config, flags: Collection[str], trust
 
 def _read_state(folder: Path) -> tuple[checkpoint.StateTag, checkpoint.Content]:
     """Return the last valid checkpoint of a run."""
-    checkpoints = checkpoint.found_in(folder)
+    checkpoints = checkpoint.list_checkpoints(folder)
     if not checkpoints:
         raise BadArgument(str(folder), "the run has no checkpoint yet", "audit it after training")
     try:
         return checkpoint.read(checkpoints[0])
-    except checkpoint.Damaged:
+    except checkpoint.DamagedCheckpoint:
         if len(checkpoints) == 1:
             raise
         return checkpoint.read(checkpoints[1])

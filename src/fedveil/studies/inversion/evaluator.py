@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from fedveil.data import Data
 from fedveil.errors import BadArgument
-from fedveil.federation.checkpoint import load_for, save_for
-from fedveil.federation.evaluate import evaluating
+from fedveil.federation.checkpoint import load_keyed, save_keyed
+from fedveil.federation.evaluate import evaluation_mode
 from fedveil.graph.inputs import record_calls
 from fedveil.progress import Progress, ignore_progress
 from fedveil.records.shards import generator as source
@@ -83,7 +83,7 @@ def train_judge(
     parts: dict[str, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler]
     parts = {"net": net, "optimizer": optimizer, "schedule": schedule}
     key, first_epoch = repr((key, tuple(images.shape), epochs, classes, width, flip, seed)), 0
-    if path and (saved := load_for(path, key, images.device)):
+    if path and (saved := load_keyed(path, key, images.device)):
         first_epoch = saved["epoch"]
         for name, part in parts.items():
             part.load_state_dict(saved[name])
@@ -96,7 +96,7 @@ def train_judge(
             optimizer.step()
         schedule.step()
         if path:
-            save_for(path, key, {name: part.state_dict() for name, part in parts.items()} | {"epoch": epoch + 1})
+            save_keyed(path, key, {name: part.state_dict() for name, part in parts.items()} | {"epoch": epoch + 1})
     return net.eval()
 
 
@@ -104,7 +104,7 @@ def outputs_and_features(model: nn.Module, inputs: Tensor, *, batch_size: int = 
     """Return the outputs and the features, which are the flattened input of the last module with parameters."""
     modules = [m for m in model.modules() if not m._modules and next(m.parameters(recurse=False), None) is not None]
     outputs, features = [], []
-    with torch.no_grad(), evaluating(model), record_calls(modules) as calls:
+    with torch.no_grad(), evaluation_mode(model), record_calls(modules) as calls:
         for part in torch.split(inputs, batch_size):
             outputs.append(model(part))
             if not calls:

@@ -16,7 +16,7 @@ app = ClientApp()
 @app.train()
 def train(message, context):
     part, config = int(context.node_config["partition-id"]), context.run_config
-    kind = before(config, part, unwrap(message.content, "ask")[0])
+    kind = before(config, part, unwrap(message.content, "request")[0])
     ready = Path(config["out"]) / f"{part}.safetensors"
     reply = answer(message, context, make_model(config), lambda: cache_records(ready, lambda: parts()[part]))
     return Message(content=wrap(after(kind, unwrap(reply.content, "answer")[0])), reply_to=message)
