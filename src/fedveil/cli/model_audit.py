@@ -9,7 +9,7 @@ from tyro.conf import arg
 
 from fedveil.cli.parser import HELP_ALL, Json, parse
 from fedveil.cli.show import print_progress, print_result
-from fedveil.cli.studies import MODEL_AUDIT
+from fedveil.cli.studies import MODEL_AUDIT_FLAGS
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
 from fedveil.runs.settings import Value, format_flags
@@ -18,17 +18,17 @@ WHERE = "fedveil audit"
 RECORDS = (
     "CSV file of numbers, .npz file with arrays inputs and targets, or folder with one subfolder of images per class"
 )
-TRAIN = "function that trains a shadow: my_package:train, called with (inputs, targets), returns a model"
+TRAIN = "function that trains a shadow model: my_package:train takes (inputs, targets) and returns a model"
 
 
 @dataclass(frozen=True)
 class ModelAuditCommand:
-    """Audit a trained model, given records that it was trained on and others."""
+    """Audit a trained model with its training records and other records."""
 
     model: Annotated[str, arg(help="model, or function that builds it: my_package.module:Net")] = ""
     weights: Annotated[Path | None, arg(help="the model's values: .safetensors, or .pt with a state_dict")] = None
     members: Annotated[Path | None, arg(help=f"records that the model was trained on: {RECORDS}")] = None
-    others: Annotated[Path | None, arg(help="records that it was not trained on, in the same form")] = None
+    others: Annotated[Path | None, arg(help="records that the model was not trained on, in the same form")] = None
     target: Annotated[str, arg(help="target column of a CSV file; by default the last one")] = ""
     task: Annotated[
         Literal["classification", "regression"] | None, arg(help="by default, integer targets are classes")
@@ -36,9 +36,9 @@ class ModelAuditCommand:
     size: Annotated[int, arg(help="side of the images in pixels; pixels are in [0, 1]")] = 32
     loss: Annotated[str, arg(help="loss that the model was trained with; by default cross_entropy for classes")] = ""
     train: Annotated[str, arg(help=TRAIN)] = ""
-    shadows: Annotated[int, arg(help="number of shadows, if --train is given")] = 16
+    shadows: Annotated[int, arg(help="number of shadow models, if --train is given")] = 16
     network: Annotated[bool, arg(help="also train an attack network")] = True
-    seed: Annotated[int, arg(help="seed for the division of the records and the shadows")] = 0
+    seed: Annotated[int, arg(help="seed for dividing the records and training shadow models")] = 0
     out: Annotated[Path, arg(help="folder for the page and the table of records")] = Path("runs/model-audit")
     as_json: Json = False
 
@@ -52,13 +52,15 @@ class ModelAuditCommand:
         if not (self.model and self.weights and self.members and self.others):
             flags = {
                 "--model": self.model,
-                **dict(zip(MODEL_AUDIT, (self.weights, self.members, self.others), strict=True)),
+                **dict(zip(MODEL_AUDIT_FLAGS, (self.weights, self.members, self.others), strict=True)),
             }
             missing = ", ".join(flag for flag, value in flags.items() if not value)
-            raise BadArgument(WHERE, f"{missing} missing", "pass --model, --weights, --members and --others")
+            raise BadArgument(WHERE, f"flags are missing: {missing}", "pass --model, --weights, --members and --others")
         train = import_object(self.train, "a function that trains", "my_package:train") if self.train else None
         if train is not None and not callable(train):
-            raise BadArgument(self.train, f"is {type(train).__name__}, not a function", "use --train my_package:train")
+            raise BadArgument(
+                self.train, f"expected a function, got {type(train).__name__}", "use --train my_package:train"
+            )
         model = load_weights(load_factory(self.model), self.weights)
         members, others = read_both(self.members, self.others, target=self.target, task=self.task, size=self.size)
         with print_progress() as show:
@@ -71,9 +73,9 @@ class ModelAuditCommand:
                 shadows=self.shadows,
                 network=self.network,
                 seed=self.seed,
-                progress=lambda share, what: show("audit", share, what),
+                progress=lambda fraction, text: show("audit", fraction, text),
             )
-        command = f"{WHERE} {format_flags(self.changes())}"
+        command = f"{WHERE} {format_flags(self.changed_values())}"
         presentation, page, table = result.present(), self.out / "report.html", self.out / "records.csv"
         write(presentation.page(command), page)
         result.write_records(table)
@@ -81,7 +83,7 @@ class ModelAuditCommand:
             presentation, f"\n{result.sentence}\n", f"report: {page}", f"records: {table}", as_json=self.as_json
         )
 
-    def changes(self) -> dict[str, Value]:
+    def changed_values(self) -> dict[str, Value]:
         """Return the flags that differ from their defaults, for the command that repeats the audit."""
         values = {name: value for name, value in vars(self).items() if name != "as_json"}
         changed = {name: value for name, value in values.items() if value != getattr(ModelAuditCommand, name)}
