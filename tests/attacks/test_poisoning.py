@@ -9,7 +9,14 @@ from torch import nn
 from torch.testing import assert_close
 
 from fedveil.attacks import poisoning
-from fedveil.attacks.poisoning import ATTACKS, CLAIM, HostileEngine, HostileStrategy, HostileView, find_tensors
+from fedveil.attacks.poisoning import (
+    ATTACKS,
+    CLAIMED_RECORDS,
+    HostileEngine,
+    HostileStrategy,
+    HostileView,
+    find_tensors,
+)
 from fedveil.data import split
 from fedveil.defences import Samples
 from fedveil.defences.registry import build
@@ -154,7 +161,7 @@ def test_a_client_that_knows_the_bound_stays_below_it_and_a_slightly_larger_norm
 )
 def test_a_claim_takes_the_whole_mean_or_what_its_cap_allows(limits, weight, error):
     one, caught = federation("records", limits=limits), []
-    assert [one.clients.claim_records(client) for client in (3, 4)] == [287, CLAIM]
+    assert [one.clients.claim_records(client) for client in (3, 4)] == [287, CLAIMED_RECORDS]
     found = one.step(lambda _, uploads: caught.extend(uploads))
     rows = torch.stack([flat(upload.gradients) for upload in caught]).double()
     weights = torch.linalg.lstsq(rows.T, flat(found.gradients).double()).solution
