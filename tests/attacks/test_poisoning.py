@@ -35,7 +35,7 @@ def build_view(honest, hostile, dtype=torch.float64):
 
 
 def overall_mean(view, crafted):
-    return torch.stack([flat(one) for one in view.honest] + [flat(crafted)] * view.hostile).mean(0)
+    return torch.stack([flat(one) for one in view.honest_updates] + [flat(crafted)] * view.num_hostile).mean(0)
 
 
 @pytest.mark.parametrize(("honest", "hostile"), [(2, 1), (3, 2), (5, 4), (9, 1), (9, 4)])
@@ -57,11 +57,11 @@ def test_a_little_is_enough_takes_its_z_from_the_normal_quantile(clients, hostil
 def test_each_strategy_crafts_what_its_summary_says():
     view = build_view(4, 1)
     mean, (noise, again) = flat(view.mean()), (flat(poisoning.scaled_noise(view)) for _ in range(2))
-    rest = torch.stack([flat(one) for one in view.honest[1:]]).sum(0) / 5  # its own honest twin is cancelled
+    rest = torch.stack([flat(one) for one in view.honest_updates[1:]]).sum(0) / 5  # its own honest twin is cancelled
     assert_close(overall_mean(view, poisoning.sign_flip(view)), rest, **NEAR)
     assert float(noise.norm() / mean.norm()) == pytest.approx(1e4)
     assert abs(float(torch.cosine_similarity(noise, again, dim=0))) < 0.97  # 4 deviations of 17 numbers: 4 / sqrt(17)
-    rows = torch.stack([flat(one) for one in view.honest])
+    rows = torch.stack([flat(one) for one in view.honest_updates])
     assert_close(flat(poisoning.little_is_enough(view)), mean - 0.2533471 * rows.std(0), rtol=0, atol=1e-6)  # of 0.6
     below = flat(poisoning.below_bound(view))
     assert float(below.norm()) == pytest.approx(0.9 * view.bound)

@@ -66,7 +66,7 @@ def test_train_learns_at_epsilon_3_by_itself_and_repeats_from_its_files(tmp_path
     found = json.loads(printed.out)
     assert found["accuracy"] > 0.8  # three runs had 0.905 to 0.919
     assert found["epsilon"] <= 3
-    assert "chosen for privacy, from the number of records: --layers 1 --multiplicative 1.0 --lr 0.02" in printed.err
+    assert "chosen for privacy, given the number of records: --layers 1 --multiplicative 1.0 --lr 0.02" in printed.err
     again = choose_settings(config_of(epsilon=3.0, loss="cross_entropy"), 1438)
     assert applicable_values(configure(read_file(tmp_path / "run" / "config.json"))) == applicable_values(again)
     assert is_finished(config_of(epsilon=3.0), tmp_path / "run")

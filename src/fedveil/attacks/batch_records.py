@@ -47,7 +47,7 @@ class Factors(NamedTuple):
 
 
 class Directions(NamedTuple):
-    """Unit vectors q, the zeros of L q, and how often each was drawn."""
+    """Unit vectors q, the zeros of L q, and the number of times that each vector was drawn."""
 
     directions: Tensor
     zeros: Tensor
@@ -73,8 +73,8 @@ def factorise(leak: Leak, path: str, records: int) -> Factors:
     )
     eps = torch.finfo(leak.gradients[f"{path}.bias"].dtype).eps
     norms = gradient.norm(dim=1)
-    active = norms > math.sqrt(eps) * norms.max()
-    gradient, layer = gradient[active], layer[active]
+    has_gradient = norms > math.sqrt(eps) * norms.max()
+    gradient, layer = gradient[has_gradient], layer[has_gradient]
     _, values, right = torch.linalg.svd(gradient, full_matrices=False)
     rank = int((values > eps * max(gradient.shape) * values[:1]).sum()) if len(values) else 0
     if not 0 < records < min(gradient.shape) or not rank:
@@ -126,8 +126,8 @@ def merge_pool(pool: Directions) -> Directions:
     draws = torch.zeros(len(zeros), dtype=torch.int64).scatter_add_(0, group, pool.draws)
     first = torch.full((len(zeros),), len(group)).scatter_reduce(0, group, torch.arange(len(group)), "amin")
     best = [values.argsort(descending=True, stable=True)[:POOL_SIZE] for values in (zeros.sum(1), draws)]
-    selected = torch.unique(torch.cat(best))
-    return Directions(pool.directions[first[selected]], zeros[selected], draws[selected])
+    indices = torch.unique(torch.cat(best))
+    return Directions(pool.directions[first[indices]], zeros[indices], draws[indices])
 
 
 def join_pools(pools: list[Directions]) -> Directions:
@@ -138,15 +138,15 @@ def join_pools(pools: list[Directions]) -> Directions:
 def agreements(factors: Factors, directions: Tensor) -> tuple[Tensor, Tensor]:
     """Return Q^-1 for sets of b directions, and the agreement of each implied record with the layer.
 
-    `directions` has shape (..., b, b), with one direction per row. A record, Q^-1 R, is known up to its scale, which
-    its last element determines: it is 1. Its agreement is the fraction of units that are active for it exactly if its
-    column of L Q is not 0 there.
+    `directions` has shape (..., b, b), with one direction per row. A record, Q^-1 R, is
+    scaled such that its last element is 1. The agreement of a record is the fraction of units that are either active
+    for the record and nonzero in its column of L Q, or neither.
     """
-    unit = torch.eye(directions.shape[-1]).to(directions).expand(directions.shape)
-    inverse = torch.linalg.solve_ex(directions.mT, unit)[0].nan_to_num(0.0, 0.0, 0.0)
+    identity = torch.eye(directions.shape[-1]).to(directions).expand(directions.shape)
+    inverse = torch.linalg.solve_ex(directions.mT, identity)[0].nan_to_num(0.0, 0.0, 0.0)
     outputs = inverse @ (factors.right @ factors.weights.T) * (inverse @ factors.right[:, -1:]).sign()
-    active = (directions @ factors.left.T).abs() >= factors.tolerance
-    return inverse, ((outputs > 0) == active).double().mean(-1)
+    is_active = (directions @ factors.left.T).abs() >= factors.tolerance
+    return inverse, ((outputs > 0) == is_active).double().mean(-1)
 
 
 def choose_independent(pool: Directions, order: Tensor) -> list[int]:
@@ -161,25 +161,25 @@ def choose_independent(pool: Directions, order: Tensor) -> list[int]:
     return indices
 
 
-def exchange(factors: Factors, pool: Directions, chosen: list[int]) -> tuple[list[int], Tensor]:
-    """Exchange one direction at a time while the mean agreement increases; return the choice and the agreements.
+def exchange(factors: Factors, pool: Directions, indices: list[int]) -> tuple[list[int], Tensor]:
+    """Exchange one direction at a time while the mean agreement increases; return the directions and agreements.
 
     Only directions whose records do not agree are exchanged: record k is orthogonal to all directions but q_k.
     """
-    agreement = agreements(factors, pool.directions[chosen])[1]
+    agreement = agreements(factors, pool.directions[indices])[1]
     for _ in range(MAX_EXCHANGES):
         positions = (agreement < MIN_AGREEMENT).nonzero()[:, 0]
         if not len(positions):
             break
-        trials = torch.tensor(chosen).repeat(len(pool.draws), len(positions), 1)
+        trials = torch.tensor(indices).repeat(len(pool.draws), len(positions), 1)
         trials[:, torch.arange(len(positions)), positions] = torch.arange(len(pool.draws))[:, None]
         trials = trials.flatten(0, 1)
         result = agreements(factors, pool.directions[trials])[1]
         best = int(result.mean(1).argmax())
         if float(result[best].mean()) <= float(agreement.mean()):
             break
-        chosen, agreement = trials[best].tolist(), result[best]
-    return chosen, agreement
+        indices, agreement = trials[best].tolist(), result[best]
+    return indices, agreement
 
 
 def records_from_batch(leak: Leak, path: str, records: int, plausible: Tensor, rng: torch.Generator) -> BatchRecords:
@@ -203,9 +203,9 @@ def records_from_batch(leak: Leak, path: str, records: int, plausible: Tensor, r
             initial = choose_independent(pool, order.argsort(descending=True, stable=True))
             if len(initial) < rank:
                 continue
-            chosen, agreement = exchange(factors, pool, initial)
+            indices, agreement = exchange(factors, pool, initial)
             if not len(best) or agreement.mean() > best.mean():
-                best, directions = agreement, pool.directions[chosen]
+                best, directions = agreement, pool.directions[indices]
         if len(best) and best.min() >= MIN_AGREEMENT:
             break
     if not len(best):

@@ -53,7 +53,7 @@ class CanaryModel(nn.Module):
     """A model with one extra parameter per canary; the values of these parameters do not affect its outputs.
 
     Args:
-        inner: the model.
+        module: the model.
         count: number of canaries.
         constant: outputs for canaries and null records.
         direction: change in the outputs along which a canary's loss has the slope `norm` (see `wrap_model`).
@@ -61,15 +61,15 @@ class CanaryModel(nn.Module):
 
     direction: Tensor
 
-    def __init__(self, inner: nn.Module, count: int, constant: float, direction: Tensor) -> None:
+    def __init__(self, module: nn.Module, count: int, constant: float, direction: Tensor) -> None:
         super().__init__()
-        self.inner, self.constant = inner, constant
+        self.module, self.constant = module, constant
         self.canaries = nn.Parameter(direction.new_zeros(count))
         self.register_buffer("direction", direction)
 
     def forward(self, canary_mark: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the model's outputs for ordinary records, and the constant for canaries and null records."""
-        outputs: Tensor = self.inner(*args, **kwargs)
+        outputs: Tensor = self.module(*args, **kwargs)
         canary_values = self.canaries[(canary_mark - FIRST).clamp(min=0)] * (canary_mark >= FIRST)
         shape = (-1, *[1] * (outputs.dim() - 1))
         canary_outputs = self.constant + (canary_values - canary_values.detach()).view(shape) * self.direction
@@ -172,8 +172,8 @@ def measure_epsilon(
         default_loss(one_output(model, sources[0].take([0])[0]), sources) if loss is None else loss
     )
     norm = DEFAULT_NORM if privacy is None else RELATIVE_NORM * privacy.clip
-    included = np.random.default_rng(secrets.randbits(128)).random(num_canaries) < 0.5
-    marks = torch.where(torch.from_numpy(included), torch.arange(num_canaries) + FIRST, NULL)
+    is_included = np.random.default_rng(secrets.randbits(128)).random(num_canaries) < 0.5
+    marks = torch.where(torch.from_numpy(is_included), torch.arange(num_canaries) + FIRST, NULL)
     target, client_indices = sources[0].take([0])[1], torch.arange(num_canaries) % len(sources)
     client_records = [plant(source, marks[client_indices == k], target) for k, source in enumerate(sources)]
     federation = Federation(
@@ -196,7 +196,7 @@ def measure_epsilon(
     if accountant is not None and claimed is None:
         claimed, delta = accountant.epsilon(), accountant.delta
     assert claimed is not None
-    return measure(scores, included, claimed, delta, int(GUESS_FRACTION * num_canaries))
+    return measure(scores, is_included, claimed, delta, int(GUESS_FRACTION * num_canaries))
 
 
 def _collect_scores(

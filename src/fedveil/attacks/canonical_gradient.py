@@ -119,36 +119,36 @@ class SignViolation:
         return VIOLATION_WEIGHT * violation / (own_part.square().sum() + others.square().sum())
 
 
-def from_canonical_difference(observed: Observation) -> Leak:
+def from_canonical_difference(observation: Observation) -> Leak:
     """Derive the mean gradient of all other clients at the canonical model, as far as two veiled broadcasts reveal it.
 
     The attack needs the last round that the attacker answered and the round after it. The server must use plain SGD, or
     Adam in its first round. If there are several candidates for the noise of the heads, the attack uses the pair of
-    candidates whose difference is a step of Adam. If there is no such pair, it uses the closest one, since decoys are
-    redrawn in each round while the model hardly changes.
+    candidates whose difference is a step of Adam. If there is no such pair, the attack uses the closest pair,
+    since decoys are redrawn in each round while the model hardly changes.
     """
-    batch = observed.own_batch(observed.consecutive()[0])
-    pairs = canonical_pairs(observed)
-    blocks, lr = find_blocks(pairs[0].plan), observed.learning_rate
-    fits = [fit_signs(blocks, *pair.weights, lr) for pair in pairs]
-    (residual, signs), signed_pair = min(zip(fits, pairs, strict=True), key=lambda candidate: candidate[0][0])
+    batch = observation.own_batch(observation.consecutive_rounds()[0])
+    pairs = canonical_pairs(observation)
+    blocks, lr = find_blocks(pairs[0].plan), observation.learning_rate
+    sign_fits = [fit_signs(blocks, *pair.weights, lr) for pair in pairs]
+    (residual, signs), signed_pair = min(zip(sign_fits, pairs, strict=True), key=lambda candidate: candidate[0][0])
     pair = signed_pair if residual < MAX_SIGN_MISFIT else min(pairs, key=lambda pair: pair.distance)
-    model = copy_with_values(observed.architecture, pair.to_tensors(pair.before, pair.plan.layout.entries))
-    own_gradient = flatten(mean_gradients(model, observed.loss, *batch), pair.plan.layout.trainable).double()
+    model = copy_with_values(observation.architecture, pair.to_tensors(pair.before, pair.plan.layout.entries))
+    own_gradient = flatten(mean_gradients(model, observation.loss, *batch), pair.plan.layout.trainable).double()
     if residual < MAX_SIGN_MISFIT:
-        return leak_from_signs(observed, model, pair, own_gradient, signs)
-    return leak_from_directions(observed, model, pair, own_gradient, blocks)
+        return leak_from_signs(observation, model, pair, own_gradient, signs)
+    return leak_from_directions(observation, model, pair, own_gradient, blocks)
 
 
-def canonical_pairs(observed: Observation) -> list[RoundPair]:
+def canonical_pairs(observation: Observation) -> list[RoundPair]:
     """Return the last two rounds in canonical form, with one pair for each combination of candidates."""
-    first, second = (observed_round.broadcast for observed_round in observed.consecutive())
+    first, second = (observed_round.broadcast for observed_round in observation.consecutive_rounds())
     if not isinstance(first, Broadcast) or not isinstance(second, Broadcast):
         raise DoesNotApply("two broadcasts", "these broadcasts are not veiled")
-    plan = analyse_architecture(observed)
+    plan = analyse_architecture(observation)
     forms = []
-    for broadcast in (first, second):  # remove the head's noise: each candidate for it, or noise fitted to labels
-        models = candidate_models(observed, broadcast) or [calibrate(observed, broadcast)]
+    for broadcast in (first, second):  # remove each candidate for the head's noise, or noise fitted to labels
+        models = candidate_models(observation, broadcast) or [calibrate(observation, broadcast)]
         forms.append([canonical_form(plan, flat_values(plan, model)).flat for model in models])
     known_mask = known_elements(plan, first.head).to(forms[0][0])
     return [
@@ -164,25 +164,25 @@ def known_elements(plan: Plan, head: PublicHead | None) -> Tensor:
 
 
 def leak_from_directions(
-    observed: Observation, model: nn.Module, pair: RoundPair, own_gradient: Tensor, blocks: Blocks
+    observation: Observation, model: nn.Module, pair: RoundPair, own_gradient: Tensor, blocks: Blocks
 ) -> Leak:
     """Derive the gradient from a step of plain SGD, except for two directions in each block."""
-    (before, after), share, entries = pair.weights, observed.share, pair.plan.layout.trainable
+    (before, after), share, entries = pair.weights, observation.share, pair.plan.layout.trainable
     scale_directions = blocks.directions(before)
     change, own_rest = (
         blocks.project_out(after - before, scale_directions),
         blocks.project_out(own_gradient, scale_directions),
     )
-    rates = observed.learning_rate * step_sizes(blocks, change, own_rest, observed)
+    rates = observation.learning_rate * step_sizes(blocks, change, own_rest, observation)
     hidden_directions = scale_directions, blocks.directions(own_rest)
     observed_gradient = -blocks.project_out(change, hidden_directions[1]) / rates[blocks.index]
-    exact = (before - after) / observed.learning_rate - share * own_gradient
-    others = torch.where(blocks.is_scaled[blocks.index], observed_gradient, exact) / (1 - share)
+    exact_gradient = (before - after) / observation.learning_rate - share * own_gradient
+    others = torch.where(blocks.is_scaled[blocks.index], observed_gradient, exact_gradient) / (1 - share)
     compare = PartialDistance(blocks, hidden_directions, pair.known_mask, others * pair.known_mask, entries)
-    return Leak(model, pair.to_tensors(others, entries), observed.loss, compare=compare)
+    return Leak(model, pair.to_tensors(others, entries), observation.loss, compare=compare)
 
 
-def step_sizes(blocks: Blocks, change: Tensor, own_gradient: Tensor, observed: Observation) -> Tensor:
+def step_sizes(blocks: Blocks, change: Tensor, own_gradient: Tensor, observation: Observation) -> Tensor:
     """Return k / lr for each block: the step for a gradient of norm 1, divided by the learning rate.
 
     These ratios are measured along the attacker's own gradient and fitted with one number per unit. The closer a
@@ -194,7 +194,7 @@ def step_sizes(blocks: Blocks, change: Tensor, own_gradient: Tensor, observed: O
     )
     cosines = projections.square() / (own_squares * blocks.inner_product(change, change)).clamp_min(TINY)
     is_usable = blocks.is_scaled & (blocks.sizes >= MIN_BLOCK_SGD) & (projections > 0) & (own_squares > 0)
-    ratios = projections / (observed.learning_rate * observed.share * own_squares).clamp_min(TINY)
+    ratios = projections / (observation.learning_rate * observation.share * own_squares).clamp_min(TINY)
     weights = torch.where(is_usable, blocks.sizes * cosines / (1 - cosines + ROUNDING), 0.0)
     return blocks.fit_factors(torch.where(is_usable, ratios, 1.0).log(), weights)
 
@@ -236,7 +236,7 @@ def fit_signs(blocks: Blocks, before: Tensor, after: Tensor, lr: float) -> tuple
 
 
 def leak_from_signs(
-    observed: Observation, model: nn.Module, pair: RoundPair, own_gradient: Tensor, signs: Tensor
+    observation: Observation, model: nn.Module, pair: RoundPair, own_gradient: Tensor, signs: Tensor
 ) -> Leak:
     """Derive bounds on the gradient from a step of Adam, and use its mean within these bounds to reveal labels.
 
@@ -244,14 +244,14 @@ def leak_from_signs(
     estimated from the attacker's own records. Biases are omitted: the bound on a single number per class is too loose,
     whereas a row of weights has many bounds.
     """
-    share, entries = observed.share, pair.plan.layout.trainable
+    share, entries = observation.share, pair.plan.layout.trainable
     known_signs, squares = signs * pair.known_mask, torch.zeros_like(own_gradient)
-    for batch in zip(torch.split(observed.inputs, 1), torch.split(observed.targets, 1), strict=True):
-        squares += flatten(mean_gradients(model, observed.loss, *batch), entries).double().square()
-    deviations = (squares / len(observed.inputs)).sqrt()
+    for batch in zip(torch.split(observation.inputs, 1), torch.split(observation.targets, 1), strict=True):
+        squares += flatten(mean_gradients(model, observation.loss, *batch), entries).double().square()
+    deviations = (squares / len(observation.inputs)).sqrt()
     estimate = truncated_mean(known_signs, share / (1 - share) * own_gradient, deviations)
     result = {name: value for name, value in pair.to_tensors(estimate, entries).items() if value.dim() > 1}
-    return Leak(model, result, observed.loss, compare=SignViolation(known_signs, own_gradient, share, entries))
+    return Leak(model, result, observation.loss, compare=SignViolation(known_signs, own_gradient, share, entries))
 
 
 def truncated_mean(signs: Tensor, bound: Tensor, deviation: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from fedveil.graph.inputs import ModuleCall, record_calls
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, BinaryCrossEntropy, Loss, one_hot
 
 LAYERS = ("last", "second", "third")  # counted from the end
-MAX_SIDE = 8  # maps larger than 8 x 8 pixels, and sequences longer than 64 steps, are averaged down to that size
+MAX_SIDE = 8  # maps larger than 8 x 8 pixels, and sequences longer than 64 steps, are averaged to this size
 BATCH_SIZE = 500
 
 
@@ -34,7 +34,7 @@ def _run(
 
 
 def _limit_size(values: Tensor, records: int) -> Tensor:
-    """Average maps to at most SIDE x SIDE pixels and sequences to at most SIDE**2 steps; flatten other values."""
+    """Average maps to at most MAX_SIDE**2 pixels and sequences to at most MAX_SIDE**2 steps; flatten other values."""
     if len(values) != records:
         message = f"expected a layer's input to have {records} rows, one per record, got shape {tuple(values.shape)}"
         raise BadArgument(
@@ -54,8 +54,8 @@ def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH_S
 
     A layer is a module with a weight, together with the activation, norm and pooling that follow. Its output, the
     paper's y^(l), is the input of the next module with a weight. Its shape is (records, features), (records, channels,
-    height, width) with at most 8 x 8 pixels, or (records, steps, features) with at most 64 steps. Maps are returned in
-    their shape before an `nn.Flatten`.
+    height, width) with at most 8 x 8 pixels, or (records, steps, features) with at most 64 steps. Maps keep the
+    shape that they have before an `nn.Flatten`.
     """
     flatten_modules, weighted_modules = (
         [m for m in model.modules() if isinstance(m, nn.Flatten)],

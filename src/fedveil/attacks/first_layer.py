@@ -77,10 +77,10 @@ def record_from_agreeing_rows(leak: Leak, path: str) -> Tensor:
     return (rows[first] + rows[second]) / 2
 
 
-def rebuild_from_difference(observed: Observation) -> Tensor:
+def rebuild_from_difference(observation: Observation) -> Tensor:
     """Rebuild a record with the published attack, which treats the difference between two broadcasts as a gradient."""
-    leak = from_difference(observed)
-    path = first_linear(observed.architecture)
+    leak = from_difference(observation)
+    path = first_linear(observation.architecture)
     result = record_from_gradient(leak, path)
     for name, layer in sketched_layers(leak.model):
         if name == f"{path}.weight":
@@ -142,24 +142,24 @@ def likely_record(direction: Tensor, own_rows: Tensor, sample: Tensor) -> Tensor
     return record[:-1]
 
 
-def rebuild_veiled_record(observed: Observation) -> Tensor:
+def rebuild_veiled_record(observation: Observation) -> Tensor:
     """Rebuild the record of the only other client from two veiled broadcasts, if the server uses plain SGD.
 
     The component orthogonal to the span of the attacker's inputs is exact up to rounding. The component in the span is
     hidden by the attacker's own contribution to the step; its most likely value, given the attacker's records, is used.
     """
-    first, second = observed.consecutive()
+    first, second = observation.consecutive_rounds()
     if not isinstance(first.broadcast, Broadcast) or not isinstance(second.broadcast, Broadcast):
         raise DoesNotApply("dense record", "these broadcasts are not veiled")
-    path = first_linear(observed.architecture)
+    path = first_linear(observation.architecture)
     before, after = (layer_rows(broadcast.parameters, path) for broadcast in (first.broadcast, second.broadcast))
-    own_rows = append_ones(observed.own_batch(first)[0])
+    own_rows = append_ones(observation.own_batch(first)[0])
     if len(own_rows) >= before.shape[1]:
         message = f"the attacker's {len(own_rows)} records span all directions"
         raise DoesNotApply("dense record", message, "use a smaller batch for the attacker")
     span = torch.linalg.svd(own_rows, full_matrices=False)[2][: int(torch.linalg.matrix_rank(own_rows))]
     direction = common_direction(pair_rows(before, after), span)
-    return likely_record(direction, own_rows, observed.inputs.flatten(1).double())
+    return likely_record(direction, own_rows, observation.inputs.flatten(1).double())
 
 
 def fit_rank_one(rows: Tensor, mask: Tensor) -> Tensor:
@@ -173,61 +173,61 @@ def fit_rank_one(rows: Tensor, mask: Tensor) -> Tensor:
     return v
 
 
-def rebuild_selected_record(observed: Observation) -> Tensor:
+def rebuild_selected_record(observation: Observation) -> Tensor:
     """Rebuild one record from the gradients that a PPDL client selected in several rounds.
 
     Each round reveals some elements of a rank-one matrix, delta (x, 1)^T, with independent noise. The record is the
     same in all rounds. The attack stacks the rows of all rounds and fits a rank-one matrix to the elements that were
     sent. The noise averages out, and elements missing from one row or round are known from others.
     """
-    if len(observed.rounds) < 2:
+    if len(observation.rounds) < 2:
         raise DoesNotApply("dense record", "the attack needs at least two broadcasts")
-    path = first_linear(observed.architecture)
-    leaks = [from_masked_difference(observed, index) for index in range(len(observed.rounds) - 1)]
+    path = first_linear(observation.architecture)
+    leaks = [from_masked_difference(observation, index) for index in range(len(observation.rounds) - 1)]
     rows, masks = ([layer_rows(getattr(leak, name), path) for leak in leaks] for name in ("gradients", "mask"))
     v = fit_rank_one(torch.cat(rows), torch.cat(masks))
     return v[:-1] / (v[-1] if v[-1].abs() > TINY else TINY)
 
 
-def stack_rows(observed: Observation) -> tuple[Tensor, Tensor]:
+def stack_rows(observation: Observation) -> tuple[Tensor, Tensor]:
     """Return the gradients of the first layer in all rounds, and masks of the elements that were sent.
 
     Both have the shape (rounds, units, inputs + 1).
     """
-    if len(observed.rounds) < 2:
+    if len(observation.rounds) < 2:
         raise DoesNotApply("dense record", "the attack needs at least two broadcasts")
-    path = first_linear(observed.architecture)
-    leaks = [from_masked_difference(observed, index) for index in range(len(observed.rounds) - 1)]
+    path = first_linear(observation.architecture)
+    leaks = [from_masked_difference(observation, index) for index in range(len(observation.rounds) - 1)]
     rows, masks = ([layer_rows(getattr(leak, name), path) for leak in leaks] for name in ("gradients", "mask"))
     return torch.stack(rows), torch.stack(masks) > 0
 
 
-def find_cutoffs(rows: Tensor, sent: Tensor) -> Tensor:
+def find_cutoffs(rows: Tensor, masks: Tensor) -> Tensor:
     """Return the smallest magnitude that was sent in each round, with the shape (rounds, 1, 1)."""
-    magnitudes = torch.where(sent, rows.abs(), math.inf).flatten(1).amin(1)
+    magnitudes = torch.where(masks, rows.abs(), math.inf).flatten(1).amin(1)
     return torch.where(magnitudes.isfinite(), magnitudes, 0.0)[:, None, None]
 
 
-def rebuild_filtered_record(observed: Observation) -> Tensor:
+def rebuild_filtered_record(observation: Observation) -> Tensor:
     """Rebuild a record from noisy updates whose smallest elements are missing or whose largest are truncated."""
-    rows, sent = stack_rows(observed)
-    cutoff, limit = find_cutoffs(rows, sent), (1 - TRUNCATION_MARGIN) * rows.abs().max()
-    low = torch.where(sent, torch.where(rows <= -limit, -math.inf, rows), -cutoff)
-    high = torch.where(sent, torch.where(rows >= limit, math.inf, rows), cutoff)
-    return fit_record(low.flatten(0, 1), high.flatten(0, 1), observed.inputs.flatten(1).double())
+    rows, masks = stack_rows(observation)
+    cutoff, limit = find_cutoffs(rows, masks), (1 - TRUNCATION_MARGIN) * rows.abs().max()
+    low = torch.where(masks, torch.where(rows <= -limit, -math.inf, rows), -cutoff)
+    high = torch.where(masks, torch.where(rows >= limit, math.inf, rows), cutoff)
+    return fit_record(low.flatten(0, 1), high.flatten(0, 1), observation.inputs.flatten(1).double())
 
 
-def rebuild_delayed_record(observed: Observation) -> Tensor:
+def rebuild_delayed_record(observation: Observation) -> Tensor:
     """Rebuild a record from updates whose missing elements are added to the next update (top-k with memory).
 
     The sum over all rounds lacks only the elements that are still unsent at the end. They are smaller than the smallest
     element of the last round.
     """
-    rows, sent = stack_rows(observed)
-    cutoff = torch.where(sent[-1], 0.0, find_cutoffs(rows, sent)[-1])
-    total = (rows * sent).sum(0)
+    rows, masks = stack_rows(observation)
+    cutoff = torch.where(masks[-1], 0.0, find_cutoffs(rows, masks)[-1])
+    total = (rows * masks).sum(0)
     low, high = ((total + side * cutoff) / len(rows) for side in (-1, 1))
-    return fit_record(low, high, observed.inputs.flatten(1).double())
+    return fit_record(low, high, observation.inputs.flatten(1).double())
 
 
 def fit_record(low: Tensor, high: Tensor, sample: Tensor) -> Tensor:
@@ -248,10 +248,10 @@ def fit_record(low: Tensor, high: Tensor, sample: Tensor) -> Tensor:
     num_free, noise_norm = rows.numel() - sum(rows.shape), sum(math.sqrt(size) for size in rows.shape) ** 2
     for _ in range(MAX_STEPS):
         factors = (rows @ record_and_one) / record_and_one.square().sum().clamp_min(TINY)
-        fitted = factors[:, None] * record_and_one
-        rows = fitted.clamp(low, high)
-        noise = (rows - fitted).square().sum() / max(num_free, 1) + TINY
-        precision = (1 - noise_norm * noise / fitted.square().sum().clamp_min(TINY)).clamp_min(0) / noise
+        estimate = factors[:, None] * record_and_one
+        rows = estimate.clamp(low, high)
+        noise = (rows - estimate).square().sum() / max(num_free, 1) + TINY
+        precision = (1 - noise_norm * noise / estimate.square().sum().clamp_min(TINY)).clamp_min(0) / noise
         weight, data_term = precision * factors.square().sum(), precision * (factors @ rows)[:-1]
         record = torch.linalg.solve(prior + weight * torch.eye(len(mean)).to(prior), prior @ mean + data_term)
         change = (record - record_and_one[:-1]).abs().max()

@@ -4,8 +4,8 @@ This is Robbing the Fed (Fowl et al. 2022, arXiv 2110.13057) within a given arch
 values of the first two dense layers of a network with ReLU. All units of the first layer measure the same number h(x) =
 <w, x>, and unit i is active if h(x) > c_i. The second layer treats all units alike, so every active unit has the same
 derivative for a record. With sorted c_i, the gradient's rows i and i + 1 then differ only by the records with c_i <
-h(x) <= c_{i+1}. If exactly one record does, it is the difference of the weights' rows divided by the difference of the
-biases.
+h(x) <= c_{i+1}. If there is exactly one such record, it is the difference of the rows' weights divided by the
+difference of their biases.
 
 A sum over clients is one larger batch, so secure aggregation only fills the bins. A client cannot tell these weights
 from others: its policy checks the architecture, not the values. Noise for differential privacy hides the records.
@@ -43,9 +43,9 @@ def craft_imprint(model: nn.Module, plausible: Tensor, rng: torch.Generator) -> 
     mean and standard deviation that it has for `plausible`, inputs that resemble the clients' records. The layers
     after the second are unchanged.
     """
-    path, crafted = first_linear(model), copy.deepcopy(model)
+    path, crafted_model = first_linear(model), copy.deepcopy(model)
     check_relu(model, path)
-    first, second = crafted.get_submodule(path), second_linear(crafted, path)
+    first, second = crafted_model.get_submodule(path), second_linear(crafted_model, path)
     assert isinstance(first, nn.Linear)
     direction = torch.randn(first.in_features, generator=rng, dtype=torch.float64)
     direction = (direction / direction.norm()).to(first.weight)
@@ -59,7 +59,7 @@ def craft_imprint(model: nn.Module, plausible: Tensor, rng: torch.Generator) -> 
     second.weight.copy_(
         (MEAN_WEIGHT * rows / units / measurements.std().cpu()).to(second.weight)[:, None].expand_as(second.weight)
     )
-    return crafted
+    return crafted_model
 
 
 def read_imprint(leak: Leak, path: str) -> Tensor:

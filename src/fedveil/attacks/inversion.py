@@ -1,7 +1,7 @@
 """Generative model inversion, GMI (Zhang et al. 2020, arXiv 1911.07135): find images of a class, given only a model.
 
 The images come from the generator of a Wasserstein GAN with gradient penalty, trained on the attacker's public images.
-Networks and settings are those of the GMI paper and code, unless stated otherwise.
+Networks and settings follow the GMI paper and code, unless stated otherwise.
 """
 
 import functools

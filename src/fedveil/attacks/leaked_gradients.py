@@ -68,7 +68,7 @@ def mean_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor
     return dict(zip(parameters, result, strict=True))
 
 
-def from_difference(observed: Observation, index: int = -2) -> Leak:
+def from_difference(observation: Observation, index: int = -2) -> Leak:
     """Derive the mean gradient of all other clients from two broadcasts (V-diff).
 
         U = (W_t - W_{t+1}) / lr - share_a g_a,      U / (1 - share_a) = mean of g_k over k != a
@@ -79,33 +79,33 @@ def from_difference(observed: Observation, index: int = -2) -> Leak:
 
     The attack needs the round at `index`, which the attacker must have answered, and the following round.
     """
-    first, second = observed.consecutive(index)
-    own_part, before, after = own_gradients(observed, first), full_weights(first.model), full_weights(second.model)
+    first, second = observation.consecutive_rounds(index)
+    own_part, before, after = own_gradients(observation, first), full_weights(first.model), full_weights(second.model)
     change = sketch_weights(
-        first.model, {name: (before[name] - after[name]) / observed.learning_rate for name in own_part}
+        first.model, {name: (before[name] - after[name]) / observation.learning_rate for name in own_part}
     )
-    others = {name: (change[name] - observed.share * own_part[name]) / (1 - observed.share) for name in own_part}
-    return Leak(first.model, others, observed.loss)
+    others = {name: (change[name] - observation.share * own_part[name]) / (1 - observation.share) for name in own_part}
+    return Leak(first.model, others, observation.loss)
 
 
-def from_masked_difference(observed: Observation, index: int = -2) -> Leak:
+def from_masked_difference(observation: Observation, index: int = -2) -> Leak:
     """Derive the gradient from two broadcasts, with a mask of the elements that PPDL's clients sent.
 
     An element that was not sent is 0, except for the rounding errors of two weights divided by lr (1 - share).
     """
-    leak, mask = from_difference(observed, index), {}
+    leak, mask = from_difference(observation, index), {}
     for name, value in leak.gradients.items():
         weight = leak.model.get_parameter(name).detach()
         rounding = ULPS * torch.finfo(value.dtype).eps * weight.abs()
-        mask[name] = value.abs() > rounding / (observed.learning_rate * (1 - observed.share))
+        mask[name] = value.abs() > rounding / (observation.learning_rate * (1 - observation.share))
     return dataclasses.replace(leak, mask=mask)
 
 
-def own_gradients(observed: Observation, observed_round: Round) -> Gradients:
+def own_gradients(observation: Observation, observed_round: Round) -> Gradients:
     """Return the attacker's own gradient in a round; it is recomputed if the upload contains no plain gradient."""
     if isinstance(observed_round.upload, PlainUpdate):
         return dict(observed_round.upload.gradients)
-    return mean_gradients(observed_round.model, observed.loss, *observed.own_batch(observed_round))
+    return mean_gradients(observed_round.model, observation.loss, *observation.own_batch(observed_round))
 
 
 def full_weights(model: nn.Module) -> Gradients:
@@ -117,7 +117,7 @@ def full_weights(model: nn.Module) -> Gradients:
 
 
 def sketch_weights(model: nn.Module, values: Mapping[str, Tensor]) -> Gradients:
-    """Map values from the shapes of `full_weights` to those of the parameters; a sketched layer's C becomes C S / q."""
+    """Map values from the shapes of `full_weights` to the parameters' shapes; a sketched layer's C becomes C S / q."""
     sketched = dict(values)
     for name, layer in sketched_layers(model):
         sketched[name] = layer.sketch.down(values[name]) / layer.sketch.inputs.shape[0]

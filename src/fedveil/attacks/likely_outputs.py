@@ -95,9 +95,9 @@ def fit_one_large_output(outputs: Tensor, alpha: Tensor, rows: Tensor) -> Tensor
     return offsets
 
 
-def veiled_head(observed: Observation) -> tuple[Broadcast, PublicHead]:
+def veiled_head(observation: Observation) -> tuple[Broadcast, PublicHead]:
     """Return the last broadcast and its head; refuse a head that is not veiled."""
-    broadcast = observed.rounds[-1].broadcast
+    broadcast = observation.rounds[-1].broadcast
     if not isinstance(broadcast, Broadcast) or broadcast.head is None:
         raise DoesNotApply("likely outputs", "the head is not veiled")
     return broadcast, broadcast.head
@@ -106,36 +106,36 @@ def veiled_head(observed: Observation) -> tuple[Broadcast, PublicHead]:
 Fit = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def fit_outputs(observed: Observation, inputs: Tensor, fit: Fit) -> Observation:
+def fit_outputs(observation: Observation, inputs: Tensor, fit: Fit) -> Observation:
     """Remove the noise, given the offset that `fit` estimates from the outputs for `inputs`."""
-    broadcast, head = veiled_head(observed)
-    if head.decoys or not isinstance(observed.loss, SquaredError):
+    broadcast, head = veiled_head(observation)
+    if head.decoys or not isinstance(observation.loss, SquaredError):
         raise DoesNotApply("likely outputs", "the attack needs squared error, for which most outputs are close to 0")
-    base, rows = base_model(observed.architecture, broadcast), group_rows(head)
+    base, rows = base_model(observation.architecture, broadcast), group_rows(head)
     outputs = predict(base, inputs).double().flatten(1)
     offset = fit(outputs, leverage(base, head, inputs), rows)
-    return dataclasses.replace(observed, model=base_model(observed.architecture, broadcast, offset @ rows))
+    return dataclasses.replace(observation, model=base_model(observation.architecture, broadcast, offset @ rows))
 
 
-def fit_fake_inputs(observed: Observation) -> Observation:
+def fit_fake_inputs(observation: Observation) -> Observation:
     """Remove the noise with generated inputs, from one broadcast, knowing only the shape and range of the records."""
-    low, high = float(observed.inputs.min()), float(observed.inputs.max())
-    inputs = fake_inputs(observed.inputs.shape[1:], NUM_INPUTS, low, high).to(observed.inputs)
-    return fit_outputs(observed, inputs, fit_one_large_output)
+    low, high = float(observation.inputs.min()), float(observation.inputs.max())
+    inputs = fake_inputs(observation.inputs.shape[1:], NUM_INPUTS, low, high).to(observation.inputs)
+    return fit_outputs(observation, inputs, fit_one_large_output)
 
 
-def fit_own_inputs(observed: Observation) -> Observation:
+def fit_own_inputs(observation: Observation) -> Observation:
     """Remove the noise with the attacker's own records, but without their labels, from one broadcast.
 
     With decoys, the function chooses the candidate with the smallest loss when its own predictions are used as labels.
     """
-    broadcast, head = veiled_head(observed)
+    broadcast, head = veiled_head(observation)
     if not head.decoys:
-        return fit_outputs(observed, observed.inputs, fit_sparse_outputs)
-    models, losses = candidate_models(observed, broadcast), []
+        return fit_outputs(observation, observation.inputs, fit_sparse_outputs)
+    models, losses = candidate_models(observation, broadcast), []
     for model in models:
-        outputs = predict(model, observed.inputs)
+        outputs = predict(model, observation.inputs)
         if outputs.dim() != 2 or outputs.shape[1] < 2:
             raise DoesNotApply("likely outputs", "the model does not have one output per class")
-        losses.append(values(observed.loss, outputs, one_hot(outputs.argmax(1), outputs)).mean())
-    return dataclasses.replace(observed, model=models[losses.index(min(losses))])
+        losses.append(values(observation.loss, outputs, one_hot(outputs.argmax(1), outputs)).mean())
+    return dataclasses.replace(observation, model=models[losses.index(min(losses))])

@@ -50,7 +50,7 @@ class Observation:
     learning_rate: float  # learning rate of the server's last step
     share: float  # the attacker's fraction of all training records, |D_a| / |D|
 
-    def consecutive(self, index: int = -2) -> tuple[Round, Round]:
+    def consecutive_rounds(self, index: int = -2) -> tuple[Round, Round]:
         """Return the round at `index` and the following round."""
         position = index % len(self.rounds)
         if position + 1 == len(self.rounds):
@@ -64,10 +64,10 @@ class Observation:
         return self.inputs[observed_round.rows], self.targets[observed_round.rows]
 
 
-def attempt(attacker: Callable[[Observation], T], observed: Observation) -> T | str:
+def attempt(attacker: Callable[[Observation], T], observation: Observation) -> T | str:
     """Return the attacker's result or, if it does not apply or fails, the reason; an audit continues either way."""
     try:
-        return attacker(observed)
+        return attacker(observation)
     except DoesNotApply as reason:
         return reason.what
     except Exception as error:

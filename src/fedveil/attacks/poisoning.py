@@ -43,22 +43,22 @@ class HostileView:
     """The information that a hostile client uses for its update.
 
     Attributes:
-        own: the tensors that the client would send if it were honest.
-        honest: the tensors of the honest clients.
-        hostile: number of hostile clients, including this one.
+        own_update: the tensors that the client would send if it were honest.
+        honest_updates: the tensors of the honest clients.
+        num_hostile: number of hostile clients, including this one.
         bound: the largest norm that is accepted, estimated from the limits and the honest uploads.
         rng: random number generator.
     """
 
-    own: Tensors
-    honest: Sequence[Tensors]
-    hostile: int
+    own_update: Tensors
+    honest_updates: Sequence[Tensors]
+    num_hostile: int
     bound: float
     rng: torch.Generator
 
     def mean(self) -> dict[str, Tensor]:
         """Return the mean of the honest uploads."""
-        return {name: torch.stack([upload[name] for upload in self.honest]).mean(0) for name in self.own}
+        return {name: torch.stack([upload[name] for upload in self.honest_updates]).mean(0) for name in self.own_update}
 
 
 def total_norm(tensors: Tensors) -> float:
@@ -73,7 +73,7 @@ def scale(factor: float, tensors: Tensors) -> dict[str, Tensor]:
 
 def sign_flip(view: HostileView) -> Tensors:
     """Return the client's honest update with the opposite sign."""
-    return scale(-1.0, view.own)
+    return scale(-1.0, view.own_update)
 
 
 def stealthy_deviations(clients: int, hostile: int) -> float:
@@ -95,8 +95,10 @@ def little_is_enough(view: HostileView) -> Tensors:
 
     With a veil, these are standard deviations of the uploads, not of the gradients.
     """
-    z = stealthy_deviations(len(view.honest) + view.hostile, view.hostile)
-    deviations = {name: torch.stack([upload[name] for upload in view.honest]).std(0) for name in view.own}
+    z = stealthy_deviations(len(view.honest_updates) + view.num_hostile, view.num_hostile)
+    deviations = {
+        name: torch.stack([upload[name] for upload in view.honest_updates]).std(0) for name in view.own_update
+    }
     return {name: mean - z * deviations[name] for name, mean in view.mean().items()}
 
 
@@ -108,13 +110,13 @@ def inner_product(view: HostileView, factor: float | None = None) -> Tensors:
         factor: the paper's epsilon; by default 2 (n - f) / f, for which the mean over all n clients is the honest mean
             times -(n - f) / n.
     """
-    factor = 2 * len(view.honest) / view.hostile if factor is None else factor
+    factor = 2 * len(view.honest_updates) / view.num_hostile if factor is None else factor
     return scale(-factor, view.mean())
 
 
 def scaled_noise(view: HostileView) -> Tensors:
     """Return a random direction with 10,000 times the norm of the honest mean."""
-    noise = {name: torch.randn(tensor.shape, generator=view.rng).to(tensor) for name, tensor in view.own.items()}
+    noise = {name: torch.randn(tensor.shape, generator=view.rng).to(tensor) for name, tensor in view.own_update.items()}
     return scale(NOISE_SCALE * total_norm(view.mean()) / total_norm(noise), noise)
 
 
@@ -125,7 +127,7 @@ def overflow(view: HostileView, *, squares: bool = False) -> Tensors:
         maximum = torch.finfo(dtype).max
         return 5.4 * math.sqrt(maximum) if squares else 0.03 * maximum
 
-    return {name: torch.full_like(tensor, value_for(tensor.dtype)) for name, tensor in view.own.items()}
+    return {name: torch.full_like(tensor, value_for(tensor.dtype)) for name, tensor in view.own_update.items()}
 
 
 def below_bound(view: HostileView) -> Tensors:
@@ -136,7 +138,7 @@ def below_bound(view: HostileView) -> Tensors:
 
 def honest_update(view: HostileView) -> Tensors:
     """Return the client's honest update."""
-    return view.own
+    return view.own_update
 
 
 def break_buffers(buffers: Tensors) -> dict[str, Tensor]:

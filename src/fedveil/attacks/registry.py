@@ -130,11 +130,11 @@ Views = tuple[dict[str, Observation], dict[str, str]]
 """The observations by attacker, and the reason why each remaining attacker does not apply or failed."""
 
 
-def attacker_views(attackers: Attackers, observed: Observation) -> Views:
+def attacker_views(attackers: Attackers, observation: Observation) -> Views:
     """Run every attacker that estimates a model; the unchanged observation is labelled "as published"."""
-    observations, reasons = {PUBLISHED: observed}, dict[str, str]()
+    observations, reasons = {PUBLISHED: observation}, dict[str, str]()
     for label, attacker in {**attackers.models, **attackers.generic}.items():
-        result = attempt(attacker, observed)
+        result = attempt(attacker, observation)
         if isinstance(result, str):
             reasons[label] = result
         else:

@@ -143,11 +143,11 @@ def average(values: Sequence[float], *, minimum: float = -math.inf, maximum: flo
 def placements(scores: Scores, reference: Scores) -> Scores:
     """For each score, return the fraction of `reference` scores below it; ties count half."""
     sorted_reference = np.sort(reference)
-    below, at_or_below = (
+    num_below, num_at_or_below = (
         np.searchsorted(sorted_reference, scores, "left"),
         np.searchsorted(sorted_reference, scores, "right"),
     )
-    return np.asarray((below + at_or_below) / (2 * len(sorted_reference)))
+    return np.asarray((num_below + num_at_or_below) / (2 * len(sorted_reference)))
 
 
 def auc(members: ArrayLike, others: ArrayLike, *, level: float = 0.95) -> Estimate:

@@ -45,51 +45,51 @@ def base_model(architecture: nn.Module, broadcast: Broadcast, noise: Tensor | No
     return model
 
 
-def analyse_architecture(observed: Observation) -> Plan:
+def analyse_architecture(observation: Observation) -> Plan:
     """Return the plan of the federation's architecture, which is public."""
-    return analyse(observed.architecture, observed.inputs[:2], head="exposed")
+    return analyse(observation.architecture, observation.inputs[:2], head="exposed")
 
 
-def remove_offset(observed: Observation) -> Observation:
+def remove_offset(observation: Observation) -> Observation:
     """Remove the public offset of the head, which the scheme sends separately for precision.
 
     This attack needs no data. The remaining noise is as large as the anchor's error (docs/maths.md, "Anchoring").
     """
-    broadcast = observed.rounds[-1].broadcast
+    broadcast = observation.rounds[-1].broadcast
     if not isinstance(broadcast, Broadcast) or broadcast.head is None:
-        return observed
-    return dataclasses.replace(observed, model=base_model(observed.architecture, broadcast))
+        return observation
+    return dataclasses.replace(observation, model=base_model(observation.architecture, broadcast))
 
 
-def fit_own_labels(observed: Observation) -> Observation:
+def fit_own_labels(observation: Observation) -> Observation:
     """Fit the noise of the head to the attacker's labels.
 
     The equation y = y^ - alpha r has m unknowns, which are the same for all records of a round.
     """
-    broadcast = observed.rounds[-1].broadcast
+    broadcast = observation.rounds[-1].broadcast
     if not isinstance(broadcast, Broadcast):
-        return observed
-    return dataclasses.replace(observed, model=calibrate(observed, broadcast))
+        return observation
+    return dataclasses.replace(observation, model=calibrate(observation, broadcast))
 
 
-def remove_noise(observed: Observation, broadcasts: int = 2) -> Observation:
+def remove_noise(observation: Observation, broadcasts: int = 2) -> Observation:
     """Remove the noise from the last broadcast, as far as recent broadcasts reveal it. The attack needs no data."""
     rounds = dict[str, VeiledHead]()
-    for observed_round in observed.rounds[-broadcasts:]:
+    for observed_round in observation.rounds[-broadcasts:]:
         broadcast = observed_round.broadcast
         if not isinstance(broadcast, Broadcast) or broadcast.head is None:
             raise DoesNotApply("broadcasts", "the head is not veiled")
         rounds.setdefault(broadcast.round, (broadcast, broadcast.head))
     if len(rounds) < 2:
         raise DoesNotApply("broadcasts", "the attack needs two broadcasts from different rounds")
-    forms, (last_broadcast, head) = canonical_heads(observed, list(rounds.values())), list(rounds.values())[-1]
+    forms, (last_broadcast, head) = canonical_heads(observation, list(rounds.values())), list(rounds.values())[-1]
     if head.decoys:
         candidates = [head.candidates.double() for _, head in rounds.values()]
         offset = candidates[-1][pick_candidates(forms, candidates)[-1]]
     else:
         offset = fit_noise(forms)[-1].to(head.direction.device)
     return dataclasses.replace(
-        observed, model=base_model(observed.architecture, last_broadcast, offset @ group_rows(head))
+        observation, model=base_model(observation.architecture, last_broadcast, offset @ group_rows(head))
     )
 
 
@@ -124,7 +124,7 @@ def minimise(function: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
 def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, loss: Loss) -> Tensor:
     """Find the m numbers c that minimise the loss of outputs - alpha (c rows).
 
-    `rows` has shape (m, outputs), see `group_rows`. The solver is least squares for squared error, and L-BFGS starting
+    `rows` has shape (m, outputs) (see `group_rows`). The solver is least squares for squared error, and L-BFGS starting
     at c = 0 for any other loss. If the loss is convex, so is the problem.
     """
     energy = (rows**2).sum(1) * float((alpha**2).sum())
@@ -137,26 +137,28 @@ def fit_offset(outputs: Tensor, alpha: Tensor, rows: Tensor, targets: Tensor, lo
     return result * unit
 
 
-def calibrate(observed: Observation, broadcast: Broadcast) -> nn.Module:
+def calibrate(observation: Observation, broadcast: Broadcast) -> nn.Module:
     """Return the broadcast model without the noise of its head; the noise is fitted to the attacker's labels."""
-    base, head = base_model(observed.architecture, broadcast), broadcast.head
+    base, head = base_model(observation.architecture, broadcast), broadcast.head
     if head is None:
         return base
     if head.decoys:  # return the candidate that fits the labels best
-        models = candidate_models(observed, broadcast)
-        losses = [values(observed.loss, predict(model, observed.inputs), observed.targets).mean() for model in models]
+        models = candidate_models(observation, broadcast)
+        losses = [
+            values(observation.loss, predict(model, observation.inputs), observation.targets).mean() for model in models
+        ]
         return models[losses.index(min(losses))]
-    outputs, rows = predict(base, observed.inputs).double(), group_rows(head)
+    outputs, rows = predict(base, observation.inputs).double(), group_rows(head)
     flat = outputs.reshape(len(outputs), -1)
-    targets = observed.loss.dense(observed.targets, outputs).double().reshape(flat.shape)
-    offset = fit_offset(flat, leverage(base, head, observed.inputs), rows, targets, observed.loss)
-    return base_model(observed.architecture, broadcast, offset @ rows)
+    targets = observation.loss.dense(observation.targets, outputs).double().reshape(flat.shape)
+    offset = fit_offset(flat, leverage(base, head, observation.inputs), rows, targets, observation.loss)
+    return base_model(observation.architecture, broadcast, offset @ rows)
 
 
-def candidate_models(observed: Observation, broadcast: Broadcast) -> list[nn.Module]:
+def candidate_models(observation: Observation, broadcast: Broadcast) -> list[nn.Module]:
     """For each candidate for the noise of the head, return the broadcast model with that noise subtracted."""
     noises = broadcast.head.noise(broadcast.head.direction) if broadcast.head else ()
-    return [base_model(observed.architecture, broadcast, noise) for noise in noises]
+    return [base_model(observation.architecture, broadcast, noise) for noise in noises]
 
 
 class CanonicalHead(NamedTuple):
@@ -176,9 +178,9 @@ def head_noise(plan: Plan, architecture: nn.Module, head: PublicHead) -> Tensor:
     return torch.stack(result)
 
 
-def canonical_heads(observed: Observation, rounds: Sequence[VeiledHead]) -> list[CanonicalHead]:
+def canonical_heads(observation: Observation, rounds: Sequence[VeiledHead]) -> list[CanonicalHead]:
     """Return the heads of all rounds in canonical form, with units in the same order as in the last round."""
-    plan = analyse_architecture(observed)
+    plan = analyse_architecture(observation)
     names = {name for _, head in rounds for name in (head.weight, head.bias) if name}
     flat_tensors = [
         flatten({**broadcast.parameters, **broadcast.buffers}, plan.layout.entries) for broadcast, _ in rounds
@@ -190,7 +192,7 @@ def canonical_heads(observed: Observation, rounds: Sequence[VeiledHead]) -> list
     result = []
     for (_, head), form in zip(rounds, forms, strict=True):
         elements = sources(plan, form.flat, forms[-1].flat, exclude=names)[head_elements.to(form.flat.device)]
-        noise = head_noise(plan, observed.architecture, head) * form.factors
+        noise = head_noise(plan, observation.architecture, head) * form.factors
         result.append(CanonicalHead(form.flat[elements], noise[:, elements]))
     return result
 

@@ -188,13 +188,13 @@ def _train_epoch(
 ) -> None:
     """Train on every record once; the first half of the records are members."""
     network.train()
-    half = len(next(iter(inputs.values()))) // 2
-    member_rows, other_rows = (torch.randperm(half, generator=rng) + start for start in (0, half))
-    for a, b in zip(torch.split(member_rows, size // 2), torch.split(other_rows, size // 2), strict=True):
-        rows = torch.cat([a, b])
-        predicted = network(select(inputs, rows))
-        labels = (rows < half).to(predicted)
+    num_members = len(next(iter(inputs.values()))) // 2
+    member_rows, other_rows = (torch.randperm(num_members, generator=rng) + start for start in (0, num_members))
+    for members, others in zip(torch.split(member_rows, size // 2), torch.split(other_rows, size // 2), strict=True):
+        rows = torch.cat([members, others])
+        predictions = network(select(inputs, rows))
+        labels = (rows < num_members).to(predictions)
         optimizer.zero_grad()
-        (predicted - labels).square().mean().backward()
+        (predictions - labels).square().mean().backward()
         optimizer.step()
     network.eval()

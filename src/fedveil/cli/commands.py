@@ -81,7 +81,7 @@ def attack_names() -> dict[str, str]:
 
 
 def find_attack(name: str) -> "AttackStudy[Any, Any]":
-    """Return the attack with a name, from an entry point, or at `package.module:NAME`."""
+    """Return an attack, given its name, the name of its entry point, or its path `package.module:NAME`."""
     from fedveil.studies.attack import AttackStudy
 
     spec = name

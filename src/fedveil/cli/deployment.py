@@ -53,8 +53,8 @@ def _print_ledger(path: Path) -> None:
     if limits is None:
         raise BadArgument(str(path), "it has no [privacy] table, so there is no ledger", "add the table to the policy")
     ledger = PrivacyLedger(limits.ledger, limits.epsilon, limits.delta, varying=limits.varying)
-    spent = f"epsilon {ledger.epsilon():.3g} of {limits.epsilon:g} (delta {limits.delta:g})"
-    print(f"{limits.dataset}: {spent}, rounds: {sum(ledger.spent().values())}")
+    budget = f"epsilon {ledger.epsilon():.3g} of {limits.epsilon:g} (delta {limits.delta:g})"
+    print(f"{limits.dataset}: {budget}, rounds: {sum(ledger.spent().values())}")
 
 
 def flare_kit(

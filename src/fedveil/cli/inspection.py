@@ -54,15 +54,15 @@ def inspect(
 
 def example_inputs(texts: Sequence[str], dtype: str = "float32") -> "Inputs":
     """Return the arguments of forward: a dict if they are named, otherwise a tuple."""
-    parsed = [parse_input(text, dtype) for text in texts]
-    names = [name for name, _ in parsed if name]
+    parsed_inputs = [parse_input(text, dtype) for text in texts]
+    names = [name for name, _ in parsed_inputs if name]
     if not names:
-        return tuple([tensor for _, tensor in parsed])
+        return tuple([tensor for _, tensor in parsed_inputs])
     duplicate = next((name for name in names if names.count(name) > 1), None)
-    if duplicate or len(names) < len(parsed):
+    if duplicate or len(names) < len(parsed_inputs):
         message = f"{duplicate} is given twice" if duplicate else "some arguments are named and some are not"
         raise BadArgument("--input", message, "use --input ids=128:int --input mask=128")
-    return dict(parsed)
+    return dict(parsed_inputs)
 
 
 def parse_input(text: str, dtype: str) -> "tuple[str, Tensor]":

@@ -15,27 +15,30 @@ from fedveil.lookup import import_object
 from fedveil.runs.settings import Value, format_flags
 
 WHERE = "fedveil audit"
-RECORDS = (
-    "CSV file of numbers, .npz file with arrays inputs and targets, or folder with one subfolder of images per class"
-)
-TRAIN = "function that trains a shadow model: my_package:train takes (inputs, targets) and returns a model"
+MODEL_HELP = "model, or function that builds it: my_package.module:Net"
+WEIGHTS_HELP = "the model's values: .safetensors, or .pt with a state_dict"
+MEMBERS_HELP = "records that the model was trained on: CSV file of numbers, .npz file with arrays inputs and targets, "
+MEMBERS_HELP += "or folder with one subfolder of images per class"
+OTHERS_HELP = "records that the model was not trained on, in the same form"
+TARGET_HELP = "target column of a CSV file; by default the last one"
+LOSS_HELP = "loss that the model was trained with; by default cross_entropy for classes"
+TRAIN_HELP = "function that trains a shadow model: my_package:train takes (inputs, targets) and returns a model"
+TASK_HELP = "type of task; by default classification if targets are integers"
 
 
 @dataclass(frozen=True)
 class ModelAuditCommand:
     """Audit a trained model with its training records and other records."""
 
-    model: Annotated[str, arg(help="model, or function that builds it: my_package.module:Net")] = ""
-    weights: Annotated[Path | None, arg(help="the model's values: .safetensors, or .pt with a state_dict")] = None
-    members: Annotated[Path | None, arg(help=f"records that the model was trained on: {RECORDS}")] = None
-    others: Annotated[Path | None, arg(help="records that the model was not trained on, in the same form")] = None
-    target: Annotated[str, arg(help="target column of a CSV file; by default the last one")] = ""
-    task: Annotated[
-        Literal["classification", "regression"] | None, arg(help="by default, integer targets are classes")
-    ] = None
+    model: Annotated[str, arg(help=MODEL_HELP, help_behavior_hint="(required)")] = ""
+    weights: Annotated[Path | None, arg(help=WEIGHTS_HELP, help_behavior_hint="(required)")] = None
+    members: Annotated[Path | None, arg(help=MEMBERS_HELP, help_behavior_hint="(required)")] = None
+    others: Annotated[Path | None, arg(help=OTHERS_HELP, help_behavior_hint="(required)")] = None
+    target: Annotated[str, arg(help=TARGET_HELP, help_behavior_hint="")] = ""
+    task: Annotated[Literal["classification", "regression"] | None, arg(help=TASK_HELP, help_behavior_hint="")] = None
     size: Annotated[int, arg(help="side of the images in pixels; pixels are in [0, 1]")] = 32
-    loss: Annotated[str, arg(help="loss that the model was trained with; by default cross_entropy for classes")] = ""
-    train: Annotated[str, arg(help=TRAIN)] = ""
+    loss: Annotated[str, arg(help=LOSS_HELP, help_behavior_hint="")] = ""
+    train: Annotated[str, arg(help=TRAIN_HELP, help_behavior_hint="")] = ""
     shadows: Annotated[int, arg(help="number of shadow models, if --train is given")] = 16
     network: Annotated[bool, arg(help="also train an attack network")] = True
     seed: Annotated[int, arg(help="seed for dividing the records and training shadow models")] = 0
@@ -90,7 +93,7 @@ class ModelAuditCommand:
         return {name: value if isinstance(value, int) else str(value) for name, value in changed.items()}
 
 
-def run_model_audit(prog: str, words: Sequence[str], about: str) -> None:
+def run_model_audit(prog: str, words: Sequence[str], description: str) -> None:
     """Parse the flags and audit the model."""
     words = ["--help" if word == HELP_ALL else word for word in words]
-    parse(ModelAuditCommand(), prog, words, about).run()
+    parse(ModelAuditCommand(), prog, words, description).run()

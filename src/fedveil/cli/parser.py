@@ -3,7 +3,7 @@
 import itertools
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_type_hints
 
@@ -47,9 +47,10 @@ class FlagSet:
     show_owners: bool = False
 
     def registry(self) -> ConstructorRegistry:
-        """Return a registry whose rule converts a section of the configuration to flags."""
+        """Return a registry whose rules convert sections of the configuration and options of attacks to flags."""
         result = ConstructorRegistry()
         result.struct_rule(self.section_rule)
+        result.struct_rule(option_rule)
         return result
 
     def section_rule(self, info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -63,8 +64,8 @@ class FlagSet:
 
         def build(**values: Value) -> Settings:
             if settings:
-                selected = {name: values.pop(name) for name in defaults}
-                changed = {name: value for name, value in selected.items() if value != defaults[name]}
+                setting_values = {name: values.pop(name) for name in defaults}
+                changed = {name: value for name, value in setting_values.items() if value != defaults[name]}
                 values["settings"] = tuple(f"{name}={value}" for name, value in changed.items())
             try:
                 return section_class.model_validate(current_values | values)
@@ -82,20 +83,35 @@ class FlagSet:
                 specs.append(StructFieldSpec(key, hint, current_values[key], help_text))
         if settings:
             hints = get_type_hints(settings)
-            for setting in fields(settings):
-                specs.append(
-                    StructFieldSpec(setting.name, hints[setting.name], setting.default, setting.metadata.get("help"))
-                )
+            specs += [_field_spec(setting, hints[setting.name], setting.default) for setting in fields(settings)]
         return StructConstructorSpec(build, tuple(specs))
+
+
+def _field_spec(field: "Field[Any]", hint: Any, default: Any) -> StructFieldSpec:
+    """Return the flag of a dataclass field; a default of None is not shown."""
+    shown_hint: Any = Annotated[hint, HIDE_DEFAULT] if default is None else hint
+    return StructFieldSpec(field.name, shown_hint, default, field.metadata.get("help"))
+
+
+def option_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Return the flags of an attack's options."""
+    kind = info.type
+    if not (isinstance(kind, type) and is_dataclass(kind)) or not all(
+        "help" in field.metadata for field in fields(kind)
+    ):
+        return None
+    hints = get_type_hints(kind)
+    specs = [_field_spec(field, hints[field.name], getattr(info.default, field.name)) for field in fields(kind)]
+    return StructConstructorSpec(kind, tuple(specs))
 
 
 ALL_FLAGS = FlagSet()
 
 
-def parse(start: C, prog: str, words: Sequence[str], about: str, flag_set: FlagSet = ALL_FLAGS) -> C:
+def parse(start: C, prog: str, words: Sequence[str], description: str, flag_set: FlagSet = ALL_FLAGS) -> C:
     """Parse the flags of a command; raise SystemExit for --help and for flags that tyro rejects."""
     kind, rules = type(start), flag_set.registry()
-    return tyro.cli(kind, prog=prog, args=words, description=about, default=start, config=MARKERS, registry=rules)
+    return tyro.cli(kind, prog=prog, args=words, description=description, default=start, config=MARKERS, registry=rules)
 
 
 @dataclass(frozen=True)
@@ -111,9 +127,9 @@ class FederationCommand:
     used_flags: Annotated[tuple[str, ...], conf.Suppress] = ()  # names of the flags on the command line
 
     @classmethod
-    def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
+    def parse(cls, prog: str, words: Sequence[str], description: str = "") -> Self:
         """Parse the flags of the command."""
-        return parse_command(cls(), prog, words, about)
+        return parse_command(cls(), prog, words, description)
 
     @classmethod
     def variants(cls) -> dict[str, "FederationCommand"]:
@@ -142,7 +158,7 @@ class FederationCommand:
 F = TypeVar("F", bound=FederationCommand)
 
 
-def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
+def parse_command(start: F, prog: str, words: Sequence[str], description: str) -> F:
     """Parse the flags of a command; flags override the values in its file, which override its defaults.
 
     Flags that do not apply to the chosen data, model and defences are refused only after parsing, so that the error can
@@ -153,7 +169,7 @@ def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
     check_flags(flags, prog)
     settings = find_settings_class(last_value(other_words, f"--{start.defence_flag or 'defence'}").split(","))
     hidden_key = "defence" if start.defence_flag else ""
-    result = parse(start, prog, other_words, about, FlagSet(lambda key: key != hidden_key, settings))
+    result = parse(start, prog, other_words, description, FlagSet(lambda key: key != hidden_key, settings))
     values, where = result.file_values(), str(result.file or prog)
     if not result.trust_code:
         refuse_code(values, where, flags)
@@ -175,17 +191,17 @@ def parse_command(start: F, prog: str, words: Sequence[str], about: str) -> F:
         flag_set = FlagSet(
             lambda key: key != hidden_key and choices.accepts(key), settings or find_settings_class(result.defences)
         )
-        _print_help(replace(start, config=base), prog, about, flag_set, show_all=HELP_ALL in words)
+        _print_help(replace(start, config=base), prog, description, flag_set, show_all=HELP_ALL in words)
     return result
 
 
-def _print_help(start: FederationCommand, prog: str, about: str, flag_set: FlagSet, show_all: bool) -> None:
+def _print_help(start: FederationCommand, prog: str, description: str, flag_set: FlagSet, show_all: bool) -> None:
     """Print all flags, or only those that apply and are not rare, and exit."""
     if show_all:
         all_flags = replace(flag_set, accepts=lambda key: flag_set.accepts(key) or key != "defence", show_owners=True)
-        parse(start, prog, ["--help"], about, all_flags)
+        parse(start, prog, ["--help"], description, all_flags)
     accepts = lambda key: key not in RARE_KEYS and flag_set.accepts(key)  # noqa: E731
-    parse(start, prog, ["--help"], f"{about}\n\n{HELP_ALL_HINT}", replace(flag_set, accepts=accepts))
+    parse(start, prog, ["--help"], f"{description}\n\n{HELP_ALL_HINT}", replace(flag_set, accepts=accepts))
 
 
 def find_settings_class(defences: Sequence[str]) -> type | None:
@@ -220,12 +236,12 @@ def _check_file(command: FederationCommand, values: Mapping[str, object], choice
 def run_command(name: str, words: Sequence[str]) -> None:
     """Run a command with its flags."""
     command, prog, (_, summary, example) = find_command(name), f"fedveil {name}", COMMANDS[name]
-    about = f"{summary[0].upper()}{summary[1:]}.\n\nExample: {prog} {example}"
+    description = f"{summary[0].upper()}{summary[1:]}.\n\nExample: {prog} {example}"
     if isinstance(command, type):
-        command.parse(prog, words, about).run()  # type: ignore[attr-defined]
+        command.parse(prog, words, description).run()  # type: ignore[attr-defined]
     else:
         words = ["--help" if word == HELP_ALL else word for word in words]
-        tyro.cli(command, prog=prog, args=words, description=about, config=MARKERS)
+        tyro.cli(command, prog=prog, args=words, description=description, config=MARKERS)
 
 
 def completion(

@@ -91,14 +91,14 @@ class AttackCommand(FederationCommand):
         return {name: cls.for_attack(name) for name in attack_names()}
 
     @classmethod
-    def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
+    def parse(cls, prog: str, words: Sequence[str], description: str = "") -> Self:
         """Parse the flags of the named attack; if help is requested without a name, list the attacks."""
         if words and words[0] in HELP_FLAGS:
             lines = [f"  {name:<12}{summary}" for name, summary in attack_names().items()]
-            print(f"usage: {prog} NAME [FILE] [FLAGS]\n\n{about}\n\nattacks:", *lines, sep="\n")
+            print(f"usage: {prog} NAME [FILE] [FLAGS]\n\n{description}\n\nattacks:", *lines, sep="\n")
             raise SystemExit(0)
         start = cls.for_attack(name := words[0] if words else "", f"{prog} {name}")
-        return parse_command(start, start.where, words[1:], f"{about}\n\n{name}: {start.study.summary}")
+        return parse_command(start, start.where, words[1:], f"{description}\n\n{name}: {start.study.summary}")
 
     @property
     def study(self) -> "AttackStudy[Any, Any]":
@@ -176,7 +176,7 @@ class AuditCommand(AttackCommand):
     seeds: Annotated[int, arg(help="for --harden: number of runs per setting")] = 5
     measure_epsilon: Annotated[Switch, arg(help=MEASURE_HELP)] = False
     model_words: Annotated[tuple[str, ...], Suppress] = ()  # the command line, for the audit of a single model
-    about: Annotated[str, Suppress] = ""
+    description: Annotated[str, Suppress] = ""
 
     @classmethod
     def variants(cls) -> dict[str, FederationCommand]:
@@ -184,19 +184,19 @@ class AuditCommand(AttackCommand):
         return {"": cls.for_attack(AUDIT, "fedveil audit")}
 
     @classmethod
-    def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
+    def parse(cls, prog: str, words: Sequence[str], description: str = "") -> Self:
         """Parse the flags of the command; --epsilon without a number means --measure-epsilon.
 
         The flags of the audit of a single model are parsed later, by `fedveil.cli.model_audit`.
         """
         if any(word.partition("=")[0] in MODEL_AUDIT_FLAGS for word in words):
-            return replace(cls.for_attack(AUDIT, prog), model_words=tuple(words), about=about)
-        about = f"{about}\n\n{MODEL_AUDIT_HINT}"
+            return replace(cls.for_attack(AUDIT, prog), model_words=tuple(words), description=description)
+        description = f"{description}\n\n{MODEL_AUDIT_HINT}"
         flag_words = [
             "--measure-epsilon" if word == "--epsilon" and not next_word[:1].isdigit() else word
             for word, next_word in pairwise([*words, ""])
         ]
-        return parse_command(cls.for_attack(AUDIT, prog), prog, flag_words, about)
+        return parse_command(cls.for_attack(AUDIT, prog), prog, flag_words, description)
 
     @property
     def is_suite(self) -> bool:
@@ -208,7 +208,7 @@ class AuditCommand(AttackCommand):
         if self.model_words:
             from fedveil.cli.model_audit import run_model_audit
 
-            run_model_audit(self.where, self.model_words, self.about)
+            run_model_audit(self.where, self.model_words, self.description)
         elif self.measure_epsilon:
             self.measure_privacy()
         elif self.harden:
@@ -238,7 +238,7 @@ class AuditCommand(AttackCommand):
             with print_progress() as show:
                 parts = parts_from_flags(run, config, self.used_flags, self.trust_code)
                 report = audit_from_description(
-                    run, parts, options, lambda done, step: show("audit", done, step), command
+                    run, parts, options, lambda fraction, step: show("audit", fraction, step), command
                 )
             page = report.page(folder)
         last_lines = f"\n{textwrap.fill(report.presentation.verdict, 110)}\n", f"report: {page}", f"repeat: {command}"

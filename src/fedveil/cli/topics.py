@@ -9,7 +9,7 @@ from fedveil.checks import check_choice
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = (PACKAGE / "pages", PACKAGE.parents[1] / "docs")  # in an installed package (setup.py), and in a checkout
-DIRECTIVE = "\n::: "  # marks pages of generated reference, which are left out
+DIRECTIVE = "\n::: "  # marks generated reference pages, which are left out
 
 
 def find_topics() -> dict[str, Path]:

@@ -45,9 +45,9 @@ class TrainCommand(FederationCommand):
     as_json: Json = False
 
     @classmethod
-    def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
+    def parse(cls, prog: str, words: Sequence[str], description: str = "") -> Self:
         """Parse the flags of the command; to resume a run, flags override the configuration in its folder."""
-        result = parse_command(cls(), prog, words, about)
+        result = parse_command(cls(), prog, words, description)
         if result.file and result.file.is_dir():
             name = f"{result.file / 'config.json'}"
             fix = f"use {name} to repeat the run in it, or {name} --out {result.file} --resume to continue it"
@@ -59,7 +59,7 @@ class TrainCommand(FederationCommand):
             folder = result.out or default_folder(result.config, resume=True)
             configuration = folder / "config.json"
             if configuration.is_file():
-                result = replace(parse_command(cls(), prog, [str(configuration), *words], about), out=folder)
+                result = replace(parse_command(cls(), prog, [str(configuration), *words], description), out=folder)
         return result
 
     def run(self) -> None:
@@ -86,7 +86,7 @@ class TrainCommand(FederationCommand):
         config = choose_settings(self.config, len(data.train.targets))
         if changes := applicable_values(config).items() - applicable_values(self.config).items():
             flags = format_flags({key: value for key, value in config.flat().items() if key in dict(changes)})
-            reason = "privacy, from the number of records" if has_privacy(config) else "local training"
+            reason = "privacy, given the number of records" if has_privacy(config) else "local training"
             print(f"chosen for {reason}: {flags}", file=sys.stderr)
         with hide_progress() if self.quiet else print_progress() as show:
             on_round = round_callback(show, config.training.epochs, config.training.monitor)

@@ -145,7 +145,7 @@ def _read_batch(variant: _Variant, where: str, content: bytes | None) -> tuple[B
 def read_pickle(content: bytes, key: str) -> tuple[bytes, bytearray]:
     """Extract the byte array and the list of small integers under `key` from a pickle, without unpickling it.
 
-    For each array, NumPy pickles the dtype, then whether the order is Fortran's, then the values.
+    For each array, NumPy pickles the dtype, a flag for Fortran order, and the values, in this order.
     """
     pixels, labels, last_string, is_uint8, is_fortran = b"", bytearray(), b"", False, True
     for opcode, argument, _ in pickletools.genops(content):

@@ -58,8 +58,8 @@ def csv(
         path: the file.
         target: the column to predict.
         task: "classification" (classes are the sorted values of the target) or "regression" (a numeric target,
-            standardised). By default, a target of words, or with only two distinct integers such as 0 and 1, is for
-            classification; any other numeric target is for regression.
+            standardised). By default, a target of words or of only two distinct integers, such as 0 and 1,
+            means classification; any other numeric target means regression.
         delimiter: field delimiter; by default, a comma, semicolon, tab or | is detected.
         decimal: the decimal mark in numbers, "." or ",".
         missing: "refuse" missing cells (the error counts them), "drop" their records, or "impute" them: numbers with
@@ -254,7 +254,7 @@ def _describe_column(
 
 
 def _list_categories(table: CsvTable, column: str, purpose: str, alternative: str) -> tuple[str, ...]:
-    """Return the distinct values of a column; refuse too many, as for dates or amounts with currency signs."""
+    """Return the distinct values of a column; refuse too many, such as dates or amounts with currency signs."""
     values = table.categories(column)
     if len(values) > MAX_CATEGORIES:
         message = f"{len(values):,} distinct values are too many for {purpose} (at most {MAX_CATEGORIES:,})"
@@ -268,14 +268,14 @@ def _note_columns(table: CsvTable, inputs: Sequence[Column], notes: list[str]) -
     sizes = {column.name: len(set(table.columns[column.name])) for column in inputs if not column.numeric}
     if sizes:
         notes.append(f"treated as categories: {shorten(f'{name} ({size:,} values)' for name, size in sizes.items())}")
-    numeric = [column.name for column in inputs if column.numeric and len(table) > MAX_LIKELY_CLASSES]
-    consecutive = [name for name in numeric if (np.diff(table.numbers(name)) == 1).all()]  # consecutive integers
-    if consecutive:
-        message = f"{shorten(map(repr, consecutive))} contains row numbers, which do not help to predict new records"
-        notes.append(f"{message}; use {flag('ignore', consecutive[0])} if it is an identifier")
-    too_large = [
+    numeric_names = [column.name for column in inputs if column.numeric and len(table) > MAX_LIKELY_CLASSES]
+    row_numbers = [name for name in numeric_names if (np.diff(table.numbers(name)) == 1).all()]  # consecutive integers
+    if row_numbers:
+        message = f"{shorten(map(repr, row_numbers))} contains row numbers, which do not help to predict new records"
+        notes.append(f"{message}; use {flag('ignore', row_numbers[0])} if it is an identifier")
+    large_columns = [
         name for name, size in sizes.items() if size > max(MAX_LIKELY_CLASSES, MAX_CATEGORIES_PER_RECORD * len(table))
     ]
-    if too_large:
-        message = f"{shorten(map(repr, too_large))}: too many categories, so a model would memorise the records"
+    if large_columns:
+        message = f"{shorten(map(repr, large_columns))}: too many categories, so a model would memorise the records"
         notes.append(f"{message}; use --ignore for dates and identifiers, and remove currency signs from numbers")

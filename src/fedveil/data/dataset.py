@@ -111,12 +111,12 @@ class Data:
         return Encoding(self.input_encoding, self.target, self.classes, self.target_scale)
 
     def pixels(self, inputs: Tensor) -> Tensor:
-        """Return images as pixels, clipped to [0, 1]: the inverse of `standardise`."""
+        """Convert images to pixels, clipped to [0, 1]: the inverse of `standardise`."""
         mean, deviation = self._channel_scale(inputs)
         return (inputs * deviation + mean).clamp(0, 1)
 
     def standardise(self, pixels: Tensor) -> Tensor:
-        """Return pixels in [0, 1] as inputs for a model; differentiable."""
+        """Convert pixels in [0, 1] to inputs for a model; differentiable."""
         mean, deviation = self._channel_scale(pixels)
         return (pixels - mean) / deviation
 

@@ -77,7 +77,7 @@ def encode_new_rows(
         table: the rows.
         encoding: the encoding of the training rows.
         unknown: "refuse" categories that did not occur in training, or "ignore" them, which sets their inputs to 0.
-        notes: list to append messages about ignored columns, missing cells and unknown categories to.
+        notes: list that receives messages about ignored columns, missing cells and unknown categories.
     """
     names = [column.name for column in encoding.columns]
     table.require_columns(names)
@@ -109,8 +109,8 @@ def encode_new_rows(
             (unknown_cells, "unknown categories"),
             (missing_cells, "missing cells in columns without a fill value"),
         ):
-            if affected := {name: mask for name, mask in cells.items() if mask.any()}:
-                notes.append(f"set all inputs to 0 for {description} ({count_cells(affected)})")
+            if affected_cells := {name: mask for name, mask in cells.items() if mask.any()}:
+                notes.append(f"set all inputs to 0 for {description} ({count_cells(affected_cells)})")
     row_indices = np.flatnonzero(np.isin(lines, table.lines))
     return torch.from_numpy(encode_rows(table, encoding).astype(np.float32)), row_indices
 
@@ -142,5 +142,5 @@ def _cells_as_text(series: "Series") -> NDArray[np.object_]:
 def _match_spelling(cells: NDArray[np.object_], categories: Sequence[str]) -> NDArray[np.object_]:
     """Spell numbers like the categories with the same value, because pandas may read 1 from a CSV file as 1.0."""
     spelling = {number(category): category for category in reversed(categories) if number(category) is not None}
-    matched = {cell: cell if cell in categories else spelling.get(number(cell), cell) for cell in set(cells)}
-    return np.array([matched[cell] for cell in cells], dtype=object)
+    matched_cells = {cell: cell if cell in categories else spelling.get(number(cell), cell) for cell in set(cells)}
+    return np.array([matched_cells[cell] for cell in cells], dtype=object)

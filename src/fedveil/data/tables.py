@@ -37,7 +37,7 @@ MISSING_FIX += ' (in Python missing="drop" or missing="impute")'
 
 
 class Column(NamedTuple):
-    """A numeric or categorical column, its values that count as missing, and all its other words."""
+    """A numeric or categorical column, with the values that count as missing and all other words."""
 
     name: str
     numeric: bool
@@ -86,7 +86,7 @@ class CsvTable:
         return np.array(values, dtype=np.float64)
 
     def take(self, rows: Indices) -> "CsvTable":
-        """Return the given rows."""
+        """Return the rows with the given indices."""
         columns = {name: cells[rows] for name, cells in self.columns.items()}
         return replace(self, columns=columns, lines=self.lines[rows])
 
@@ -122,12 +122,12 @@ class CsvTable:
         self.refuse_unknown(self.find_unknown({column: categories}), {column: categories})
         return self._category_indices(column, categories)
 
-    def find_unknown(self, known: Mapping[str, Sequence[str]]) -> Masks:
+    def find_unknown(self, known_values: Mapping[str, Sequence[str]]) -> Masks:
         """Return a mask of the cells with unknown values, for each column that has any."""
-        masks = {name: ~np.isin(self.columns[name], list(categories)) for name, categories in known.items()}
+        masks = {name: ~np.isin(self.columns[name], list(categories)) for name, categories in known_values.items()}
         return {name: mask for name, mask in masks.items() if mask.any()}
 
-    def refuse_unknown(self, masks: Masks, known: Mapping[str, Sequence[str]], alternative: str = "") -> None:
+    def refuse_unknown(self, masks: Masks, known_values: Mapping[str, Sequence[str]], alternative: str = "") -> None:
         """Refuse cells with unknown values; the error shows the first and counts all of them."""
         for name in sorted(masks, key=lambda column: int(masks[column].argmax()))[:1]:
             row, num_rows = int(masks[name].argmax()), int(np.any(list(masks.values()), 0).sum())
@@ -135,7 +135,7 @@ class CsvTable:
             message += f". {num_rows:,} of {len(self):,} records have unknown values ({count_cells(masks)})" * (
                 num_rows > 1
             )
-            self.refuse(row, name, message, f"use one of {shorten(known[name], 20)}{alternative}")
+            self.refuse(row, name, message, f"use one of {shorten(known_values[name], 20)}{alternative}")
 
     def one_hot(self, column: str, categories: Sequence[str]) -> Floats:
         """Return the one-hot encoding of a column of categories; cells with other values become zeros."""
@@ -149,7 +149,7 @@ class CsvTable:
         """Return the distinct values of a column, sorted: numbers numerically, words alphabetically."""
         values = sorted(set(self.columns[column]))
         numbers = [number(value, self.decimal) for value in values]
-        if all(parsed is not None for parsed in numbers):
+        if all(parsed_number is not None for parsed_number in numbers):
             values = [value for _, value in sorted(zip(numbers, values, strict=True))]
         return tuple(values)
 
@@ -157,12 +157,12 @@ class CsvTable:
         """Determine whether a column is numeric; with `as_words`, only empty cells count as missing."""
         values = set(self.columns[name])
         words = {value for value in values if as_words or number(value, self.decimal) is None}
-        numeric = not as_words and find_missing_values(words, MISSING_NUMBERS) == words
-        missing_values = find_missing_values(words, ("",) if as_words else MISSING_NUMBERS if numeric else MISSING)
+        is_numeric = not as_words and find_missing_values(words, MISSING_NUMBERS) == words
+        missing_values = find_missing_values(words, ("",) if as_words else MISSING_NUMBERS if is_numeric else MISSING)
         if values == missing_values:
             fix = f"use {flag('ignore', name)}, or another target if it is the target"
             self.refuse_column(name, "every cell is missing", fix)
-        return Column(name, numeric, missing_values, frozenset(words) - missing_values)
+        return Column(name, is_numeric, missing_values, frozenset(words) - missing_values)
 
     def drop_missing(
         self, inputs: Sequence[Column], target: Column | None, missing: str, notes: list[str], fix: str = MISSING_FIX
@@ -173,30 +173,29 @@ class CsvTable:
         if masks and missing == "refuse":
             self._refuse_missing(masks, columns, fix)
         records = f"{len(self):,} records"
-        dropped = masks.pop(target.name if target else "", np.zeros(len(self), dtype=np.bool_))
-        if dropped.any():
-            notes.append(f"left out {int(dropped.sum()):,} of {records} because the target is missing")
-        masks = {name: mask & ~dropped for name, mask in masks.items() if (mask & ~dropped).any()}
+        dropped_rows = masks.pop(target.name if target else "", np.zeros(len(self), dtype=np.bool_))
+        if dropped_rows.any():
+            notes.append(f"left out {int(dropped_rows.sum()):,} of {records} because the target is missing")
+        masks = {name: mask & ~dropped_rows for name, mask in masks.items() if (mask & ~dropped_rows).any()}
         if missing == "drop" and masks:
             incomplete = np.any(list(masks.values()), 0)
             left_out = f"left out {int(incomplete.sum()):,} of {records}"
             notes.append(f"{left_out} because of missing cells ({count_cells(masks)})")
-            dropped = dropped | incomplete
-            if dropped.all():
+            dropped_rows = dropped_rows | incomplete
+            if dropped_rows.all():
                 message = f"every record has missing cells ({count_cells(masks)})"
                 alternative = f"use {flag('missing', 'impute')}, or ignore the columns with the most missing cells"
                 raise BadArgument(self.path, message, alternative if target else fix)
-        return self.take(np.flatnonzero(~dropped))
+        return self.take(np.flatnonzero(~dropped_rows))
 
     def _refuse_missing(self, masks: Masks, columns: Mapping[str, Column], fix: str) -> NoReturn:
         """Raise an error that shows the first missing cell, counts all of them and lists the options."""
         name = min(masks, key=lambda column: int(masks[column].argmax()))
-        row, stacked = int(masks[name].argmax()), np.stack(list(masks.values()))
+        row, all_masks = int(masks[name].argmax()), np.stack(list(masks.values()))
         cell = self.columns[name][row]
         message = f"{cell!r} counts as missing" if cell.strip() else "the cell is empty"
-        message += (
-            f". {int(stacked.any(0).sum()):,} of {len(self):,} records have missing cells: {int(stacked.sum()):,} in "
-        )
+        message += f". {int(all_masks.any(0).sum()):,} of {len(self):,} records have missing cells: "
+        message += f"{int(all_masks.sum()):,} in "
         message += f"{len(masks)} column{'s' * (len(masks) > 1)} ({count_cells(masks)})"
         if fix == MISSING_FIX and cell.strip() and not columns[name].numeric:
             fix += f"; use {flag('categorical', name)} if {cell!r} is an ordinary value"
@@ -324,8 +323,8 @@ def _read_columns(path: str, rows: list[tuple[list[str], int]], delimiter: str) 
 
 def refuse_repeated(where: str, names: Sequence[str], fix: str) -> None:
     """Refuse columns with the same name."""
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise BadArgument(where, f"several columns have the same name: {shorten(repeated)}", fix)
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise BadArgument(where, f"several columns have the same name: {shorten(duplicates)}", fix)
 
 
 def number(cell: str, decimal: str = ".") -> float | None:

@@ -34,13 +34,13 @@ def align(cells: Sequence[str]) -> list[str]:
     is_decimal = [cell != NOTHING and "e" not in cell for cell in cells]
     decimals = max((len(cell.partition(".")[2]) for cell in compress(cells, is_decimal)), default=0)
     return [
-        f"{float(cell):.{decimals}f}" if decimals and padded else cell
-        for cell, padded in zip(cells, is_decimal, strict=True)
+        f"{float(cell):.{decimals}f}" if decimals and is_padded else cell
+        for cell, is_padded in zip(cells, is_decimal, strict=True)
     ]
 
 
 def tick_label(value: float, step: float) -> str:
-    """Format a tick with as many decimals as the step between ticks needs.
+    """Format a tick with the number of decimals that the step between ticks requires.
 
     >>> tick_label(0.5, 0.25), tick_label(97.5, 2.5), tick_label(15000, 5000), tick_label(3e-7, 1e-7)
     ('0.50', '97.5', '15,000', '3e-7')

@@ -74,7 +74,7 @@ def thin(points: Sequence[Point], limit: int) -> tuple[Point, ...]:
 
 def _split_gaps(points: Sequence[Point]) -> list[list[Point]]:
     """Split points at gaps into runs."""
-    return [list(run) for gap, run in groupby(points, lambda point: math.isnan(point[1])) if not gap]
+    return [list(run) for is_gap, run in groupby(points, lambda point: math.isnan(point[1])) if not is_gap]
 
 
 def _coincidences(lines: Sequence[Line], axis: ChartAxis) -> list[str]:
@@ -83,10 +83,10 @@ def _coincidences(lines: Sequence[Line], axis: ChartAxis) -> list[str]:
     for first, second in combinations(lines[:6], 2):
         first_values, second_values = dict(first.drawable), dict(second.drawable)
         pairs = [(first_values[x], second_values[x]) for x in first_values.keys() & second_values.keys()]
-        coincide = all(abs(axis.position(a) - axis.position(b)) <= COINCIDENCE_TOLERANCE for a, b in pairs)
-        if pairs and coincide and len(pairs) == len(first.drawable) == len(second.drawable):
-            gap = format_number(float(f"{max(abs(a - b) for a, b in pairs):.2g}"))
-            sentences.append(f"{first.name} and {second.name} coincide: largest difference {gap}.")
+        is_coincident = all(abs(axis.position(a) - axis.position(b)) <= COINCIDENCE_TOLERANCE for a, b in pairs)
+        if pairs and is_coincident and len(pairs) == len(first.drawable) == len(second.drawable):
+            difference = format_number(float(f"{max(abs(a - b) for a, b in pairs):.2g}"))
+            sentences.append(f"{first.name} and {second.name} coincide: largest difference {difference}.")
     return sentences
 
 
@@ -130,7 +130,9 @@ def _band(curves: Curves, line: Line) -> Band:
 def _outline(band: Band, axes: Axes, limit: int) -> str:
     """Return a band as SVG path data: each run goes along its upper edge and back along its lower edge."""
     lower, upper = ([thin(run, limit) for run in _split_gaps(edge)] for edge in band)
-    return "".join(_path([*above, *reversed(below)], axes) + "Z" for below, above in zip(lower, upper, strict=True))
+    return "".join(
+        _path([*upper_run, *reversed(lower_run)], axes) + "Z" for lower_run, upper_run in zip(lower, upper, strict=True)
+    )
 
 
 def _dash(number: int) -> str | None:
@@ -163,9 +165,9 @@ def _remarks(curves: Curves, lines: Sequence[Line], bands: Sequence[Band], limit
     result = [f"{line.name}: no values." for line in lines if not line.points]
     result += [f"{line.name}: {count(line.num_omitted, 'value')} {OMITTED}." for line in lines if line.num_omitted]
     for line, (lower, _) in zip(lines, bands, strict=True):
-        omitted = sum(math.isnan(low) for _, low in lower) - sum(math.isnan(y) for _, y in line.points)
-        if omitted and line.name in curves.bands:
-            result.append(f"{line.name}: band left out at {count(omitted, 'point')}, where it reaches zero.")
+        num_omitted = sum(math.isnan(low) for _, low in lower) - sum(math.isnan(y) for _, y in line.points)
+        if num_omitted and line.name in curves.bands:
+            result.append(f"{line.name}: band left out at {count(num_omitted, 'point')}, where it reaches zero.")
     if any(len(line.points) > limit for line in lines):
         result.append("Long lines are reduced to the points that a screen can show; minima and maxima are kept.")
     return result
@@ -279,9 +281,9 @@ def _interval_table(section: Intervals) -> tuple[str, list[str], list[list[str]]
 def draw_intervals(section: Intervals) -> Markup:
     """Draw the chart with a legend, an axis and a data table; groups appear in the order of their first rows."""
     groups = list(dict.fromkeys(row.group for row in section.rows))
-    ordered = sorted(section.rows, key=lambda row: groups.index(row.group))
+    ordered_rows = sorted(section.rows, key=lambda row: groups.index(row.group))
     axis = build_axis(section)
-    rows = list(zip(ordered, _format_rows(ordered, axis), strict=True))
+    rows = list(zip(ordered_rows, _format_rows(ordered_rows, axis), strict=True))
     return fill(
         "intervals.html",
         section=section,

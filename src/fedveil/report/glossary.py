@@ -36,8 +36,8 @@ def _depth_change(tag: str) -> int:
     return -1 if tag.startswith("</") else 1
 
 
-def _mark_terms(text: str, remaining: dict[str, str], marked: list[str]) -> str:
-    """Mark the first use of each term in a text, longest first; move these terms from `remaining` to `marked`."""
+def _mark_terms(text: str, remaining: dict[str, str], marked_terms: list[str]) -> str:
+    """Mark the first use of each term in a text, longest first; move these terms from `remaining` to `marked_terms`."""
     pattern = "|".join(re.escape(str(escape(term))) for term in sorted(remaining, key=len, reverse=True))
     terms = {str(escape(term)).lower(): term for term in remaining}
 
@@ -45,7 +45,7 @@ def _mark_terms(text: str, remaining: dict[str, str], marked: list[str]) -> str:
         term = terms[match[1].lower()]
         if term not in remaining:
             return match[0]
-        marked.append(term)
+        marked_terms.append(term)
         return f'<abbr title="{escape(remaining.pop(term))}">{match[1]}</abbr>{match[2]}'
 
     return re.sub(rf"(?i)(?<![\w-])({pattern})(s?)(?![\w-])", mark, text)

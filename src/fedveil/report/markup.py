@@ -107,8 +107,11 @@ def describe_matrix(matrix: Matrix) -> str:
     num_correct = sum(matrix.counts[index][index] for index in indices)
     accuracy = f"{num_correct / total:.2%} correct: {num_correct:,} of {count(total, 'prediction')}."
     mistakes = [
-        (matrix.counts[truth][answer], truth, answer) for truth in indices for answer in indices if truth != answer
+        (matrix.counts[truth][prediction], truth, prediction)
+        for truth in indices
+        for prediction in indices
+        if truth != prediction
     ]
-    num_mistakes, truth, answer = max(mistakes, default=(0, 0, 0))
-    description = f"{matrix.labels[truth]} predicted as {matrix.labels[answer]}, {count(num_mistakes, 'time')}"
+    num_mistakes, truth, prediction = max(mistakes, default=(0, 0, 0))
+    description = f"{matrix.labels[truth]} predicted as {matrix.labels[prediction]}, {count(num_mistakes, 'time')}"
     return f"{accuracy} Most common mistake: {description}." if num_mistakes else accuracy

@@ -96,8 +96,8 @@ def choose_scaling(config: Config) -> Scaling:
     if name == "csv" and scaling is None and has_privacy(config):
         message = "columns are standardised with statistics of the training records, which epsilon does not cover"
         raise BadArgument("--data csv with privacy", message, SCALING_FIX)
-    private = has_privacy(config) and name in SCALED_DATA.split()
-    return scaling or ("public" if private else "records")
+    is_private = has_privacy(config) and name in SCALED_DATA.split()
+    return scaling or ("public" if is_private else "records")
 
 
 def client_parts(settings: DataSettings, seed: int, data: Data) -> list[DataPart]:
@@ -223,14 +223,13 @@ def rounds_per_epoch(config: Config, client_size: int) -> int:
 
 
 def choose_settings(config: Config, records: int) -> Config:
-    """Set values that suit differential privacy or local training, except those that the user chose.
+    """Return the configuration with defaults that suit differential privacy or local training.
 
-    The values depend only on the number of training records, which is public. A configuration that already has them
-    stays unchanged.
+    These defaults depend only on the number of training records, which is public. Explicit values stay unchanged.
     """
-    explicit, training = config.explicit_values(), config.training
+    explicit_values, training = config.explicit_values(), config.training
     result: dict[str, Value] = {}
-    if trains_locally(config) and explicit.get("optimizer") in (None, "sgd"):
+    if trains_locally(config) and explicit_values.get("optimizer") in (None, "sgd"):
         result |= {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}  # the new model is the mean of the clients' models
     if has_privacy(config):
         result |= {"norm": "group"}
@@ -238,15 +237,15 @@ def choose_settings(config: Config, records: int) -> Config:
         from fedveil.privacy.defaults import CLIP, default_lr, default_rate, default_rounds
 
         client_size = math.ceil(records / config.data.clients)
-        has_batch_size = training.whole_shard or "batch_size" in explicit
+        has_batch_size = training.whole_shard or "batch_size" in explicit_values
         rate = (sampling_rate(config, client_size) if has_batch_size else config.privacy.rate) or default_rate(records)
         epoch_rounds = math.ceil(1 / rate)
-        epochs = training.epochs if "epochs" in explicit else max(1, round(default_rounds(rate) / epoch_rounds))
+        epochs = training.epochs if "epochs" in explicit_values else max(1, round(default_rounds(rate) / epoch_rounds))
         result |= {"rate": rate, "epochs": epochs, "clip": CLIP, "schedule": "cosine", "schedule_every": "round"}
         result |= {"layers": 1, "multiplicative": 1.0}
         if training.optimizer != "sgd":
             result["lr"] = default_lr(epochs * epoch_rounds)
-    result = {key: value for key, value in result.items() if explicit.get(key) is None}
+    result = {key: value for key, value in result.items() if explicit_values.get(key) is None}
     return config.changed(**result) if result else config
 
 
@@ -299,7 +298,7 @@ def build_federation(config: Config, data: Data, defence: AnyDefence | None = No
 
     Args:
         config: the configuration.
-        data: the data set that it specifies.
+        data: the data set that the configuration specifies.
         defence: defence to use instead of the configured one.
     """
     config = choose_settings(choose_loss(config, data), len(data.train.targets))

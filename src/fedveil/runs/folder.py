@@ -100,10 +100,10 @@ def is_finished(config: Config, folder: Path) -> bool:
         return False
     if state["round"] != read_rounds(folder):
         return False
-    saved = read_config(folder, trust_code=True)
-    values, explicit = saved.flat(), config.explicit_values()
-    expected = config if config.training.loss else config.changed(loss=saved.training.loss)
-    if defaults := [key for key in dependent_keys(config) if key not in explicit]:
+    saved_config = read_config(folder, trust_code=True)
+    values, explicit_values = saved_config.flat(), config.explicit_values()
+    expected = config if config.training.loss else config.changed(loss=saved_config.training.loss)
+    if defaults := [key for key in dependent_keys(config) if key not in explicit_values]:
         expected = expected.changed(**{key: values[key] for key in defaults})
     return applicable_values(expected).items() <= values.items()
 
@@ -147,8 +147,8 @@ def load_model(
 
 def _is_newest(path: Path) -> bool:
     """Return whether a file of values exists and no checkpoint in its folder is from a later round."""
-    last = checkpoint.read_tag(path.parent / checkpoint.LAST)
-    return path.is_file() and (last is None or checkpoint.read_round(path) >= last.round)
+    last_tag = checkpoint.read_tag(path.parent / checkpoint.LAST)
+    return path.is_file() and (last_tag is None or checkpoint.read_round(path) >= last_tag.round)
 
 
 def _values_in_checkpoint(folder: Path, best: bool) -> Mapping[str, Tensor]:

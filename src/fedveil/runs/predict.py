@@ -200,10 +200,10 @@ class Predictor:
             return self._encode_table(read_frame(frame, encoding))
         if isinstance(encoding, ImageEncoding):
             raise BadArgument(WHERE, "the model takes images, not a DataFrame", "pass a folder of images, or an array")
-        renamed = frame.set_axis([str(name) for name in frame.columns], axis=1)
-        columns = list(encoding.columns or renamed.columns)
-        read_frame(renamed.head(1)).require_columns(columns)
-        return self._cast(as_tensor(WHERE, "they", renamed[columns]).double())
+        renamed_frame = frame.set_axis([str(name) for name in frame.columns], axis=1)
+        columns = list(encoding.columns or renamed_frame.columns)
+        read_frame(renamed_frame.head(1)).require_columns(columns)
+        return self._cast(as_tensor(WHERE, "they", renamed_frame[columns]).double())
 
     def _encode_table(self, table: CsvTable) -> EncodedRecords:
         encoding, notes = self.encoding.inputs, list[str]()
@@ -321,10 +321,10 @@ def count_outputs(form: OutputForm) -> int:
 def read_array(path: Path) -> Array:
     """Read the array in an .npy file, or in an .npz file the only array or the one named "inputs"."""
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return loaded
-        with loaded as file:
+        loaded_file = np.load(path, allow_pickle=False)
+        if isinstance(loaded_file, np.ndarray):
+            return loaded_file
+        with loaded_file as file:
             name = INPUTS if INPUTS in file.files else file.files[0] if len(file.files) == 1 else None
             if name is None:
                 message = f"it contains several arrays: {shorten(file.files, 8)}"

@@ -82,7 +82,7 @@ class DataSettings(NamedSettings):
         None, "fraction of the records to test on, unless they are already divided; by default 0.2", "csv images"
     )
     validation: Literal["own"] | OpenUnitInterval | None = _key(
-        None, "validate on this fraction of the training records, or on the data set's own"
+        None, "fraction of the training records to hold out; own: the data set's own records"
     )
     scaling: Literal["records", "public"] | None = _key(
         None,
