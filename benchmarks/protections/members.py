@@ -17,7 +17,7 @@ from benchmarks.cells import Figures
 from benchmarks.protections.tasks import TASKS, Protection, make_federation, records
 from benchmarks.protections.training import metric
 from fedveil import Veil
-from fedveil.attacks.membership import FALLBACK, GRID, Form, choose_form, confidence, halves, lira, rmia
+from fedveil.attacks.membership import A_GRID, DEFAULT_A, Form, choose_form, confidence, halves, lira, rmia
 from fedveil.attacks.scores import auc, tpr_at
 from fedveil.federation.evaluate import predict
 from fedveil.records.shards import generator
@@ -103,7 +103,7 @@ def record_scores(target: Array, shadows: Array, inside: NDArray[np.bool_]) -> d
     phi, known = target[:pool], shadows[:, :pool]
 
     def compare(p: Array, q: Array) -> Array:
-        forms = [Form("RMIA", p, q, partial(rmia, a=a)) for a in (FALLBACK, *GRID)]
+        forms = [Form("RMIA", p, q, partial(rmia, a=a)) for a in (DEFAULT_A, *A_GRID)]
         return choose_form(forms, inside).compare(p, q, inside)
 
     return {

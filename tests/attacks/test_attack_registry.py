@@ -10,7 +10,7 @@ from tests.oracle import built
 
 from fedveil.attacks import Observation, Round, dbcl, first_layer, generic
 from fedveil.attacks.observation import PUBLISHED
-from fedveil.attacks.registry import ATTACKERS, GENERIC, Attackers, attacker_views, find_attackers
+from fedveil.attacks.registry import ATTACKERS, GENERIC_ATTACKERS, Attackers, attacker_views, find_attackers
 from fedveil.defences import registry
 from fedveil.defences.registry import DEPLOYED, INCLUDED, Record, find
 from fedveil.errors import BadArgument
@@ -58,7 +58,7 @@ def test_every_built_in_defence_has_attackers():
 def test_a_record_keeps_its_attackers_or_names_those_of_another_package_or_gets_the_generic_ones(monkeypatch):
     assert find_attackers(dataclasses.replace(find("veil"), name="mine", settings={})) is ATTACKERS["veil"]
     assert find_attackers(Record("mine", "ours", "my_package:Mine")) == Attackers()
-    assert Attackers().generic is GENERIC
+    assert Attackers().generic is GENERIC_ATTACKERS
     harder = dataclasses.replace(find("plain"), attackers=f"{__name__}:OWN")
     assert find_attackers(harder) is OWN
     monkeypatch.setitem(registry._RECORDS, "harder", harder)
@@ -73,7 +73,7 @@ def test_attackers_that_fail_or_do_not_apply_are_listed_and_the_others_run():
     inputs, seen = torch.randn(30, 12).double(), tuple(Round(model, model) for model in models)
     known = inputs, models[0](inputs).detach(), SquaredError(), 0.1, 0.5
     found, left_out = attacker_views(OWN, Observation("any", models[-1], models[-1], seen, *known))
-    assert (set(found), left_out) == ({PUBLISHED, *GENERIC}, BUGGY)
+    assert (set(found), left_out) == ({PUBLISHED, *GENERIC_ATTACKERS}, BUGGY)
     mean = Attackers(models={"mean": generic.average_broadcasts}, generic={})
     found, left_out = attacker_views(mean, Observation("any", models[-1], models[-1], seen[:1], *known))
     assert (set(found), left_out) == ({PUBLISHED}, {"mean": "there is only one broadcast"})

@@ -35,7 +35,7 @@ def test_all_records_of_a_batch_are_computed(records):
     found = batches.records_from_batch(leak_of(rows), "0", records, OWN, chance())
     assert found.inputs.shape == (records, 64)
     assert distances(found.inputs, rows).max() < 0.05  # of 64 pixels; the rounding of float32, amplified
-    assert found.agreement.min() >= batches.ENOUGH
+    assert found.agreement.min() >= batches.MIN_AGREEMENT
 
 
 def test_a_sum_over_clients_is_one_batch():

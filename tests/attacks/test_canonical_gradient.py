@@ -43,10 +43,10 @@ def test_directions_within_blocks_are_exact_for_a_step_of_any_size(network):
 
     def cosines(gradients):
         flat = flatten(gradients, compare.entries)
-        for directions in compare.hidden:
+        for directions in compare.hidden_directions:
             flat = blocks.project_out(flat, directions)
-        sizes = [blocks.inner(v, v) for v in (flat, compare.wanted)]
-        return blocks.inner(flat, compare.wanted) / (sizes[0] * sizes[1]).sqrt(), sizes[0]
+        sizes = [blocks.inner_product(v, v) for v in (flat, compare.leaked_gradient)]
+        return blocks.inner_product(flat, compare.leaked_gradient) / (sizes[0] * sizes[1]).sqrt(), sizes[0]
 
     exact, sizes = cosines(true)
     clear = sizes > 1e-6 * sizes.max()
@@ -65,7 +65,7 @@ def test_other_secrets_show_the_same_both_directions_must_be_removed_and_labels_
     assert distances[0] == pytest.approx(distances[1], rel=1e-6)
     assert float(cosine_distance(true, from_difference(observed).gradients, None)) > 0.5
     for number in range(2):
-        one = dataclasses.replace(leak.compare, hidden=leak.compare.hidden[number : number + 1])
+        one = dataclasses.replace(leak.compare, hidden_directions=leak.compare.hidden_directions[number : number + 1])
         assert float(one(true)) > 2 * float(leak.compare(true))
     assert batch_labels(leak, 2, observed.inputs) == sorted(IMAGES.train.targets[:2].tolist())
 
@@ -74,7 +74,7 @@ def test_other_secrets_show_the_same_both_directions_must_be_removed_and_labels_
 def test_adams_first_step_shows_every_sign(network):
     observed, leak, true, false = derive(network, adam, multiplicative=100.0)
     compare = leak.compare
-    both = observed.share * compare.own + (1 - observed.share) * flatten(true, compare.entries)
+    both = observed.share * compare.own_gradient + (1 - observed.share) * flatten(true, compare.entries)
     clear = both.abs() > 1e-5  # at the canonical model; Adam's eps is 1e-8
     assert int(clear.sum()) > 100
     assert torch.equal(compare.signs[clear], both.sign()[clear])

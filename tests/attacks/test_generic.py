@@ -129,6 +129,6 @@ def test_a_search_needs_images_with_classes_and_calibration_labels_and_a_row_of_
     model, broken = network(), network()
     nn.init.constant_(broken[-1].bias, float("nan"))
     deep = nn.Sequential(model, nn.Unflatten(1, (1, OUTPUTS)))
-    for given, records, why in ((model, 0, "no labelled"), (deep, 9, "not have one row"), (broken, 9, "not finite")):
+    for given, records, why in ((model, 0, "no labelled"), (deep, 9, "not have the shape"), (broken, 9, "not finite")):
         with pytest.raises(DoesNotApply, match=why):
             calibrate_outputs(observe_models([given], INPUTS[:records], INPUTS[:records]))

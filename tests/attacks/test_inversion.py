@@ -137,7 +137,7 @@ def test_the_penalty_is_zero_where_the_slope_is_one_and_a_model_of_inputs_answer
 
 @pytest.mark.parametrize(("size", "channels"), [(8, 1), (16, 3), (64, 3)])
 def test_networks_fit_their_images(size, channels):
-    images = make_generator(channels, size, 4)(torch.randn(2, inversion.CODE))
+    images = make_generator(channels, size, 4)(torch.randn(2, inversion.CODE_SIZE))
     assert images.shape == (2, channels, size, size)
     assert make_critic(channels, size, 4)(images).shape == (2,)
 

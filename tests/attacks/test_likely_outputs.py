@@ -112,7 +112,7 @@ def test_with_decoys_the_candidate_with_certain_answers_is_the_true_one():
             for one in veil.candidate_models(seen, seen.rounds[-1].broadcast)
         ]
         assert error(fit_own_inputs(seen), model) == min(errors) < 1e-9
-        with pytest.raises(DoesNotApply, match="only with squared error"):
+        with pytest.raises(DoesNotApply, match="the attack needs squared error"):
             fit_fake_inputs(seen)
 
 

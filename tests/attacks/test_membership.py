@@ -109,18 +109,18 @@ def test_the_form_is_chosen_on_shadows_and_the_target_plays_no_part(pool):
     outputs = [pool[leaks].numpy() for leaks in (True, False)]
     for forms in (rmia_forms, lira_forms):
         every = [list(forms(own, shadows)) for own in outputs]
-        chosen = [choose_form(own, shadows.inside).name for own in every]
+        chosen = [choose_form(own, shadows.membership).name for own in every]
         assert chosen[0] == chosen[1]
 
         def mean(form):
-            return np.mean([form.quality(shadows.inside, number) for number in range(4)])
+            return np.mean([form.quality(shadows.membership, number) for number in range(4)])
 
         best = next(form for form in every[0] if form.name == chosen[0])
         assert mean(best) == pytest.approx(max(map(mean, every[0])))
 
 
 def test_too_few_shadows_leave_the_form_that_suits_the_loss_and_class_means_are_those_of_known_non_members(pool):
-    two = replace(pool["shadows"], outputs=pool["shadows"].outputs[:2], inside=pool["shadows"].inside[:2])
+    two = replace(pool["shadows"], outputs=pool["shadows"].outputs[:2], membership=pool["shadows"].membership[:2])
     names = {}
     for loss in (SquaredError(), CrossEntropy()):
         found = shadow_scores(pool[True].numpy(), replace(two, loss=loss), include_lira=True)
@@ -187,8 +187,8 @@ def test_shadows_that_do_not_fit_are_refused(pool):
     own = pool["shadows"]
     for call, why in (
         (lambda: halves(10, 3, torch.Generator()), "the number of shadows must be even, got 3"),
-        (lambda: Shadows(own.outputs[:1], own.inside[:1], own.targets, own.loss), "a record is in every shadow"),
-        (lambda: Shadows(own.outputs[:3], own.inside, own.targets, own.loss), "4 shadows and 400 records"),
+        (lambda: Shadows(own.outputs[:1], own.membership[:1], own.targets, own.loss), "a record is in every shadow"),
+        (lambda: Shadows(own.outputs[:3], own.membership, own.targets, own.loss), "4 shadows and 400 records"),
     ):
         with pytest.raises(BadArgument, match=why):
             call()
@@ -197,5 +197,5 @@ def test_shadows_that_do_not_fit_are_refused(pool):
 
 
 def test_lira_is_offline_if_a_record_is_in_no_shadow(pool):
-    some = replace(pool["shadows"], inside=pool["shadows"].inside & (np.arange(2 * COUNT) > 10))
+    some = replace(pool["shadows"], membership=pool["shadows"].membership & (np.arange(2 * COUNT) > 10))
     assert {form.name.split(",")[0] for form in lira_forms(pool[True].numpy(), some)} == {"offline"}

@@ -9,7 +9,14 @@ from torch import nn
 from torch.testing import assert_close
 
 from fedveil.attacks import poisoning
-from fedveil.attacks.poisoning import ATTACKS, CLAIM, HostileEngine, HostileStrategy, HostileView, find_tensors
+from fedveil.attacks.poisoning import (
+    ATTACKS,
+    CLAIMED_RECORDS,
+    HostileEngine,
+    HostileStrategy,
+    HostileView,
+    find_tensors,
+)
 from fedveil.data import split
 from fedveil.defences import Samples
 from fedveil.defences.registry import build
@@ -28,7 +35,7 @@ def build_view(honest, hostile, dtype=torch.float64):
 
 
 def overall_mean(view, crafted):
-    return torch.stack([flat(one) for one in view.honest] + [flat(crafted)] * view.hostile).mean(0)
+    return torch.stack([flat(one) for one in view.honest_updates] + [flat(crafted)] * view.num_hostile).mean(0)
 
 
 @pytest.mark.parametrize(("honest", "hostile"), [(2, 1), (3, 2), (5, 4), (9, 1), (9, 4)])
@@ -50,11 +57,11 @@ def test_a_little_is_enough_takes_its_z_from_the_normal_quantile(clients, hostil
 def test_each_strategy_crafts_what_its_summary_says():
     view = build_view(4, 1)
     mean, (noise, again) = flat(view.mean()), (flat(poisoning.scaled_noise(view)) for _ in range(2))
-    rest = torch.stack([flat(one) for one in view.honest[1:]]).sum(0) / 5  # its own honest twin is cancelled
+    rest = torch.stack([flat(one) for one in view.honest_updates[1:]]).sum(0) / 5  # its own honest twin is cancelled
     assert_close(overall_mean(view, poisoning.sign_flip(view)), rest, **NEAR)
     assert float(noise.norm() / mean.norm()) == pytest.approx(1e4)
     assert abs(float(torch.cosine_similarity(noise, again, dim=0))) < 0.97  # 4 deviations of 17 numbers: 4 / sqrt(17)
-    rows = torch.stack([flat(one) for one in view.honest])
+    rows = torch.stack([flat(one) for one in view.honest_updates])
     assert_close(flat(poisoning.little_is_enough(view)), mean - 0.2533471 * rows.std(0), rtol=0, atol=1e-6)  # of 0.6
     below = flat(poisoning.below_bound(view))
     assert float(below.norm()) == pytest.approx(0.9 * view.bound)
@@ -154,7 +161,7 @@ def test_a_client_that_knows_the_bound_stays_below_it_and_a_slightly_larger_norm
 )
 def test_a_claim_takes_the_whole_mean_or_what_its_cap_allows(limits, weight, error):
     one, caught = federation("records", limits=limits), []
-    assert [one.clients.claim_records(client) for client in (3, 4)] == [287, CLAIM]
+    assert [one.clients.claim_records(client) for client in (3, 4)] == [287, CLAIMED_RECORDS]
     found = one.step(lambda _, uploads: caught.extend(uploads))
     rows = torch.stack([flat(upload.gradients) for upload in caught]).double()
     weights = torch.linalg.lstsq(rows.T, flat(found.gradients).double()).solution

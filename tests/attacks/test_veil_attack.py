@@ -139,10 +139,10 @@ def test_the_fit_finds_planted_noise_of_noise_that_stays_only_its_changes_and_th
 
 
 def test_elements_that_move_little_count_more(monkeypatch):
-    errors = {turns: 0.0 for turns in (veil.TURNS, 1)}  # the first turn has equal weights
+    errors = {turns: 0.0 for turns in (veil.NUM_ITERATIONS, 1)}  # the first turn has equal weights
     for seed, turns in itertools.product(range(20), errors):
         heads, sizes = plant(6, 1, chance(seed), drift=1e-3, uneven=100.0)
-        monkeypatch.setattr(veil, "TURNS", turns)
+        monkeypatch.setattr(veil, "NUM_ITERATIONS", turns)
         errors[turns] += float((fit_noise(heads) - sizes).abs().mean())
     weighted, plain = errors.values()
     assert weighted < plain / 3

@@ -64,7 +64,7 @@ def test_a_network_without_anything_to_see_collapses_and_too_few_records_and_bad
     done = train_attack(nothing, nothing, recipe=Recipe(epochs=3))
     assert done.collapsed
     few = {"last": torch.zeros(3, 2)}
-    with pytest.raises(BadArgument, match="only 3 records of each kind are known"):
+    with pytest.raises(BadArgument, match="only 3 records of each group are known"):
         train_attack(few, few)
     with pytest.raises(BadArgument, match="0 epochs"):
         Recipe(epochs=0)

@@ -76,7 +76,7 @@ def test_sizes_names_and_types_make_what_forward_takes():
         (HERE, ["3"], ["a model must be given as package.module:name"]),
         ("nowhere.at_all:x", ["3"], ["cannot import nowhere.at_all"]),
         (f"{HERE}:MODEL", ["3"], ["cannot be called without arguments"]),
-        ("builtins:dict", ["3"], ["returned dict, not a torch.nn.Module"]),
+        ("builtins:dict", ["3"], ["expected a torch.nn.Module, got dict"]),
         (f"{HERE}:headless", ["3"], ["Sequential: no layer can take additive noise"]),
         ("./nets.py:Net", ["3"], ["./nets.py is a file", "nets:Net"]),
         ("torch.nn:Identiti", ["3"], ["module torch.nn has no attribute 'Identiti'", "torch.nn:Identity"]),

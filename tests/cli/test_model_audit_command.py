@@ -86,12 +86,12 @@ class Unpickled(nn.Module):
         ({"weights": "numbers.pt"}, "it does not contain named tensors"),
         ({"weights": "broken.safetensors"}, "is damaged"),
         ({"others": "in.csv"}, "60 of the 60 others are also members"),
-        ({"others": "reordered.csv"}, "but in.csv has the columns"),
-        ({"target": "answer"}, "there is no column answer"),
-        ({"members": "empty.npz", "others": "empty.npz"}, "expected the arrays inputs and targets, got values"),
-        ({"members": "", "weights": "final.pt"}, "--members missing"),
+        ({"others": "reordered.csv"}, "but those of in.csv are"),
+        ({"target": "answer"}, "columns are missing: answer"),
+        ({"members": "empty.npz", "others": "empty.npz"}, "it has the arrays values"),
+        ({"members": "", "weights": "final.pt"}, "flags are missing: --members"),
         ({"train": "audited_package:MODULE_THAT_IS_NOT"}, "has no attribute"),
-        ({"train": "audited_package:torch"}, "is module, not a function"),
+        ({"train": "audited_package:torch"}, "expected a function, got module"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(folder, words, why, capsys):

@@ -16,7 +16,7 @@ from fedveil.cli.commands import ATTACKS, COMMANDS, attack_names
 from fedveil.cli.training import TrainCommand
 from fedveil.data.catalogue import CATALOGUE, find_loader
 from fedveil.runs.build import build_defence
-from fedveil.runs.choices import ONLY, Choices
+from fedveil.runs.choices import APPLIES_TO, Choices
 from fedveil.runs.settings import SECTION_OF, SECTIONS, Config
 
 GUESS, OWN = "tests.cli.guessing:GUESS", "tests.cli.guessing:Own"
@@ -103,12 +103,12 @@ def test_help_names_every_command_and_attack(capsys):
     [
         (["trian"], ["there is no command 'trian'", "use 'train'"]),
         (["attack", "membershp"], ["there is no attack 'membershp'", "use 'membership'"]),
-        (["attack", "builtins:dict"], ["builtins:dict", "not an attack"]),
+        (["attack", "builtins:dict"], ["builtins:dict", "expected an attack"]),
         (["train", "--decoyz", "3"], ["Unrecognized options: --decoyz", "--decoys"]),
         (["train", "--lr", "-1"], ["--lr: must be greater than 0, got -1.0"]),
         (["train", "--epochs", "x"], ["--epochs", "INT", "'x'"]),
         (["train", "--data", "csv", "--ignore", "a", "--ignore", "b"], ["--ignore is given twice", "FIRST SECOND"]),
-        (["train", "--local-epochs", "5"], ["to --defence veil, whose updates are gradients", "only to plain, ppdl"]),
+        (["train", "--local-epochs", "5"], ["to --defence veil, whose clients send gradients", "only to plain, ppdl"]),
         (["train", "--sigma", "1"], ["--sigma does not apply to --defence veil", "it applies only to ppdl"]),
         (["train", "--data", "digits", "--ignore", "x"], ["--ignore does not apply to --data digits"]),
         (
@@ -127,12 +127,12 @@ def test_help_names_every_command_and_attack(capsys):
         (["train", "."], ["this is a folder, not a file", "--resume to continue it"]),
         (["train", "--split", "column"], ["Fix: use 'iid' or 'dirichlet': 'digits' has no columns"]),
         (["inspect", "tests.cli.test_inspection:small"], ["--input: no input is given"]),
-        (["reproduce"], ["no table or figure is given", "table1"]),
+        (["reproduce"], ["no table or figure is specified", "table1"]),
         (["compare", "--defences", "plain,viel"], ["there is no defence 'viel'", "use 'veil'"]),
         (["attack", GUESS, "--defence", "plain", "--workers", "0"], ["--workers", "at least 1, got 0"]),
         (["attack", GUESS, "--defence", "plain", "--run", "here"], ["the defence of a run cannot be changed"]),
         (["data", "gte"], ["gte", "list", "get"]),
-        (["data", "get"], ["no data set is given"]),
+        (["data", "get"], ["no data set is specified"]),
     ],
 )
 def test_misuse_is_refused_with_the_flag_and_what_is_allowed(words, texts, capsys, tmp_path, monkeypatch):
@@ -155,7 +155,7 @@ def test_flags_override_the_file_and_its_values_are_the_defaults_of_the_help(tmp
     monkeypatch.setattr("fedveil.cli.training.check_names", lambda config: None)  # no bank is needed
     config = parse("--lr", "0.25", path, "--fraction", "0.5").config
     own = {"data": "bank", "clients": 7, "defence": "ppdl", "sigma": 0.1}
-    assert config.changes() == {**own, "lr": 0.25, "fraction": 0.5}
+    assert config.changed_values() == {**own, "lr": 0.25, "fraction": 0.5}
     assert parse(path, "--defence", "plain").defences == ("plain",)  # the file's sigma is for its own defence
     text = printed_help(capsys, "train", path)
     assert any(re.search(r"^--clients .*\(default: 7\)", entry) for entry in entries(text))
@@ -207,7 +207,7 @@ def test_names_of_flags_are_unique_and_keys_of_data_sets_are_the_options_of_thei
     for name in CATALOGUE:
         options = {*inspect.signature(find_loader(name)).parameters} & SECTION_OF.keys() - {"seed"}
         choices = Choices(name, "mlp", ("veil",))
-        own = {key for key, names in ONLY.items() if SECTION_OF[key] == "data" and names and choices.accepts(key)}
+        own = {key for key, names in APPLIES_TO.items() if SECTION_OF[key] == "data" and names and choices.accepts(key)}
         assert own == options
 
 

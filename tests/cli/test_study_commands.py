@@ -38,7 +38,7 @@ def test_an_audit_without_a_federation_is_that_of_the_suite_and_help_names_every
     assert is_suite("--defence", "plain", "--trials", "1", "--out", "x")
     for words in (["--data", "digits"], ["--no-permute"], ["--clients=3"], [str(tmp_path)], ["--run", str(tmp_path)]):
         assert not is_suite(*words)
-    assert re.findall(r"(?:table|fig)\d", studies.EXHIBITS) == list(EXHIBITS)
+    assert re.findall(r"(?:table|fig)\d", studies.EXHIBITS_HELP) == list(EXHIBITS)
 
 
 def test_ctrl_c_is_one_line_that_says_how_to_continue(monkeypatch, capsys, tmp_path):

@@ -110,7 +110,7 @@ def test_flags_toml_and_a_pasted_command_mean_the_same(houses):
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
-        (["--data", "csv"], ["it needs a path", "--path records.csv"]),
+        (["--data", "csv"], ["the data set needs a path", "--path records.csv"]),
         (
             FLAGS[:4],
             ["the column to predict is not specified", "with one of id, size in m2, zip, region, label, stars, price"],
@@ -123,7 +123,7 @@ def test_flags_toml_and_a_pasted_command_mean_the_same(houses):
         (["--data", f"{HERE}:pairs"], ["mlp takes one floating-point tensor"]),
         (
             ["--data", f"{HERE}:apart"],
-            ["returned tuple, not data", "return (train, test) or (train, test, validation)"],
+            ["expected data, got tuple", "return (train, test) or (train, test, validation)"],
         ),
         (["--data", f"{HERE}:floats"], ["could be classes or quantities", "int64", "--loss squ"]),
     ],
@@ -198,7 +198,7 @@ def test_a_class_at_each_pixel_is_trained_and_an_attack_takes_one_tensor_only(tm
         main(["train", "--data", f"{HERE}:broken", "--out", str(tmp_path / "run")])
     words = ["attack", "membership", "--data", f"{HERE}:pairs", "--model", f"{HERE}:Both", "--clients", "2"]
     assert main([*words, "--defence", "plain", "--epochs", "1", "--out", str(tmp_path / "a")]) == 2
-    assert "here a record must be a single tensor" in capsys.readouterr().err
+    assert "expected each record to be a single tensor" in capsys.readouterr().err
 
 
 STOPPED = shlex.split(format_flags({**SMALL, "data": "digits", "epochs": 4, "layers": 2}))

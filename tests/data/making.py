@@ -14,7 +14,7 @@ from PIL import Image
 from fedveil.data import bank
 from fedveil.errors import BadArgument
 
-BANK_HEADER = [*bank.NUMBERS, *bank.CATEGORIES, "y"]
+BANK_HEADER = [*bank.NUMERIC_COLUMNS, *bank.CATEGORICAL_COLUMNS, "y"]
 
 
 def refused(*texts):
@@ -57,10 +57,10 @@ def class_folders(classes=("cat", "dog"), train=3, test=2, side=8):
 
 def bank_row(number, **changes):
     """One record of the bank; every category is used in turn."""
-    cells = {column: str(number % 7 + index) for index, column in enumerate(bank.NUMBERS)}
-    cells |= {column: known[number % len(known)] for column, known in bank.CATEGORIES.items()}
-    cells |= {"y": bank.ANSWERS[number % 5 == 0]} | changes
-    return ";".join(cells[column] if column in bank.NUMBERS else f'"{cells[column]}"' for column in BANK_HEADER)
+    cells = {column: str(number % 7 + index) for index, column in enumerate(bank.NUMERIC_COLUMNS)}
+    cells |= {column: known[number % len(known)] for column, known in bank.CATEGORICAL_COLUMNS.items()}
+    cells |= {"y": bank.CLASSES[number % 5 == 0]} | changes
+    return ";".join(cells[column] if column in bank.NUMERIC_COLUMNS else f'"{cells[column]}"' for column in BANK_HEADER)
 
 
 def bank_text(rows):

@@ -33,8 +33,8 @@ def test_numbers_are_standardised_categories_one_hot_and_answers_numbers_or_clas
     torch.testing.assert_close(numbers.mean(0), torch.zeros(10), atol=1e-5, rtol=0)
     torch.testing.assert_close(numbers.std(0, correction=0), torch.ones(10))
     assert hot.unique().tolist() == [0, 1]
-    assert (hot.sum(1) == len(bank.CATEGORIES)).all()
-    assert [bank.CATEGORIES["job"][index] for index in hot[:, :12].argmax(1)] == found.columns["job"].tolist()
+    assert (hot.sum(1) == len(bank.CATEGORICAL_COLUMNS)).all()
+    assert [bank.CATEGORICAL_COLUMNS["job"][index] for index in hot[:, :12].argmax(1)] == found.columns["job"].tolist()
     shares = split(found, 12, how="column", column="job")
     assert all(len(set(found.columns["job"][share.numpy()])) == 1 for share in shares)
     found = load("bank", path=bank_file, task="classification", duration=False)
@@ -57,7 +57,7 @@ GOOD = [bank_row(number) for number in range(5)]
         (bank_text(GOOD).replace(";", ",").encode(), ["line 1: it is not valid CSV", "a delimiter that is not ';'"]),
         (
             bank_text(GOOD).replace('"job"', '"work"').encode(),
-            ["line 1: there is no column job; the columns are age", "delimiter"],
+            ["line 1: columns are missing: job; the columns are age", "delimiter"],
         ),
         (bank_text(GOOD).replace("housemaid", "h\0").encode(), ["line 5: it contains a NUL byte"]),
     ],

@@ -32,8 +32,8 @@ def test_every_data_set_has_a_source_a_licence_and_a_loader_with_typed_options()
         ("cifar10", {"size": 20}, ["size must be 32, 16 or 8, got 20"]),
         ("lesion", {"size": 65}, ["size must be less than or equal to 64, got 65"]),
         ("csv", {"ignore": [3]}, ["ignore must be a valid string, got [3]"]),
-        ("digits", {"path": "x"}, ["it comes with the library and does not accept a path"]),
-        ("images", {}, ["load('images'): it needs a path", "load('images', path="]),
+        ("digits", {"path": "x"}, ["the data set comes with the library and does not accept a path"]),
+        ("images", {}, ["load('images'): the data set needs a path", "load('images', path="]),
         ("csv", {"path": "~nobody-of-this-name/mine.csv"}, ["~nobody-of-this-name/mine.csv: there is no such file"]),
     ],
 )

@@ -38,7 +38,7 @@ def test_words_are_classes_and_numbers_a_regression_whose_scale_is_kept(tmp_path
     torch.testing.assert_close(torch.tensor(deviation), found.original_units(found.train.targets).std(correction=0))
     first, *_, last = found.notes
     assert first == "regression, because the target 'size' has numbers; use --task classification if they are classes"
-    assert f"an mse of 1 is a squared error of {deviation**2:.4g} in the original units" in last
+    assert f"an mse of 1 corresponds to a squared error of {deviation**2:.4g} in the original units" in last
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,11 @@ def test_what_is_loaded_is_finite_or_refused_wherever_a_large_number_is(tmp_path
         (b"", ["the file is empty", "a CSV file with a header"]),
         (b"a,y\n", ["there is a header but no rows"]),
         (b"a y\n1 2\n", ["line 1: with the delimiter ',' there is only one column, 'a y'", "use --delimiter"]),
-        *((start + b"rest", ["it is not CSV, but", "save it as CSV in UTF-8"]) for start in csv_file._OTHER_FILES),
+        *((start + b"rest", ["it is not CSV, but", "save it as CSV in UTF-8"]) for start in csv_file._OTHER_SIGNATURES),
         ("größe,y\n1,2\n".encode("latin1"), ["line 1: it is not UTF-8 text", "iconv -f latin1"]),
         (b"5.1,3.5,setosa\n4.9,3.0,setosa\n", ["line 1: the header should contain the names", "(5.1, 3.5)"]),
-        (b"5.1,5.1,setosa\n", ["line 1: several columns have the same name: 5.1", "give each column its own name"]),
-        (b"a,y\n1,2\n3\n", ["line 3: the number of fields is 1, but the header has 2", "if it is not ','"]),
+        (b"5.1,5.1,setosa\n", ["line 1: several columns have the same name: 5.1", "give each column a unique name"]),
+        (b"a,y\n1,2\n3\n", ["line 3: expected 2 fields, as in the header, got 1", "if it is not ','"]),
     ],
 )
 def test_files_that_are_not_tables_are_refused_by_their_kind(content, texts, tmp_path):

@@ -59,7 +59,7 @@ def test_records_stay_together_when_some_are_taken():
     kept = keep_labels(read(({"ids": IDS, "age": IDS[:, 0].float()}, LABELS)), [1])
     assert (kept.train.inputs["ids"].tolist(), kept.train.inputs["age"].tolist()) == ([[3, 4, 5], [6, 7, 8]], [3, 6])
     assert torch.equal(DataPart(IDS, LABELS).tensor, IDS)
-    with refused("each record is a dict of tensors, but here a record must be a single tensor"):
+    with refused("expected each record to be a single tensor, got a dict of tensors"):
         _ = part.tensor
 
 
@@ -112,7 +112,12 @@ INPUTS, TARGETS = torch.zeros(3, 2), torch.zeros(3, 1)
         (INPUTS, TARGETS[:2], {}, "x.train: there are 3 records in inputs and 2 targets"),
         (INPUTS, TARGETS, {"classes": ("a",)}, "use torch.int64 targets of shape (records,)"),
         (INPUTS, torch.tensor([0, 1, 5]), {"classes": ("a", "b")}, "targets range from 0 to 5, but there are 2"),
-        (INPUTS, TARGETS, {"columns": {"c": np.zeros(2)}}, "x.columns['c']: 2 values for 3"),
+        (
+            INPUTS,
+            TARGETS,
+            {"columns": {"c": np.zeros(2)}},
+            "x.columns['c']: expected 3 values, one per training",
+        ),
     ],
 )
 def test_tensors_that_do_not_belong_together_are_refused(inputs, targets, more, text):

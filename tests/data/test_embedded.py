@@ -29,6 +29,9 @@ def test_fewer_digits_train_and_all_others_test():
     assert (len(few.train.inputs), len(few.test.inputs)) == (100, 1697)
     assert torch.equal(few.train.inputs, whole.train.inputs[:100])
     assert torch.equal(load("digits", train_size=100, test_size=50).test.inputs, few.test.inputs[:50])
-    for sizes, text in (({"train_size": 1797}, "is 1797"), ({"train_size": 100, "test_size": 1698}, "at most 1697")):
+    for sizes, text in (
+        ({"train_size": 1797}, "at most 1796"),
+        ({"train_size": 100, "test_size": 1698}, "at most 1697"),
+    ):
         with refused(text):
             load("digits", **sizes)

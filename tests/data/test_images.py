@@ -180,16 +180,16 @@ def test_a_note_says_what_is_left_out(tmp_path):
     assert load("images", path=home, size=8).notes[1].startswith("left out 2 files, such as cat/a.txt: ")
 
 
-ANY_FORM = "use <class>/<image> with at least two classes, or train/<class>/<image> and test/<class>/<image>"
+LAYOUT_FIX = "use <class>/<image> with at least two classes, or train/<class>/<image> and test/<class>/<image>"
 
 
 @pytest.mark.parametrize(
     ("files", "options", "texts"),
     [
         ({f"test/{name}": own for name, own in pets().items()}, {}, ["there are no images in train/", "train/<cl"]),
-        ({"README.md": b"", "cat/a.txt": b""}, {}, ["there are no images in it (.jpg, .jpeg, .png", ANY_FORM]),
-        ({"a.png": picture((1, 1, 1))}, {}, ["member a.png: an image must be in the folder of its class", ANY_FORM]),
-        (pets(dogs=0), {}, ["all images are in one folder, cat, so there is only one class", ANY_FORM]),
+        ({"README.md": b"", "cat/a.txt": b""}, {}, ["there are no images in it (.jpg, .jpeg, .png", LAYOUT_FIX]),
+        ({"a.png": picture((1, 1, 1))}, {}, ["member a.png: an image must be in the folder of its class", LAYOUT_FIX]),
+        (pets(dogs=0), {}, ["all images are in one folder, cat, so there is only one class", LAYOUT_FIX]),
         (pets() | pets(top="more/"), {}, ["member more/cat/0.png", "all class folders must have the same parent"]),
         (pets() | {"train/0.png": picture((1, 1, 1))}, {}, ["member train/0.png", "if train or test is a class here"]),
         (pets(1, 1), {}, ["each of the 2 classes has only one image, so there are none to test on"]),

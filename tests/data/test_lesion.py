@@ -60,7 +60,7 @@ def changed(old, new):
         (lesion_files() | {"images/ISIC_00000.jpg": b"?"}, ["member images/ISIC_00000.jpg: not a readable image"]),
         (changed(b"ISIC_00001,akiec", b"ISIC_00001,wart"), ["line 3, column 'dx': 'wart'", "akiec"]),
         (changed(b"ISIC_00001,", b"ISIC_00000,"), ["line 3, column 'image_id': 'ISIC_00000' is listed twice"]),
-        (changed(b"lesion_id", b"id"), ["HAM10000_metadata.csv, line 1: there is no column lesion_id"]),
+        (changed(b"lesion_id", b"id"), ["HAM10000_metadata.csv, line 1: columns are missing: lesion_id"]),
         ({"HAM10000_metadata.csv": lesion_files()["HAM10000_metadata.csv"]}, ["there are no images in it"]),
         ({"images/a.jpg": picture((1, 2, 3))}, ["there is no HAM10000_metadata.csv in it or next to it"]),
         (lesion_files(lesions=1), ["2 images are too few to divide"]),

@@ -96,7 +96,7 @@ def test_a_division_that_does_not_exist_is_refused(options, texts):
 def test_only_one_class_per_record_can_be_divided_by_class():
     with refused("a Dirichlet split needs one class per record, but 'diabetes' is for regression", 'how="iid"'):
         split(load("diabetes"), 2, how="dirichlet")
-    with refused("is for regression, without classes"):
+    with refused("is a regression data set without classes"):
         keep_labels(load("diabetes"), (0,))
     part = DataPart(torch.zeros(4, 3), torch.tensor([[0, 1, 0]] * 4))
     each = Data("mine", part, part, classes=("a", "b"))

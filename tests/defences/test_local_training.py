@@ -246,7 +246,7 @@ def test_a_server_cannot_occupy_a_client_forever_or_make_a_subclass_train():
 
 
 def times(factor):
-    return HostileStrategy("its own update, scaled", lambda view: scale(factor, view.own))
+    return HostileStrategy("its own update, scaled", lambda view: scale(factor, view.own_update))
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed-mean", "centred-clipping", "krum"])

@@ -84,7 +84,7 @@ def test_what_is_no_run_is_refused_and_nothing_is_made(at, capsys, words, text):
 
 
 def test_progress_goes_to_a_log_where_there_is_no_terminal(at, capsys, monkeypatch):
-    monkeypatch.setattr("fedveil.cli.show.EVERY", 0.0)
+    monkeypatch.setattr("fedveil.cli.show.LOG_INTERVAL", 0.0)
     trained("--defence", "plain", "--out", "run")
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len((at / "run/metrics.jsonl").read_text().splitlines())

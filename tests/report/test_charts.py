@@ -77,7 +77,7 @@ def test_thinning_keeps_ends_extremes_and_gaps_and_is_reported():
     points[5_000] = (5_000.0, NAN)
     assert any(math.isnan(y) for _, y in thin(points, 500))
     tree = drawn({"a": points})
-    assert "thinned" in notes(tree)
+    assert "reduced to the points" in notes(tree)
     assert tree.all("summary")[0].text == "Data100 of 20,000 rows"
     assert len(tree.all("tbody")[0].all("tr")) == 100
 

@@ -22,7 +22,7 @@ limits = partial(Intervals, "t", "AUC", [])
         (partial(band, bands={"a": [(0.0, 1.0)]}), "Curves 't': the band of 'a' must have 2 finite pairs"),
         (partial(band, bands={"a": [(0.0, 1.0), (2.0, 1.0)]}), "low before high"),
         (partial(band, bands={"a": [(0.0, 1.0), (1.0, nan)]}), "2 finite pairs"),
-        (partial(interval, nan), "Interval 'adaptive' of group 'veil': value nan"),
+        (partial(interval, nan), "Interval 'adaptive' of group 'veil': invalid interval: value nan"),
         (partial(interval, 0.5, 0.4, inf), "high inf"),
         (partial(interval, 0.5, 0.4, None), "with both ends"),
         (partial(interval, 0.5, 0.6, 0.4), "low before high"),

@@ -143,7 +143,7 @@ def test_what_cannot_be_exported_is_refused(bank, tmp_path, monkeypatch, capsys)
     assert "onnx is not installed.\n  Fix: pip install 'fedveil[onnx]'" in capsys.readouterr().err
     (tmp_path / "encoding.json").write_text("{}")
     assert cli.main([*words[:3], str(tmp_path / "model.pt2")]) == 2
-    assert "it is the encoding of another run" in capsys.readouterr().err
+    assert "the file already contains the encoding of another model" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"encoding.json"}
 
 

@@ -15,12 +15,12 @@ from fedveil.privacy.defaults import default_rate, default_rounds
 from fedveil.runs.build import build_federation, choose_settings, load_data
 from fedveil.runs.choices import applicable_values
 from fedveil.runs.folder import is_finished, train
-from fedveil.runs.settings import CHOSEN, configure, read_file
+from fedveil.runs.settings import PRIVACY_KEYS, configure, read_file
 
 
 def chosen(records=1438, **values):
     flat = choose_settings(config_of(**values), records).flat()
-    return {key: flat[key] for key in CHOSEN}
+    return {key: flat[key] for key in PRIVACY_KEYS}
 
 
 def test_settings_follow_from_the_number_of_records_alone():
@@ -55,7 +55,7 @@ def test_a_file_and_flags_count_as_given_and_a_changed_copy_remembers_them(tmp_p
     path = tmp_path / "run.toml"
     path.write_text("[training]\nlr = 0.001\n[privacy]\nepsilon = 3.0\n")
     config = configure(read_file(path)).changed(seed=4)
-    assert config.given() == {"lr": 0.001, "epsilon": 3.0, "seed": 4}
+    assert config.explicit_values() == {"lr": 0.001, "epsilon": 3.0, "seed": 4}
     assert choose_settings(config, 1438).training.lr == 0.001
 
 
@@ -66,7 +66,7 @@ def test_train_learns_at_epsilon_3_by_itself_and_repeats_from_its_files(tmp_path
     found = json.loads(printed.out)
     assert found["accuracy"] > 0.8  # three runs had 0.905 to 0.919
     assert found["epsilon"] <= 3
-    assert "chosen for privacy based on the number of records: --layers 1 --multiplicative 1.0 --lr 0.02" in printed.err
+    assert "chosen for privacy, given the number of records: --layers 1 --multiplicative 1.0 --lr 0.02" in printed.err
     again = choose_settings(config_of(epsilon=3.0, loss="cross_entropy"), 1438)
     assert applicable_values(configure(read_file(tmp_path / "run" / "config.json"))) == applicable_values(again)
     assert is_finished(config_of(epsilon=3.0), tmp_path / "run")
@@ -133,7 +133,7 @@ def test_a_csv_file_with_privacy_is_refused_unless_its_statistics_are_accepted(t
     path = tmp_path / "a.csv"
     path.write_text("x,y\n" + "".join(f"{row * 0.5},{row % 2}\n" for row in range(30)))
     own = {"data": "csv", "path": str(path), "target": "y"}
-    with pytest.raises(BadArgument, match="which no guarantee covers"):
+    with pytest.raises(BadArgument, match="which epsilon does not cover"):
         load_data(config_of(**own, epsilon=3.0))
     with pytest.raises(BadArgument, match="no public constants"):
         load_data(config_of(**own, scaling="public"))

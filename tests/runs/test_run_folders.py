@@ -194,6 +194,6 @@ def test_a_configuration_can_be_repeated_only_if_the_command_line_wrote_it(engin
         assert cli.main(words) == 0
         return
     assert cli.main(words) == 2
-    assert "this run was started by a program" in capsys.readouterr().err
+    assert "this run was started by a Python program" in capsys.readouterr().err
     settings = json.loads((tmp_path / "config.json").read_text())["python"]
     assert (settings["model"], settings["defence"], settings["clients"]) == (f"{HERE}:Net", "veil", CLIENTS)

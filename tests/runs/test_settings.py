@@ -16,13 +16,13 @@ from fedveil.scheme import LOSSES
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"epoch": 3}, "there is no key 'epoch'.\n  Fix: did you mean 'epochs' in [training]?"),
+        ({"epoch": 3}, "there is no key 'epoch'.\n  Fix: use 'epochs' in [training]"),
         ({"qqq": 3}, "use one of data, path"),
         ({"epochs": "many"}, "epochs must be a valid integer, got 'many'"),
         ({"loss": "squared"}, "loss must be 'absolute_error', 'binary_cross_entropy'"),
         ({"lr": -1.0}, "lr must be greater than 0, got -1.0"),
         ({"lr": float("nan")}, "lr must be a finite number, got nan"),
-        ({"trainng": {"lr": 1.0}}, "there is no section [trainng].\n  Fix: did you mean [training]?"),
+        ({"trainng": {"lr": 1.0}}, "there is no section [trainng].\n  Fix: use [training]"),
         ({"data": {"lr": 1.0}}, "'lr' is in section [data].\n  Fix: move it to [training]"),
         ({"lr": 1.0, "training": {"lr": 2.0}}, "'lr' is given twice.\n  Fix: keep the one in [training]"),
         ({"label_smoothing": 0.1, "loss": "squared_error"}, "label_smoothing does not apply to squared_error"),

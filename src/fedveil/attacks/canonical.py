@@ -28,8 +28,8 @@ from fedveil.graph.units import Symmetry
 
 Reals = NDArray[np.float64]
 MAX_STEPS = 5000
-SETTLED = 1e-12  # the iteration stops when no logarithm of a factor changes by more than this
-DEPTH = 12  # number of previous steps used by Anderson acceleration
+TOLERANCE = 1e-12  # the iteration stops when no logarithm of a factor changes by more than this
+HISTORY = 12  # number of previous steps used by Anderson acceleration
 TINY = 1e-30
 
 
@@ -63,13 +63,15 @@ def _zero_tensors(plan: Plan, flat: Tensor, exclude: Collection[str]) -> Reals:
 def block_powers(plan: Plan, elements: int) -> tuple[Integers, csr_matrix]:
     """Return the block of each of the first `elements` elements, and the exponents of all scale classes by block."""
     slots, sides = plan.slots, element_slots(plan).scale[:, :elements].cpu().numpy()
-    units, inverse = slots.unit[sides], slots.power[sides] < 0
-    scaled = (plan.symmetries[units] & Symmetry.POSITIVE) > 0
-    keys, number = np.unique(np.sort(np.where(scaled, 2 * units + inverse, 0), 0), axis=1, return_inverse=True)
+    units, is_inverse = slots.unit[sides], slots.power[sides] < 0
+    is_scaled = (plan.symmetries[units] & Symmetry.POSITIVE) > 0
+    keys, block_index = np.unique(
+        np.sort(np.where(is_scaled, 2 * units + is_inverse, 0), 0), axis=1, return_inverse=True
+    )
     exponents = np.where(keys % 2, -1.0, 1.0) * (keys > 0)
     blocks = np.broadcast_to(np.arange(keys.shape[1]), keys.shape)
-    where = blocks.ravel(), keys.ravel() // 2
-    return number.ravel(), csr_matrix((exponents.ravel(), where), (keys.shape[1], slots.classes))
+    positions = blocks.ravel(), keys.ravel() // 2
+    return block_index.ravel(), csr_matrix((exponents.ravel(), positions), (keys.shape[1], slots.classes))
 
 
 def least_norm_factors(plan: Plan, flat: Reals) -> Reals:
@@ -80,8 +82,8 @@ def least_norm_factors(plan: Plan, flat: Reals) -> Reals:
     to at most two classes, so by convexity the sum never increases. Anderson acceleration saves nine out of ten steps.
     If a class has no outgoing weights, its incoming weights are scaled to norm 1.
     """
-    number, powers = block_powers(plan, plan.layout.parameters)
-    energy = np.bincount(number, flat[: len(number)] ** 2, powers.shape[0])
+    block_index, powers = block_powers(plan, plan.layout.parameters)
+    energy = np.bincount(block_index, flat[: len(block_index)] ** 2, powers.shape[0])
     incoming, outgoing, start = powers.maximum(0).T, (-powers).maximum(0).T, np.zeros(plan.slots.classes)
 
     def flows(t: Reals) -> tuple[Reals, Reals]:
@@ -89,19 +91,21 @@ def least_norm_factors(plan: Plan, flat: Reals) -> Reals:
         squares = energy * np.exp(2 * (powers @ t))
         return incoming @ squares, outgoing @ squares
 
-    into, out = flows(start)
-    both, unread = (into > 0) & (out > 0), (into > 0) & (out == 0)
+    inflow, outflow = flows(start)
+    is_two_sided, is_unread = (inflow > 0) & (outflow > 0), (inflow > 0) & (outflow == 0)
 
     def step(t: Reals) -> Reals:
-        into, out = flows(t)
+        inflow, outflow = flows(t)
         result = np.zeros_like(t)
-        result[both] = np.log(out[both] / into[both]) / 8  # half of the step to the optimum, log(out / into) / 4
-        result[unread] = -np.log(into[unread]) / 4
+        result[is_two_sided] = (
+            np.log(outflow[is_two_sided] / inflow[is_two_sided]) / 8
+        )  # half of the step to the optimum, log(outflow / inflow) / 4
+        result[is_unread] = -np.log(inflow[is_unread]) / 4
         return result
 
     with warnings.catch_warnings(action="ignore"):  # SciPy warns if the last steps are parallel
         try:
-            solution: Reals = anderson(step, start, alpha=1.0, M=DEPTH, f_tol=SETTLED, maxiter=MAX_STEPS)
+            solution: Reals = anderson(step, start, alpha=1.0, M=HISTORY, f_tol=TOLERANCE, maxiter=MAX_STEPS)
         except NoConvergence as error:
             solution = error.args[0]  # the last iterate
     return np.exp(solution)
@@ -112,12 +116,12 @@ def signs(plan: Plan, flat: Reals) -> Reals:
 
     Classes without a sign symmetry get +1.
     """
-    p, slots = plan.layout.parameters, plan.slots
-    free = (plan.symmetries & Symmetry.SIGN) > 0
-    rows = element_slots(plan).scale[0][:p].cpu().numpy()
-    into = slots.power[rows] > 0
-    cubes = np.bincount(slots.unit[rows][into], flat[:p][into] ** 3, slots.classes)
-    return np.where(free & (cubes < 0), -1.0, 1.0)
+    num_parameters, slots = plan.layout.parameters, plan.slots
+    has_sign_symmetry = (plan.symmetries & Symmetry.SIGN) > 0
+    rows = element_slots(plan).scale[0][:num_parameters].cpu().numpy()
+    is_incoming = slots.power[rows] > 0
+    cubes = np.bincount(slots.unit[rows][is_incoming], flat[:num_parameters][is_incoming] ** 3, slots.classes)
+    return np.where(has_sign_symmetry & (cubes < 0), -1.0, 1.0)
 
 
 def element_factors(plan: Plan, factors: Reals) -> Tensor:
@@ -140,29 +144,31 @@ def fingerprints(plan: Plan, flat: Reals) -> dict[int, Reals]:
     result: dict[int, list[Reals]] = {}
     for side in element_slots(plan).order:
         for entry in plan.layout.trainable + plan.layout.frozen:
-            inside = slice(entry.start, entry.stop)
-            order = plan.slots.order[side[inside].cpu().numpy()]
-            movable = plan.cells[order] > 0
-            order, values = order[movable], flat[inside][movable]
-            by_class = np.lexsort((values, order))
-            numbers, starts = np.unique(order[by_class], return_index=True)
-            for number, part in zip(numbers.tolist(), np.split(values[by_class], starts[1:]), strict=False):
-                result.setdefault(number, []).append(part)
-    return {number: np.concatenate(parts) for number, parts in result.items()}
+            element_range = slice(entry.start, entry.stop)
+            order = plan.slots.order[side[element_range].cpu().numpy()]
+            is_movable = plan.cells[order] > 0
+            order, values = order[is_movable], flat[element_range][is_movable]
+            class_order = np.lexsort((values, order))
+            order_classes, starts = np.unique(order[class_order], return_index=True)
+            for order_class, part in zip(
+                order_classes.tolist(), np.split(values[class_order], starts[1:]), strict=False
+            ):
+                result.setdefault(order_class, []).append(part)
+    return {order_class: np.concatenate(parts) for order_class, parts in result.items()}
 
 
 def _list_cells(plan: Plan, block: int) -> list[Integers]:
-    """Return the cells of a block, sorted by kind, as arrays of classes; block 0 holds the cells outside any block."""
+    """Return the cells of a block, sorted by kind, as arrays of classes; block 0 contains all other cells."""
     orders, result = plan.orders, []
-    inside = (orders.blocks == block) & (orders.cells > 0)
-    for _, cell in sorted({(int(orders.kinds[c]), int(orders.cells[c])) for c in np.flatnonzero(inside)}):
-        classes = np.flatnonzero(inside & (orders.cells == cell))
+    is_member = (orders.blocks == block) & (orders.cells > 0)
+    for _, cell in sorted({(int(orders.kinds[c]), int(orders.cells[c])) for c in np.flatnonzero(is_member)}):
+        classes = np.flatnonzero(is_member & (orders.cells == cell))
         result.append(classes[np.argsort(orders.members[classes])])
     return result
 
 
 def sources(plan: Plan, flat: Tensor, reference: Tensor, exclude: Collection[str] = ()) -> Tensor:
-    """Return the source index of each element when units are permuted to match those of `reference`.
+    """Return the source index of each element when units are permuted to match the units of `reference`.
 
     Both vectors are in canonical form. Units that may be permuted are paired by their fingerprints. Blocks that are
     permuted as a whole, such as attention heads, are paired by the total distance between their units.
@@ -171,10 +177,10 @@ def sources(plan: Plan, flat: Tensor, reference: Tensor, exclude: Collection[str
 
     def pair(unit: Integers, reference_unit: Integers) -> tuple[Integers, float]:
         """Match the units of two cells (Hungarian method); return the permutation and the squared distance."""
-        nothing = np.zeros(0)  # classes without parameters cannot be distinguished
+        empty = np.zeros(0)  # classes without parameters cannot be distinguished
         rows, columns = (
-            np.stack([known.get(int(c), nothing) for c in cell])
-            for known, cell in ((expected, reference_unit), (fingerprint, unit))
+            np.stack([prints.get(int(c), empty) for c in cell])
+            for prints, cell in ((expected, reference_unit), (fingerprint, unit))
         )
         costs = (rows**2).sum(1)[:, None] + (columns**2).sum(1) - 2 * rows @ columns.T
         pairs = linear_sum_assignment(costs)
@@ -190,9 +196,9 @@ def sources(plan: Plan, flat: Tensor, reference: Tensor, exclude: Collection[str
             for target in blocks
         ]
         costs = [[sum(cost for _, cost in pairings) for pairings in row] for row in matches]
-        for to, source in zip(*linear_sum_assignment(np.array(costs)), strict=True):
+        for target_index, source in zip(*linear_sum_assignment(np.array(costs)), strict=True):
             for target_cells, source_cells, (order, _) in zip(
-                blocks[to], blocks[source], matches[to][source], strict=True
+                blocks[target_index], blocks[source], matches[target_index][source], strict=True
             ):
                 members[target_cells] = orders.members[source_cells][order]
     shifts = torch.from_numpy(plan.slots.shifts(members)).to(flat.device)
@@ -200,7 +206,7 @@ def sources(plan: Plan, flat: Tensor, reference: Tensor, exclude: Collection[str
 
 
 def match_units(plan: Plan, flat: Tensor, reference: Tensor) -> Tensor:
-    """Permute the units of a model to match those of `reference`; both are in canonical form."""
+    """Permute the units of a model to match the units of `reference`; both are in canonical form."""
     return flat[sources(plan, flat, reference)]
 
 
@@ -217,7 +223,7 @@ class Blocks:
     powers: Tensor
 
     @property
-    def scaled(self) -> Tensor:
+    def is_scaled(self) -> Tensor:
         """Whether each block is multiplied by an unknown factor."""
         return (self.powers != 0).any(1)
 
@@ -226,29 +232,31 @@ class Blocks:
         """The number of elements in each block."""
         return torch.bincount(self.index, minlength=len(self.powers)).to(self.powers)
 
-    def inner(self, first: Tensor, second: Tensor) -> Tensor:
+    def inner_product(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the inner product of two vectors within each block."""
         return first.new_zeros(len(self.powers)).index_add(0, self.index, first * second)
 
     def directions(self, vector: Tensor) -> Tensor:
         """Scale every block of a vector to norm 1; set blocks without an unknown factor to 0."""
-        norms = self.inner(vector, vector).sqrt()
-        return vector * (self.scaled / norms.clamp_min(TINY))[self.index]
+        norms = self.inner_product(vector, vector).sqrt()
+        return vector * (self.is_scaled / norms.clamp_min(TINY))[self.index]
 
     def project_out(self, vector: Tensor, directions: Tensor) -> Tensor:
         """Remove a vector's component along the given direction in each block."""
-        return vector - directions * self.inner(vector, directions)[self.index]
+        return vector - directions * self.inner_product(vector, directions)[self.index]
 
     def fit_factors(self, logarithms: Tensor, weights: Tensor) -> Tensor:
         """Fit the factors of all blocks to noisy logarithms by least squares, with one unknown per unit."""
         roots = weights.sqrt()
-        left, right = roots.unsqueeze(1) * self.powers, (roots * logarithms).unsqueeze(1)
-        units = torch.linalg.lstsq(left.cpu(), right.cpu(), driver="gelsd").solution.to(left)
+        weighted_powers, weighted_logarithms = roots.unsqueeze(1) * self.powers, (roots * logarithms).unsqueeze(1)
+        units = torch.linalg.lstsq(weighted_powers.cpu(), weighted_logarithms.cpu(), driver="gelsd").solution.to(
+            weighted_powers
+        )
         factors: Tensor = (self.powers @ units)[:, 0].exp()
         return factors
 
 
 def find_blocks(plan: Plan) -> Blocks:
     """Return the blocks of a plan's trainable parameters; signs and permutations do not affect them."""
-    number, powers = block_powers(plan, plan.layout.weights)
-    return Blocks(*(torch.from_numpy(part).to(plan.layout.device) for part in (number, powers.toarray())))
+    block_index, powers = block_powers(plan, plan.layout.weights)
+    return Blocks(*(torch.from_numpy(part).to(plan.layout.device) for part in (block_index, powers.toarray())))

@@ -12,8 +12,8 @@ from fedveil.graph.inputs import ModuleCall, record_calls
 from fedveil.scheme.losses import AUTOGRAD_LOSSES, BinaryCrossEntropy, Loss, one_hot
 
 LAYERS = ("last", "second", "third")  # counted from the end
-SIDE = 8  # maps larger than 8 x 8 pixels, and sequences longer than 64 steps, are averaged down to that size
-BATCH = 500
+MAX_SIDE = 8  # maps larger than 8 x 8 pixels, and sequences longer than 64 steps, are averaged to this size
+BATCH_SIZE = 500
 
 
 def _weighted_modules(model: nn.Module) -> list[nn.Module]:
@@ -23,7 +23,7 @@ def _weighted_modules(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def _run(
-    model: nn.Module, inputs: Tensor, modules: Iterable[nn.Module], batch_size: int = BATCH
+    model: nn.Module, inputs: Tensor, modules: Iterable[nn.Module], batch_size: int = BATCH_SIZE
 ) -> Iterator[tuple[Tensor, list[ModuleCall]]]:
     """Yield a model's outputs in evaluation mode, and the calls to some of its modules, batch by batch."""
     device = next((p.device for p in model.parameters()), inputs.device)
@@ -34,35 +34,42 @@ def _run(
 
 
 def _limit_size(values: Tensor, records: int) -> Tensor:
-    """Average maps to at most SIDE x SIDE pixels and sequences to at most SIDE**2 steps; flatten other values."""
+    """Average maps to at most MAX_SIDE**2 pixels and sequences to at most MAX_SIDE**2 steps; flatten other values."""
     if len(values) != records:
-        what = f"a layer's input has shape {tuple(values.shape)} for {records} records"
-        raise BadArgument("features", what, "use a model whose layers all take inputs with the batch dimension first")
+        message = f"expected a layer's input to have {records} rows, one per record, got shape {tuple(values.shape)}"
+        raise BadArgument(
+            "features", message, "use a model whose layers all take inputs with the batch dimension first"
+        )
     if values.dim() > 3:
         maps = values.flatten(3)
-        return adaptive_avg_pool2d(maps, (min(SIDE, maps.shape[2]), min(SIDE, maps.shape[3])))
+        return adaptive_avg_pool2d(maps, (min(MAX_SIDE, maps.shape[2]), min(MAX_SIDE, maps.shape[3])))
     if values.dim() == 3:
-        steps = min(SIDE**2, values.shape[1])
+        steps = min(MAX_SIDE**2, values.shape[1])
         return adaptive_avg_pool1d(values.transpose(1, 2), steps).transpose(1, 2)
     return values.reshape(records, -1)
 
 
-def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH) -> tuple[Tensor, ...]:
+def layer_outputs(model: nn.Module, inputs: Tensor, *, batch_size: int = BATCH_SIZE) -> tuple[Tensor, ...]:
     """Return the outputs of the last three layers, or of all layers if there are fewer, starting with the last one.
 
     A layer is a module with a weight, together with the activation, norm and pooling that follow. Its output, the
     paper's y^(l), is the input of the next module with a weight. Its shape is (records, features), (records, channels,
-    height, width) with at most 8 x 8 pixels, or (records, steps, features) with at most 64 steps. Maps are returned in
-    their shape before an `nn.Flatten`.
+    height, width) with at most 8 x 8 pixels, or (records, steps, features) with at most 64 steps. Maps keep the
+    shape that they have before an `nn.Flatten`.
     """
-    flat, weighted = [m for m in model.modules() if isinstance(m, nn.Flatten)], _weighted_modules(model)
+    flatten_modules, weighted_modules = (
+        [m for m in model.modules() if isinstance(m, nn.Flatten)],
+        _weighted_modules(model),
+    )
     result = []
-    for outputs, calls in _run(model, inputs, [*weighted, *flat], batch_size):
-        maps = [call for call in calls if call.module in flat]
-        layer_inputs = [call.first_input for call in calls if call.module in weighted]
+    for outputs, calls in _run(model, inputs, [*weighted_modules, *flatten_modules], batch_size):
+        maps = [call for call in calls if call.module in flatten_modules]
+        layer_inputs = [call.first_input for call in calls if call.module in weighted_modules]
         map_inputs = [next((m.first_input for m in maps if m.output is value), value) for value in layer_inputs]
-        last = map_inputs[:0:-1][: len(LAYERS) - 1]  # the first layer's input is excluded: it is the record itself
-        result.append([_limit_size(value, len(outputs)).cpu() for value in (outputs, *last)])
+        hidden_outputs = map_inputs[:0:-1][
+            : len(LAYERS) - 1
+        ]  # the first layer's input is excluded, because it is the record itself
+        result.append([_limit_size(value, len(outputs)).cpu() for value in (outputs, *hidden_outputs)])
     return tuple(torch.cat(parts) for parts in zip(*result, strict=True))
 
 
@@ -87,8 +94,8 @@ def labels(targets: Tensor) -> Tensor:
 def _final_linear(model: nn.Module, example: Tensor) -> nn.Linear | None:
     """Return the Linear that computes the model's outputs, one row per record; None if there is no such module."""
     ((outputs, calls),) = _run(model, example[:2], _weighted_modules(model))
-    final = calls[-1].module if calls and calls[-1].output is outputs and outputs.dim() == 2 else None
-    return final if isinstance(final, nn.Linear) else None
+    last_module = calls[-1].module if calls and calls[-1].output is outputs and outputs.dim() == 2 else None
+    return last_module if isinstance(last_module, nn.Linear) else None
 
 
 def record_features(
@@ -97,18 +104,20 @@ def record_features(
     """Return the outputs of the last layers by name; if `full`, also the label, the loss and the last gradient.
 
     The last gradient is delta (h, 1)^T with shape (records, outputs, features + 1), where delta is the gradient of the
-    loss with respect to the outputs and h is the input of the final Linear. It needs no backward pass. It is omitted if
-    the model does not end with a Linear.
+    loss with respect to the outputs and h is the input of the final Linear. Computing it needs no backward pass. It is
+    omitted if the model does not end with a Linear.
     """
     outputs = layer_outputs(model, inputs)
     result = dict(zip(LAYERS, outputs, strict=False))
-    last, targets = outputs[0], targets.cpu()
+    last_outputs, targets = outputs[0], targets.cpu()
     if full:
-        result["label"] = dense_targets(loss, targets, last).reshape(len(last), -1)
-        result["loss"] = losses(loss, last, targets).to(last.dtype).unsqueeze(1)
-    if full and (final := _final_linear(model, inputs)):
-        hidden = torch.cat([call.first_input.cpu() for _, calls in _run(model, inputs, [final]) for call in calls])
-        delta = loss.gradient(last, dense_targets(loss, targets, last))
-        with_bias = torch.cat([hidden, torch.ones_like(hidden[:, :1])], 1)
-        result["gradient"] = delta.unsqueeze(2) * with_bias.unsqueeze(1)
+        result["label"] = dense_targets(loss, targets, last_outputs).reshape(len(last_outputs), -1)
+        result["loss"] = losses(loss, last_outputs, targets).to(last_outputs.dtype).unsqueeze(1)
+    if full and (final_linear := _final_linear(model, inputs)):
+        hidden = torch.cat(
+            [call.first_input.cpu() for _, calls in _run(model, inputs, [final_linear]) for call in calls]
+        )
+        delta = loss.gradient(last_outputs, dense_targets(loss, targets, last_outputs))
+        hidden_and_one = torch.cat([hidden, torch.ones_like(hidden[:, :1])], 1)
+        result["gradient"] = delta.unsqueeze(2) * hidden_and_one.unsqueeze(1)
     return result

@@ -23,43 +23,43 @@ RIDGE = 1e-3  # ridge penalty per record, for standardised outputs
 SEARCH = Search("cosine", steps=200, restarts=1)
 
 
-def average_broadcasts(observed: Observation) -> Observation:
+def average_broadcasts(observation: Observation) -> Observation:
     """Average parameters and buffers over all rounds, which removes independent noise.
 
     This works if the model hardly changes between rounds. Integer buffers, such as `num_batches_tracked`, are taken
     from the last round.
     """
-    states = [dict(seen.model.state_dict()) for seen in observed.rounds]
+    states = [dict(observed_round.model.state_dict()) for observed_round in observation.rounds]
     if len(states) < 2:
         raise DoesNotApply("broadcasts averaged", "there is only one broadcast")
-    last = states[-1]
-    shapes = {name: value.shape for name, value in last.items()}
+    last_state = states[-1]
+    shapes = {name: value.shape for name, value in last_state.items()}
     if not shapes or any({name: value.shape for name, value in state.items()} != shapes for state in states):
-        raise DoesNotApply("broadcasts averaged", "the broadcasts' tensors differ in names or shapes")
-    if all(torch.equal(last[name], state[name]) for state in states[:-1] for name in last):
+        raise DoesNotApply("broadcasts averaged", "the tensors of the broadcasts differ in names or shapes")
+    if all(torch.equal(last_state[name], state[name]) for state in states[:-1] for name in last_state):
         raise DoesNotApply("broadcasts averaged", "all broadcasts are the same")
     mean = {
         name: torch.stack([state[name].double() for state in states]).mean(0).to(value.dtype)
-        for name, value in last.items()
+        for name, value in last_state.items()
         if value.is_floating_point()
     }
-    return dataclasses.replace(observed, model=copy_with_values(observed.rounds[-1].model, mean))
+    return dataclasses.replace(observation, model=copy_with_values(observation.rounds[-1].model, mean))
 
 
-def calibrate_outputs(observed: Observation) -> Observation:
+def calibrate_outputs(observation: Observation) -> Observation:
     """Append an affine map to the model, fitted to the attacker's own labels."""
-    if not len(observed.targets):
+    if not len(observation.targets):
         raise DoesNotApply("outputs calibrated", "the attacker has no labelled records")
-    outputs = predict(observed.model, observed.inputs).double()
+    outputs = predict(observation.model, observation.inputs).double()
     if outputs.dim() != 2:
-        raise DoesNotApply("outputs calibrated", "the model's outputs do not have one row per record")
+        raise DoesNotApply("outputs calibrated", "the model's outputs do not have the shape (records, outputs)")
     if not outputs.isfinite().all():
         raise DoesNotApply("outputs calibrated", "the model's outputs are not finite")
-    targets = dense_targets(observed.loss, observed.targets.to(outputs.device), outputs)
-    weight, bias = fit_affine(outputs, targets, observed.loss)
-    head = nn.Linear(*weight.shape).to(next(observed.model.parameters()))
-    model = nn.Sequential(observed.model, copy_with_values(head, {"weight": weight, "bias": bias}))
-    return dataclasses.replace(observed, model=model.train(observed.model.training))
+    targets = dense_targets(observation.loss, observation.targets.to(outputs.device), outputs)
+    weight, bias = fit_affine(outputs, targets, observation.loss)
+    head = nn.Linear(*weight.shape).to(next(observation.model.parameters()))
+    model = nn.Sequential(observation.model, copy_with_values(head, {"weight": weight, "bias": bias}))
+    return dataclasses.replace(observation, model=model.train(observation.model.training))
 
 
 def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
@@ -68,9 +68,9 @@ def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Te
     The solver is least squares for squared error, and L-BFGS starting at 0 for any other loss. If the loss is convex,
     so is the problem.
     """
-    mean, spread = outputs.mean(0), outputs.std(0, correction=0)
-    spread = torch.where(spread > 0, spread, torch.ones_like(spread))
-    rows = torch.cat([(outputs - mean) / spread, torch.ones_like(outputs[:, :1])], 1)
+    mean, deviation = outputs.mean(0), outputs.std(0, correction=0)
+    deviation = torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+    rows = torch.cat([(outputs - mean) / deviation, torch.ones_like(outputs[:, :1])], 1)
     penalty = RIDGE * len(rows) * torch.eye(rows.shape[1]).to(rows)
     penalty[-1, -1] = 0.0
     if isinstance(loss, SquaredError):
@@ -78,39 +78,41 @@ def fit_affine(outputs: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Te
     else:
         start = torch.zeros(rows.shape[1], targets.shape[1]).to(rows)
         result = minimise(
-            lambda free: loss.values(rows @ free, targets).mean() + 0.5 * (free * (penalty @ free)).sum() / len(rows),
+            lambda params: (
+                loss.values(rows @ params, targets).mean() + 0.5 * (params * (penalty @ params)).sum() / len(rows)
+            ),
             start,
         )
-    weight = result[:-1].T / spread
+    weight = result[:-1].T / deviation
     return weight, result[-1] - weight @ mean
 
 
-def rebuild_record(observed: Observation) -> Tensor:
+def rebuild_record(observation: Observation) -> Tensor:
     """Rebuild a record with the published attack, which uses the difference between two broadcasts as its gradient."""
     try:
-        first_linear(observed.architecture)
+        first_linear(observation.architecture)
     except DoesNotApply as reason:
-        return invert_gradient(observed, reason.what)
-    return rebuild_from_difference(observed)
+        return invert_gradient(observation, reason.what)
+    return rebuild_from_difference(observation)
 
 
-def invert_gradient(observed: Observation, reason: str) -> Tensor:
+def invert_gradient(observation: Observation, reason: str) -> Tensor:
     """Search for one image (Inverting Gradients) with pixel values in the range of the attacker's images.
 
     `reason` states why the record cannot be computed without a search.
     """
-    own_inputs = observed.inputs
+    own_inputs = observation.inputs
     if own_inputs.dim() != 4:
         raise DoesNotApply("gradient inversion", f"{reason}, and records are not images")
-    if observed.targets.is_floating_point() and (observed.targets.dim() < 2 or observed.targets.shape[1] < 2):
+    if observation.targets.is_floating_point() and (observation.targets.dim() < 2 or observation.targets.shape[1] < 2):
         raise DoesNotApply("gradient inversion", f"{reason}, and inversion needs class labels")
-    leak = from_difference(observed)
-    edges = own_inputs.amin((0, 2, 3))[:, None, None], own_inputs.amax((0, 2, 3))[:, None, None]
+    leak = from_difference(observation)
+    box = own_inputs.amin((0, 2, 3))[:, None, None], own_inputs.amax((0, 2, 3))[:, None, None]
     label = torch.tensor([single_label(leak)], device=own_inputs.device)
     with torch.no_grad():
         classes = leak.model(own_inputs[:2]).shape[-1]
     rng = torch.Generator().manual_seed(0)
     result = reconstruct(
-        leak, (1, *own_inputs.shape[1:]), SEARCH, classes=classes, generator=rng, labels=label, box=edges
+        leak, (1, *own_inputs.shape[1:]), SEARCH, classes=classes, generator=rng, labels=label, box=box
     )
     return result.inputs[0]

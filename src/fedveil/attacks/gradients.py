@@ -22,8 +22,8 @@ from fedveil.attacks.similarity import total_variation
 from fedveil.checks import check_choice, check_count
 from fedveil.errors import BadArgument
 
-DECAYS = (3 / 8, 5 / 8, 7 / 8)  # fractions of the steps after which lr drops tenfold
-ENOUGH = 1e-6  # squared distance at which L-BFGS stops, as in iDLG
+LR_MILESTONES = (3 / 8, 5 / 8, 7 / 8)  # fractions of the steps after which lr drops tenfold
+STOP_DISTANCE = 1e-6  # squared distance at which L-BFGS stops, as in iDLG
 Progress = Callable[[float], None]  # called with the fraction completed
 Box = tuple[Tensor, Tensor]  # the smallest and largest value of each channel
 Distance = Callable[[Gradients, Mapping[str, Tensor], Mapping[str, Tensor] | None], Tensor]
@@ -57,8 +57,10 @@ class Reconstruction:
 
 def squared_distance(gradients: Gradients, leaked: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
     """Return the sum of squared differences over the elements that were received."""
-    gaps = [(gradient - leaked[name], name) for name, gradient in gradients.items()]
-    return torch.stack([(gap * mask[name] if mask else gap).square().sum() for gap, name in gaps]).sum()
+    differences = [(gradient - leaked[name], name) for name, gradient in gradients.items()]
+    return torch.stack(
+        [(difference * mask[name] if mask else difference).square().sum() for difference, name in differences]
+    ).sum()
 
 
 def cosine_distance(gradients: Gradients, leaked: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> Tensor:
@@ -66,9 +68,9 @@ def cosine_distance(gradients: Gradients, leaked: Mapping[str, Tensor], mask: Ma
     if mask:
         gradients = {name: gradient * mask[name] for name, gradient in gradients.items()}
         leaked = {name: gradient * mask[name] for name, gradient in leaked.items()}
-    ours = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    vector = torch.cat([gradient.flatten() for gradient in gradients.values()])
     leaked_vector = torch.cat([leaked[name].flatten() for name in gradients])
-    return 1 - torch.nn.functional.cosine_similarity(ours, leaked_vector, dim=0)
+    return 1 - torch.nn.functional.cosine_similarity(vector, leaked_vector, dim=0)
 
 
 def input_distance(leak: Leak, inputs: Tensor, targets: Tensor, method: Distance, *, graph: bool = False) -> Tensor:
@@ -90,23 +92,23 @@ def reconstruct(
 ) -> Reconstruction:
     """Search for inputs whose gradient is close to the leaked one, and keep the restart with the smallest distance.
 
-    `shape` is the shape of the inputs; the first dimension is the record. `generator`, on the CPU, draws the random
+    `shape` is the shape of the inputs, whose first dimension indexes records. `generator`, on the CPU, draws the random
     starts. `labels` are class indices; "dlg" searches for labels itself. "cosine" stays within `box`, the smallest and
     largest value of each channel, both with shape (channels, 1, 1).
     """
     if (labels is None) != (search.method == "dlg"):
         verb = "needs" if labels is None else "does not accept"
         raise BadArgument("reconstruct", f"{search.method} {verb} labels")
-    like = next(iter(leak.gradients.values()))
+    template = next(iter(leak.gradients.values()))
     candidates = []
-    for number in range(search.restarts):
-        start = torch.randn(shape, generator=generator).to(like)
-        guess = torch.randn((shape[0], classes), generator=generator).to(like)
+    for restart in range(search.restarts):
+        start = torch.randn(shape, generator=generator).to(template)
+        logits = torch.randn((shape[0], classes), generator=generator).to(template)
 
-        def report(fraction: float, before: int = number) -> None:
-            progress((before + fraction) / search.restarts)
+        def report(fraction: float, completed: int = restart) -> None:
+            progress((completed + fraction) / search.restarts)
 
-        targets = guess if labels is None else labels
+        targets = logits if labels is None else labels
         if search.method == "cosine":
             candidates.append(search_by_signs(leak, start, targets, search, box, report))
         else:
@@ -126,12 +128,12 @@ def search_by_signs(
     weight = search.smooth * len(start)
     x = start.clone().requires_grad_()
     optimizer = torch.optim.Adam([x], search.lr)
-    stops = [int(search.steps * part) for part in DECAYS]
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, stops, 0.1)
+    milestones = [int(search.steps * fraction) for fraction in LR_MILESTONES]
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, 0.1)
     for step in range(search.steps):
         distance = input_distance(leak, x, labels, cosine_distance, graph=True)
-        (slope,) = torch.autograd.grad(distance + weight * total_variation(x), x)
-        x.grad = slope.sign()
+        (gradient,) = torch.autograd.grad(distance + weight * total_variation(x), x)
+        x.grad = gradient.sign()
         optimizer.step()
         schedule.step()
         if box:
@@ -140,38 +142,38 @@ def search_by_signs(
         if step % 20 == 0:
             progress(step / search.steps)
     x = x.detach()
-    reached = float(input_distance(leak, x, labels, cosine_distance))
-    return Reconstruction(x, labels, reached if math.isfinite(reached) else math.inf)
+    final_distance = float(input_distance(leak, x, labels, cosine_distance))
+    return Reconstruction(x, labels, final_distance if math.isfinite(final_distance) else math.inf)
 
 
 def search_by_lbfgs(leak: Leak, start: Tensor, labels: Tensor, search: Search, progress: Progress) -> Reconstruction:
-    """Minimise the squared distance with L-BFGS (torch's defaults); floating-point labels are logits, also optimised.
+    """Minimise the squared distance with L-BFGS (torch's defaults); floating-point labels are logits and optimised too.
 
-    The function returns the inputs with the smallest distance, since L-BFGS without a line search may move away from
-    them. The search stops if the smallest distance is below 1e-6, or if the distance no longer changes or is not
-    finite.
+    The function returns the inputs with the smallest distance, because L-BFGS without a line search may move away from
+    these inputs. The search stops if the smallest distance is below 1e-6, or if the distance no longer changes or is
+    not finite.
     """
-    x, joint = start.clone().requires_grad_(), labels.is_floating_point()
-    y = labels.clone().requires_grad_(joint)
-    free = [x, y] if joint else [x]
-    optimizer = torch.optim.LBFGS(free)
-    best, inputs, best_labels = math.inf, x.detach().clone(), y.detach().clone()
+    x, has_logits = start.clone().requires_grad_(), labels.is_floating_point()
+    y = labels.clone().requires_grad_(has_logits)
+    variables = [x, y] if has_logits else [x]
+    optimizer = torch.optim.LBFGS(variables)
+    best_distance, inputs, best_labels = math.inf, x.detach().clone(), y.detach().clone()
 
     def closure() -> Tensor:
-        nonlocal best, inputs, best_labels
-        distance = input_distance(leak, x, y.softmax(-1) if joint else y, squared_distance, graph=True)
-        for leaf, slope in zip(free, torch.autograd.grad(distance, free), strict=True):
-            leaf.grad = slope
-        reached = float(distance.detach())
-        if reached < best:
-            best, inputs, best_labels = reached, x.detach().clone(), y.detach().clone()
+        nonlocal best_distance, inputs, best_labels
+        distance = input_distance(leak, x, y.softmax(-1) if has_logits else y, squared_distance, graph=True)
+        for variable, gradient in zip(variables, torch.autograd.grad(distance, variables), strict=True):
+            variable.grad = gradient
+        value = float(distance.detach())
+        if value < best_distance:
+            best_distance, inputs, best_labels = value, x.detach().clone(), y.detach().clone()
         return distance.detach()
 
-    before = math.inf
+    previous = math.inf
     for step in range(search.steps):
-        last = float(optimizer.step(closure))  # type: ignore[no-untyped-call]
-        if best < ENOUGH or not math.isfinite(last) or last == before:
+        current = float(optimizer.step(closure))  # type: ignore[no-untyped-call]
+        if best_distance < STOP_DISTANCE or not math.isfinite(current) or current == previous:
             break
-        before = last
+        previous = current
         progress(step / search.steps)
-    return Reconstruction(inputs, best_labels.argmax(-1) if joint else best_labels, best)
+    return Reconstruction(inputs, best_labels.argmax(-1) if has_logits else best_labels, best_distance)

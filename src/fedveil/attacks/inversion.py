@@ -1,7 +1,7 @@
 """Generative model inversion, GMI (Zhang et al. 2020, arXiv 1911.07135): find images of a class, given only a model.
 
 The images come from the generator of a Wasserstein GAN with gradient penalty, trained on the attacker's public images.
-Networks and settings are those of the GMI paper and code, unless stated otherwise.
+Networks and settings follow the GMI paper and code, unless stated otherwise.
 """
 
 import functools
@@ -19,10 +19,10 @@ from fedveil.errors import BadArgument
 from fedveil.federation.checkpoint import load_keyed, save_keyed
 from fedveil.federation.evaluate import evaluation_mode
 from fedveil.progress import Progress, ignore_progress
-from fedveil.records.shards import generator as source
+from fedveil.records.shards import generator as make_rng
 
-CODE = 100  # dimension of a code z
-SMALLEST = 4  # side length of the first hidden image, in pixels
+CODE_SIZE = 100  # dimension of a code z
+MIN_SIDE = 4  # side length of the first hidden image, in pixels
 LR, BETAS, BATCH, CRITIC_STEPS, PENALTY = 2e-4, (0.5, 0.999), 64, 5, 10.0
 IDENTITY, MOMENTUM, BOUND = 100.0, 0.9, 1.0
 PIXEL_LR, SMOOTH = 0.05, 1.0
@@ -39,9 +39,9 @@ class Gan:
 
 
 def widths(size: int, width: int) -> list[int]:
-    """Return the number of channels of each hidden image, smallest image first; each is half of the previous one."""
-    doublings = (size // SMALLEST).bit_length() - 1
-    if size != SMALLEST * 2**doublings or doublings < 1:
+    """Return the number of channels of each hidden image, smallest image first; each is half of the previous number."""
+    doublings = (size // MIN_SIDE).bit_length() - 1
+    if size != MIN_SIDE * 2**doublings or doublings < 1:
         raise BadArgument("generator", f"images have a side length of {size} pixels", "use 8, 16, 32, 64 or 128 pixels")
     return [width * 2**k for k in reversed(range(doublings))]
 
@@ -52,14 +52,14 @@ def make_generator(channels: int, size: int, width: int) -> nn.Sequential:
     It consists of a Linear that maps the code to a 4 x 4 image, transposed 5 x 5 convolutions with stride 2, BatchNorm
     and ReLU, and a final sigmoid.
     """
-    sides = widths(size, width)
-    first = sides[0] * SMALLEST**2
-    double = functools.partial(nn.ConvTranspose2d, kernel_size=5, stride=2, padding=2, output_padding=1)
-    layers: list[nn.Module] = [nn.Linear(CODE, first, bias=False), nn.BatchNorm1d(first), nn.ReLU()]
-    layers.append(nn.Unflatten(1, (sides[0], SMALLEST, SMALLEST)))
-    for before, after in itertools.pairwise(sides):
-        layers += [double(before, after, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
-    return nn.Sequential(*layers, double(sides[-1], channels), nn.Sigmoid())
+    counts = widths(size, width)
+    features = counts[0] * MIN_SIDE**2
+    upsample = functools.partial(nn.ConvTranspose2d, kernel_size=5, stride=2, padding=2, output_padding=1)
+    layers: list[nn.Module] = [nn.Linear(CODE_SIZE, features, bias=False), nn.BatchNorm1d(features), nn.ReLU()]
+    layers.append(nn.Unflatten(1, (counts[0], MIN_SIDE, MIN_SIDE)))
+    for inputs, outputs in itertools.pairwise(counts):
+        layers += [upsample(inputs, outputs, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers, upsample(counts[-1], channels), nn.Sigmoid())
 
 
 def make_critic(channels: int, size: int, width: int) -> nn.Sequential:
@@ -68,12 +68,12 @@ def make_critic(channels: int, size: int, width: int) -> nn.Sequential:
     It consists of 5 x 5 convolutions with stride 2, instance norm (except after the first) and LeakyReLU 0.2, and a
     convolution with a single output.
     """
-    sides = widths(size, width)[::-1]
-    halve = functools.partial(nn.Conv2d, kernel_size=5, stride=2, padding=2)
-    layers: list[nn.Module] = [halve(channels, sides[0]), nn.LeakyReLU(0.2)]
-    for before, after in itertools.pairwise(sides):
-        layers += [halve(before, after), nn.InstanceNorm2d(after, affine=True), nn.LeakyReLU(0.2)]
-    return nn.Sequential(*layers, nn.Conv2d(sides[-1], 1, SMALLEST), nn.Flatten(0))
+    counts = widths(size, width)[::-1]
+    downsample = functools.partial(nn.Conv2d, kernel_size=5, stride=2, padding=2)
+    layers: list[nn.Module] = [downsample(channels, counts[0]), nn.LeakyReLU(0.2)]
+    for inputs, outputs in itertools.pairwise(counts):
+        layers += [downsample(inputs, outputs), nn.InstanceNorm2d(outputs, affine=True), nn.LeakyReLU(0.2)]
+    return nn.Sequential(*layers, nn.Conv2d(counts[-1], 1, MIN_SIDE), nn.Flatten(0))
 
 
 def penalty(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ def penalty(critic: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tenso
     Each x is a random point on the line between a real and a fake image; `mix` contains the weights.
     """
     interpolated = (real + mix.view(-1, 1, 1, 1) * (fake - real)).requires_grad_()
-    (slope,) = torch.autograd.grad(critic(interpolated).sum(), interpolated, create_graph=True)
-    result: Tensor = (slope.flatten(1).norm(dim=1) - 1).square().mean()
+    (gradient,) = torch.autograd.grad(critic(interpolated).sum(), interpolated, create_graph=True)
+    result: Tensor = (gradient.flatten(1).norm(dim=1) - 1).square().mean()
     return result
 
 
@@ -96,16 +96,16 @@ def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 
 def _train_step(
-    gan: Gan, optimizers: list[torch.optim.Adam], real: Tensor, random: torch.Generator, *, train_generator: bool
+    gan: Gan, optimizers: list[torch.optim.Adam], real: Tensor, rng: torch.Generator, *, train_generator: bool
 ) -> float:
     """Train the critic for one step and, if `train_generator`, the generator too; return the critic's distance."""
 
     def codes() -> Tensor:
-        return torch.randn(len(real), CODE, generator=random).to(real.device)
+        return torch.randn(len(real), CODE_SIZE, generator=rng).to(real.device)
 
     with torch.no_grad():
         fake = gan.generator(codes())
-    mix = torch.rand(len(real), generator=random).to(real.device)
+    mix = torch.rand(len(real), generator=rng).to(real.device)
     distance = gan.critic(real).mean() - gan.critic(fake).mean()
     _descend(optimizers[1], PENALTY * penalty(gan.critic, real, fake, mix) - distance)
     if train_generator:
@@ -140,10 +140,10 @@ def train_gan(
         raise BadArgument(
             "generator", f"got {len(images)} images and {epochs} epochs", "use at least 2 images and 1 epoch"
         )
-    form = images.shape[1], images.shape[-1], width
+    sizes = images.shape[1], images.shape[-1], width
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        nets = [make(*form).to(images.device) for make in (make_generator, make_critic)]
+        nets = [make(*sizes).to(images.device) for make in (make_generator, make_critic)]
     gan, optimizers = Gan(*nets), [torch.optim.Adam(net.parameters(), lr, betas=BETAS) for net in nets]
     key, distances = repr((data_key, tuple(images.shape), width, lr, seed)), list[float]()
     state = load_keyed(path, key, images.device) if path else None
@@ -153,15 +153,15 @@ def train_gan(
             optimizer.load_state_dict(values[1])
         distances = list(state["distances"])
     for epoch in range(len(distances), epochs):
-        random = source("gan", seed, epoch)
-        order = torch.randperm(len(images), generator=random).to(images.device)
+        rng = make_rng("gan", seed, epoch)
+        order = torch.randperm(len(images), generator=rng).to(images.device)
         batches = [rows for rows in torch.split(order, BATCH) if len(rows) > 1]
-        result = []
-        for number, rows in enumerate(batches):
-            trains_generator = (epoch * len(batches) + number + 1) % CRITIC_STEPS == 0
-            result.append(_train_step(gan, optimizers, images[rows], random, train_generator=trains_generator))
-            progress((epoch + number / len(batches)) / epochs, f"generator, epoch {epoch + 1}/{epochs}")
-        distances.append(sum(result) / len(result))
+        batch_distances = []
+        for index, rows in enumerate(batches):
+            trains_generator = (epoch * len(batches) + index + 1) % CRITIC_STEPS == 0
+            batch_distances.append(_train_step(gan, optimizers, images[rows], rng, train_generator=trains_generator))
+            progress((epoch + index / len(batches)) / epochs, f"generator, epoch {epoch + 1}/{epochs}")
+        distances.append(sum(batch_distances) / len(batch_distances))
         if path and (epoch % 2 or epoch + 1 == epochs):
             states = {"nets": [net.state_dict() for net in nets], "distances": distances}
             save_keyed(path, key, {**states, "optimizers": [optimizer.state_dict() for optimizer in optimizers]})
@@ -211,24 +211,24 @@ def search(
     gan.critic.eval()
     scale = 1 / len(set(classes.tolist()))
     best = torch.full(classes.shape, -torch.inf, device=classes.device)
-    codes = torch.zeros(len(classes), CODE, device=classes.device)
+    codes = torch.zeros(len(classes), CODE_SIZE, device=classes.device)
     for restart in range(restarts):
-        z = torch.randn(len(classes), CODE, generator=source("codes", seed, restart)).to(classes.device)
+        z = torch.randn(len(classes), CODE_SIZE, generator=make_rng("codes", seed, restart)).to(classes.device)
         velocity = torch.zeros_like(z)
         for step in range(steps):
             z.requires_grad_()
             images = gan.generator(z)
             identity = F.cross_entropy(model(images), classes, reduction="sum")
             loss = scale * (IDENTITY * identity - gan.critic(images).sum())
-            (slope,) = torch.autograd.grad(loss, z)
+            (gradient,) = torch.autograd.grad(loss, z)
             rate = 0.02 if images.shape[-1] >= 64 else 0.01  # the original's rates for faces and for digits
-            before, velocity = velocity, MOMENTUM * velocity - rate * slope
-            z = (z.detach() - MOMENTUM * before + (1 + MOMENTUM) * velocity).clamp(-BOUND, BOUND)
+            previous_velocity, velocity = velocity, MOMENTUM * velocity - rate * gradient
+            z = (z.detach() - MOMENTUM * previous_velocity + (1 + MOMENTUM) * velocity).clamp(-BOUND, BOUND)
             progress((restart + step / steps) / restarts, f"codes, restart {restart + 1}/{restarts}")
         score = _class_scores(model, gan.generator(z.detach()), classes)
-        better = score > best
-        best = torch.where(better, score, best)
-        codes = torch.where(better[:, None], z.detach(), codes)
+        is_better = score > best
+        best = torch.where(is_better, score, best)
+        codes = torch.where(is_better[:, None], z.detach(), codes)
     with torch.no_grad():
         return ClassImages(gan.generator(codes), best)
 
@@ -252,7 +252,7 @@ def search_pixels(
     The search minimises CE(T(x), c) + TV(x) with Adam (lr 0.05), starting from grey images with noise; x is clipped to
     [0, 1] after each step.
     """
-    noise = torch.randn(len(classes), *shape, generator=source("pixels", seed))
+    noise = torch.randn(len(classes), *shape, generator=make_rng("pixels", seed))
     x = (0.5 + 0.1 * noise).clamp(0, 1).to(classes.device).requires_grad_()
     optimizer = torch.optim.Adam([x], PIXEL_LR)
     for step in range(steps):

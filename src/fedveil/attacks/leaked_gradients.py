@@ -25,7 +25,7 @@ from fedveil.scheme.broadcast import move_head
 from fedveil.scheme.losses import one_hot
 
 Gradients = dict[str, Tensor]
-Simulation = Callable[[Tensor, Tensor, bool], Gradients]  # from inputs, targets and whether to build a graph
+Simulation = Callable[[Tensor, Tensor, bool], Gradients]  # arguments: inputs, targets, and whether to build a graph
 ULPS = 4  # bound on the rounding error of a weight; the step and the difference are rounded twice each
 
 
@@ -38,7 +38,9 @@ class Leak:
     loss: Loss  # the loss that clients minimise
     mask: Mapping[str, Tensor] | None = None  # the elements that were received, by parameter name; None for all
     compare: Callable[[Gradients], Tensor] | None = None  # distance from the leak; overrides the method's distance
-    simulate: Simulation | None = None  # what a client would send for inputs and targets; None for their mean gradient
+    simulate: Simulation | None = (
+        None  # computes a client's update for inputs and targets; None for their mean gradient
+    )
 
     def gradients_of(self, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
         """Return the gradients that a client would send for these records; if `graph`, they are differentiable."""
@@ -47,7 +49,7 @@ class Leak:
         return mean_gradients(self.model, self.loss, inputs, targets, graph=graph)
 
     def divide_by(self, reach: float) -> "Leak":
-        """Return the leak with a client's difference replaced by its mean gradient (`Round.reach`)."""
+        """Divide a client's difference by `reach`, which yields the client's mean gradient (see `Round.reach`)."""
         if reach == 1:
             return self
         return dataclasses.replace(self, gradients={name: value / reach for name, value in self.gradients.items()})
@@ -56,17 +58,17 @@ class Leak:
 def mean_gradients(model: nn.Module, loss: Loss, inputs: Tensor, targets: Tensor, *, graph: bool = False) -> Gradients:
     """Return the gradients of the mean loss by parameter name, without changing buffers.
 
-    Targets are class indices, or rows of probabilities. If `graph` is true, the gradients can be differentiated again.
+    Targets are class indices, or rows of probabilities. If `graph` is true, the gradients are differentiable.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     outputs = find_predictions(model, torch.func.functional_call(model, buffers, (inputs,)))
     value = loss.values(outputs, one_hot(targets, outputs)).mean()
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    result = torch.autograd.grad(value, list(trained.values()), create_graph=graph)
-    return dict(zip(trained, result, strict=True))
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    result = torch.autograd.grad(value, list(parameters.values()), create_graph=graph)
+    return dict(zip(parameters, result, strict=True))
 
 
-def from_difference(observed: Observation, at: int = -2) -> Leak:
+def from_difference(observation: Observation, index: int = -2) -> Leak:
     """Derive the mean gradient of all other clients from two broadcasts (V-diff).
 
         U = (W_t - W_{t+1}) / lr - share_a g_a,      U / (1 - share_a) = mean of g_k over k != a
@@ -75,35 +77,35 @@ def from_difference(observed: Observation, at: int = -2) -> Leak:
     model. For any other defence, it is the estimate of the published attack. Sketched weights are first mapped back to
     the layer's inputs, and their difference is sketched with the sketch of the earlier round (S_t^T S_t = q I).
 
-    The attack needs round `at`, which the attacker must have answered, and the following round.
+    The attack needs the round at `index`, which the attacker must have answered, and the following round.
     """
-    now, later = observed.consecutive(at)
-    own_part, before, after = own_gradients(observed, now), full_weights(now.model), full_weights(later.model)
+    first, second = observation.consecutive_rounds(index)
+    own_part, before, after = own_gradients(observation, first), full_weights(first.model), full_weights(second.model)
     change = sketch_weights(
-        now.model, {name: (before[name] - after[name]) / observed.learning_rate for name in own_part}
+        first.model, {name: (before[name] - after[name]) / observation.learning_rate for name in own_part}
     )
-    others = {name: (change[name] - observed.share * own_part[name]) / (1 - observed.share) for name in own_part}
-    return Leak(now.model, others, observed.loss)
+    others = {name: (change[name] - observation.share * own_part[name]) / (1 - observation.share) for name in own_part}
+    return Leak(first.model, others, observation.loss)
 
 
-def from_masked_difference(observed: Observation, at: int = -2) -> Leak:
+def from_masked_difference(observation: Observation, index: int = -2) -> Leak:
     """Derive the gradient from two broadcasts, with a mask of the elements that PPDL's clients sent.
 
     An element that was not sent is 0, except for the rounding errors of two weights divided by lr (1 - share).
     """
-    leak, mask = from_difference(observed, at), {}
+    leak, mask = from_difference(observation, index), {}
     for name, value in leak.gradients.items():
         weight = leak.model.get_parameter(name).detach()
         rounding = ULPS * torch.finfo(value.dtype).eps * weight.abs()
-        mask[name] = value.abs() > rounding / (observed.learning_rate * (1 - observed.share))
+        mask[name] = value.abs() > rounding / (observation.learning_rate * (1 - observation.share))
     return dataclasses.replace(leak, mask=mask)
 
 
-def own_gradients(observed: Observation, observed_round: Round) -> Gradients:
+def own_gradients(observation: Observation, observed_round: Round) -> Gradients:
     """Return the attacker's own gradient in a round; it is recomputed if the upload contains no plain gradient."""
     if isinstance(observed_round.upload, PlainUpdate):
         return dict(observed_round.upload.gradients)
-    return mean_gradients(observed_round.model, observed.loss, *observed.own_batch(observed_round))
+    return mean_gradients(observed_round.model, observation.loss, *observation.own_batch(observed_round))
 
 
 def full_weights(model: nn.Module) -> Gradients:
@@ -115,11 +117,11 @@ def full_weights(model: nn.Module) -> Gradients:
 
 
 def sketch_weights(model: nn.Module, values: Mapping[str, Tensor]) -> Gradients:
-    """Map values from the shapes of `full_weights` to those of the parameters; a sketched layer's C becomes C S / q."""
-    small = dict(values)
+    """Map values from the shapes of `full_weights` to the parameters' shapes; a sketched layer's C becomes C S / q."""
+    sketched = dict(values)
     for name, layer in sketched_layers(model):
-        small[name] = layer.sketch.project(values[name]) / layer.sketch.inputs.shape[0]
-    return small
+        sketched[name] = layer.sketch.project(values[name]) / layer.sketch.inputs.shape[0]
+    return sketched
 
 
 def sketched_layers(model: nn.Module) -> list[tuple[str, SketchedLayer]]:
@@ -141,11 +143,11 @@ def from_upload(observed_round: Round, upload: object, loss: Loss) -> Leak:
         raise BadArgument("from_upload", f"cannot read gradients from an upload of type {type(upload).__name__}")
     with torch.no_grad():
         model = client_view(observed_round.model, observed_round.broadcast, centred=True)
-        head, number = observed_round.broadcast.head, 0
+        head, pass_index = observed_round.broadcast.head, 0
         if head is not None and len(head.candidates):
-            number = int(head.candidates.square().sum(1).argmin())
-            move_head(model, head, -head.noise(head.direction)[number])
-    return Leak(model, {name: passes[number] for name, passes in upload.passes.items()}, loss)
+            pass_index = int(head.candidates.square().sum(1).argmin())
+            move_head(model, head, -head.noise(head.direction)[pass_index])
+    return Leak(model, {name: passes[pass_index] for name, passes in upload.passes.items()}, loss)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,15 +164,18 @@ class Sum:
     def mean(self) -> Gradients:
         """Return the gradient of the mean loss over the records."""
         if self.records < 1:
-            raise BadArgument("Sum", f"the sum is over {self.records} records", "subtract a sum over fewer clients")
+            raise BadArgument(
+                "Sum",
+                f"expected a sum over at least one record, got {self.records}",
+                "subtract a sum over fewer clients",
+            )
         return {name: value / self.records for name, value in self.values.items()}
 
 
 def secure_sum(gradients: Sequence[Mapping[str, Tensor]], records: Sequence[int]) -> Sum:
     """Return the sum of the clients' gradients, weighted by their numbers of records, as secure aggregation opens it.
 
-    Values are encoded in fixed point (`fedveil.secagg.fixed`), with as many fractional bits as the largest value
-    permits.
+    Values are encoded in fixed point (`fedveil.secagg.fixed`); the largest value limits the number of fractional bits.
     """
     from fedveil.secagg import fixed  # imported here because a default audit does not need it
 
@@ -210,22 +215,22 @@ def batch_labels(leak: Leak, records: int, own_inputs: Tensor) -> list[int]:
     with torch.no_grad(), record_calls([head]) as calls:
         outputs = leak.model(own_inputs)
     class_zero = F.one_hot(outputs.new_zeros(len(outputs), dtype=torch.int64), outputs.shape[-1]).to(outputs)
-    slope = (leak.loss.gradient(outputs, class_zero) + class_zero).mean(0)
-    size = 1.0 if has_bias else float(calls[0].first_input.flatten(1).sum(1).mean())
-    left = records * (slope - sums / (size or 1.0))
+    mean_slope = (leak.loss.gradient(outputs, class_zero) + class_zero).mean(0)
+    feature_sum = 1.0 if has_bias else float(calls[0].first_input.flatten(1).sum(1).mean())
+    remaining = records * (mean_slope - sums / (feature_sum or 1.0))
     labels = []
     for _ in range(records):
-        labels.append(int(left.argmax()))
-        left[labels[-1]] -= 1
+        labels.append(int(remaining.argmax()))
+        remaining[labels[-1]] -= 1
     return sorted(labels)
 
 
 def _head(leak: Leak) -> tuple[nn.Linear, Tensor, bool]:
     """Return the last Linear, the gradient of its bias (or the row sums of its weight), and whether it has a bias."""
-    result = [(path, module) for path, module in leak.model.named_modules() if isinstance(module, nn.Linear)]
-    if not result:
+    linears = [(path, module) for path, module in leak.model.named_modules() if isinstance(module, nn.Linear)]
+    if not linears:
         raise BadArgument("labels", "the model has no Linear to read the labels from", "use --method dlg")
-    path, head = result[-1]
+    path, head = linears[-1]
     weight, bias = (leak.gradients.get(f"{path}.{name}" if path else name) for name in ("weight", "bias"))
     if bias is not None:
         return head, bias, True

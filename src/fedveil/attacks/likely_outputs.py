@@ -1,14 +1,14 @@
-"""Attacks on the veil with one broadcast and no labels, which assume what the true model's outputs are like.
+"""Attacks on the veil with one broadcast and no labels, based on assumptions about the true model's outputs.
 
 With squared error, the true outputs are y = y^ - alpha c r_a, where y^ are the outputs without the public offset, alpha
 and r_a are known, and c is one unknown number per group. A classifier's targets are 0 except for one output, so most of
-its outputs are close to 0 for any input. The c that minimises sum |y| is a weighted median of y^ / (alpha r_a); it
-tolerates the few outputs that are not close to 0. Neither labels nor a second broadcast are needed, so this also works
-if the noise is kept across rounds. Outputs for generated inputs, of which no model is certain, are less sparse; for
-them, the attack also estimates which output is the large one, and subtracts it (`fit_one_large_output`).
+its outputs are close to 0 for any input. The c that minimises sum |y| is a weighted median of y^ / (alpha r_a); the
+median tolerates the few outputs that are not close to 0. The attack needs neither labels nor a second broadcast, so it
+also works if the noise is kept across rounds. No model is certain of generated inputs, so their outputs are less
+sparse; for them, the attack also estimates which output is large, and subtracts it (`fit_one_large_output`).
 
-With decoys, c is one of a few public candidates. The true one makes the model most certain of its predictions on its
-training records.
+With decoys, c is one of a few public candidates. With the true candidate, the model is most certain of its predictions
+on its training records.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from fedveil.scheme.broadcast import Broadcast, PublicHead
 from fedveil.scheme.losses import SquaredError, one_hot
 from fedveil.scheme.outputs import values
 
-FAKES = 1000  # number of generated inputs
-DECAY = 2.5  # chosen among 0.5, 1, 1.5, 2, 2.5 and 3 on CIFAR-10, seeds 10 to 14; photographs have about 1.2
-STEPS = 30  # of expectation-maximisation
+NUM_INPUTS = 1000  # number of generated inputs
+DECAY = 2.5  # chosen among 0.5, 1, 1.5, 2, 2.5 and 3 on CIFAR-10, seeds 10 to 14; photographs have a decay of about 1.2
+NUM_STEPS = 30  # number of steps of expectation-maximisation
 
 
 def image_shape(shape: torch.Size) -> torch.Size | None:
@@ -51,12 +51,12 @@ def fake_inputs(shape: torch.Size, count: int, low: float, high: float) -> Tenso
     if image is None:
         return torch.randn((count, *shape), generator=rng)
     noise = torch.randn((count, *image), generator=rng)
-    down, across = (torch.fft.fftfreq(size) for size in image[1:])
-    frequency = torch.hypot(down[:, None], across).clamp_min(1 / max(image[1:]))
-    found: Tensor = torch.fft.ifft2(torch.fft.fft2(noise) / frequency**DECAY).real.flatten(1)
-    found = found - found.amin(1, keepdim=True)
-    found = low + (high - low) * found / found.amax(1, keepdim=True)
-    return found.reshape(count, *shape)
+    y_frequency, x_frequency = (torch.fft.fftfreq(size) for size in image[1:])
+    frequency = torch.hypot(y_frequency[:, None], x_frequency).clamp_min(1 / max(image[1:]))
+    result: Tensor = torch.fft.ifft2(torch.fft.fft2(noise) / frequency**DECAY).real.flatten(1)
+    result = result - result.amin(1, keepdim=True)
+    result = low + (high - low) * result / result.amax(1, keepdim=True)
+    return result.reshape(count, *shape)
 
 
 def weighted_median(values: Tensor, weights: Tensor) -> Tensor:
@@ -68,34 +68,36 @@ def weighted_median(values: Tensor, weights: Tensor) -> Tensor:
 
 def fit_sparse_outputs(outputs: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
     """Find the m numbers c that minimise the sum of |outputs - alpha (c rows)|; `rows` is `group_rows`."""
-    found = []
+    offsets = []
     for row in rows:
         unit = alpha * row[row != 0]
         ratio = outputs[:, row != 0] / torch.where(unit == 0, 1.0, unit)
-        found.append(weighted_median(ratio.flatten(), unit.abs().flatten()))
-    return torch.stack(found)
+        offsets.append(weighted_median(ratio.flatten(), unit.abs().flatten()))
+    return torch.stack(offsets)
 
 
 def fit_one_large_output(outputs: Tensor, alpha: Tensor, rows: Tensor) -> Tensor:
-    """Find the m numbers c with which one of each record's outputs is large and the others are close to 0.
+    """Find the m numbers c for which one of each record's outputs is large and the others are close to 0.
 
     The outputs of a record have a Laplace distribution around t e_k, where every k is equally likely and t is the
     median of the largest output. Expectation-maximisation starts from `fit_sparse_outputs`. With two outputs, half of
-    them are large, which says nothing about c: the start is returned.
+    the outputs are large, which reveals nothing about c, so the starting point is returned.
     """
-    found, classes = fit_sparse_outputs(outputs, alpha, rows), outputs.shape[1]
-    for _ in range(STEPS if classes > 2 else 0):
-        true = outputs - alpha * (found @ rows)
-        large = true.amax(1).median()
-        distance = true.abs() @ (1 - torch.eye(classes).to(true)) + (true - large).abs()  # from t e_k, in column k
-        scale = (distance.amin(1).mean() / classes).clamp_min(torch.finfo(true.dtype).tiny)
-        found = fit_sparse_outputs(outputs - large * torch.softmax(-distance / scale, 1), alpha, rows)
-    return found
+    offsets, classes = fit_sparse_outputs(outputs, alpha, rows), outputs.shape[1]
+    for _ in range(NUM_STEPS if classes > 2 else 0):
+        true_outputs = outputs - alpha * (offsets @ rows)
+        large_value = true_outputs.amax(1).median()
+        distance = (
+            true_outputs.abs() @ (1 - torch.eye(classes).to(true_outputs)) + (true_outputs - large_value).abs()
+        )  # from t e_k, in column k
+        scale = (distance.amin(1).mean() / classes).clamp_min(torch.finfo(true_outputs.dtype).tiny)
+        offsets = fit_sparse_outputs(outputs - large_value * torch.softmax(-distance / scale, 1), alpha, rows)
+    return offsets
 
 
-def veiled_head(observed: Observation) -> tuple[Broadcast, PublicHead]:
+def veiled_head(observation: Observation) -> tuple[Broadcast, PublicHead]:
     """Return the last broadcast and its head; refuse a head that is not veiled."""
-    broadcast = observed.rounds[-1].broadcast
+    broadcast = observation.rounds[-1].broadcast
     if not isinstance(broadcast, Broadcast) or broadcast.head is None:
         raise DoesNotApply("likely outputs", "the head is not veiled")
     return broadcast, broadcast.head
@@ -104,36 +106,36 @@ def veiled_head(observed: Observation) -> tuple[Broadcast, PublicHead]:
 Fit = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def fit_outputs(observed: Observation, inputs: Tensor, fit: Fit) -> Observation:
+def fit_outputs(observation: Observation, inputs: Tensor, fit: Fit) -> Observation:
     """Remove the noise, given the offset that `fit` estimates from the outputs for `inputs`."""
-    broadcast, head = veiled_head(observed)
-    if head.decoys or not isinstance(observed.loss, SquaredError):
-        raise DoesNotApply("likely outputs", "only with squared error are most outputs close to 0")
-    base, rows = base_model(observed.architecture, broadcast), group_rows(head)
+    broadcast, head = veiled_head(observation)
+    if head.decoys or not isinstance(observation.loss, SquaredError):
+        raise DoesNotApply("likely outputs", "the attack needs squared error, for which most outputs are close to 0")
+    base, rows = base_model(observation.architecture, broadcast), group_rows(head)
     outputs = predict(base, inputs).double().flatten(1)
     offset = fit(outputs, leverage(base, head, inputs), rows)
-    return dataclasses.replace(observed, model=base_model(observed.architecture, broadcast, offset @ rows))
+    return dataclasses.replace(observation, model=base_model(observation.architecture, broadcast, offset @ rows))
 
 
-def fit_fake_inputs(observed: Observation) -> Observation:
+def fit_fake_inputs(observation: Observation) -> Observation:
     """Remove the noise with generated inputs, from one broadcast, knowing only the shape and range of the records."""
-    low, high = float(observed.inputs.min()), float(observed.inputs.max())
-    inputs = fake_inputs(observed.inputs.shape[1:], FAKES, low, high).to(observed.inputs)
-    return fit_outputs(observed, inputs, fit_one_large_output)
+    low, high = float(observation.inputs.min()), float(observation.inputs.max())
+    inputs = fake_inputs(observation.inputs.shape[1:], NUM_INPUTS, low, high).to(observation.inputs)
+    return fit_outputs(observation, inputs, fit_one_large_output)
 
 
-def fit_own_inputs(observed: Observation) -> Observation:
+def fit_own_inputs(observation: Observation) -> Observation:
     """Remove the noise with the attacker's own records, but without their labels, from one broadcast.
 
-    With decoys, the function picks the candidate with the smallest loss on the model's own predictions as labels.
+    With decoys, the function chooses the candidate with the smallest loss when its own predictions are used as labels.
     """
-    broadcast, head = veiled_head(observed)
+    broadcast, head = veiled_head(observation)
     if not head.decoys:
-        return fit_outputs(observed, observed.inputs, fit_sparse_outputs)
-    models, losses = candidate_models(observed, broadcast), []
+        return fit_outputs(observation, observation.inputs, fit_sparse_outputs)
+    models, losses = candidate_models(observation, broadcast), []
     for model in models:
-        outputs = predict(model, observed.inputs)
+        outputs = predict(model, observation.inputs)
         if outputs.dim() != 2 or outputs.shape[1] < 2:
             raise DoesNotApply("likely outputs", "the model does not have one output per class")
-        losses.append(values(observed.loss, outputs, one_hot(outputs.argmax(1), outputs)).mean())
-    return dataclasses.replace(observed, model=models[losses.index(min(losses))])
+        losses.append(values(observation.loss, outputs, one_hot(outputs.argmax(1), outputs)).mean())
+    return dataclasses.replace(observation, model=models[losses.index(min(losses))])

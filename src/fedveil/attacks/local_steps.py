@@ -4,8 +4,8 @@ A client that trains locally sends W_0 - W_T after T steps of SGD. The attacker 
 records, differentiates through them, and searches for records whose update is close to the observed one (Geiping et al.
 2020, arXiv 2003.14053; Dimitrov et al. 2022, arXiv 2206.12395). Every search of `attacks.gradients` works.
 
-The attacker knows the number of epochs, the learning rate and the batch size, but not which records the client put into
-which batch: it assumes the same consecutive batches in every epoch.
+The attacker knows the number of epochs, the learning rate and the batch size, but not the division of the records
+into batches; it assumes the same consecutive batches in every epoch.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class KnownTraining:
         check_count("KnownTraining", "epochs", self.epochs)
         check_count("KnownTraining", "batch", self.batch)
         if not self.lr > 0:
-            raise BadArgument("KnownTraining", f"lr is {self.lr}", "use a positive learning rate")
+            raise BadArgument("KnownTraining", f"lr must be positive, got {self.lr}", "use a positive learning rate")
 
     def steps(self, records: int) -> int:
         """Return the number of steps of a client with this number of records."""
@@ -52,21 +52,24 @@ def local_update(
 ) -> Gradients:
     """Return the mean gradient of a client's local steps, (W_0 - W_T) / (lr T), without changing the model.
 
-    Targets are class indices, or rows of probabilities. If `graph` is true, the result can be differentiated again.
+    Targets are class indices, or rows of probabilities. If `graph` is true, the result is differentiable.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    start: Gradients = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    frozen = {name: parameter for name, parameter in model.named_parameters() if name not in start}
-    now, firsts = dict(start), range(0, len(inputs), training.batch)
-    for first in [first for _ in range(training.epochs) for first in firsts]:
-        rows = slice(first, first + training.batch)
-        returned = torch.func.functional_call(model, {**frozen, **now, **buffers}, (inputs[rows],))
+    initial: Gradients = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen = {name: parameter for name, parameter in model.named_parameters() if name not in initial}
+    current, starts = dict(initial), range(0, len(inputs), training.batch)
+    for start in [start for _ in range(training.epochs) for start in starts]:
+        rows = slice(start, start + training.batch)
+        returned = torch.func.functional_call(model, {**frozen, **current, **buffers}, (inputs[rows],))
         outputs = find_predictions(model, returned)
         value = loss.values(outputs, one_hot(targets[rows], outputs)).mean()
-        slopes = torch.autograd.grad(value, list(now.values()), create_graph=graph)
-        now = {name: old - training.lr * slope for (name, old), slope in zip(now.items(), slopes, strict=True)}
+        gradients = torch.autograd.grad(value, list(current.values()), create_graph=graph)
+        current = {
+            name: value_before - training.lr * gradient
+            for (name, value_before), gradient in zip(current.items(), gradients, strict=True)
+        }
     scale = 1 / (training.lr * training.steps(len(inputs)))
-    result = {name: (start[name] - end) * scale for name, end in now.items()}
+    result = {name: (initial[name] - final) * scale for name, final in current.items()}
     return result if graph else {name: value.detach() for name, value in result.items()}
 
 
@@ -76,8 +79,8 @@ def from_local_training(
     """Return a client's local update as a leak that `gradients.reconstruct` and `batch_labels` accept.
 
     `difference` is W_0 - W_T by parameter name, and `records` is the client's number of records. The leak's gradients
-    are the mean over all steps, from which labels are estimated as from one gradient. That is exact only for one step:
-    the longer the training, the more the estimate suffers from the change of the model.
+    are the mean over all steps. Labels are estimated from this mean as if it were a single gradient, which is exact
+    only for one step; the longer the training, the less accurate the estimate.
     """
     scale = 1 / (training.lr * training.steps(records))
     mean = {name: value * scale for name, value in difference.items()}

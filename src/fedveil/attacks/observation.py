@@ -32,7 +32,7 @@ class Round:
 
     @property
     def reach(self) -> float:
-        """The factor between the upload and the mean gradient on the client's path; 1 for gradients."""
+        """The ratio of the upload to the mean gradient over the local steps; 1 if the upload contains gradients."""
         return 1.0 if self.local is None else self.local.reach(len(self.steps))
 
 
@@ -44,18 +44,18 @@ class Observation:
     model: nn.Module  # the model to attack: the last one received, or an adaptive attacker's estimate
     architecture: nn.Module  # the federation's network with all values set to zero
     rounds: tuple[Round, ...]  # oldest first; the attacker has not answered the last one
-    inputs: Tensor  # the attacker's own records, all of them members
+    inputs: Tensor  # the attacker's own records, all of which are members
     targets: Tensor
     loss: Loss  # the federation's loss
     learning_rate: float  # learning rate of the server's last step
     share: float  # the attacker's fraction of all training records, |D_a| / |D|
 
-    def consecutive(self, at: int = -2) -> tuple[Round, Round]:
-        """Return the round with index `at` and the following round."""
-        number = at % len(self.rounds)
-        if number + 1 == len(self.rounds):
-            raise DoesNotApply("two broadcasts", "the attack needs a round and the one after it")
-        return self.rounds[number], self.rounds[number + 1]
+    def consecutive_rounds(self, index: int = -2) -> tuple[Round, Round]:
+        """Return the round at `index` and the following round."""
+        position = index % len(self.rounds)
+        if position + 1 == len(self.rounds):
+            raise DoesNotApply("two broadcasts", "the attack needs a round and the next round")
+        return self.rounds[position], self.rounds[position + 1]
 
     def own_batch(self, observed_round: Round) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets that the attacker used in a round."""
@@ -64,10 +64,10 @@ class Observation:
         return self.inputs[observed_round.rows], self.targets[observed_round.rows]
 
 
-def attempt(attacker: Callable[[Observation], T], observed: Observation) -> T | str:
+def attempt(attacker: Callable[[Observation], T], observation: Observation) -> T | str:
     """Return the attacker's result or, if it does not apply or fails, the reason; an audit continues either way."""
     try:
-        return attacker(observed)
+        return attacker(observation)
     except DoesNotApply as reason:
         return reason.what
     except Exception as error:

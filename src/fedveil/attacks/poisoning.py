@@ -31,11 +31,11 @@ from fedveil.federation.local import LocalEngine
 from fedveil.records.shards import generator
 
 Tensors = Mapping[str, Tensor]
-CLAIM = 10**12  # number of records that a hostile client claims to have
-SCALE = 1e4  # norm of scaled noise, relative to the honest mean
-BELOW = 0.9  # norm relative to the largest norm that is accepted
-SMALL = 0.5  # factor of the small inner-product attack
-BUFFER = -1000.0  # value to which running statistics are set
+CLAIMED_RECORDS = 10**12  # number of records that a hostile client claims to have
+NOISE_SCALE = 1e4  # norm of scaled noise, relative to the honest mean
+BOUND_FRACTION = 0.9  # norm relative to the largest norm that is accepted
+SMALL_FACTOR = 0.5  # factor of the small inner-product attack
+BUFFER_VALUE = -1000.0  # value to which running statistics are set
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,22 +43,22 @@ class HostileView:
     """The information that a hostile client uses for its update.
 
     Attributes:
-        own: the tensors that the client would send if it were honest.
-        honest: the tensors of the honest clients.
-        hostile: number of hostile clients, including this one.
+        own_update: the tensors that the client would send if it were honest.
+        honest_updates: the tensors of the honest clients.
+        num_hostile: number of hostile clients, including this one.
         bound: the largest norm that is accepted, estimated from the limits and the honest uploads.
         rng: random number generator.
     """
 
-    own: Tensors
-    honest: Sequence[Tensors]
-    hostile: int
+    own_update: Tensors
+    honest_updates: Sequence[Tensors]
+    num_hostile: int
     bound: float
     rng: torch.Generator
 
     def mean(self) -> dict[str, Tensor]:
         """Return the mean of the honest uploads."""
-        return {name: torch.stack([upload[name] for upload in self.honest]).mean(0) for name in self.own}
+        return {name: torch.stack([upload[name] for upload in self.honest_updates]).mean(0) for name in self.own_update}
 
 
 def total_norm(tensors: Tensors) -> float:
@@ -73,11 +73,11 @@ def scale(factor: float, tensors: Tensors) -> dict[str, Tensor]:
 
 def sign_flip(view: HostileView) -> Tensors:
     """Return the client's honest update with the opposite sign."""
-    return scale(-1.0, view.own)
+    return scale(-1.0, view.own_update)
 
 
 def stealthy_deviations(clients: int, hostile: int) -> float:
-    """Return z of Baruch et al.: how many standard deviations from the mean an update can be and still look honest.
+    """Return z of Baruch et al.: the largest number of standard deviations from the mean at which updates look honest.
 
     To form a majority, the hostile clients need s = floor(n / 2) + 1 - f honest clients that are farther from the mean
     than they are; z is the normal quantile of (n - s) / n. Some implementations use (n - f - s) / (n - f), which is
@@ -95,9 +95,11 @@ def little_is_enough(view: HostileView) -> Tensors:
 
     With a veil, these are standard deviations of the uploads, not of the gradients.
     """
-    z = stealthy_deviations(len(view.honest) + view.hostile, view.hostile)
-    spread = {name: torch.stack([upload[name] for upload in view.honest]).std(0) for name in view.own}
-    return {name: centre - z * spread[name] for name, centre in view.mean().items()}
+    z = stealthy_deviations(len(view.honest_updates) + view.num_hostile, view.num_hostile)
+    deviations = {
+        name: torch.stack([upload[name] for upload in view.honest_updates]).std(0) for name in view.own_update
+    }
+    return {name: mean - z * deviations[name] for name, mean in view.mean().items()}
 
 
 def inner_product(view: HostileView, factor: float | None = None) -> Tensors:
@@ -108,41 +110,41 @@ def inner_product(view: HostileView, factor: float | None = None) -> Tensors:
         factor: the paper's epsilon; by default 2 (n - f) / f, for which the mean over all n clients is the honest mean
             times -(n - f) / n.
     """
-    factor = 2 * len(view.honest) / view.hostile if factor is None else factor
+    factor = 2 * len(view.honest_updates) / view.num_hostile if factor is None else factor
     return scale(-factor, view.mean())
 
 
 def scaled_noise(view: HostileView) -> Tensors:
     """Return a random direction with 10,000 times the norm of the honest mean."""
-    noise = {name: torch.randn(like.shape, generator=view.rng).to(like) for name, like in view.own.items()}
-    return scale(SCALE * total_norm(view.mean()) / total_norm(noise), noise)
+    noise = {name: torch.randn(tensor.shape, generator=view.rng).to(tensor) for name, tensor in view.own_update.items()}
+    return scale(NOISE_SCALE * total_norm(view.mean()) / total_norm(noise), noise)
 
 
 def overflow(view: HostileView, *, squares: bool = False) -> Tensors:
     """Return finite values near the maximum of the dtype (1e37 in float32) or, if `squares`, near its square root."""
 
-    def size(dtype: torch.dtype) -> float:
-        largest = torch.finfo(dtype).max
-        return 5.4 * math.sqrt(largest) if squares else 0.03 * largest
+    def value_for(dtype: torch.dtype) -> float:
+        maximum = torch.finfo(dtype).max
+        return 5.4 * math.sqrt(maximum) if squares else 0.03 * maximum
 
-    return {name: torch.full_like(like, size(like.dtype)) for name, like in view.own.items()}
+    return {name: torch.full_like(tensor, value_for(tensor.dtype)) for name, tensor in view.own_update.items()}
 
 
 def below_bound(view: HostileView) -> Tensors:
     """Return the honest mean with the opposite sign and 0.9 times the largest norm that is accepted."""
     mean = view.mean()
-    return scale(-BELOW * view.bound / total_norm(mean), mean)
+    return scale(-BOUND_FRACTION * view.bound / total_norm(mean), mean)
 
 
 def honest_update(view: HostileView) -> Tensors:
     """Return the client's honest update."""
-    return view.own
+    return view.own_update
 
 
 def break_buffers(buffers: Tensors) -> dict[str, Tensor]:
     """Return buffers with all running statistics set to -1000, and counters set to the maximum of their dtype."""
     return {
-        name: torch.full_like(tensor, BUFFER if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+        name: torch.full_like(tensor, BUFFER_VALUE if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
         for name, tensor in buffers.items()
     }
 
@@ -155,7 +157,7 @@ class HostileStrategy:
         summary: a one-line description.
         craft: function that computes the client's gradients (with a veil, its passes) from its view.
         buffers: function that changes the client's buffers; by default, they are unchanged.
-        claim: number of records that the client claims; by default, the true number.
+        claim: number of records that the client claims to have; by default, the true number.
     """
 
     summary: str
@@ -168,24 +170,26 @@ ATTACKS: Mapping[str, HostileStrategy] = {
     "sign-flip": HostileStrategy("their honest update with the opposite sign", sign_flip),
     "little-is-enough": HostileStrategy("z standard deviations from the honest mean", little_is_enough),
     "inner-product": HostileStrategy("a negative multiple of the honest mean, which reverses the mean", inner_product),
-    "small-inner-product": HostileStrategy("minus half of the honest mean", partial(inner_product, factor=SMALL)),
+    "small-inner-product": HostileStrategy(
+        "minus half of the honest mean", partial(inner_product, factor=SMALL_FACTOR)
+    ),
     "scaled-noise": HostileStrategy("a random direction with 10,000 times the norm", scaled_noise),
     "overflow": HostileStrategy("finite values near the maximum of the dtype", overflow),
     "square-overflow": HostileStrategy("finite values whose squares overflow", partial(overflow, squares=True)),
     "below-bound": HostileStrategy("the reversed honest mean, with 0.9 times the largest accepted norm", below_bound),
-    "records": HostileStrategy("the sign-flip update, with a claim of 10^12 records", sign_flip, claim=CLAIM),
+    "records": HostileStrategy("the sign-flip update, with a claim of 10^12 records", sign_flip, claim=CLAIMED_RECORDS),
     "buffers": HostileStrategy("statistics of -1000 and counters of 2**63 - 1", honest_update, buffers=break_buffers),
 }
 
 
 def find_tensors(upload: object) -> tuple[str, Tensors]:
-    """Return the name and tensors of the field that holds an upload's gradients or, with a veil, its passes."""
+    """Return the name and tensors of the field that contains an upload's gradients or, with a veil, its passes."""
     for name in ("passes", "gradients"):
         tensors = getattr(upload, name, None)
         if dataclasses.is_dataclass(upload) and isinstance(tensors, Mapping):
             return name, tensors
-    what = f"{type(upload).__name__} has neither gradients nor passes"
-    raise BadArgument("poisoning", what, "use a defence whose uploads are dataclasses with one of these fields")
+    message = f"{type(upload).__name__} has neither gradients nor passes"
+    raise BadArgument("poisoning", message, "use a defence whose uploads are dataclasses with one of these fields")
 
 
 def poison(strategy: HostileStrategy, upload: U, view: HostileView) -> U:
@@ -210,39 +214,45 @@ class HostileEngine(LocalEngine[B, U]):
         self, clients: LocalEngine[B, U], strategy: HostileStrategy, hostile: int = 1, limits: Limits | None = None
     ) -> None:
         super().__init__(clients.client, clients.shards, clients.dtype, whole_shard=clients.whole_shard, fused=False)
-        count = len(self.shards.sizes)
-        if check_count("poisoning", "hostile", hostile, 0) >= count:
-            what = f"{hostile} of {count} clients are hostile"
-            raise BadArgument("poisoning", what, "leave at least one honest client")
-        self.strategy, self.hostile, self._limits = strategy, range(count - hostile, count), limits or Limits()
+        num_clients = len(self.shards.sizes)
+        if check_count("poisoning", "hostile", hostile, 0) >= num_clients:
+            message = f"{hostile} of {num_clients} clients are hostile"
+            raise BadArgument("poisoning", message, "leave at least one honest client")
+        self.strategy, self.hostile, self._limits = (
+            strategy,
+            range(num_clients - hostile, num_clients),
+            limits or Limits(),
+        )
         self._norms: list[float] = []  # one norm per round, from the honest uploads
 
     def updates(self, broadcast: B, clients: Sequence[int], number: int, members: int | None = None) -> list[U]:
         """Return each client's upload; hostile clients see the honest uploads before they answer."""
         uploads = super().updates(broadcast, clients, number)
         pairs = zip(clients, uploads, strict=True)
-        others = [find_tensors(upload)[1] for client, upload in pairs if client not in self.hostile]
-        if not others or len(others) == len(clients):
+        honest_tensors = [find_tensors(upload)[1] for client, upload in pairs if client not in self.hostile]
+        if not honest_tensors or len(honest_tensors) == len(clients):
             return uploads
-        bound, count = self._bound(uploads, others), len(clients) - len(others)
+        bound, num_hostile = self._bound(uploads, honest_tensors), len(clients) - len(honest_tensors)
         for index, client in enumerate(clients):
             if client in self.hostile:
                 rng = generator("poisoning", self.shards.seed, number, client)
-                view = HostileView(find_tensors(uploads[index])[1], others, count, bound, rng)
+                view = HostileView(find_tensors(uploads[index])[1], honest_tensors, num_hostile, bound, rng)
                 uploads[index] = poison(self.strategy, uploads[index], view)
         return uploads
 
-    def _bound(self, uploads: Sequence[U], others: Sequence[Tensors]) -> float:
+    def _bound(self, uploads: Sequence[U], honest_tensors: Sequence[Tensors]) -> float:
         """Return the largest norm that is accepted, with a norm factor of 1 if the limits have none.
 
         With a veil, only the norms of the current round count, since the noise differs between rounds.
         """
-        middle = min((len(uploads) - 1) // 2, len(others) - 1)  # the median in `Limits`, if hostile norms are larger
-        self._norms.append(sorted(map(total_norm, others))[middle])
+        median_index = min(
+            (len(uploads) - 1) // 2, len(honest_tensors) - 1
+        )  # the median in `Limits`, if hostile norms are larger
+        self._norms.append(sorted(map(total_norm, honest_tensors))[median_index])
         rounds = 1 if find_tensors(uploads[0])[0] == "passes" else PAST_ROUNDS + 1
         return (self._limits.norm_factor or 1.0) * max(self._norms[-rounds:])
 
     def claim_records(self, client: int) -> int:
-        """Return the number of records that a client claims."""
-        honest = super().claim_records(client)
-        return (self.strategy.claim or honest) if client in self.hostile else honest
+        """Return the number of records that a client claims to have."""
+        true_number = super().claim_records(client)
+        return (self.strategy.claim or true_number) if client in self.hostile else true_number

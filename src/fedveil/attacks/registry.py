@@ -1,8 +1,8 @@
 """The attackers for each defence.
 
 This module lists the attackers for the built-in defences. A defence from another package declares its attackers in its
-record, `Record(..., attackers="my_package.attacks:ATTACKERS")`, where `ATTACKERS` is an instance of `Attackers`. If it
-declares none, the generic attackers are used.
+record, `Record(..., attackers="my_package.attacks:ATTACKERS")`, where `ATTACKERS` is an instance of `Attackers`.
+Without such a declaration, the generic attackers are used.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ from fedveil.lookup import import_object
 ModelAttacker = Callable[[Observation], Observation]  # returns the observation with a better estimate of the model
 EXAMPLE = "my_package.attacks:ATTACKERS"
 GENERIC_ROUNDS = 6
-GENERIC: Mapping[str, ModelAttacker] = {
+GENERIC_ATTACKERS: Mapping[str, ModelAttacker] = {
     "broadcasts averaged": generic.average_broadcasts,
     "outputs calibrated": generic.calibrate_outputs,
 }
@@ -52,7 +52,7 @@ class Attackers:
     models: Mapping[str, ModelAttacker] = field(default_factory=dict)
     rounds: int = 1
     strongest: tuple[str, ...] = ()
-    generic: Mapping[str, ModelAttacker] = field(default_factory=lambda: GENERIC)
+    generic: Mapping[str, ModelAttacker] = field(default_factory=lambda: GENERIC_ATTACKERS)
     rebuilders: Mapping[str, Callable[[Observation], Tensor]] = field(default_factory=dict)
     rebuild_rounds: int = 2
     leaks: Mapping[str, Callable[[Observation], Leak]] = field(default_factory=dict)
@@ -69,9 +69,9 @@ class Attackers:
         return {getattr(attacker, "func", attacker).__module__ for attacker in attackers}
 
 
-STACKED = Attackers(generic={}, rebuilders={"rounds stacked": rebuild_filtered_record}, rebuild_rounds=6)
-"""Clients receive the true model, and send updates from which parts are missing, or with independent noise."""
-MASKED = {"V-diff, masked": from_masked_difference}
+STACKED_ATTACKERS = Attackers(generic={}, rebuilders={"rounds stacked": rebuild_filtered_record}, rebuild_rounds=6)
+"""The attackers for defences whose clients receive the true model, and send incomplete or noisy updates."""
+MASKED_LEAKS = {"V-diff, masked": from_masked_difference}
 ATTACKERS: Mapping[str, Attackers] = {
     "plain": Attackers(generic={}),
     "veil": Attackers(
@@ -94,7 +94,7 @@ ATTACKERS: Mapping[str, Attackers] = {
         generic={},  # clients receive the true model
         rebuilders={"rounds stacked": rebuild_selected_record},
         rebuild_rounds=6,
-        leaks=MASKED,
+        leaks=MASKED_LEAKS,
     ),
     "dbcl": Attackers(
         models={"sketches stacked": dbcl.stack_sketches},
@@ -105,9 +105,11 @@ ATTACKERS: Mapping[str, Attackers] = {
         rebuild_rounds=6,
     ),
     "spn": Attackers(generic={}),  # clients receive the true model
-    **dict.fromkeys(("nvflare:PercentilePrivacy", "nvflare:SVTPrivacy"), replace(STACKED, leaks=MASKED)),
-    **dict.fromkeys(("flower:LocalDpMod", "flower:fixedclipping_mod"), STACKED),
-    "topk": replace(STACKED, rebuilders={"rounds summed": rebuild_delayed_record}, leaks=MASKED),
+    **dict.fromkeys(
+        ("nvflare:PercentilePrivacy", "nvflare:SVTPrivacy"), replace(STACKED_ATTACKERS, leaks=MASKED_LEAKS)
+    ),
+    **dict.fromkeys(("flower:LocalDpMod", "flower:fixedclipping_mod"), STACKED_ATTACKERS),
+    "topk": replace(STACKED_ATTACKERS, rebuilders={"rounds summed": rebuild_delayed_record}, leaks=MASKED_LEAKS),
     "int8": Attackers(generic={}),  # rounding to 8 bits hides nothing from the published attacks
 }
 
@@ -119,22 +121,22 @@ def find_attackers(record: Record) -> Attackers:
         return ATTACKERS.get(names.get(record.target, ""), Attackers())
     result = import_object(record.attackers, "a list of attackers", EXAMPLE)
     if not isinstance(result, Attackers):
-        what = f"expected an instance of fedveil.attacks.registry.Attackers, got {type(result).__name__}"
-        raise BadArgument(record.attackers, what, f"refer to an instance, such as {EXAMPLE}")
+        message = f"expected an instance of fedveil.attacks.registry.Attackers, got {type(result).__name__}"
+        raise BadArgument(record.attackers, message, f"refer to an instance, such as {EXAMPLE}")
     return result
 
 
 Views = tuple[dict[str, Observation], dict[str, str]]
-"""The observations by attacker, and the reason why each other attacker does not apply or failed."""
+"""The observations by attacker, and the reason why each remaining attacker does not apply or failed."""
 
 
-def attacker_views(attackers: Attackers, observed: Observation) -> Views:
+def attacker_views(attackers: Attackers, observation: Observation) -> Views:
     """Run every attacker that estimates a model; the unchanged observation is labelled "as published"."""
-    observations, left_out = {PUBLISHED: observed}, dict[str, str]()
+    observations, reasons = {PUBLISHED: observation}, dict[str, str]()
     for label, attacker in {**attackers.models, **attackers.generic}.items():
-        result = attempt(attacker, observed)
+        result = attempt(attacker, observation)
         if isinstance(result, str):
-            left_out[label] = result
+            reasons[label] = result
         else:
             observations[label] = result
-    return observations, left_out
+    return observations, reasons

@@ -14,9 +14,9 @@ from fedveil.records.shards import generator
 
 Features = Mapping[str, Tensor]  # features by name; the first dimension is the record
 Score = Callable[[Features], Tensor]
-OUT = 64  # number of outputs of a branch
+BRANCH_OUTPUTS = 64  # number of outputs of a branch
 HIDDEN_WIDTHS = {"label": 128}  # width of a branch's hidden layer; all other branches use 100
-SPREAD = 0.01  # standard deviation of the initial weights
+INIT_STD = 0.01  # standard deviation of the initial weights
 KERNELS = 100  # number of kernels in a branch for gradients, sequences or maps
 DROPOUT = 0.5  # dropout rate for a map's pixels and for the outputs of its kernels
 
@@ -44,33 +44,35 @@ class MembershipNetwork(nn.Module):
     def __init__(self, features: Features, rng: torch.Generator) -> None:
         super().__init__()
         self.branches = nn.ModuleDict({name: _branch(name, values) for name, values in features.items()})
-        hidden = _dense(OUT * len(features), 256, 128, 64)
-        self.encoder = nn.Sequential(*hidden, nn.Linear(64, 1), nn.Sigmoid())
+        hidden_layers = _dense(BRANCH_OUTPUTS * len(features), 256, 128, 64)
+        self.encoder = nn.Sequential(*hidden_layers, nn.Linear(64, 1), nn.Sigmoid())
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, 0, SPREAD, generator=rng)
+                nn.init.normal_(module.weight, 0, INIT_STD, generator=rng)
                 nn.init.zeros_(module.bias)
 
     def forward(self, features: Features) -> Tensor:
         """Return the predicted probability of being a member."""
-        joined = torch.cat([branch(features[name]) for name, branch in self.branches.items()], 1)
-        result: Tensor = self.encoder(joined).squeeze(1)
+        branch_outputs = torch.cat([branch(features[name]) for name, branch in self.branches.items()], 1)
+        result: Tensor = self.encoder(branch_outputs).squeeze(1)
         return result
 
 
 def _dense(*widths: int) -> list[nn.Module]:
     """Return Linear layers with these widths, each followed by a ReLU."""
-    return [module for before, after in itertools.pairwise(widths) for module in (nn.Linear(before, after), nn.ReLU())]
+    return [
+        module for inputs, outputs in itertools.pairwise(widths) for module in (nn.Linear(inputs, outputs), nn.ReLU())
+    ]
 
 
 def _branch(name: str, values: Tensor) -> nn.Module:
     if values.dim() == 4:
         kernels = [nn.Flatten(), nn.Dropout(DROPOUT), *_dense(values[0].numel(), KERNELS)]
-        return nn.Sequential(*kernels, nn.Dropout(DROPOUT), *_dense(KERNELS, OUT))
+        return nn.Sequential(*kernels, nn.Dropout(DROPOUT), *_dense(KERNELS, BRANCH_OUTPUTS))
     if values.dim() == 3:
         rows, columns = values.shape[1:]
-        return nn.Sequential(*_dense(columns, KERNELS), nn.Flatten(), *_dense(rows * KERNELS, 256, OUT))
-    return nn.Sequential(*_dense(values.shape[1], HIDDEN_WIDTHS.get(name, 100), OUT))
+        return nn.Sequential(*_dense(columns, KERNELS), nn.Flatten(), *_dense(rows * KERNELS, 256, BRANCH_OUTPUTS))
+    return nn.Sequential(*_dense(values.shape[1], HIDDEN_WIDTHS.get(name, 100), BRANCH_OUTPUTS))
 
 
 def select(features: Features, rows: Tensor | slice) -> dict[str, Tensor]:
@@ -78,21 +80,24 @@ def select(features: Features, rows: Tensor | slice) -> dict[str, Tensor]:
     return {name: values[rows] for name, values in features.items()}
 
 
-def make_standardiser(known: Features, device: str = "cpu") -> Callable[[Features], dict[str, Tensor]]:
+def make_standardiser(reference: Features, device: str = "cpu") -> Callable[[Features], dict[str, Tensor]]:
     """Return a function that scales features to mean 0 and standard deviation 1; constant features become 0.
 
-    The means and deviations are those of the known records; for maps, they are taken over pixels too. The result is not
-    affected by factors that multiply a unit or channel, such as the noise of a veil. Features that are not in `known`
-    are dropped.
+    The means and deviations are computed over the records of `reference`; for maps, also over pixels. The result is not
+    affected by factors that multiply a unit or channel, such as the noise of a veil. Features that are not in
+    `reference` are dropped.
     """
-    over = {name: (0, 2, 3) if values.dim() == 4 else (0,) for name, values in known.items()}
+    dims = {name: (0, 2, 3) if values.dim() == 4 else (0,) for name, values in reference.items()}
     means, scales = (
-        {name: moment(v, over[name], keepdim=True) for name, v in known.items()} for moment in (torch.mean, torch.std)
+        {name: moment(v, dims[name], keepdim=True) for name, v in reference.items()}
+        for moment in (torch.mean, torch.std)
     )
-    varies = {n: scales[n] > torch.finfo(v.dtype).eps * v.abs().amax(over[n], True) * 10 for n, v in known.items()}
+    is_varying = {
+        n: scales[n] > torch.finfo(v.dtype).eps * v.abs().amax(dims[n], True) * 10 for n, v in reference.items()
+    }
     return lambda features: {
-        name: torch.where(varies[name], (features[name] - means[name]) / scales[name], 0.0).float().to(device)
-        for name in known
+        name: torch.where(is_varying[name], (features[name] - means[name]) / scales[name], 0.0).float().to(device)
+        for name in reference
     }
 
 
@@ -109,9 +114,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 2 or not 0 < self.validation < 1:
-            what = f"got {self.epochs} epochs, batch size {self.batch_size} and validation fraction {self.validation}"
+            message = (
+                f"got {self.epochs} epochs, batch size {self.batch_size} and validation fraction {self.validation}"
+            )
             fix = "use at least 1 epoch, a batch size of at least 2, and a fraction between 0 and 1"
-            raise BadArgument("attack network", what, fix)
+            raise BadArgument("attack network", message, fix)
 
 
 def train_attack(
@@ -126,34 +133,34 @@ def train_attack(
     Training minimises the squared error to the targets 1 (members) and 0 (others) with Adam, on standardised features.
     Half of each batch consists of members. After each epoch, `on_epoch` is called with its index and a score function.
 
-    There are two differences from Nasr et al.: the epoch is chosen on records held out from training, not on the test
-    records; and the learning rate is the default of their code, 1e-3, since the paper's 1e-4 learns less from few
+    There are two differences from Nasr et al.: the epoch is chosen on records held out from training instead of the
+    test records; and the learning rate is the default of their code, 1e-3, since the paper's 1e-4 learns less from few
     records.
     """
     recipe = recipe or Recipe()
     rng = generator("attack network", recipe.seed)
-    held_out, fit = _split(members, others, recipe.validation, rng)
-    prepare = make_standardiser(fit, recipe.device)
-    ready = prepare(fit)
-    network = MembershipNetwork(ready, rng).to(recipe.device)
+    held_out, training_features = _split(members, others, recipe.validation, rng)
+    standardise = make_standardiser(training_features, recipe.device)
+    inputs = standardise(training_features)
+    network = MembershipNetwork(inputs, rng).to(recipe.device)
 
     @torch.no_grad()
     def score(features: Features) -> Tensor:
-        result: Tensor = network(prepare(features))
+        result: Tensor = network(standardise(features))
         return result.double().cpu()
 
     best = -1.0
     optimizer = torch.optim.Adam(network.parameters(), recipe.lr)
-    for number in range(recipe.epochs):
+    for epoch_index in range(recipe.epochs):
         with torch.random.fork_rng():  # dropout does not accept a generator
             torch.manual_seed(int(torch.randint(2**62, (1,), generator=rng)))
-            _train_epoch(network, ready, optimizer, recipe.batch_size, rng)
+            _train_epoch(network, inputs, optimizer, recipe.batch_size, rng)
         with torch.no_grad():
-            predictions = network(ready) > 0.5
+            predictions = network(inputs) > 0.5
         validation = balanced_accuracy(score(held_out[0]), score(held_out[1]), 0.5).value
-        on_epoch(number, score)
+        on_epoch(epoch_index, score)
         if validation > best:
-            best, epoch, collapsed = validation, number, len(predictions.unique()) == 1
+            best, epoch, collapsed = validation, epoch_index, len(predictions.unique()) == 1
             values = copy.deepcopy(network.state_dict())
     network.load_state_dict(values)
     return TrainedNetwork(score, (score(held_out[0]), score(held_out[1])), epoch, collapsed)
@@ -162,29 +169,32 @@ def train_attack(
 def _split(
     members: Features, others: Features, fraction: float, rng: torch.Generator
 ) -> tuple[tuple[Features, Features], Features]:
-    """Select as many members as others, hold out a fraction of each, and concatenate the rest, members first."""
+    """Select equally many members and others, hold out a fraction of each, and concatenate the rest, members first."""
     sizes = [len(next(iter(part.values()))) for part in (members, others)]
     count = min(sizes)
-    held = round(fraction * count)
-    if held < 2 or count - held < 2:
-        raise BadArgument("attack network", f"only {count} records of each kind are known", "use more records")
-    ins, outs = (torch.randperm(size, generator=rng)[:count] for size in sizes)
-    fit = {name: torch.cat([members[name][ins[held:]], others[name][outs[held:]]]) for name in members}
-    return (select(members, ins[:held]), select(others, outs[:held])), fit
+    num_held_out = round(fraction * count)
+    if num_held_out < 2 or count - num_held_out < 2:
+        raise BadArgument("attack network", f"only {count} records of each group are known", "use more records")
+    member_rows, other_rows = (torch.randperm(size, generator=rng)[:count] for size in sizes)
+    training_features = {
+        name: torch.cat([members[name][member_rows[num_held_out:]], others[name][other_rows[num_held_out:]]])
+        for name in members
+    }
+    return (select(members, member_rows[:num_held_out]), select(others, other_rows[:num_held_out])), training_features
 
 
 def _train_epoch(
-    network: MembershipNetwork, ready: Features, optimizer: torch.optim.Optimizer, size: int, rng: torch.Generator
+    network: MembershipNetwork, inputs: Features, optimizer: torch.optim.Optimizer, size: int, rng: torch.Generator
 ) -> None:
     """Train on every record once; the first half of the records are members."""
     network.train()
-    half = len(next(iter(ready.values()))) // 2
-    ins, outs = (torch.randperm(half, generator=rng) + start for start in (0, half))
-    for a, b in zip(torch.split(ins, size // 2), torch.split(outs, size // 2), strict=True):
-        rows = torch.cat([a, b])
-        predicted = network(select(ready, rows))
-        truth = (rows < half).to(predicted)
+    num_members = len(next(iter(inputs.values()))) // 2
+    member_rows, other_rows = (torch.randperm(num_members, generator=rng) + start for start in (0, num_members))
+    for members, others in zip(torch.split(member_rows, size // 2), torch.split(other_rows, size // 2), strict=True):
+        rows = torch.cat([members, others])
+        predictions = network(select(inputs, rows))
+        labels = (rows < num_members).to(predictions)
         optimizer.zero_grad()
-        (predicted - truth).square().mean().backward()
+        (predictions - labels).square().mean().backward()
         optimizer.step()
     network.eval()

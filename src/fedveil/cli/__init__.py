@@ -29,9 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fedveil: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        where, what = error.filename or f"fedveil {name}", f"cannot be used: {error.strerror or error}"
+        where, message = error.filename or f"fedveil {name}", f"cannot be used: {error.strerror or error}"
         fix = "choose another folder, free up disk space, or change the permissions"
-        print(f"fedveil: {FedveilError(str(where), what, fix)}", file=sys.stderr)
+        print(f"fedveil: {FedveilError(str(where), message, fix)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nfedveil: stopped; run the same command again to continue", file=sys.stderr)

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 COMMANDS = {
     "inspect": ("inspection:inspect", "show which layers of a model can be perturbed", "my_nets:net --input 3,32,32"),
     "train": ("training:TrainCommand", "train a federation from flags or a TOML file", "--epochs 5 --out runs/a"),
-    "predict": ("prediction:predict", "predict new records with the model of a run", "runs/a new.csv"),
+    "predict": ("prediction:predict", "make predictions for new records with the model of a run", "runs/a new.csv"),
     "export": (
         "prediction:export",
-        "write a model to a file that runs without Fedveil",
+        "export the model of a run for use without Fedveil",
         "runs/a --format onnx",
     ),
-    "status": ("status:status", "print who answered, the budget spent and the expected end of a run", "runs/a"),
+    "status": ("status:status", "print the progress, clients and privacy budget of a run", "runs/a"),
     "compare": ("studies:CompareCommand", "compare defences on one federation", "--defences plain,veil --seeds 3"),
     "attack": ("studies:AttackCommand", "measure what a curious participant learns", "membership --defence plain,veil"),
     "audit": ("studies:AuditCommand", "measure what attackers learn under each defence", "runs/a"),
@@ -32,7 +32,7 @@ COMMANDS = {
     "help": ("topics:print_help", "print a page of the documentation, or list the pages", "privacy"),
     "completion": ("parser:completion", "print a shell completion script", "bash > ~/.fedveil-completion"),
 }
-"""For each command: its module and function or class, a summary, and example arguments."""
+"""For each command, its module and function or class, a summary, and example arguments."""
 
 USAGE = """usage: fedveil COMMAND [FLAGS]
        fedveil --version
@@ -49,15 +49,18 @@ Example: fedveil train --data digits --defence veil --epochs 5
 `fedveil completion bash` (or zsh, fish) prints a completion script for your shell."""
 
 AUDIT = "fedveil.studies.audit.run:AUDIT"
-GROUP = "fedveil.attacks"
+ENTRY_POINT_GROUP = "fedveil.attacks"
 ATTACKS = {
     "gradients": ("fedveil.studies.gradients.run:GRADIENTS", "reconstruct images from gradients (DLG and others)"),
-    "inversion": ("fedveil.studies.inversion.run:INVERSION", "reconstruct what the classes look like (GMI)"),
+    "inversion": ("fedveil.studies.inversion.run:INVERSION", "reconstruct typical images of the classes (GMI)"),
     "membership": ("fedveil.studies.membership.run:MEMBERSHIP", "infer which records the other clients trained on"),
-    "poisoning": ("fedveil.studies.poisoning:POISONING", "measure what hostile clients can do, and how limits help"),
+    "poisoning": (
+        "fedveil.studies.poisoning:POISONING",
+        "measure the effect of hostile clients, with and without limits",
+    ),
     "server": ("fedveil.studies.gradients.server:SERVER", "measure what a curious server learns from updates and sums"),
 }
-"""For each attack: its study and a summary."""
+"""For each attack, its study and a summary."""
 
 
 def usage() -> str:
@@ -67,28 +70,28 @@ def usage() -> str:
 
 def find_command(name: str) -> Any:
     """Return the object that runs a command: a function whose parameters are flags, or a `FederationCommand`."""
-    module, _, kind = COMMANDS[name][0].partition(":")
-    return getattr(importlib.import_module(f"fedveil.cli.{module}"), kind)
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    return getattr(importlib.import_module(f"fedveil.cli.{module}"), attribute)
 
 
 def attack_names() -> dict[str, str]:
     """Return the attacks in this library and in installed packages, each with a summary."""
-    installed = {name: f"{spec}, from an installed package" for name, spec in list_installed(GROUP).items()}
+    installed = {name: f"{spec}, from an installed package" for name, spec in list_installed(ENTRY_POINT_GROUP).items()}
     return installed | {name: summary for name, (_, summary) in ATTACKS.items()}
 
 
 def find_attack(name: str) -> "AttackStudy[Any, Any]":
-    """Return an attack given its name, the name of an entry point, or `package.module:NAME`."""
+    """Return an attack, given its name, the name of its entry point, or its path `package.module:NAME`."""
     from fedveil.studies.attack import AttackStudy
 
     spec = name
     if ":" not in name:
         check_choice("fedveil attack", "attack", name, attack_names())
-        spec = ATTACKS[name][0] if name in ATTACKS else list_installed(GROUP)[name]
+        spec = ATTACKS[name][0] if name in ATTACKS else list_installed(ENTRY_POINT_GROUP)[name]
     result = import_object(spec, "an attack", "my_package.attacks:GUESS")
     if isinstance(result, type) and issubclass(result, AttackStudy):
         result = result()
     if not isinstance(result, AttackStudy):
         fix = "use an instance or a subclass of fedveil.studies.attack.AttackStudy"
-        raise BadArgument(spec, f"is {type(result).__name__}, not an attack", fix)
+        raise BadArgument(spec, f"expected an attack, got {type(result).__name__}", fix)
     return result

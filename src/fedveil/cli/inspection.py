@@ -1,4 +1,4 @@
-"""`fedveil inspect`: print which parts of a model can be perturbed, given the sizes and types of its inputs."""
+"""`fedveil inspect`: print which parts of a model can be perturbed, given the shapes and types of its inputs."""
 
 import math
 import re
@@ -17,26 +17,28 @@ if TYPE_CHECKING:
 
     from fedveil.graph.inputs import Inputs
 
-Several = Annotated[tuple[str, ...], UseAppendAction]
+Repeatable = Annotated[tuple[str, ...], UseAppendAction]
 TYPES = {name: name for name in ("float32", "float64", "int64", "bool")} | {"float": "float32", "int": "int64"}
-INPUT = (
+INPUT_HELP = (
     "sizes of one argument of forward, without the batch size, such as 3,32,32; repeat for each argument, in order. "
     "NAME=SIZES names a keyword argument, SIZES:TYPE sets the type (float, int, bool, float32, float64, int64), "
     "as in ids=128:int. Name all arguments or none. For one number per record, leave out the sizes, as in length=:int"
 )
-HEAD = "linear: add noise to the final layer; exposed: do not, so that clients see the true predictions"
-COVERAGE = "fail if less than this fraction (0 to 1) of the model's parameter values can be perturbed"
-PUBLIC = "name or prefix of parameters whose values clients know"
+HEAD_HELP = "linear: add noise to the final layer; exposed: add none, so that clients see the true predictions"
+COVERAGE_HELP = "fail if less than this fraction (0 to 1) of the model's parameter values can be perturbed"
+PUBLIC_HELP = "name or prefix of parameters whose values clients know"
 
 
 def inspect(
     model: Annotated[str, arg(metavar="MODEL", help="package.module:name of a model, or of a function that builds it")],
-    input: Annotated[Several, arg(metavar="[NAME=]SIZES[:TYPE]", help=INPUT, help_behavior_hint="(required)")] = (),
+    input: Annotated[
+        Repeatable, arg(metavar="[NAME=]SIZES[:TYPE]", help=INPUT_HELP, help_behavior_hint="(required)")
+    ] = (),
     dtype: Annotated[Literal["float32", "float64", "int64"], arg(help="type of inputs without :TYPE")] = "float32",
     eval: Annotated[Switch, arg(help="analyse in evaluation mode")] = False,
-    head: Annotated[Literal["linear", "exposed"], arg(help=HEAD)] = "linear",
-    min_coverage: Annotated[float, arg(help=COVERAGE)] = 0.0,
-    public: Annotated[Several, arg(metavar="NAME", help=PUBLIC)] = (),
+    head: Annotated[Literal["linear", "exposed"], arg(help=HEAD_HELP)] = "linear",
+    min_coverage: Annotated[float, arg(help=COVERAGE_HELP)] = 0.0,
+    public: Annotated[Repeatable, arg(metavar="NAME", help=PUBLIC_HELP)] = (),
     as_json: Json = False,
 ) -> None:
     """Print the plan of a model."""
@@ -52,32 +54,32 @@ def inspect(
 
 def example_inputs(texts: Sequence[str], dtype: str = "float32") -> "Inputs":
     """Return the arguments of forward: a dict if they are named, otherwise a tuple."""
-    parsed = [parse_input(text, dtype) for text in texts]
-    names = [name for name, _ in parsed if name]
+    parsed_inputs = [parse_input(text, dtype) for text in texts]
+    names = [name for name, _ in parsed_inputs if name]
     if not names:
-        return tuple([tensor for _, tensor in parsed])
+        return tuple([tensor for _, tensor in parsed_inputs])
     duplicate = next((name for name in names if names.count(name) > 1), None)
-    if duplicate or len(names) < len(parsed):
-        what = f"{duplicate} is given twice" if duplicate else "some arguments are named and some are not"
-        raise BadArgument("--input", what, "use --input ids=128:int --input mask=128")
-    return dict(parsed)
+    if duplicate or len(names) < len(parsed_inputs):
+        message = f"{duplicate} is given twice" if duplicate else "some arguments are named and some are not"
+        raise BadArgument("--input", message, "use --input ids=128:int --input mask=128")
+    return dict(parsed_inputs)
 
 
 def parse_input(text: str, dtype: str) -> "tuple[str, Tensor]":
     """Parse [NAME=]SIZES[:TYPE]; return the argument's name, or "", and a batch of two records of zeros."""
     import torch
 
-    name, equals, form = text.rpartition("=")
-    sizes, colon, kind = form.partition(":")
+    name, equals, description = text.rpartition("=")
+    sizes, colon, type_name = description.partition(":")
     if equals and not name.isidentifier():
         raise BadArgument("--input", f"{name!r} in {text!r} is not a valid argument name", "use --input ids=128:int")
-    if colon and kind not in TYPES:
-        raise BadArgument("--input", f"unknown type {kind!r} in {text!r}", f"use one of {', '.join(TYPES)}")
+    if colon and type_name not in TYPES:
+        raise BadArgument("--input", f"unknown type {type_name!r} in {text!r}", f"use one of {', '.join(TYPES)}")
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", sizes) and (sizes or not (equals or colon)):
         raise BadArgument("--input", f"{sizes!r} is not a list of sizes", "use --input 3,32,32 (without the batch)")
     shape, tensor_dtype = (
         [int(size) for size in sizes.split(",") if size],
-        getattr(torch, TYPES[kind if colon else dtype]),
+        getattr(torch, TYPES[type_name if colon else dtype]),
     )
     with require_memory(
         "--input", f"two records of {sizes}", "use smaller sizes", 2 * math.prod(shape) * tensor_dtype.itemsize

@@ -14,80 +14,84 @@ if TYPE_CHECKING:
     from fedveil.federation.history import RoundRecord
     from fedveil.studies.study import Presentation
 
-Show = Callable[[str, float, str], None]
+ShowProgress = Callable[[str, float, str], None]
 
 
-EVERY = 5.0  # seconds between progress lines in a log
+LOG_INTERVAL = 5.0  # seconds between progress lines in a log
 
 
 @contextlib.contextmanager
-def print_progress(urgent: str | None = None) -> Iterator[Show]:
+def print_progress(urgent_prefix: str | None = None) -> Iterator[ShowProgress]:
     """Print progress to stderr: a progress bar on a terminal, otherwise log lines.
 
     Args:
-        urgent: prefix of messages that are always printed.
+        urgent_prefix: prefix of messages that are printed immediately.
     """
     if not sys.stderr.isatty():
-        yield log_progress(urgent)
+        yield log_progress(urgent_prefix)
         return
-    form, done, running = "{percentage:3.0f}% |{bar}| [{elapsed}<{remaining}]{postfix}", {}, {}
-    with tqdm(total=0, bar_format=form, file=sys.stderr) as bar:
+    bar_format, fractions, messages = "{percentage:3.0f}% |{bar}| [{elapsed}<{remaining}]{postfix}", {}, {}
+    with tqdm(total=0, bar_format=bar_format, file=sys.stderr) as bar:
 
-        def show(name: str, share: float, what: str) -> None:
-            if urgent and what.startswith(urgent):
-                bar.write(f"{name}: {what}", file=sys.stderr)
-            done[name], running[name] = share, f"{name}: {what}"
-            if share >= 1:
-                del running[name]
-            bar.total = len(done)
-            bar.set_postfix_str("; ".join(running.values()), refresh=False)
-            bar.update(sum(done.values()) - bar.n)
+        def show(name: str, fraction: float, text: str) -> None:
+            if urgent_prefix and text.startswith(urgent_prefix):
+                bar.write(f"{name}: {text}", file=sys.stderr)
+            fractions[name], messages[name] = fraction, f"{name}: {text}"
+            if fraction >= 1:
+                del messages[name]
+            bar.total = len(fractions)
+            bar.set_postfix_str("; ".join(messages.values()), refresh=False)
+            bar.update(sum(fractions.values()) - bar.n)
 
         yield show
 
 
-def log_progress(urgent: str | None = None) -> Show:
-    """Return a function that prints a line every few seconds, and for every finished task and urgent message."""
-    last = time.monotonic()
+def log_progress(urgent_prefix: str | None = None) -> ShowProgress:
+    """Return a function that prints a line every few seconds, for each finished task and for urgent messages."""
+    last_time = time.monotonic()
 
-    def show(name: str, share: float, what: str) -> None:
-        nonlocal last
-        if share >= 1 or (urgent and what.startswith(urgent)) or time.monotonic() - last >= EVERY:
-            last = time.monotonic()
-            print(f"{100 * min(share, 1):3.0f}% {name}: {what}", file=sys.stderr, flush=True)
+    def show(name: str, fraction: float, text: str) -> None:
+        nonlocal last_time
+        if (
+            fraction >= 1
+            or (urgent_prefix and text.startswith(urgent_prefix))
+            or time.monotonic() - last_time >= LOG_INTERVAL
+        ):
+            last_time = time.monotonic()
+            print(f"{100 * min(fraction, 1):3.0f}% {name}: {text}", file=sys.stderr, flush=True)
 
     return show
 
 
 @contextlib.contextmanager
-def hide_progress() -> Iterator[Show]:
+def hide_progress() -> Iterator[ShowProgress]:
     """Yield a function that shows nothing."""
-    yield lambda name, share, what: None
+    yield lambda name, fraction, text: None
 
 
-def round_callback(show: Show, epochs: int, monitor: str | None = None) -> "Callable[[RoundRecord], None]":
+def round_callback(show: ShowProgress, epochs: int, monitor: str | None = None) -> "Callable[[RoundRecord], None]":
     """Return a function that shows the epoch and the latest metrics after each round."""
     from fedveil.federation.history import select_main_metrics
 
-    result: dict[str, str] = {}
+    latest_metrics: dict[str, str] = {}
 
     def show_record(record: "RoundRecord") -> None:
         main_metrics = select_main_metrics(record.metrics, *([monitor] if monitor else []))
-        result.update({name: f", {name} {value:.4f}" for name, value in main_metrics.items()})
-        show("epoch", record.epoch / epochs, f"{record.epoch:.1f}/{epochs}{''.join(result.values())}")
+        latest_metrics.update({name: f", {name} {value:.4f}" for name, value in main_metrics.items()})
+        show("epoch", record.epoch / epochs, f"{record.epoch:.1f}/{epochs}{''.join(latest_metrics.values())}")
 
     return show_record
 
 
-def print_table(lines: Sequence[Sequence[str]], texts: int) -> None:
-    """Print lines of cells in columns: first some columns of text, then numbers."""
+def print_table(lines: Sequence[Sequence[str]], text_columns: int) -> None:
+    """Print lines of cells in aligned columns: the first `text_columns` are text, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        cells = zip(line, widths, "<" * texts + ">" * len(line), strict=False)
+        cells = zip(line, widths, "<" * text_columns + ">" * len(line), strict=False)
         print("  ".join(f"{cell:{side}{width}}" for cell, width, side in cells).rstrip())
 
 
-def print_result(presentation: "Presentation", *last: str, as_json: bool = False) -> None:
+def print_result(presentation: "Presentation", *last_lines: str, as_json: bool = False) -> None:
     """Print the table, paragraphs, note and last lines; as JSON, print only the table."""
     from fedveil.report import Answers, Text
 
@@ -107,4 +111,4 @@ def print_result(presentation: "Presentation", *last: str, as_json: bool = False
             print(f"\n{section.title}")
             for paragraph in section.paragraphs:
                 print(textwrap.fill(paragraph, 110, initial_indent="  ", subsequent_indent="    "))
-    print(f"\n{textwrap.fill(presentation.note, 110)}", *last, sep="\n")
+    print(f"\n{textwrap.fill(presentation.note, 110)}", *last_lines, sep="\n")

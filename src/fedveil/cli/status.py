@@ -1,4 +1,4 @@
-"""`fedveil status`: print the status of runs from their folders, also while they train."""
+"""`fedveil status`: print the status of runs from their folders, even while they are training."""
 
 import json
 import time
@@ -11,14 +11,14 @@ from tyro.conf import Positional, arg
 from fedveil.cli.parser import Json
 from fedveil.errors import BadArgument
 
-RUN = "folder of a run, or a folder that contains runs, such as the workspace of a FLARE server"
-KIT = "startup kit of a FLARE user; RUN is then the id of a job on FLARE's server"
-MAX_CLIENTS = 50  # rows printed
+RUN_HELP = "folder of a run, or a folder that contains runs, such as the workspace of a FLARE server"
+KIT_HELP = "startup kit of a FLARE user; RUN is then the ID of a job on the FLARE server"
+MAX_CLIENTS = 50  # maximum number of clients to print
 
 
 def status(
-    run: Annotated[Path, Positional, arg(metavar="RUN", help=RUN)],
-    kit: Annotated[Path | None, arg(help=KIT, help_behavior_hint="")] = None,
+    run: Annotated[Path, Positional, arg(metavar="RUN", help=RUN_HELP)],
+    kit: Annotated[Path | None, arg(help=KIT_HELP, help_behavior_hint="")] = None,
     user: Annotated[str, arg(help="for --kit: name of the user")] = "admin@lab.org",
     as_json: Json = False,
 ) -> None:
@@ -32,8 +32,8 @@ def status(
 
     runs = find_runs(run)
     if not runs:
-        what = "neither this folder nor its subfolders contain a status.json"
-        raise BadArgument(str(run), what, "use the folder that was passed to fit(folder=...) or --out")
+        message = "neither this folder nor its subfolders contain a status.json"
+        raise BadArgument(str(run), message, "use the folder that was passed to fit(folder=...) or --out")
     for number, folder in enumerate(runs):
         result = read_status(folder)
         if as_json:

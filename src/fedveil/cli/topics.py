@@ -8,27 +8,27 @@ from tyro.conf import Positional, arg
 from fedveil.checks import check_choice
 
 PACKAGE = Path(__file__).parents[1]
-PLACES = (PACKAGE / "pages", PACKAGE.parents[1] / "docs")  # in an installed package (setup.py), and in a checkout
-GENERATED = "\n::: "  # Python objects that the site's generator inserts
+FOLDERS = (PACKAGE / "pages", PACKAGE.parents[1] / "docs")  # in an installed package (setup.py), and in a checkout
+DIRECTIVE = "\n::: "  # marks generated reference pages, which are left out
 
 
 def find_topics() -> dict[str, Path]:
     """Return the pages by topic: the name of the file or, if an earlier page has that name, its path."""
-    home = next((place for place in PLACES if place.is_dir()), PLACES[0])
-    paths = sorted(home.rglob("*.md"), key=lambda path: (_order(path.relative_to(home)), path))
-    result: dict[str, Path] = {}
+    root = next((folder for folder in FOLDERS if folder.is_dir()), FOLDERS[0])
+    paths = sorted(root.rglob("*.md"), key=lambda path: (_order(path.relative_to(root)), path))
+    topics: dict[str, Path] = {}
     for path in paths:
-        if GENERATED in path.read_text(encoding="utf-8"):
+        if DIRECTIVE in path.read_text(encoding="utf-8"):
             continue
-        name = path.relative_to(home).with_suffix("")
+        name = path.relative_to(root).with_suffix("")
         if name.parent != Path() and name.name in ("README", "index"):
             name = name.parent
-        result[name.as_posix() if name.name in result else name.name] = path
-    return result
+        topics[name.as_posix() if name.name in topics else name.name] = path
+    return topics
 
 
 def _order(path: Path) -> int:
-    """Return 0 for pages at the top, 1 for how-to pages, and 2 for all others."""
+    """Return 0 for top-level pages, 1 for how-to pages, and 2 for all others."""
     return 0 if path.parent == Path() else 1 if path.parts[0] == "how-to" else 2
 
 
@@ -40,7 +40,9 @@ def read_title(path: Path) -> str:
 
 def print_help(
     topic: Annotated[
-        str | None, Positional, arg(metavar="[TOPIC]", help="page to print; by default, list them")
+        str | None,
+        Positional,
+        arg(metavar="[TOPIC]", help="page to print; by default, list all pages", help_behavior_hint=""),
     ] = None,
 ) -> None:
     """Print a page of the documentation, or list the topics."""

@@ -1,4 +1,4 @@
-"""`fedveil train`, `data` and `schema`."""
+"""The commands `fedveil train`, `data` and `schema`."""
 
 import itertools
 import json
@@ -19,27 +19,35 @@ from fedveil.runs.choices import applicable_values, check_names
 from fedveil.runs.settings import Config, format_flags, has_privacy
 from fedveil.signals import INTERRUPTED, TERMINATED, Termination, catch_sigterm, kill_on_interrupt
 
-MAX_SHOWN = 20  # maximum number of classes in the printed summary
-SHARES = ("scaled", "signed", "moved", "bare", "revealed")  # kinds of values in the coverage of a veil
-OUT = "folder for the run; by default runs/DATA-MODEL-DEFENCE-SEED, with a number added if that folder contains a run"
-GET, TO = "data set to download", "folder for the download; by default FEDVEIL_DATA or the cache"
-QUIET = "do not show progress"
-RESUME = "continue the run in --out (by default, the latest); only --epochs may change"
+MAX_CLASSES = 20  # maximum number of classes in the printed summary
+VEIL_PARTS = (
+    "scaled",
+    "signed",
+    "moved",
+    "bare",
+    "revealed",
+)  # kinds of parameter values that the coverage of a veil counts
+OUT_HELP = (
+    "folder for the run; by default runs/DATA-MODEL-DEFENCE-SEED, with a number added if that folder contains a run"
+)
+NAME_HELP, TO_HELP = "data set to download", "folder for the download; by default FEDVEIL_DATA or the cache"
+QUIET_HELP = "do not show progress"
+RESUME_HELP = "continue the run in --out (by default, the latest); only --epochs may change"
 
 
 @dataclass(frozen=True)
 class TrainCommand(FederationCommand):
-    """`fedveil train`."""
+    """`fedveil train`: train a federation."""
 
-    out: Annotated[Path | None, arg(help=OUT, help_behavior_hint="")] = None
-    resume: Annotated[Switch, arg(help=RESUME)] = False
-    quiet: Annotated[Switch, arg(help=QUIET)] = False
+    out: Annotated[Path | None, arg(help=OUT_HELP, help_behavior_hint="")] = None
+    resume: Annotated[Switch, arg(help=RESUME_HELP)] = False
+    quiet: Annotated[Switch, arg(help=QUIET_HELP)] = False
     as_json: Json = False
 
     @classmethod
-    def parse(cls, prog: str, words: Sequence[str], about: str = "") -> Self:
-        """Return the command with its flags parsed; to resume a run, flags override the configuration in its folder."""
-        result = parse_command(cls(), prog, words, about)
+    def parse(cls, prog: str, words: Sequence[str], description: str = "") -> Self:
+        """Parse the flags of the command; to resume a run, flags override the configuration in its folder."""
+        result = parse_command(cls(), prog, words, description)
         if result.file and result.file.is_dir():
             name = f"{result.file / 'config.json'}"
             fix = f"use {name} to repeat the run in it, or {name} --out {result.file} --resume to continue it"
@@ -51,7 +59,7 @@ class TrainCommand(FederationCommand):
             folder = result.out or default_folder(result.config, resume=True)
             configuration = folder / "config.json"
             if configuration.is_file():
-                result = replace(parse_command(cls(), prog, [str(configuration), *words], about), out=folder)
+                result = replace(parse_command(cls(), prog, [str(configuration), *words], description), out=folder)
         return result
 
     def run(self) -> None:
@@ -76,10 +84,10 @@ class TrainCommand(FederationCommand):
         for note in data.notes:
             print(f"{data.name}: {note}", file=sys.stderr)
         config = choose_settings(self.config, len(data.train.targets))
-        if chosen := applicable_values(config).items() - applicable_values(self.config).items():
-            flags = format_flags({key: value for key, value in config.flat().items() if key in dict(chosen)})
-            why = "privacy based on the number of records" if has_privacy(config) else "local training"
-            print(f"chosen for {why}: {flags}", file=sys.stderr)
+        if changes := applicable_values(config).items() - applicable_values(self.config).items():
+            flags = format_flags({key: value for key, value in config.flat().items() if key in dict(changes)})
+            reason = "privacy, given the number of records" if has_privacy(config) else "local training"
+            print(f"chosen for {reason}: {flags}", file=sys.stderr)
         with hide_progress() if self.quiet else print_progress() as show:
             on_round = round_callback(show, config.training.epochs, config.training.monitor)
             summary = train(config, folder, resume=self.resume, on_round=on_round, data=data)
@@ -92,17 +100,17 @@ class TrainCommand(FederationCommand):
         for name, value in lines.items():
             print(f"{name:<{width}} {value:.6g}" if isinstance(value, float) else f"{name:<{width}} {value}")
         rows = [
-            [figures.name, figures.precision, figures.recall, figures.f1, figures.records]
-            for figures in summary.by_class
+            [metrics.name, metrics.precision, metrics.recall, metrics.f1, metrics.records]
+            for metrics in summary.by_class
         ]
-        if 0 < len(rows) <= MAX_SHOWN:
+        if 0 < len(rows) <= MAX_CLASSES:
             cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
             print_table([["\nclass", "precision", "recall", "f1", "records"], *cells], 1)
 
 
 def label_values(summary: Mapping[str, int | float | str | None]) -> dict[str, int | float | str | None]:
-    """Return the values of a summary by readable labels, with a veil's coverage on one line."""
-    parts = ", ".join(f"{name} {100 * float(summary[name] or 0):.1f} %" for name in SHARES if name in summary)
+    """Return the values of a summary with readable labels, and a veil's coverage on one line."""
+    coverage = ", ".join(f"{name} {100 * float(summary[name] or 0):.1f} %" for name in VEIL_PARTS if name in summary)
     metric = str(summary.get("best_on", "")).partition(" ")[0]
     labels = {name: name.replace("_", " ") for name in summary if name.startswith(("best", "balanced", "validation"))}
     labels |= {"best": f"best {metric}".replace("_", " "), "best_on": "best by", "largest_error": "gradient error"}
@@ -111,9 +119,9 @@ def label_values(summary: Mapping[str, int | float | str | None]) -> dict[str, i
         labels |= {"best": "best, scaled"} if metric.endswith(("mse", "loss")) else {}
     result: dict[str, int | float | str | None] = {}
     for name, value in summary.items():
-        if name == SHARES[0]:
-            result["veil"] = parts
-        elif name not in (*SHARES, "schema"):
+        if name == VEIL_PARTS[0]:
+            result["veil"] = coverage
+        elif name not in (*VEIL_PARTS, "schema"):
             result[labels.get(name, name)] = value
     return result
 
@@ -122,30 +130,30 @@ def default_folder(config: Config, resume: bool) -> Path:
     """Return the first folder for the configuration that contains no run or, to resume, the last that contains one."""
     from fedveil.runs.folder import contains_run
 
-    first = Path("runs") / f"{config.title}-{config.training.seed}"
-    folder = last = first
+    base_folder = Path("runs") / f"{config.title}-{config.training.seed}"
+    folder = last_run = base_folder
     for number in itertools.count(2):
         if not contains_run(folder):
             break
-        last, folder = folder, first.with_name(f"{first.name}-{number}")
-    return last if resume else folder
+        last_run, folder = folder, base_folder.with_name(f"{base_folder.name}-{number}")
+    return last_run if resume else folder
 
 
 def data(
-    what: Annotated[Literal["list", "get"], arg(help="list the data sets, or download one")],
-    name: Annotated[str | None, Positional, arg(metavar="[NAME]", help=GET, help_behavior_hint="")] = None,
-    to: Annotated[Path | None, arg(help=TO, help_behavior_hint="")] = None,
+    action: Annotated[Literal["list", "get"], arg(help="list the data sets, or download one")],
+    name: Annotated[str | None, Positional, arg(metavar="[NAME]", help=NAME_HELP, help_behavior_hint="")] = None,
+    to: Annotated[Path | None, arg(help=TO_HELP, help_behavior_hint="")] = None,
 ) -> None:
     """List data sets, or download one."""
     from fedveil.data import get, list_datasets
 
-    if what == "list":
+    if action == "list":
         for entry in list_datasets():
-            where = f"  [{entry.where}]" if entry.where else ""
-            print(f"{entry.name:<10} {entry.state:<9} {entry.description}{where}")
+            location = f"  [{entry.where}]" if entry.where else ""
+            print(f"{entry.name:<10} {entry.state:<9} {entry.description}{location}")
         return
     if name is None:
-        raise BadArgument("fedveil data get", "no data set is given", "run fedveil data list to see their names")
+        raise BadArgument("fedveil data get", "no data set is specified", "run fedveil data list to see their names")
     with print_progress() as show:
         print(get(name, to, partial(show, name)))
 

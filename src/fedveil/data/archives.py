@@ -12,7 +12,7 @@ from typing import NoReturn
 from fedveil.data.catalogue import MAX_BYTES, require_regular
 from fedveil.errors import BadArgument
 
-DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)  # raised for damaged archives and files
+READ_ERRORS = (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)  # raised for damaged archives and files
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,18 @@ class Archive:
     """A folder or a zip file."""
 
     path: Path
-    names: tuple[str, ...]  # sorted names of the files, with `/` as separator; hidden files are left out
+    names: tuple[str, ...]  # sorted paths of the files, separated by `/`; hidden files are left out
     stamp: str  # changes when the content changes
 
     @contextmanager
     def reader(self) -> Iterator[Callable[[str], bytes]]:
         """Open the archive; yield a function that returns the bytes of a named member."""
-        with nullcontext() if self.path.is_dir() else zipfile.ZipFile(self.path) as opened:
+        with nullcontext() if self.path.is_dir() else zipfile.ZipFile(self.path) as zip_file:
 
             def read(name: str) -> bytes:
                 try:
-                    content = read_member(opened, name) if opened else _read_file(self.path / name)
-                except DAMAGE as error:
+                    content = read_member(zip_file, name) if zip_file else _read_file(self.path / name)
+                except READ_ERRORS as error:
                     fix = "replace it or leave it out, or download the archive again"
                     raise BadArgument(self.where(name), f"cannot be read: {error}", fix) from error
                 if not content:
@@ -51,11 +51,11 @@ def _read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def read_member(opened: zipfile.ZipFile, name: str, max_bytes: int = MAX_BYTES) -> bytes:
+def read_member(zip_file: zipfile.ZipFile, name: str, max_bytes: int = MAX_BYTES) -> bytes:
     """Read a member of a zip file; refuse a declared size above `max_bytes`, and never unpack more than declared."""
-    if opened.getinfo(name).file_size > max_bytes:
+    if zip_file.getinfo(name).file_size > max_bytes:
         raise zipfile.BadZipFile(f"it is larger than {max_bytes} bytes")
-    return opened.read(name)
+    return zip_file.read(name)
 
 
 def open_archive(path: Path) -> Archive:
@@ -89,9 +89,9 @@ def _list_zip(path: Path) -> list[str]:
         try:
             return zipfile.ZipFile(file).namelist()
         except (OSError, zipfile.BadZipFile) as error:
-            what = f"not a readable zip file: {error}" if path.stat().st_size else "the file is empty"
+            message = f"not a readable zip file: {error}" if path.stat().st_size else "the file is empty"
             fix = "use a folder or a zip file; if it is a damaged or truncated zip file, download it again"
-            raise BadArgument(str(path), what, fix) from error
+            raise BadArgument(str(path), message, fix) from error
 
 
 def _is_hidden(name: str) -> bool:

@@ -6,15 +6,15 @@ import numpy as np
 
 from fedveil.data.catalogue import NAMES, Scaling, Task
 from fedveil.data.dataset import Data, part_from_arrays
-from fedveil.data.rows import describe_table, encode_rows, number_columns
+from fedveil.data.rows import describe_table, encode_rows, numeric_columns
 from fedveil.data.splits import divide
 from fedveil.data.tables import read_table
 from fedveil.records.encoding import CategoryColumn
 
-NUMBERS = tuple(NAMES["bank"]["numbers"])
-CATEGORIES = NAMES["bank_categories"]
-ANSWERS = ("no", "yes")
-PUBLIC = {
+NUMERIC_COLUMNS = tuple(NAMES["bank"]["numbers"])
+CATEGORICAL_COLUMNS = NAMES["bank_categories"]
+CLASSES = ("no", "yes")
+PUBLIC_MOMENTS = {
     "age": (40.0, 10.0),
     "duration": (250.0, 250.0),
     "campaign": (2.5, 3.0),
@@ -32,28 +32,27 @@ PUBLIC = {
 def bank(*, path: Path, task: Task = "regression", duration: bool = True, scaling: Scaling = "records") -> Data:
     """Load Bank Marketing: 41,188 calls, 20 inputs (63 values), split 8:1:1 for training, validation and testing.
 
-    Differs from the paper, which states 17 inputs, as in the older file bank-full.csv, but 41,188 records, as
-    in bank-additional-full.csv, which has 20 inputs.
+    The paper states 41,188 records, as in this file, but 17 inputs, as in the older bank-full.csv.
 
     Args:
         path: path of bank-additional-full.csv.
         task: "regression" (one target, 0 or 1, for the squared error) or "classification" (classes "no" and "yes").
         duration: whether to use the duration of the call as an input. It is known only after the call, and nearly
-            reveals the answer.
+            determines the target.
         scaling: standardise with the training "records", or with "public" constants, as differential privacy requires.
     """
     table = read_table(path, ";")
-    table.require_columns([*NUMBERS, *CATEGORIES, "y"])
+    table.require_columns([*NUMERIC_COLUMNS, *CATEGORICAL_COLUMNS, "y"])
     train, validation, test = divide(len(table), (0.8, 0.1, 0.1))
-    inputs = [name for name in NUMBERS if duration or name != "duration"]
-    moments = {name: PUBLIC[name] for name in inputs} if scaling == "public" else table.moments(inputs, train)
-    categories = [CategoryColumn(name, known) for name, known in CATEGORIES.items()]
-    encoding = describe_table(table, [*number_columns(moments), *categories], "refuse")
-    table.refuse_unknown(table.find_unknown(CATEGORIES), CATEGORIES)
-    answers = table.codes("y", ANSWERS)
-    targets = answers if task == "classification" else answers[:, None].astype(np.float32)
+    inputs = [name for name in NUMERIC_COLUMNS if duration or name != "duration"]
+    moments = {name: PUBLIC_MOMENTS[name] for name in inputs} if scaling == "public" else table.moments(inputs, train)
+    categories = [CategoryColumn(name, values) for name, values in CATEGORICAL_COLUMNS.items()]
+    encoding = describe_table(table, [*numeric_columns(moments), *categories], "refuse")
+    table.refuse_unknown(table.find_unknown(CATEGORICAL_COLUMNS), CATEGORICAL_COLUMNS)
+    class_indices = table.codes("y", CLASSES)
+    targets = class_indices if task == "classification" else class_indices[:, None].astype(np.float32)
     records = part_from_arrays(encode_rows(table, encoding), targets)
     parts = records.take(train), records.take(test), records.take(validation)
-    columns = {column: table.columns[column][train] for column in CATEGORIES}
-    classes = ANSWERS if task == "classification" else ()
+    columns = {column: table.columns[column][train] for column in CATEGORICAL_COLUMNS}
+    classes = CLASSES if task == "classification" else ()
     return Data("bank", *parts, classes, columns, input_encoding=encoding, target="y")

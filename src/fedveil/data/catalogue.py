@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from fedveil.data.dataset import Data
 
 T = TypeVar("T")
-Positive = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
-Between = Annotated[float, Field(gt=0, lt=1)]
+OpenUnitInterval = Annotated[float, Field(gt=0, lt=1)]
 Task = Literal["classification", "regression"]
-Scaling = Literal["records", "public"]  # with statistics of the training records, or with fixed constants
+Scaling = Literal["records", "public"]  # use statistics of the training records, or fixed constants
 MAX_BYTES = 2**28  # maximum size of a file that is read into memory, such as an image, a CIFAR batch or a download
-OWN = "yours"  # source and licence of users' own files
+USER_FILES = "yours"  # source and licence of users' own files
 METADATA = "HAM10000_metadata.csv"
-_READABLE = "use readable files and folders"
+_READ_FIX = "use readable files and folders"
 
 
 class Download(NamedTuple):
@@ -56,7 +56,7 @@ class DatasetInfo(NamedTuple):
         files: glob patterns for the files of the data set, in order of preference. If a pattern starts with "./", the
             data set is read from the folder that contains the match, otherwise from the match itself. Empty for data
             that come with the library or belong to the user.
-        expected_files: description of the files to put into its folder; for users' own files, an example path.
+        expected_files: description of the files to put into this folder; for users' own files, an example path.
         download: the file to download; None if the data set cannot be downloaded automatically.
     """
 
@@ -74,7 +74,7 @@ class DatasetInfo(NamedTuple):
         """The availability: "embedded" (comes with the library), "found", "missing" or "yours" (passed by the user)."""
         if self.files:
             return "missing" if self._find() is None else "found"
-        return OWN if self.source == OWN else "embedded"
+        return USER_FILES if self.source == USER_FILES else "embedded"
 
     @property
     def where(self) -> Path | None:
@@ -106,14 +106,14 @@ NAMES = read_resource("names.toml", dict[str, dict[str, Words]])
 def load(name: str, *, path: str | Path | None = None, **options: object) -> "Data":
     """Load a data set.
 
-    Without `path`, its files are expected in the folder $FEDVEIL_DATA/`name`. Images are decoded once and cached in
+    Without `path`, the files are expected in $FEDVEIL_DATA/`name`. Images are decoded once and cached in
     $FEDVEIL_CACHE (default ~/.cache/fedveil). The same name, files and options always yield the same records in the
     same order.
 
     Args:
         name: one of `fedveil.data.list_datasets()`, such as "digits", "bank", "cifar10", "lesion", "images", "csv".
-        path: file or folder to read instead.
-        **options: options of the data set; the error for an unknown option lists them.
+        path: file or folder to read instead of $FEDVEIL_DATA/`name`.
+        **options: options of the data set; an unknown option raises an error that lists them.
 
     Raises:
         BadArgument: the name or an option is unknown, or a file is missing, damaged, mislabelled or unreadable.
@@ -132,7 +132,7 @@ def load(name: str, *, path: str | Path | None = None, **options: object) -> "Da
             rule = error.errors()[0]["msg"].removeprefix("Input should be ")
             raise BadArgument(where, f"{option} must be {rule}, got {value!r}") from None
     source = find_source(name, path)
-    with convert_os_errors(source or where, "read", _READABLE):
+    with convert_os_errors(source or where, "read", _READ_FIX):
         return loader(**options) if source is None else loader(path=source, **options)
 
 
@@ -145,8 +145,8 @@ def find_loader(name: str) -> "Callable[..., Data]":
 def _find_info(name: str) -> DatasetInfo:
     if name not in CATALOGUE and (Path(name).suffix or Path(name).exists()):
         kind = "images" if Path(name).is_dir() else "csv"
-        what = f"{name!r} is a file or folder, not the name of a data set"
-        raise BadArgument("load", what, f"use --data {kind} --path {name} (in Python load({kind!r}, path={name!r}))")
+        message = f"{name!r} is a file or folder, not the name of a data set"
+        raise BadArgument("load", message, f"use --data {kind} --path {name} (in Python load({kind!r}, path={name!r}))")
     return CATALOGUE[check_choice("load", "data set", name, CATALOGUE)]
 
 
@@ -167,24 +167,24 @@ def cache_folder() -> Path:
 
 def data_folder() -> Path:
     """Return the folder for the files of data sets: $FEDVEIL_DATA, by default `data` in the cache folder."""
-    given = os.environ.get("FEDVEIL_DATA")
-    return Path(os.path.expanduser(given)) if given else cache_folder() / "data"
+    folder = os.environ.get("FEDVEIL_DATA")
+    return Path(os.path.expanduser(folder)) if folder else cache_folder() / "data"
 
 
 def find_source(name: str, path: str | Path | None = None) -> Path | None:
-    """Return the file or folder to read a data set from: `path`, or the best match in its folder in $FEDVEIL_DATA.
+    """Return the file or folder of a data set: `path`, or the best match in the data set's folder in $FEDVEIL_DATA.
 
     Return None if the data set comes with the library. Refuse an unknown name and missing files.
     """
     info = _find_info(name)
-    given = None if path is None else Path(os.path.expanduser(path))
-    if not info.files and info.source != OWN:
-        if given is not None:
+    file_path = None if path is None else Path(os.path.expanduser(path))
+    if not info.files and info.source != USER_FILES:
+        if file_path is not None:
             fix = f"leave the path out, or use --data csv (or images) --path {path} for your own files"
-            raise BadArgument(f"load({name!r})", "it comes with the library and does not accept a path", fix)
+            raise BadArgument(f"load({name!r})", "the data set comes with the library and does not accept a path", fix)
         return None
-    with convert_os_errors(given or data_folder(), "read", _READABLE):
-        return _find_files(info, given)
+    with convert_os_errors(file_path or data_folder(), "read", _READ_FIX):
+        return _find_files(info, file_path)
 
 
 def _find_files(info: DatasetInfo, path: Path | None) -> Path:
@@ -196,32 +196,32 @@ def _find_files(info: DatasetInfo, path: Path | None) -> Path:
         if path is None or path.is_dir():
             result = _find_inside(info, folder)
             if result is None:
-                what = f"it does not contain {info.name!r}" if folder.is_dir() else "there is no such folder"
-                raise BadArgument(str(folder), what, fix)
+                message = f"it does not contain {info.name!r}" if folder.is_dir() else "there is no such folder"
+                raise BadArgument(str(folder), message, fix)
             return result
     elif path is None:
         example = info.expected_files
         fix = f"use --path {example} (in Python load({info.name!r}, path={example!r}))"
-        raise BadArgument(f"load({info.name!r})", "it needs a path", fix)
+        raise BadArgument(f"load({info.name!r})", "the data set needs a path", fix)
     else:
         fix = "pass an existing file or folder as --path (in Python path=)"
     if not path.exists():
-        what = "it is a broken link" if path.is_symlink() else "there is no such file"
-        raise BadArgument(str(path), what, fix)
+        message = "it is a broken link" if path.is_symlink() else "there is no such file"
+        raise BadArgument(str(path), message, fix)
     return path
 
 
 def _find_inside(info: DatasetInfo, folder: Path) -> Path | None:
-    """Return the best source of a data set in a folder; None if the folder has none."""
+    """Return the best match for a data set in a folder; None if there is none."""
     for pattern in info.files:
-        result = sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
-        if result and pattern.startswith("./"):
+        matches = sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
+        if matches and pattern.startswith("./"):
             return folder
-        if len(result) > 1:
-            what = f"several archives could contain {info.name!r}: {shorten(path.name for path in result)}"
-            raise BadArgument(str(folder), what, "pass one of them as path=, or unpack them into this folder")
-        if result:
-            return result[0]
+        if len(matches) > 1:
+            message = f"several archives could contain {info.name!r}: {shorten(path.name for path in matches)}"
+            raise BadArgument(str(folder), message, "pass one of them as path=, or unpack them into this folder")
+        if matches:
+            return matches[0]
     return None
 
 
@@ -235,5 +235,5 @@ def require_regular(path: Path) -> Path:
 
 def shorten(names: Iterable[str], limit: int = 5) -> str:
     """Join the first few names for a message, and count the others."""
-    listed = list(names)
-    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")
+    all_names = list(names)
+    return ", ".join(all_names[:limit]) + (f" and {len(all_names) - limit} more" if len(all_names) > limit else "")

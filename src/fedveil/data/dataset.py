@@ -23,7 +23,7 @@ from fedveil.records.sources import (
     list_columns,
 )
 
-FEW = 20  # targets with at most this many distinct integers may be classes
+MAX_LIKELY_CLASSES = 20  # targets with at most this many distinct integers may be classes
 
 
 class DataPart(NamedTuple):
@@ -52,8 +52,8 @@ class DataPart(NamedTuple):
 def one_tensor(where: str, inputs: Inputs) -> Tensor:
     """Return the inputs if they are a single tensor; refuse anything else."""
     if not isinstance(inputs, Tensor):
-        what = f"each record is a {type(inputs).__name__} of tensors, but here a record must be a single tensor"
-        raise BadArgument(where, what, "use data whose inputs are a single tensor")
+        message = f"expected each record to be a single tensor, got a {type(inputs).__name__} of tensors"
+        raise BadArgument(where, message, "use data whose inputs are a single tensor")
     return inputs
 
 
@@ -62,17 +62,17 @@ class Data:
     """A data set in memory.
 
     Attributes:
-        name: name under which it was loaded.
-        train: the records that are divided among clients.
+        name: name of the data set.
+        train: the records to divide among clients.
         test: the records that are never used for training.
         validation: records for choosing settings, if the data set has any.
         classes: class names by index; () for regression.
-        columns: values of each training record, by column; `split(..., how="column")` can divide the records by them.
+        columns: values of each training record, by column, for `split(..., how="column")`.
         scale: for images, the mean and standard deviation of each channel, used to standardise pixels in [0, 1].
         target_scale: for a standardised regression target, its mean and standard deviation in the training part.
-        notes: messages to the user about what the loader inferred, left out, filled in or divided.
+        notes: messages about records that the loader divided or left out, and values that it inferred or filled in.
         input_encoding: how the loader encoded the records.
-        target: name of the column that is predicted, if it is known.
+        target: name of the target column, if it is known.
     """
 
     name: str
@@ -90,11 +90,11 @@ class Data:
     def __post_init__(self) -> None:
         for purpose, part in self._parts().items():
             _check_part(f"{self.name}.{purpose}", part, self.classes)
-        records = len(self.train.targets)
+        num_records = len(self.train.targets)
         for column, values in self.columns.items():
-            if len(values) != records:
-                what = f"{len(values)} values for {records} training records"
-                raise BadArgument(f"{self.name}.columns[{column!r}]", what, "pass one value per training record")
+            if len(values) != num_records:
+                message = f"expected {num_records} values, one per training record, got {len(values)}"
+                raise BadArgument(f"{self.name}.columns[{column!r}]", message, "pass one value per training record")
 
     def _parts(self) -> dict[str, DataPart]:
         parts = {"train": self.train, "validation": self.validation, "test": self.test}
@@ -107,16 +107,16 @@ class Data:
 
     @property
     def encoding(self) -> Encoding:
-        """How new records are encoded, for `RunDetails(encoding=...)`."""
+        """The encoding of new records, for `RunDetails(encoding=...)`."""
         return Encoding(self.input_encoding, self.target, self.classes, self.target_scale)
 
     def pixels(self, inputs: Tensor) -> Tensor:
-        """Return images as pixels, clipped to [0, 1]: the inverse of `standardise`."""
+        """Convert images to pixels, clipped to [0, 1]: the inverse of `standardise`."""
         mean, deviation = self._channel_scale(inputs)
         return (inputs * deviation + mean).clamp(0, 1)
 
     def standardise(self, pixels: Tensor) -> Tensor:
-        """Return pixels in [0, 1] as inputs for a model; differentiable."""
+        """Convert pixels in [0, 1] to inputs for a model; differentiable."""
         mean, deviation = self._channel_scale(pixels)
         return (pixels - mean) / deviation
 
@@ -128,8 +128,8 @@ class Data:
     def _channel_scale(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean and standard deviation of each channel, in a shape that broadcasts over these images."""
         if self.scale is None or images.dim() != 4:
-            what = f"records of shape {tuple(images.shape[1:])} are not images"
-            raise BadArgument(self.name, what, "use a data set of images, and a model that takes them as images")
+            message = f"records of shape {tuple(images.shape[1:])} are not images"
+            raise BadArgument(self.name, message, "use a data set of images, and a model that takes them as images")
         mean, deviation = (torch.tensor(part, dtype=images.dtype, device=images.device) for part in self.scale)
         return mean.view(-1, 1, 1), deviation.view(-1, 1, 1)
 
@@ -146,26 +146,28 @@ def _check_part(where: str, part: DataPart, classes: tuple[str, ...]) -> None:
     check_form(where, part)
     inputs, targets = part
     for path, tensor in tensors_by_path(inputs).items():
-        real = tensor.dtype == torch.float32 or not (tensor.is_floating_point() or tensor.is_complex())
-        if not real or tensor.dim() < (2 if tensor is inputs else 1):
-            what = f"{path} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}"
-            raise BadArgument(where, what, "use float32 or integers of shape (records, ...)")
-    dtype, least = (torch.int64, 1) if classes else (torch.float32, 2)
-    if targets.dtype != dtype or targets.dim() < least:
+        is_valid = tensor.dtype == torch.float32 or not (tensor.is_floating_point() or tensor.is_complex())
+        if not is_valid or tensor.dim() < (2 if tensor is inputs else 1):
+            message = f"{path} has dtype {tensor.dtype} and shape {tuple(tensor.shape)}"
+            raise BadArgument(where, message, "use float32 or integers of shape (records, ...)")
+    dtype, min_dim = (torch.int64, 1) if classes else (torch.float32, 2)
+    if targets.dtype != dtype or targets.dim() < min_dim:
         form = "(records,), or (records, ...) with a class at each position" if classes else "(records, outputs)"
-        what = f"targets have dtype {targets.dtype} and shape {tuple(targets.shape)}"
-        raise BadArgument(where, what, f"use {dtype} targets of shape {form}")
+        message = f"targets have dtype {targets.dtype} and shape {tuple(targets.shape)}"
+        raise BadArgument(where, message, f"use {dtype} targets of shape {form}")
     if classes and not 0 <= int(targets.min()) <= int(targets.max()) < len(classes):
-        what = f"targets range from {int(targets.min())} to {int(targets.max())}, but there are {len(classes)} classes"
-        raise BadArgument(where, what, f"use targets from 0 to {len(classes) - 1}")
+        message = (
+            f"targets range from {int(targets.min())} to {int(targets.max())}, but there are {len(classes)} classes"
+        )
+        raise BadArgument(where, message, f"use targets from 0 to {len(classes) - 1}")
 
 
 def part_from_arrays(inputs: NDArray[np.generic], targets: NDArray[np.generic]) -> DataPart:
     """Convert arrays to a `DataPart`; targets become int64 if they are integers, otherwise float32."""
-    kind = np.int64 if targets.dtype.kind in "iu" else np.float32
+    dtype = np.int64 if targets.dtype.kind in "iu" else np.float32
     return DataPart(
         torch.from_numpy(np.ascontiguousarray(inputs, dtype=np.float32)),
-        torch.from_numpy(np.ascontiguousarray(targets, dtype=kind)),
+        torch.from_numpy(np.ascontiguousarray(targets, dtype=dtype)),
     )
 
 
@@ -179,7 +181,7 @@ def from_records(
 ) -> Data:
     """Read a user's training, test and validation records into memory.
 
-    If they do not fit into memory, pass Datasets to `Federation` instead, which reads them batch by batch.
+    If the records do not fit into memory, pass Datasets to `Federation` instead, which reads them in batches.
 
     Args:
         name: name of the data set.
@@ -189,15 +191,15 @@ def from_records(
             arguments of a model's forward. The columns of a DataFrame of inputs are features and become float32, even
             if they are integers; for token ids, pass ``frame.to_numpy()``.
         test: test records, in any of these forms.
-        validation: validation records, in any of these forms; by default none.
-        classes: class names; by default "0", "1", ... if targets are integers, or () for a regression.
+        validation: optional validation records, in any of these forms.
+        classes: class names; by default "0", "1", ... if targets are integers, or () for regression.
 
     Returns:
         The data set. Integers (token ids) become int64; bytes (pixels) and other numbers become float32, unscaled.
         Targets may have a class for each pixel or token.
 
     Raises:
-        BadArgument: a record does not have one of these forms, or differs from the others; the message identifies it.
+        BadArgument: a record does not have one of these forms, or differs from the others; the message says which one.
 
     Example:
         >>> train = np.zeros((3, 2)), np.array([0, 1, 1])
@@ -205,20 +207,34 @@ def from_records(
         >>> from_records("mine", train, test)
         Data('mine', train=3, test=2, input (2,), 2 classes)
     """
-    first, second = read_part(f"{name}.train", train), read_part(f"{name}.test", test)
-    third = None if validation is None else read_part(f"{name}.validation", validation)
+    train_part, test_part = read_part(f"{name}.train", train), read_part(f"{name}.test", test)
+    validation_part = None if validation is None else read_part(f"{name}.validation", validation)
     encoding = NumbersEncoding(list_columns(train))
     for purpose, records in {"test": test, "validation": validation}.items():
         check_same_columns(f"{name}.{purpose}", records, f"{name}.train", encoding.columns)
-    held_out = {"test": second} if third is None else {"test": second, "validation": third}
+    held_out = {"test": test_part} if validation_part is None else {"test": test_part, "validation": validation_part}
     for purpose, part in held_out.items():
-        check_same_form(f"{name}.{purpose}", describe_forms(part), f"{name}.train", describe_forms(first))
-    if first.targets.is_floating_point():
+        check_same_form(f"{name}.{purpose}", describe_forms(part), f"{name}.train", describe_forms(train_part))
+    if train_part.targets.is_floating_point():
         if classes:
             raise BadArgument(f"{name}.train", "classes are given, but targets are not integers", "leave out classes=")
-        return Data(name, first, second, third, notes=_note_classes(first.targets), input_encoding=encoding)
-    count = 1 + max(0, *(int(part.targets.max()) for part in (first, *held_out.values())))
-    return Data(name, first, second, third, tuple(classes or map(str, range(count))), input_encoding=encoding)
+        return Data(
+            name,
+            train_part,
+            test_part,
+            validation_part,
+            notes=_note_classes(train_part.targets),
+            input_encoding=encoding,
+        )
+    num_classes = 1 + max(0, *(int(part.targets.max()) for part in (train_part, *held_out.values())))
+    return Data(
+        name,
+        train_part,
+        test_part,
+        validation_part,
+        tuple(classes or map(str, range(num_classes))),
+        input_encoding=encoding,
+    )
 
 
 def read_part(where: str, records: UserRecords) -> DataPart:
@@ -244,8 +260,8 @@ def _as_feature(inputs: Tensor) -> Tensor:
     """Convert bytes and floating-point numbers to float32, other integers to int64; keep bool and complex unchanged."""
     if inputs.dtype == torch.bool or inputs.is_complex():
         return inputs
-    features = inputs.is_floating_point() or inputs.dtype == torch.uint8
-    return inputs.detach().to(torch.float32 if features else torch.int64)
+    is_feature = inputs.is_floating_point() or inputs.dtype == torch.uint8
+    return inputs.detach().to(torch.float32 if is_feature else torch.int64)
 
 
 def _note_classes(targets: Tensor) -> tuple[str, ...]:
@@ -253,7 +269,7 @@ def _note_classes(targets: Tensor) -> tuple[str, ...]:
     if targets[0].numel() > 1:
         return ()
     values = np.unique(targets.cpu().numpy())
-    if len(values) > FEW or (values != np.rint(values)).any():
+    if len(values) > MAX_LIKELY_CLASSES or (values != np.rint(values)).any():
         return ()
-    result = f"targets are floating-point numbers with {len(values)} distinct integer values"
-    return (f"{result} and are treated as regression targets; pass them as int64 if they are classes",)
+    description = f"targets are floating-point numbers with {len(values)} distinct integer values"
+    return (f"{description} and are treated as regression targets; pass them as int64 if they are classes",)

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 from fedveil.checks import check_choice
-from fedveil.data.archives import DAMAGE, read_member
+from fedveil.data.archives import READ_ERRORS, read_member
 from fedveil.data.catalogue import CATALOGUE, Download, data_folder
 from fedveil.errors import BadArgument
 from fedveil.files import write_atomically
@@ -24,43 +24,44 @@ def get(name: str, folder: str | Path | None = None, progress: Progress | None =
 
     Args:
         name: name of the data set.
-        folder: folder that contains one folder per data set; $FEDVEIL_DATA by default.
-        progress: called with the fraction downloaded so far, and the size so far as text.
+        folder: folder with one subfolder per data set; $FEDVEIL_DATA by default.
+        progress: function to call with the fraction downloaded so far and a text with the number of megabytes.
 
     Raises:
         BadArgument: the data set needs no download, cannot be downloaded automatically, or the download failed; the
-            message states which file to put where.
+            message names the file and the folder to put it into.
     """
     entry = CATALOGUE[check_choice("get", "data set", name, CATALOGUE)]
     if not entry.files:
         raise BadArgument("get", f"{name!r} does not need to be downloaded", f"use fedveil.data.load({name!r})")
-    home = (data_folder() if folder is None else Path(os.path.expanduser(folder))) / name
+    destination = (data_folder() if folder is None else Path(os.path.expanduser(folder))) / name
     if entry.download is None:
-        fix = f"download it from {entry.source} (you must accept the terms) and put {entry.expected_files} into {home}"
+        fix = f"download it from {entry.source} (you must accept the terms) "
+        fix += f"and put {entry.expected_files} into {destination}"
         raise BadArgument("get", f"{name!r} cannot be downloaded automatically", fix)
-    source, target = entry.download, home / entry.download.file
-    fix = f"run the command again, or put {target.name} into {home} yourself"
+    source, target = entry.download, destination / entry.download.file
+    fix = f"run the command again, or put {target.name} into {destination} yourself"
     try:
         if target.exists():
             if not target.is_file() or compute_digest(target, source.digest) != source.digest:
-                what = f"a different file with this name exists (its checksum is not {source.digest})"
-                raise BadArgument(str(target), what, "move it elsewhere, and run the command again")
+                message = f"a different file with this name exists (its checksum is not {source.digest})"
+                raise BadArgument(str(target), message, "move it elsewhere, and run the command again")
             return target
         content = _unpack(_receive(source, progress), source)
-    except (http.client.HTTPException, KeyError, *DAMAGE) as error:
+    except (http.client.HTTPException, KeyError, *READ_ERRORS) as error:
         raise BadArgument(source.url, f"the download failed: {error}", fix) from error
     if compute_digest(content, source.digest) != source.digest:
-        what = f"the download is not the expected file (its checksum is not {source.digest}) and was discarded"
-        raise BadArgument(source.url, what, fix)
+        message = f"the download is not the expected file (its checksum is not {source.digest}) and was discarded"
+        raise BadArgument(source.url, message, fix)
     return write_atomically(target, content)
 
 
 def _receive(source: Download, progress: Progress | None) -> bytes:
     """Return the bytes that the server sends; raise OSError if there are too many."""
     content = bytearray()
-    with urllib.request.urlopen(source.url, timeout=_TIMEOUT) as answer:
-        total = answer.length or 0
-        while block := answer.read(_BLOCK):
+    with urllib.request.urlopen(source.url, timeout=_TIMEOUT) as response:
+        total = response.length or 0
+        while block := response.read(_BLOCK):
             content += block
             if max(total, len(content)) > source.max_bytes:
                 raise OSError(f"the file is larger than the maximum of {source.max_bytes} bytes")
@@ -74,13 +75,13 @@ def _receive(source: Download, progress: Progress | None) -> bytes:
 def _unpack(content: bytes, source: Download) -> bytes:
     """Return the file, extracted from nested zip files if necessary."""
     for member in source.members:
-        with zipfile.ZipFile(io.BytesIO(content)) as opened:
-            content = read_member(opened, member, source.max_bytes)
+        with zipfile.ZipFile(io.BytesIO(content)) as zip_file:
+            content = read_member(zip_file, member, source.max_bytes)
     return content
 
 
 def compute_digest(content: Path | bytes, expected: str) -> str:
     """Compute the checksum of a file or of bytes, with the same algorithm as `expected`, such as "md5:..."."""
-    kind = expected.partition(":")[0]
+    algorithm = expected.partition(":")[0]
     with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
-        return f"{kind}:{hashlib.file_digest(file, kind).hexdigest()}"
+        return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"

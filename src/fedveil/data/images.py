@@ -1,4 +1,4 @@
-"""Load any folder or zip file of images, with one folder per class; decoded images are cached."""
+"""Load any folder or zip file of images with one folder per class, and cache the decoded images."""
 
 import hashlib
 import io
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from fedveil.data.archives import Archive, open_archive
-from fedveil.data.catalogue import Between, Positive, Scaling, Seed, cache_folder, require_regular, shorten
+from fedveil.data.catalogue import OpenUnitInterval, PositiveInt, Scaling, Seed, cache_folder, require_regular, shorten
 from fedveil.data.dataset import Data, DataPart
 from fedveil.data.splits import Indices, choose_subset, divide_classes
 from fedveil.errors import BadArgument
@@ -25,14 +25,14 @@ from fedveil.files import require_memory, write_atomically
 from fedveil.records.encoding import ImageEncoding
 
 PURPOSES = ("train", "test")
-FORM = "train/<class>/<image> and test/<class>/<image>"
-ANY_FORM = f"use <class>/<image> with at least two classes, or {FORM}"
+LAYOUT = "train/<class>/<image> and test/<class>/<image>"
+LAYOUT_FIX = f"use <class>/<image> with at least two classes, or {LAYOUT}"
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 TEST_SHARE = 0.2
 Bytes = NDArray[np.uint8]
 Channels = tuple[float, ...]
 Arrays = Mapping[str, NDArray[Any]]
-PUBLIC: tuple[Channels, Channels] = ((0.5,) * 3, (0.25,) * 3)
+PUBLIC_SCALE: tuple[Channels, Channels] = ((0.5,) * 3, (0.25,) * 3)
 _CACHE_VERSION = "2"
 
 
@@ -57,14 +57,14 @@ class ImageSet(NamedTuple):
 def images(
     *,
     path: Path,
-    size: Positive = 32,
-    train_size: Positive | None = None,
-    test_size: Positive | None = None,
-    test_share: Between | None = None,
+    size: PositiveInt = 32,
+    train_size: PositiveInt | None = None,
+    test_size: PositiveInt | None = None,
+    test_share: OpenUnitInterval | None = None,
     seed: Seed = 0,
     scaling: Scaling = "records",
 ) -> Data:
-    """Load a folder or zip file of images, with one folder per class, and standardise channels with the training part.
+    """Load a folder or zip file of images with one folder per class, and standardise the channels.
 
     If there is no folder test/, each class is divided at random, and `notes` reports this.
 
@@ -89,24 +89,26 @@ def images(
         test = sum(file.purpose == "test" for file in files)
         parts = f"{len(files) - test:,} images for training, {test:,} for testing"
         notes = [f"divided at random within each class: {parts}"]
-    result = read_files(archive, files, size)
-    scale = PUBLIC if scaling == "public" else _statistics(result.pixels[result.train])
-    data = assemble(path.stem, result, scale, (train_size, test_size))
+    image_set = read_files(archive, files, size)
+    scale = PUBLIC_SCALE if scaling == "public" else _statistics(image_set.pixels[image_set.train])
+    data = assemble(path.stem, image_set, scale, (train_size, test_size))
     return replace(data, notes=(*notes, *_note_left_out(archive, files)))
 
 
 def read_class_folders(path: Path, size: int, classes: Sequence[str] = ()) -> tuple[DataPart, tuple[str, ...]]:
     """Return the images of a folder or zip file with one folder per class, with pixels in [0, 1], and the classes.
 
-    If `classes` is given, there may be no other classes.
+    If `classes` is given, images of other classes are refused.
     """
     archive = open_archive(path)
     files = _find_class_folders(archive)
-    known = tuple(classes or sorted({file.label for file in files}))
-    if unknown := sorted({file.label for file in files} - set(known)):
-        raise BadArgument(str(path), f"it has unknown classes: {shorten(unknown)}", f"use {shorten(known, 10)}")
+    class_names = tuple(classes or sorted({file.label for file in files}))
+    if unknown := sorted({file.label for file in files} - set(class_names)):
+        raise BadArgument(
+            str(path), f"it has unknown classes: {shorten(unknown)}", f"use the classes {shorten(class_names, 10)}"
+        )
     pixels = torch.from_numpy(decode_images(archive, [file.name for file in files], size))
-    return DataPart(pixels.float() / 255, torch.tensor([known.index(file.label) for file in files])), known
+    return DataPart(pixels.float() / 255, torch.tensor([class_names.index(file.label) for file in files])), class_names
 
 
 def assemble(
@@ -129,89 +131,98 @@ def assemble(
     train = images.train[choose_subset(where, "train_size", targets[images.train], sizes[0])]
     test = images.test[choose_subset(where, "test_size", targets[images.test], sizes[1])]
     parts = [_standardise(images.pixels[rows], targets[rows], scale) for rows in (train, test)]
-    chosen = {column: values[train] for column, values in (columns or {}).items()}
+    train_columns = {column: values[train] for column, values in (columns or {}).items()}
     encoding = ImageEncoding(images.pixels.shape[-1], *scale)
-    return Data(name, parts[0], parts[1], classes=images.classes, columns=chosen, scale=scale, input_encoding=encoding)
+    return Data(
+        name, parts[0], parts[1], classes=images.classes, columns=train_columns, scale=scale, input_encoding=encoding
+    )
 
 
 def read_files(archive: Archive, files: Sequence[ImageFile], side: int, classes: Sequence[str] = ()) -> ImageSet:
     """Decode images; if `classes` is given, the names of the folders must be exactly these classes."""
-    result = {purpose: {file.label for file in files if file.purpose == purpose} for purpose in PURPOSES}
-    known = tuple(classes or sorted(result["train"]))
-    _check_classes(archive, result, known, complete=bool(classes))
-    targets = np.array([known.index(file.label) for file in files], dtype=np.int64)
+    labels_by_purpose = {purpose: {file.label for file in files if file.purpose == purpose} for purpose in PURPOSES}
+    class_names = tuple(classes or sorted(labels_by_purpose["train"]))
+    _check_classes(archive, labels_by_purpose, class_names, complete=bool(classes))
+    targets = np.array([class_names.index(file.label) for file in files], dtype=np.int64)
     pixels = decode_images(archive, [file.name for file in files], side)
     train, test = (np.flatnonzero([file.purpose == purpose for file in files]) for purpose in PURPOSES)
-    return ImageSet(pixels, targets, train, test, known)
+    return ImageSet(pixels, targets, train, test, class_names)
 
 
 def find_image_files(archive: Archive) -> list[ImageFile]:
     """Return the files in folders called train or test, at any depth."""
-    result = []
+    files = []
     for name in archive.names:
         parts = PurePosixPath(name).parts
         start = next((index for index, part in enumerate(parts[:-1]) if part in PURPOSES), None)
         if start is None:
             continue
         if len(parts) - start != 3:
-            fix = f"use {FORM}; if train or test is a class here, rename its folder"
+            fix = f"use {LAYOUT}; if train or test is a class here, rename its folder"
             raise BadArgument(archive.where(name), "an image must be in the folder of its class", fix)
-        result.append(ImageFile(name, parts[start], parts[start + 1]))
-    return result
+        files.append(ImageFile(name, parts[start], parts[start + 1]))
+    return files
 
 
 def _find_class_folders(archive: Archive) -> list[ImageFile]:
     """Return the images of an archive without train/ and test/; the folder of an image is its class."""
     images = {name: PurePosixPath(name) for name in archive.names if PurePosixPath(name).suffix.lower() in SUFFIXES}
     if not images:
-        raise BadArgument(str(archive.path), f"there are no images in it ({', '.join(SUFFIXES)})", ANY_FORM)
+        raise BadArgument(str(archive.path), f"there are no images in it ({', '.join(SUFFIXES)})", LAYOUT_FIX)
     first = next(iter(images.values()))
     for name, image in images.items():
         if len(image.parts) < 2 or image.parent.parent != first.parent.parent:
-            what = "an image must be in the folder of its class, and all class folders must have the same parent"
-            raise BadArgument(archive.where(name), what, ANY_FORM)
+            message = "an image must be in the folder of its class, and all class folders must have the same parent"
+            raise BadArgument(archive.where(name), message, LAYOUT_FIX)
     if len({image.parent for image in images.values()}) < 2:
-        what = f"all images are in one folder, {first.parent}, so there is only one class"
-        raise BadArgument(str(archive.path), what, ANY_FORM)
+        message = f"all images are in one folder, {first.parent}, so there is only one class"
+        raise BadArgument(str(archive.path), message, LAYOUT_FIX)
     return [ImageFile(name, "train", image.parent.name) for name, image in images.items()]
 
 
-def _divide(archive: Archive, files: Sequence[ImageFile], share: float, seed: int) -> list[ImageFile]:
+def _divide(archive: Archive, files: Sequence[ImageFile], fraction: float, seed: int) -> list[ImageFile]:
     """Set aside the same fraction of each class for testing."""
     labels, targets = np.unique([file.label for file in files], return_inverse=True)
-    _, test = divide_classes(targets, share, seed)
+    _, test = divide_classes(targets, fraction, seed)
     if not len(test):
-        what = f"each of the {len(labels)} classes has only one image, so there are none to test on"
-        raise BadArgument(str(archive.path), what, "use more images")
-    chosen = set(test.tolist())
-    return [file._replace(purpose="test") if row in chosen else file for row, file in enumerate(files)]
+        message = f"each of the {len(labels)} classes has only one image, so there are none to test on"
+        raise BadArgument(str(archive.path), message, "use more images")
+    test_rows = set(test.tolist())
+    return [file._replace(purpose="test") if row in test_rows else file for row, file in enumerate(files)]
 
 
 def _note_left_out(archive: Archive, files: Sequence[ImageFile]) -> list[str]:
     """Return a note about unused files: images outside train/ and test/, and files without an image suffix."""
     names = {file.name for file in files}
     folders = {PurePosixPath(name).parent for name in names}
-    left = [PurePosixPath(name) for name in archive.names if name not in names]
-    left = [path for path in left if path.suffix.lower() in SUFFIXES or path.parent in folders]
-    description = f"{len(left):,} file{'s' * (len(left) > 1)}"
-    return [f"left out {description}, such as {left[0]}: not in train/ or test/, or no image suffix"] if left else []
+    unused = [PurePosixPath(name) for name in archive.names if name not in names]
+    unused = [path for path in unused if path.suffix.lower() in SUFFIXES or path.parent in folders]
+    description = f"{len(unused):,} file{'s' * (len(unused) > 1)}"
+    return (
+        [f"left out {description}, such as {unused[0]}: not in train/ or test/, or without an image suffix"]
+        if unused
+        else []
+    )
 
 
 def _check_classes(
-    archive: Archive, by_purpose: dict[str, set[str]], known: tuple[str, ...], *, complete: bool
+    archive: Archive, labels_by_purpose: dict[str, set[str]], class_names: tuple[str, ...], *, complete: bool
 ) -> None:
     """Refuse parts without images, folders that are not known classes and, if `complete`, missing classes."""
-    for purpose, labels in by_purpose.items():
-        unknown, missing = sorted(labels - set(known)), sorted(set(known) - labels)
+    for purpose, labels in labels_by_purpose.items():
+        unknown, missing = sorted(labels - set(class_names)), sorted(set(class_names) - labels)
         if not labels:
-            what, fix = f"there are no images in {purpose}/", f"use {FORM}"
+            message, fix = f"there are no images in {purpose}/", f"use {LAYOUT}"
         elif unknown:
-            what, fix = f"{purpose}/ has unknown classes: {shorten(unknown)}", f"use the classes {shorten(known, 10)}"
+            message, fix = (
+                f"{purpose}/ has unknown classes: {shorten(unknown)}",
+                f"use the classes {shorten(class_names, 10)}",
+            )
         elif missing and complete:
-            what, fix = f"{purpose}/ has no images of {shorten(missing)}", "download the archive again"
+            message, fix = f"{purpose}/ has no images of {shorten(missing)}", "download the archive again"
         else:
             continue
-        raise BadArgument(str(archive.path), what, fix)
+        raise BadArgument(str(archive.path), message, fix)
 
 
 def decode_images(archive: Archive, names: Sequence[str], side: int) -> Bytes:
@@ -224,19 +235,19 @@ def _decode_all(archive: Archive, names: Sequence[str], side: int) -> Bytes:
     try:
         import PIL.Image
     except ImportError as error:
-        what = "reading image files needs Pillow, which is not installed"
-        raise BadArgument("images", what, "pip install 'fedveil[images]'") from error
+        message = "reading image files needs Pillow, which is not installed"
+        raise BadArgument("images", message, "pip install 'fedveil[images]'") from error
     shape = (len(names), 3, side, side)
     with _reserve(shape, 1), archive.reader() as read:
         pixels = np.empty(shape, dtype=np.uint8)
         for index, name in enumerate(names):
             content = read(name)
             try:
-                with PIL.Image.open(io.BytesIO(content)) as opened:
-                    image = opened.convert("RGB")
-            except Exception as error:  # images that are damaged or have too many pixels raise many kinds of errors
-                what = f"not a readable image: {error}"
-                raise BadArgument(archive.where(name), what, "replace it or leave it out") from error
+                with PIL.Image.open(io.BytesIO(content)) as image_file:
+                    image = image_file.convert("RGB")
+            except Exception as error:  # damaged or very large images raise errors of many types
+                message = f"not a readable image: {error}"
+                raise BadArgument(archive.where(name), message, "replace it or leave it out") from error
             if image.size != (side, side):
                 image = image.resize((side, side), PIL.Image.Resampling.BILINEAR)
             pixels[index] = np.asarray(image).transpose(2, 0, 1)
@@ -245,24 +256,24 @@ def _decode_all(archive: Archive, names: Sequence[str], side: int) -> Bytes:
 
 def _reserve(shape: Sequence[int], width: int) -> AbstractContextManager[None]:
     """Refuse images that need more memory than is available, at `width` bytes per value."""
-    what = f"{shape[0]:,} images of {shape[2]} x {shape[3]} pixels"
+    message = f"{shape[0]:,} images of {shape[2]} x {shape[3]} pixels"
     fix = "choose a smaller size, such as --size 32, or fewer images"
-    return require_memory("images", what, fix, width * math.prod(shape))
+    return require_memory("images", message, fix, width * math.prod(shape))
 
 
 def encode_images(pixels: Bytes, encoding: ImageEncoding) -> Tensor:
-    """Return images as a model's inputs, given their bytes, of shape (n, 3, size, size)."""
+    """Convert image bytes of shape (n, 3, size, size) to inputs for a model."""
     inputs = _standardise(pixels, np.zeros(len(pixels), dtype=np.int64), (encoding.mean, encoding.deviation)).tensor
     return inputs if encoding.pool == 1 else avg_pool2d(inputs, encoding.pool)
 
 
 def _statistics(pixels: Bytes) -> tuple[Channels, Channels]:
-    """Return the mean and standard deviation of each channel, for pixels in [0, 1]; replace a deviation of 0 with 1."""
+    """Return the mean and standard deviation of each channel, for pixels in [0, 1]; a deviation of 0 becomes 1."""
     values = np.arange(256) / 255
     counts = np.stack([np.bincount(pixels[:, channel].reshape(-1), minlength=256) for channel in range(3)])
-    shares = counts / counts.sum(1, keepdims=True)
-    mean = shares @ values
-    deviation = np.sqrt((shares * (values - mean[:, None]) ** 2).sum(1))
+    frequencies = counts / counts.sum(1, keepdims=True)
+    mean = frequencies @ values
+    deviation = np.sqrt((frequencies * (values - mean[:, None]) ** 2).sum(1))
     return tuple(mean.tolist()), tuple(np.where(deviation, deviation, 1.0).tolist())
 
 
@@ -275,16 +286,16 @@ def _standardise(pixels: Bytes, targets: Indices, scale: tuple[Channels, Channel
 
 
 def use_cache(key: tuple[str, ...], build: Callable[[], Arrays]) -> Arrays:
-    """Return the arrays that `build` creates, or read them from the cache if it contains this `key`.
+    """Return the arrays cached under `key`, or build and cache them.
 
-    A damaged cache file is replaced; if the cache cannot be written, the arrays are not cached.
+    A damaged cache file is replaced. If the cache cannot be written, the arrays are only returned.
     """
     digest = hashlib.sha256(os.fsencode("\n".join((_CACHE_VERSION, *key)))).hexdigest()[:32]
     path = cache_folder() / f"{digest}.npz"
     # if the file is missing or damaged (zip checksums detect this), build the arrays
-    with suppress(Exception), require_regular(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
-        if stored.files:
-            return {name: stored[name] for name in stored.files}
+    with suppress(Exception), require_regular(path).open("rb") as file, np.load(file, allow_pickle=False) as cached:
+        if cached.files:
+            return {name: cached[name] for name in cached.files}
     arrays = build()
     with suppress(BadArgument):
         write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays))

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from fedveil.data.archives import Archive, open_archive
-from fedveil.data.catalogue import METADATA, Positive
+from fedveil.data.catalogue import METADATA, PositiveInt
 from fedveil.data.dataset import Data
 from fedveil.data.images import SUFFIXES, ImageSet, assemble, decode_images
 from fedveil.data.splits import divide_groups
@@ -23,7 +23,7 @@ COLUMNS = ("dx_type", "sex", "localization")
 
 
 def lesion(
-    *, path: Path, train_size: Positive | None = None, test_size: Positive | None = None, size: Side = SIDE
+    *, path: Path, train_size: PositiveInt | None = None, test_size: PositiveInt | None = None, size: Side = SIDE
 ) -> Data:
     """Load HAM10000: up to 10,015 images of skin lesions, seven classes, split 80:20; no lesion is in both parts.
 
@@ -51,35 +51,35 @@ def lesion(
 
 def _read_metadata(archive: Archive) -> CsvTable:
     """Read the metadata from the archive or from the file next to it."""
-    inside = [name for name in archive.names if PurePosixPath(name).name == METADATA]
+    members = [name for name in archive.names if PurePosixPath(name).name == METADATA]
     sibling = archive.path.parent / METADATA
-    if inside:
+    if members:
         with archive.reader() as read:
-            table = parse_table(archive.where(inside[0]), read(inside[0]))
+            table = parse_table(archive.where(members[0]), read(members[0]))
     elif sibling.is_file():
         table = read_table(sibling)
     else:
-        what, fix = f"there is no {METADATA} in it or next to it", f"put {METADATA} next to it"
-        raise BadArgument(str(archive.path), what, fix)
+        message, fix = f"there is no {METADATA} in it or next to it", f"put {METADATA} next to it"
+        raise BadArgument(str(archive.path), message, fix)
     table.require_columns(["lesion_id", "image_id", "dx", *COLUMNS])
     return table
 
 
 def _match_images(archive: Archive, table: CsvTable) -> tuple[list[str], list[int]]:
     """Return the image files and, for each, the row of the metadata that describes it."""
-    row_of: dict[str, int] = {}
+    row_by_image: dict[str, int] = {}
     for row, image in enumerate(table.columns["image_id"]):
-        if image in row_of:
+        if image in row_by_image:
             table.refuse(row, "image_id", f"{image!r} is listed twice", "keep one row per image")
-        row_of[image] = row
+        row_by_image[image] = row
     names = [name for name in archive.names if PurePosixPath(name).suffix.lower() in SUFFIXES]
     if not names:
         raise BadArgument(str(archive.path), "there are no images in it", "add the HAM10000 images, as .jpg files")
     rows = []
     for name in names:
         image = PurePosixPath(name).stem
-        if image not in row_of:
+        if image not in row_by_image:
             fix = "remove it, or correct the table"
             raise BadArgument(archive.where(name), f"{METADATA} does not list {image!r}", fix)
-        rows.append(row_of[image])
+        rows.append(row_by_image[image])
     return names, rows

@@ -16,9 +16,9 @@ from fedveil.errors import BadArgument
 
 Indices = NDArray[np.int64]
 HALVES = ("first-half", "second-half")
-LABELS = "use class indices such as 0-4 or 1,3,5, or first-half, or second-half"
-WAYS = ("iid", "dirichlet", "column")
-DRAWS = 100  # number of Dirichlet draws, after which a client without records is an error
+LABELS_FIX = "use class indices such as 0-4 or 1,3,5, or first-half, or second-half"
+METHODS = ("iid", "dirichlet", "column")
+MAX_DRAWS = 100  # maximum number of Dirichlet draws until each client has records
 SEED = 20220  # seed for divisions that are part of a data set's definition
 
 
@@ -30,7 +30,7 @@ def split(
     Args:
         data: the data set.
         clients: number of clients.
-        how: "iid" (equal shares, chosen at random), "dirichlet" (each class is divided in proportions drawn from a
+        how: "iid" (equal parts, chosen at random), "dirichlet" (each class is divided in proportions drawn from a
             symmetric Dirichlet distribution) or "column" (records with the same value stay together).
         seed: seed for the division.
         alpha: parameter of the Dirichlet distribution; smaller values make clients differ more.
@@ -47,124 +47,126 @@ def split(
 
     Example:
         >>> from fedveil.data import load
-        >>> [len(share) for share in split(load("digits"), 4)]
+        >>> [len(rows) for rows in split(load("digits"), 4)]
         [360, 360, 359, 359]
     """
-    check_choice("split", "split", how, WAYS)
+    check_choice("split", "split", how, METHODS)
     records = len(data.train.targets)
     check_count("split", "seed", seed, 0)
     if check_count("split", "clients", clients, 1) > records:
-        what = f"{clients} clients cannot share {records} records"
-        raise BadArgument("split", what, f"use at most {records} clients")
+        message = f"{clients} clients cannot share {records} records"
+        raise BadArgument("split", message, f"use at most {records} clients")
     if column is not None and how != "column":
         raise BadArgument("split", f'column={column!r} does not apply to how="{how}"', 'use how="column"')
     rng = np.random.default_rng(seed)
     if how == "iid":
-        shares = np.array_split(rng.permutation(records), clients)
+        parts = np.array_split(rng.permutation(records), clients)
     elif how == "dirichlet":
-        shares = _split_classes(data, clients, alpha, rng)
+        parts = _split_classes(data, clients, alpha, rng)
     else:
-        shares = _split_values(data, clients, column)
-    # shuffle each share, so that its batches are mixed
-    return [torch.from_numpy(rng.permutation(share).astype(np.int64)) for share in shares]
+        parts = _split_values(data, clients, column)
+    # shuffle each part, so that its batches are mixed
+    return [torch.from_numpy(rng.permutation(part).astype(np.int64)) for part in parts]
 
 
 def _split_classes(data: Data, clients: int, alpha: float, rng: Generator) -> list[Indices]:
     """Give clients different class frequencies; smaller values of alpha make them differ more."""
     if not data.classes or data.train.targets.dim() > 1:
-        has = "has one at each position" if data.classes else "is for regression"
-        what = f"a Dirichlet split needs one class per record, but {data.name!r} {has}"
-        raise BadArgument("split", what, 'use how="iid" or how="column"')
+        description = "has one at each position" if data.classes else "is for regression"
+        message = f"a Dirichlet split needs one class per record, but {data.name!r} {description}"
+        raise BadArgument("split", message, 'use how="iid" or how="column"')
     check_positive("split", "alpha", alpha, "use 0.5, a common choice; 100 is nearly iid")
     targets = data.train.targets.numpy()
     groups = [np.flatnonzero(targets == label) for label in range(len(data.classes))]
-    for _ in range(DRAWS):
-        shares = _draw_dirichlet(groups, clients, alpha, rng)
-        if shares and all(len(share) for share in shares):
-            return shares
-    what = f"in each of {DRAWS} draws with alpha={alpha}, some of {clients} clients got no records"
-    raise BadArgument("split", what, "use a larger alpha or fewer clients")
+    for _ in range(MAX_DRAWS):
+        parts = _draw_dirichlet(groups, clients, alpha, rng)
+        if parts and all(len(part) for part in parts):
+            return parts
+    message = f"in each of {MAX_DRAWS} draws with alpha={alpha}, some of the {clients} clients got no records"
+    raise BadArgument("split", message, "use a larger alpha or fewer clients")
 
 
 def _draw_dirichlet(groups: list[Indices], clients: int, alpha: float, rng: Generator) -> list[Indices]:
     """Divide each class in random proportions; return [] if alpha is too extreme for NumPy."""
-    shares: list[list[Indices]] = [[] for _ in range(clients)]
+    parts: list[list[Indices]] = [[] for _ in range(clients)]
     for records in groups:
         proportions = rng.dirichlet(np.full(clients, alpha))
         if not math.isclose(proportions.sum(), 1.0, rel_tol=1e-6):
             return []
-        cuts = np.rint(np.cumsum(proportions)[:-1] * len(records)).astype(np.int64)
-        for share, piece in zip(shares, np.split(rng.permutation(records), cuts), strict=True):
-            share.append(piece)
-    return [np.concatenate(share) for share in shares]
+        split_points = np.rint(np.cumsum(proportions)[:-1] * len(records)).astype(np.int64)
+        for part, rows in zip(parts, np.split(rng.permutation(records), split_points), strict=True):
+            part.append(rows)
+    return [np.concatenate(part) for part in parts]
 
 
 def _split_values(data: Data, clients: int, column: str | None) -> list[Indices]:
     """Assign each group of records with the same value, largest first, to the client with the fewest records."""
     if column is None:
-        named = ", ".join(repr(name) for name in sorted(data.columns))
-        fix = f"set column= to one of {named}" if named else f"use 'iid' or 'dirichlet': {data.name!r} has no columns"
+        names = ", ".join(repr(name) for name in sorted(data.columns))
+        fix = f"set column= to one of {names}" if names else f"use 'iid' or 'dirichlet': {data.name!r} has no columns"
         raise BadArgument("split", 'how="column" needs a column', fix)
     check_choice(f"split of {data.name!r}", "column", column, data.columns)
-    values, group_of = np.unique(np.asarray(data.columns[column]), return_inverse=True)
+    values, group_indices = np.unique(np.asarray(data.columns[column]), return_inverse=True)
     if clients > len(values):
-        what = f"{clients} clients, but column {column!r} has only {len(values)} values"
-        raise BadArgument("split", what, f"use --clients {len(values)} (in Python clients={len(values)}), or fewer")
-    groups = sorted((np.flatnonzero(group_of == g) for g in range(len(values))), key=len, reverse=True)
-    shares: list[list[Indices]] = [[] for _ in range(clients)]
+        message = f"{clients} clients are too many: column {column!r} has only {len(values)} values"
+        raise BadArgument("split", message, f"use --clients {len(values)} (in Python clients={len(values)}), or fewer")
+    groups = sorted((np.flatnonzero(group_indices == g) for g in range(len(values))), key=len, reverse=True)
+    parts: list[list[Indices]] = [[] for _ in range(clients)]
     for records in groups:
-        min(shares, key=lambda share: sum(map(len, share))).append(records)
-    return [np.concatenate(share) for share in shares]
+        min(parts, key=lambda part: sum(map(len, part))).append(records)
+    return [np.concatenate(part) for part in parts]
 
 
-def divide(records: int, shares: tuple[float, ...], seed: int = SEED) -> list[Indices]:
-    """Return record indices in random order, divided according to `shares`, which must add up to 1."""
+def divide(records: int, fractions: tuple[float, ...], seed: int = SEED) -> list[Indices]:
+    """Return record indices in random order, divided according to `fractions`, which must add up to 1."""
     order = np.random.default_rng(seed).permutation(records)
-    cuts = np.rint(np.cumsum(shares)[:-1] * records).astype(np.int64)
-    return list(np.split(order, cuts))
+    split_points = np.rint(np.cumsum(fractions)[:-1] * records).astype(np.int64)
+    return list(np.split(order, split_points))
 
 
-def divide_classes(targets: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
-    """Divide each class into parts of about 1 - `share` and `share`; a class with two or more records is in both."""
+def divide_classes(targets: Indices, fraction: float, seed: int) -> tuple[Indices, Indices]:
+    """Divide each class into 1 - `fraction` and `fraction`; a class of two or more records is in both parts."""
     rng = np.random.default_rng(seed)
     train, test = [], []
     for label in np.unique(targets):
         records = rng.permutation(np.flatnonzero(targets == label))
-        size = min(max(1, round(share * len(records))), len(records) - 1)
+        size = min(max(1, round(fraction * len(records))), len(records) - 1)
         test.append(records[:size])
         train.append(records[size:])
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(test))
 
 
-def hold_out(data: Data, share: float) -> Data:
+def hold_out(data: Data, fraction: float) -> Data:
     """Move a fraction of the training records of a data set to its validation part, with a fixed seed.
 
-    The proportions of the classes stay the same. Statistics that the loader computed from the training records include
-    both parts.
+    Class proportions are preserved. Statistics that the loader computed from the training records still include both
+    parts.
     """
     if data.validation is not None:
         raise BadArgument("validation", f"{data.name!r} already has validation records", "use --validation own")
     targets = data.train.targets
-    train, held = (
-        divide_classes(targets.numpy(), share, SEED)
+    train, held_out = (
+        divide_classes(targets.numpy(), fraction, SEED)
         if data.classes and targets.dim() == 1
-        else divide(len(targets), (1 - share, share))
+        else divide(len(targets), (1 - fraction, fraction))
     )
-    if not (len(train) and len(held)):
+    if not (len(train) and len(held_out)):
         raise BadArgument("validation", f"{len(targets)} records are too few to divide", "use another fraction")
     columns = {name: values[train] for name, values in data.columns.items()}
-    return dataclasses.replace(data, train=data.train.take(train), validation=data.train.take(held), columns=columns)
+    return dataclasses.replace(
+        data, train=data.train.take(train), validation=data.train.take(held_out), columns=columns
+    )
 
 
-def divide_groups(groups: Indices, share: float, seed: int = SEED) -> tuple[Indices, Indices]:
-    """Divide records into parts of about `share` and 1 - `share`, in random order; no group is in both."""
+def divide_groups(groups: Indices, fraction: float, seed: int = SEED) -> tuple[Indices, Indices]:
+    """Divide records into parts of about `fraction` and 1 - `fraction`, in random order; no group is in both."""
     rng = np.random.default_rng(seed)
-    names, sizes = np.unique(groups, return_counts=True)
-    order = rng.permutation(len(names))
-    first = names[order][np.cumsum(sizes[order]) <= share * len(groups)]
+    group_ids, sizes = np.unique(groups, return_counts=True)
+    order = rng.permutation(len(group_ids))
+    first_groups = group_ids[order][np.cumsum(sizes[order]) <= fraction * len(groups)]
     records = rng.permutation(len(groups))
-    inside = np.isin(groups[records], first)
-    return records[inside], records[~inside]
+    is_first = np.isin(groups[records], first_groups)
+    return records[is_first], records[~is_first]
 
 
 def choose_subset(where: str, option: str, targets: Indices, size: int | None) -> Indices:
@@ -177,14 +179,15 @@ def choose_subset(where: str, option: str, targets: Indices, size: int | None) -
     if size is None:
         return order
     if size > len(targets):
-        what = f"{option} is {size}, but there are only {len(targets)} records"
-        raise BadArgument(where, what, f"use at most {len(targets)}")
+        message = f"{option} is {size}, but there are only {len(targets)} records"
+        raise BadArgument(where, message, f"use at most {len(targets)}")
     counts = np.bincount(targets)
-    exact = counts * (size / len(targets))
-    quota = np.floor(exact).astype(np.int64)
-    quota[np.argsort(quota - exact, kind="stable")[: size - int(quota.sum())]] += 1  # round up the largest remainders
-    chosen = [order[targets[order] == label][:count] for label, count in enumerate(quota)]
-    return rng.permutation(np.concatenate(chosen))
+    exact_counts = counts * (size / len(targets))
+    class_counts = np.floor(exact_counts).astype(np.int64)
+    largest_remainders = np.argsort(class_counts - exact_counts, kind="stable")[: size - int(class_counts.sum())]
+    class_counts[largest_remainders] += 1
+    rows_by_class = [order[targets[order] == label][:count] for label, count in enumerate(class_counts)]
+    return rng.permutation(np.concatenate(rows_by_class))
 
 
 def parse_labels(text: str, classes: int) -> tuple[int, ...]:
@@ -202,11 +205,11 @@ def parse_labels(text: str, classes: int) -> tuple[int, ...]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise BadArgument("labels", f"{part.strip()!r} in {text!r} is not a class index or a range", LABELS)
+            raise BadArgument("labels", f"{part.strip()!r} in {text!r} is not a class index or a range", LABELS_FIX)
         low, high = int(first), int(last or first)
         if not low <= high < classes:
-            what = f"{part.strip()!r} is not a class or a range of classes: classes range from 0 to {classes - 1}"
-            raise BadArgument("labels", what, LABELS)
+            message = f"{part.strip()!r} is not a class or a range of classes: classes range from 0 to {classes - 1}"
+            raise BadArgument("labels", message, LABELS_FIX)
         result |= set(range(low, high + 1))
     return tuple(sorted(result))
 
@@ -226,27 +229,29 @@ def keep_labels(data: Data, labels: Sequence[int]) -> Data:
         BadArgument: the data set has no classes, or a part has no records of these classes.
     """
     if not data.classes:
-        raise BadArgument("labels", f"{data.name!r} is for regression, without classes", "use a data set with classes")
+        raise BadArgument(
+            "labels", f"{data.name!r} is a regression data set without classes", "use a data set with classes"
+        )
     if data.train.targets.dim() > 1:
-        what = f"records of {data.name!r} have a class at each position"
-        raise BadArgument("labels", what, "use data with one class per record")
-    rows = np.isin(data.train.targets.numpy(), labels)
+        message = f"records of {data.name!r} have a class at each position"
+        raise BadArgument("labels", message, "use data with one class per record")
+    mask = np.isin(data.train.targets.numpy(), labels)
     return dataclasses.replace(
         data,
         train=_with_labels(data, data.train, labels),
         test=_with_labels(data, data.test, labels),
         validation=None if data.validation is None else _with_labels(data, data.validation, labels),
         classes=tuple(data.classes[label] for label in labels),
-        columns={name: values[rows] for name, values in data.columns.items()},
+        columns={name: values[mask] for name, values in data.columns.items()},
     )
 
 
 def _with_labels(data: Data, part: DataPart, labels: Sequence[int]) -> DataPart:
-    numbers = part.targets.new_full((len(data.classes),), -1)
-    numbers[list(labels)] = torch.arange(len(labels))
-    renumbered = numbers[part.targets]
-    if not (renumbered >= 0).any():
+    new_labels = part.targets.new_full((len(data.classes),), -1)
+    new_labels[list(labels)] = torch.arange(len(labels))
+    targets = new_labels[part.targets]
+    if not (targets >= 0).any():
         names = ", ".join(data.classes[label] for label in labels)
-        what = f"a part of {data.name!r} has no records of {names}"
-        raise BadArgument("labels", what, "choose other classes, or use more records")
-    return DataPart(part.inputs, renumbered).take(renumbered >= 0)
+        message = f"a part of {data.name!r} has no records of {names}"
+        raise BadArgument("labels", message, "choose other classes, or use more records")
+    return DataPart(part.inputs, targets).take(targets >= 0)

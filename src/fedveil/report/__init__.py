@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 else:
     __getattr__ = lazy_getattr(__name__, {"render": "page", "write": "page"})  # `page` is imported on first use
 
-NOTHING = "\u2013"  # a dash in place of a missing number
-LARGEST = 1e300  # differences between larger values may overflow
+NOTHING = "\u2013"  # a dash that replaces a missing number
+MAX_DRAWABLE = 1e300  # differences between larger values may overflow
 
 
 def is_finite(value: float) -> bool:
     """Return whether a value can be drawn on an axis."""
-    return abs(value) < LARGEST  # also False for NaN
+    return abs(value) < MAX_DRAWABLE  # also False for NaN
 
 
 def count(number: int, noun: str) -> str:
@@ -33,9 +33,9 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def _refuse_if(condition: bool, where: str, what: str, fix: str = "") -> None:
+def _refuse_if(condition: bool, where: str, message: str, fix: str = "") -> None:
     if condition:
-        raise BadArgument(where, what, fix)
+        raise BadArgument(where, message, fix)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Curves:
 
     Values that cannot be drawn (NaN, infinity, or zero or less on a logarithmic axis) leave a gap.
     `bands` maps the name of a line to the band around it: (low, high) for each point. On a logarithmic y axis, a band
-    is omitted where it reaches zero. A note on the page reports everything that is omitted.
+    is omitted where it reaches zero. A note on the page lists everything that is omitted.
     """
 
     title: str
@@ -59,9 +59,11 @@ class Curves:
     def __post_init__(self) -> None:
         for name, ends in self.bands.items():
             points = len(self.series.get(name, ()))
-            fits = len(ends) == points and all(is_finite(low) and is_finite(high) and low <= high for low, high in ends)
-            what = f"the band of {name!r} must have {points} finite pairs, low before high"
-            _refuse_if(not fits, f"Curves {self.title!r}", what)
+            is_valid = len(ends) == points and all(
+                is_finite(low) and is_finite(high) and low <= high for low, high in ends
+            )
+            message = f"the band of {name!r} must have {points} finite pairs, low before high"
+            _refuse_if(not is_valid, f"Curves {self.title!r}", message)
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Table:
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows, start=1):
-            what = f"row {number} has {len(row)} cells, but the header has {len(self.header)}"
-            _refuse_if(len(row) != len(self.header), f"Table {self.title!r}", what)
+            message = f"row {number} has {len(row)} cells, but the header has {len(self.header)}"
+            _refuse_if(len(row) != len(self.header), f"Table {self.title!r}", message)
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ class Matrix:
 
     def __post_init__(self) -> None:
         size, where = len(self.labels), f"Matrix {self.title!r}"
-        square = [len(row) for row in self.counts] == [size] * size
-        _refuse_if(not square, where, f"{size} labels need {size} rows of {size} counts")
+        is_square = [len(row) for row in self.counts] == [size] * size
+        _refuse_if(not is_square, where, f"{size} labels need {size} rows of {size} counts")
         _refuse_if(any(count < 0 for row in self.counts for count in row), where, "a count is negative")
 
 
@@ -107,10 +109,10 @@ class Picture:
 
     def __post_init__(self) -> None:
         expected, size = self.width * self.height * self.channels, len(self.data)
-        fits = isinstance(self.data, bytes) and self.channels in (1, 3) and min(self.width, self.height) > 0
-        what = f"{self.width} x {self.height} pixels of {self.channels} channels need {expected} bytes, got {size}"
+        is_valid = isinstance(self.data, bytes) and self.channels in (1, 3) and min(self.width, self.height) > 0
+        message = f"{self.width} x {self.height} pixels of {self.channels} channels need {expected} bytes, got {size}"
         fix = "pass array.tobytes() of a uint8 array of shape (height, width, channels), with 1 or 3 channels"
-        _refuse_if(not fits or size != expected, "Picture", what, fix)
+        _refuse_if(not is_valid or size != expected, "Picture", message, fix)
 
     def to_png(self) -> bytes:
         r"""Return the picture as a PNG file (https://www.w3.org/TR/png-3), without row filters.
@@ -140,9 +142,9 @@ class Pictures:
 
     def __post_init__(self) -> None:
         for label, cells in self.rows:
-            what = f"row {label!r} has {len(cells)} pictures for {len(self.columns)} columns"
+            message = f"row {label!r} has {len(cells)} pictures for {len(self.columns)} columns"
             fix = "pass None for a cell without a picture"
-            _refuse_if(len(cells) != len(self.columns), f"Pictures {self.title!r}", what, fix)
+            _refuse_if(len(cells) != len(self.columns), f"Pictures {self.title!r}", message, fix)
 
 
 @dataclass(frozen=True)
@@ -162,11 +164,11 @@ class Interval:
     def __post_init__(self) -> None:
         where = f"Interval {self.name!r}" + (f" of group {self.group!r}" if self.group else "")
         ends = [end for end in (self.low, self.high) if end is not None]
-        what = f"value {self.value}, low {self.low}, high {self.high}"
-        infinite = not all(is_finite(number) for number in (*ends, self.value or 0.0))
-        _refuse_if(infinite, where, what, 'pass None, and missing="failed: ..." with the reason')
-        fits = len(ends) in ((0, 2) if self.value is not None else (0,)) and ends == sorted(ends)
-        _refuse_if(not fits, where, what, "pass a value with both ends, low before high, or with neither")
+        message = f"invalid interval: value {self.value}, low {self.low}, high {self.high}"
+        has_infinite = not all(is_finite(number) for number in (*ends, self.value or 0.0))
+        _refuse_if(has_infinite, where, message, 'pass None, and missing="failed: ..." with the reason')
+        is_valid = len(ends) in ((0, 2) if self.value is not None else (0,)) and ends == sorted(ends)
+        _refuse_if(not is_valid, where, message, "pass a value with both ends, low before high, or with neither")
 
 
 @dataclass(frozen=True)
@@ -188,10 +190,10 @@ class Intervals:
     def __post_init__(self) -> None:
         where = f"Intervals {self.title!r}"
         limits = [limit for limit in (self.low, self.high) if limit is not None]
-        infinite = not all(map(is_finite, (*self.references.values(), *limits)))
-        _refuse_if(infinite, where, "a reference or a limit is not finite", "pass a finite number, or leave it out")
-        reverse = len(limits) == 2 and limits[0] >= limits[1]
-        _refuse_if(reverse, where, f"low {self.low} is not below high {self.high}", "pass the lower limit first")
+        has_infinite = not all(map(is_finite, (*self.references.values(), *limits)))
+        _refuse_if(has_infinite, where, "a reference or a limit is not finite", "pass a finite number, or leave it out")
+        is_reversed = len(limits) == 2 and limits[0] >= limits[1]
+        _refuse_if(is_reversed, where, f"low {self.low} is not below high {self.high}", "pass the lower limit first")
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ class Page:
         verdict: the result in one sentence, which link previews also show.
         sections: the content, in order.
         command: the command that recreates the page.
-        lead: description of what was run, below the verdict.
+        lead: description of the run, shown below the verdict.
         result: the main result in a few words, for the title of the browser tab.
         glossary: explanations of terms. The first use of a term in a section shows its explanation on hover, and the
             section ends with the explanations of its terms.

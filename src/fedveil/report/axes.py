@@ -7,7 +7,7 @@ from itertools import compress
 
 from fedveil.report import NOTHING
 
-FLAT = 1e-9  # values whose span, relative to their size, is smaller than this are drawn as one level
+MIN_RELATIVE_SPAN = 1e-9  # values with a smaller span, relative to their size, are drawn as a single value
 
 Ticks = tuple[tuple[float, str], ...]  # value, label
 
@@ -31,15 +31,16 @@ def align(cells: Sequence[str]) -> list[str]:
     >>> align(["0.51", "0.6319", NOTHING, "2e-7"])
     ['0.5100', '0.6319', '\u2013', '2e-7']
     """
-    plain = [cell != NOTHING and "e" not in cell for cell in cells]
-    decimals = max((len(cell.partition(".")[2]) for cell in compress(cells, plain)), default=0)
+    is_decimal = [cell != NOTHING and "e" not in cell for cell in cells]
+    decimals = max((len(cell.partition(".")[2]) for cell in compress(cells, is_decimal)), default=0)
     return [
-        f"{float(cell):.{decimals}f}" if decimals and fits else cell for cell, fits in zip(cells, plain, strict=True)
+        f"{float(cell):.{decimals}f}" if decimals and is_padded else cell
+        for cell, is_padded in zip(cells, is_decimal, strict=True)
     ]
 
 
 def tick_label(value: float, step: float) -> str:
-    """Format a tick with as many decimals as the step between ticks needs.
+    """Format a tick with the number of decimals that the step between ticks requires.
 
     >>> tick_label(0.5, 0.25), tick_label(97.5, 2.5), tick_label(15000, 5000), tick_label(3e-7, 1e-7)
     ('0.50', '97.5', '15,000', '3e-7')
@@ -83,7 +84,7 @@ def _linear_ticks(low: float, high: float, step: float) -> Ticks:
 def linear_axis(low: float, high: float, *, max_intervals: int, extend: bool, min_step: float = 0.0) -> ChartAxis:
     """Return a linear axis with ticks at least `min_step` apart; `extend` moves its ends outwards to ticks."""
     size = max(abs(low), abs(high))
-    if high - low <= FLAT * size or high - low <= 1e-290:  # a single value: leave a margin
+    if high - low <= MIN_RELATIVE_SPAN * size or high - low <= 1e-290:  # a single value: leave a margin
         margin = 0.1 * size if size > 1e-290 else 1.0
         low, high = low - margin, high + margin
     step = max(nice_step(high - low, max_intervals), min_step)
@@ -111,7 +112,7 @@ def log_axis(low: float, high: float, *, max_intervals: int, extend: bool = True
     """Return a logarithmic axis; `low` must be above zero. `extend` adds a margin at both ends."""
     first, last = math.log10(low), math.log10(high)
     margin = max(0.05 * (last - first), 0.02) if extend or last - first < 0.04 else 0.0
-    if high <= low * (1 + FLAT):
+    if high <= low * (1 + MIN_RELATIVE_SPAN):
         margin = 0.3
     low, high = 10 ** max(-305.0, first - margin), 10 ** min(305.0, last + margin)
     return ChartAxis(low, high, True, _log_ticks(low, high, max_intervals))

@@ -13,18 +13,18 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from fedveil.report import LARGEST, NOTHING, Curves, Interval, Intervals, count, is_finite
+from fedveil.report import MAX_DRAWABLE, NOTHING, Curves, Interval, Intervals, count, is_finite
 from fedveil.report.axes import ChartAxis, align, format_number, linear_axis, log_axis
 from fedveil.report.markup import COLOURS, fill
 
 UNITS = 1000  # width and height of the viewBox of the plot
-EVERY_MARKED = 12  # every point of a line with at most this many points has a mark; longer lines have MARKS marks
+MAX_MARKED_POINTS = 12  # lines with at most this many points mark every point; longer lines have MARKS marks
 MARKS = 8
-DENSE = 150  # lines with more points than this are drawn thinner
-SAME = 0.006  # lines closer than this fraction of the axis (about a line width) coincide
+DENSE_POINTS = 150  # lines with more points than this are drawn thinner
+COINCIDENCE_TOLERANCE = 0.006  # lines closer than this fraction of the axis (about a line width) coincide
 DASHES = ((), (7, 5), (1.5, 5), (12, 4, 2, 4), (3, 3), (14, 6))
 DATA_ROWS = 100  # maximum number of rows in the table behind a chart
-LEFT_OUT = "left out: not finite, or not above zero on a logarithmic axis"
+OMITTED = "left out: not finite, or not above zero on a logarithmic axis"
 
 Point = tuple[float, float]
 Axes = tuple[ChartAxis, ChartAxis]
@@ -33,24 +33,26 @@ Band = tuple[list[Point], list[Point]]  # lower edge, upper edge; NaN where ther
 
 @dataclass(frozen=True)
 class Line:
-    """A named series. Points that cannot be drawn have y = NaN; `left_out` is their number."""
+    """A named series. Points that cannot be drawn have y = NaN; `num_omitted` counts them."""
 
     name: str
     points: tuple[Point, ...]
-    left_out: int
+    num_omitted: int
 
     @cached_property
-    def drawn(self) -> tuple[Point, ...]:
+    def drawable(self) -> tuple[Point, ...]:
         """The points that can be drawn."""
         return tuple(point for point in self.points if not math.isnan(point[1]))
 
 
 def _make_line(name: str, points: Sequence[Point], curves: Curves) -> Line:
     """Create a line, with y = NaN at points that cannot be drawn."""
-    min_x, min_y = (1 / LARGEST if log else -LARGEST for log in (curves.log_x, curves.log_y))
-    fits = [is_finite(x) and is_finite(y) and x >= min_x and y >= min_y for x, y in points]
-    finite = tuple((float(x), float(y) if fit else math.nan) for (x, y), fit in zip(points, fits, strict=True))
-    return Line(name, finite, fits.count(False))
+    min_x, min_y = (1 / MAX_DRAWABLE if log else -MAX_DRAWABLE for log in (curves.log_x, curves.log_y))
+    is_drawable = [is_finite(x) and is_finite(y) and x >= min_x and y >= min_y for x, y in points]
+    clean_points = tuple(
+        (float(x), float(y) if is_valid else math.nan) for (x, y), is_valid in zip(points, is_drawable, strict=True)
+    )
+    return Line(name, clean_points, is_drawable.count(False))
 
 
 def thin(points: Sequence[Point], limit: int) -> tuple[Point, ...]:
@@ -61,55 +63,55 @@ def thin(points: Sequence[Point], limit: int) -> tuple[Point, ...]:
     """
     if len(points) <= limit:
         return tuple(points)
-    size, chosen = math.ceil(len(points) / max(1, limit // 2)), {0, len(points) - 1}
+    size, indices = math.ceil(len(points) / max(1, limit // 2)), {0, len(points) - 1}
     for start in range(0, len(points), size):
         heights = {index: y for index, (_, y) in enumerate(points[start : start + size], start)}
-        drawn = [index for index, y in heights.items() if not math.isnan(y)]
-        chosen |= {choose(drawn, key=heights.__getitem__) for choose in (min, max) if drawn}
-        chosen |= set([index for index, y in heights.items() if math.isnan(y)][:1])  # the first gap
-    return tuple(points[index] for index in sorted(chosen))
+        drawable = [index for index, y in heights.items() if not math.isnan(y)]
+        indices |= {choose(drawable, key=heights.__getitem__) for choose in (min, max) if drawable}
+        indices |= set([index for index, y in heights.items() if math.isnan(y)][:1])  # the first gap
+    return tuple(points[index] for index in sorted(indices))
 
 
 def _split_gaps(points: Sequence[Point]) -> list[list[Point]]:
     """Split points at gaps into runs."""
-    return [list(run) for gap, run in groupby(points, lambda point: math.isnan(point[1])) if not gap]
+    return [list(run) for is_gap, run in groupby(points, lambda point: math.isnan(point[1])) if not is_gap]
 
 
 def _coincidences(lines: Sequence[Line], axis: ChartAxis) -> list[str]:
     """Return a sentence for each pair of lines, among the first six, that cannot be distinguished."""
     sentences = []
-    for one, other in combinations(lines[:6], 2):
-        left, right = dict(one.drawn), dict(other.drawn)
-        pairs = [(left[x], right[x]) for x in left.keys() & right.keys()]
-        close = all(abs(axis.position(a) - axis.position(b)) <= SAME for a, b in pairs)
-        if pairs and close and len(pairs) == len(one.drawn) == len(other.drawn):
-            gap = format_number(float(f"{max(abs(a - b) for a, b in pairs):.2g}"))
-            sentences.append(f"{one.name} and {other.name} coincide: largest difference {gap}.")
+    for first, second in combinations(lines[:6], 2):
+        first_values, second_values = dict(first.drawable), dict(second.drawable)
+        pairs = [(first_values[x], second_values[x]) for x in first_values.keys() & second_values.keys()]
+        is_coincident = all(abs(axis.position(a) - axis.position(b)) <= COINCIDENCE_TOLERANCE for a, b in pairs)
+        if pairs and is_coincident and len(pairs) == len(first.drawable) == len(second.drawable):
+            difference = format_number(float(f"{max(abs(a - b) for a, b in pairs):.2g}"))
+            sentences.append(f"{first.name} and {second.name} coincide: largest difference {difference}.")
     return sentences
 
 
 def _build_axes(curves: Curves, lines: Sequence[Line], bands: Sequence[Band]) -> Axes | None:
-    drawn = [point for line in lines for point in line.drawn]
-    if not drawn:
+    drawable = [point for line in lines for point in line.drawable]
+    if not drawable:
         return None
-    xs = [x for x, _ in drawn]
-    ys = [y for _, y in (*drawn, *chain(*chain(*bands))) if not math.isnan(y)]
+    xs = [x for x, _ in drawable]
+    ys = [y for _, y in (*drawable, *chain(*chain(*bands))) if not math.isnan(y)]
     if curves.log_x:
-        across = log_axis(min(xs), max(xs), max_intervals=6, extend=False)
+        x_axis = log_axis(min(xs), max(xs), max_intervals=6, extend=False)
     else:
         integers = max(xs) > min(xs) and all(x.is_integer() for x in xs)  # avoid ticks such as half a round
-        across = linear_axis(min(xs), max(xs), max_intervals=6, extend=False, min_step=1.0 if integers else 0.0)
+        x_axis = linear_axis(min(xs), max(xs), max_intervals=6, extend=False, min_step=1.0 if integers else 0.0)
     if curves.log_y:
-        return across, log_axis(min(ys), max(ys), max_intervals=6)
-    return across, linear_axis(min(ys), max(ys), max_intervals=5, extend=True)
+        return x_axis, log_axis(min(ys), max(ys), max_intervals=6)
+    return x_axis, linear_axis(min(ys), max(ys), max_intervals=5, extend=True)
 
 
 def _path(points: Sequence[Point], axes: Axes) -> str:
     """Return a line as SVG path data, with a subpath for each run without a gap."""
-    across, up = axes
+    x_axis, y_axis = axes
     runs = []
     for run in _split_gaps(points):
-        steps = [f"{UNITS * across.position(x):.1f} {UNITS * (1 - up.position(y)):.1f}" for x, y in run]
+        steps = [f"{UNITS * x_axis.position(x):.1f} {UNITS * (1 - y_axis.position(y)):.1f}" for x, y in run]
         runs.append("M" + "L".join(steps) + ("h0" if len(run) == 1 else ""))
     return "".join(runs)
 
@@ -117,7 +119,7 @@ def _path(points: Sequence[Point], axes: Axes) -> str:
 def _band(curves: Curves, line: Line) -> Band:
     """Return both edges of the band around a line."""
     ends = curves.bands.get(line.name) or [(math.nan, math.nan)] * len(line.points)
-    minimum = 1 / LARGEST if curves.log_y else -LARGEST
+    minimum = 1 / MAX_DRAWABLE if curves.log_y else -MAX_DRAWABLE
     edges = [
         (x, low, high) if low >= minimum and not math.isnan(y) else (x, math.nan, math.nan)
         for (x, y), (low, high) in zip(line.points, ends, strict=True)
@@ -128,7 +130,9 @@ def _band(curves: Curves, line: Line) -> Band:
 def _outline(band: Band, axes: Axes, limit: int) -> str:
     """Return a band as SVG path data: each run goes along its upper edge and back along its lower edge."""
     lower, upper = ([thin(run, limit) for run in _split_gaps(edge)] for edge in band)
-    return "".join(_path([*above, *reversed(below)], axes) + "Z" for below, above in zip(lower, upper, strict=True))
+    return "".join(
+        _path([*upper_run, *reversed(lower_run)], axes) + "Z" for lower_run, upper_run in zip(lower, upper, strict=True)
+    )
 
 
 def _dash(number: int) -> str | None:
@@ -137,33 +141,35 @@ def _dash(number: int) -> str | None:
 
 
 def _stroke(number: int, line: Line, axes: Axes, limit: int) -> dict[str, object]:
-    """Return the path and values of a line, and its marks, shifted so that those of different lines do not overlap."""
-    across, up = axes
+    """Return the path, values and marks of a line; marks are shifted to avoid overlaps between lines."""
+    x_axis, y_axis = axes
     points = thin(line.points, limit)
-    drawn = [point for point in points if not math.isnan(point[1])]
-    marked, shift = line.drawn, (number % 4 + 0.5) / 4
-    if len(marked) > EVERY_MARKED:
-        marked = tuple(marked[int((index + shift) / MARKS * len(marked))] for index in range(MARKS))
+    drawable = [point for point in points if not math.isnan(point[1])]
+    marked_points, shift = line.drawable, (number % 4 + 0.5) / 4
+    if len(marked_points) > MAX_MARKED_POINTS:
+        marked_points = tuple(
+            marked_points[int((index + shift) / MARKS * len(marked_points))] for index in range(MARKS)
+        )
     return {
         "path": _path(points, axes),
-        "dense": len(drawn) > DENSE,
-        "xs": " ".join(format_number(x) for x, _ in drawn),
-        "ys": " ".join(format_number(y) for _, y in drawn),
-        "last": format_number(line.drawn[-1][1]),
-        "marks": [(across.position(x), 1 - up.position(y)) for x, y in marked],
+        "dense": len(drawable) > DENSE_POINTS,
+        "xs": " ".join(format_number(x) for x, _ in drawable),
+        "ys": " ".join(format_number(y) for _, y in drawable),
+        "last": format_number(line.drawable[-1][1]),
+        "marks": [(x_axis.position(x), 1 - y_axis.position(y)) for x, y in marked_points],
     }
 
 
 def _remarks(curves: Curves, lines: Sequence[Line], bands: Sequence[Band], limit: int) -> list[str]:
-    """Return sentences about everything that the chart leaves out."""
+    """Return sentences that list everything that the chart omits."""
     result = [f"{line.name}: no values." for line in lines if not line.points]
-    result += [f"{line.name}: {count(line.left_out, 'value')} {LEFT_OUT}." for line in lines if line.left_out]
+    result += [f"{line.name}: {count(line.num_omitted, 'value')} {OMITTED}." for line in lines if line.num_omitted]
     for line, (lower, _) in zip(lines, bands, strict=True):
-        omitted = sum(math.isnan(low) for _, low in lower) - sum(math.isnan(y) for _, y in line.points)
-        if omitted and line.name in curves.bands:
-            result.append(f"{line.name}: band left out at {count(omitted, 'point')}, where it reaches zero.")
+        num_omitted = sum(math.isnan(low) for _, low in lower) - sum(math.isnan(y) for _, y in line.points)
+        if num_omitted and line.name in curves.bands:
+            result.append(f"{line.name}: band left out at {count(num_omitted, 'point')}, where it reaches zero.")
     if any(len(line.points) > limit for line in lines):
-        result.append("Long lines are thinned to what a screen can show; minima and maxima are kept.")
+        result.append("Long lines are reduced to the points that a screen can show; minima and maxima are kept.")
     return result
 
 
@@ -173,44 +179,49 @@ def _curve_table(curves: Curves, lines: Sequence[Line]) -> tuple[str, list[str],
     if not positions:
         return None
     rows = min(len(positions), DATA_ROWS)
-    chosen = [positions[round(index * (len(positions) - 1) / max(1, rows - 1))] for index in range(rows)]
-    numbers = [chosen, *([known.get(x, math.nan) for x in chosen] for known in (dict(line.points) for line in lines))]
+    shown_positions = [positions[round(index * (len(positions) - 1) / max(1, rows - 1))] for index in range(rows)]
+    numbers = [
+        shown_positions,
+        *([values.get(x, math.nan) for x in shown_positions] for values in (dict(line.points) for line in lines)),
+    ]
     columns = [
         align([NOTHING if math.isnan(number) else format_number(number) for number in column]) for column in numbers
     ]
-    size = (f"{len(chosen)} of " if len(chosen) < len(positions) else "") + count(len(positions), "row")
+    size = (f"{len(shown_positions)} of " if len(shown_positions) < len(positions) else "") + count(
+        len(positions), "row"
+    )
     return size, [curves.x_label, *(line.name for line in lines)], list(zip(*columns, strict=True))
 
 
 def draw_curves(curves: Curves, limit: int) -> Markup:
-    """Draw the curves with a legend, axes, remarks and a data table; about `limit` points per line are drawn."""
+    """Draw the curves with a legend, axes, remarks and a data table; each line has about `limit` points."""
     lines = [_make_line(name, points, curves) for name, points in curves.series.items()]
     bands = [_band(curves, line) for line in lines]
     axes = _build_axes(curves, lines, bands)
-    drawn: list[dict[str, object]] = []
+    drawable: list[dict[str, object]] = []
     for number, line in enumerate(lines):
-        look: dict[str, object] = {"name": line.name, "number": number, "dash": _dash(number)}
-        look |= {"path": "", "band": "", "last": ""}
-        if axes and line.drawn:
-            look |= _stroke(number, line, axes, limit) | {"band": _outline(bands[number], axes, limit)}
-        drawn.append(look)
+        attributes: dict[str, object] = {"name": line.name, "number": number, "dash": _dash(number)}
+        attributes |= {"path": "", "band": "", "last": ""}
+        if axes and line.drawable:
+            attributes |= _stroke(number, line, axes, limit) | {"band": _outline(bands[number], axes, limit)}
+        drawable.append(attributes)
     coincident = _coincidences(lines, axes[1]) if axes else []
-    opening = f"Line chart of {', '.join(curves.series)}: {curves.y_label} over {curves.x_label}."
-    ends = {line.drawn[-1][0] for line in lines if line.drawn}
+    summary = f"Line chart of {', '.join(curves.series)}: {curves.y_label} over {curves.x_label}."
+    ends = {line.drawable[-1][0] for line in lines if line.drawable}
     return fill(
         "curves.html",
         curves=curves,
-        lines=drawn,
+        lines=drawable,
         axes=axes,
         units=UNITS,
         at=f"{curves.x_label} = {format_number(ends.pop())}" if len(ends) == 1 else "last values",
-        words=" ".join([opening, *coincident, "The values are in the table below."]),
+        words=" ".join([summary, *coincident, "The values are in the table below."]),
         remarks=" ".join([*coincident, *_remarks(curves, lines, bands, limit)]),
         table=_curve_table(curves, lines),
     )
 
 
-LEVEL = 19  # height in pixels of one level of reference names
+LEVEL_HEIGHT = 19  # height in pixels of one level of reference names
 
 FormattedRow = tuple[str, str, str]  # value, low, high
 
@@ -233,15 +244,17 @@ def place_references(references: Mapping[str, float], axis: ChartAxis) -> list[R
 def build_axis(section: Intervals) -> ChartAxis:
     """Return an axis that ends at the given limits or, if a number lies beyond a limit, at the next tick."""
     limits = [limit for limit in (section.low, section.high) if limit is not None]
-    measured = [number for row in section.rows for number in (row.value, row.low, row.high) if number is not None]
-    numbers = [*measured, *section.references.values(), *limits]
+    row_values = [number for row in section.rows for number in (row.value, row.low, row.high) if number is not None]
+    numbers = [*row_values, *section.references.values(), *limits]
     if not numbers:
         return ChartAxis(0.0, 1.0, False, ())
     axis = linear_axis(min(numbers), max(numbers), max_intervals=7, extend=True)
     low = section.low if section.low == min(numbers) < max(numbers) else axis.low
     high = section.high if section.high == max(numbers) > min(numbers) else axis.high
-    slack = 1e-9 * (high - low)
-    return ChartAxis(low, high, False, tuple(tick for tick in axis.ticks if low - slack <= tick[0] <= high + slack))
+    tolerance = 1e-9 * (high - low)
+    return ChartAxis(
+        low, high, False, tuple(tick for tick in axis.ticks if low - tolerance <= tick[0] <= high + tolerance)
+    )
 
 
 def _format_rows(rows: Sequence[Interval], axis: ChartAxis) -> list[FormattedRow]:
@@ -268,9 +281,9 @@ def _interval_table(section: Intervals) -> tuple[str, list[str], list[list[str]]
 def draw_intervals(section: Intervals) -> Markup:
     """Draw the chart with a legend, an axis and a data table; groups appear in the order of their first rows."""
     groups = list(dict.fromkeys(row.group for row in section.rows))
-    ordered = sorted(section.rows, key=lambda row: groups.index(row.group))
+    ordered_rows = sorted(section.rows, key=lambda row: groups.index(row.group))
     axis = build_axis(section)
-    rows = list(zip(ordered, _format_rows(ordered, axis), strict=True))
+    rows = list(zip(ordered_rows, _format_rows(ordered_rows, axis), strict=True))
     return fill(
         "intervals.html",
         section=section,
@@ -279,7 +292,7 @@ def draw_intervals(section: Intervals) -> Markup:
         looks={name: number for number, name in enumerate(dict.fromkeys(row.name for row in section.rows))},
         axis=axis,
         references=place_references(section.references, axis),
-        LEVEL=LEVEL,
+        LEVEL=LEVEL_HEIGHT,
         words=f"Values with intervals: {section.label}. They are in the table below.",
         table=_interval_table(section),
     )

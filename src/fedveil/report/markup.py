@@ -13,10 +13,17 @@ from fedveil.report import NOTHING, Matrix, Picture, count
 
 COLOURS = 8  # number of colours in theme.html; further series reuse them with other dashes and marks
 MARKS = 4  # number of mark shapes in page.html
-WIDE, NARROW = 96, 64  # approximate width of a picture's longer side in pixels, on a desktop and on a phone
-NUMERIC = re.compile(r"(?i)[<>≤≥~≈]?\s*[-+\u2212±]?\s*[\d.,]*\d(e[-+]?\d+)?\b.{0,24}")  # a number, then its unit
-RANGE = re.compile(r"(.*\S) (\[[^\]]*\]|\([^)]*\))")  # a value, then its interval or another value in brackets
-BLANK = frozenset({"", "-", "\u2013", "\u2014", "n/a", "nan", "inf", "not measured"})
+DESKTOP_WIDTH, PHONE_WIDTH = (
+    96,
+    64,
+)  # approximate width of a picture's longer side in pixels, on a desktop and on a phone
+NUMERIC_PATTERN = re.compile(
+    r"(?i)[<>≤≥~≈]?\s*[-+\u2212±]?\s*[\d.,]*\d(e[-+]?\d+)?\b.{0,24}"
+)  # a number, then its unit
+INTERVAL_PATTERN = re.compile(
+    r"(.*\S) (\[[^\]]*\]|\([^)]*\))"
+)  # a value, then its interval or another value in brackets
+BLANK_CELLS = frozenset({"", "-", "\u2013", "\u2014", "n/a", "nan", "inf", "not measured"})
 
 
 def read_asset(name: str) -> str:
@@ -69,8 +76,10 @@ def is_failure(text: str) -> bool:
 def numeric_columns(rows: Sequence[Sequence[str]], columns: int) -> list[bool]:
     """Return, for each column, whether it contains only numbers, apart from blanks and failures."""
     cells = ([row[index].strip() for row in rows] for index in range(columns))
-    informative = [[cell for cell in column if cell.lower() not in BLANK and not is_failure(cell)] for column in cells]
-    return [bool(column) and all(NUMERIC.fullmatch(cell) for cell in column) for column in informative]
+    values_by_column = [
+        [cell for cell in column if cell.lower() not in BLANK_CELLS and not is_failure(cell)] for column in cells
+    ]
+    return [bool(column) and all(NUMERIC_PATTERN.fullmatch(cell) for cell in column) for column in values_by_column]
 
 
 def split_brackets(cell: str) -> tuple[str, str]:
@@ -79,25 +88,30 @@ def split_brackets(cell: str) -> tuple[str, str]:
     >>> split_brackets("89.1% [87.7%, 90.4%]"), split_brackets("12.5")
     (('89.1%', '[87.7%, 90.4%]'), ('12.5', ''))
     """
-    result = RANGE.fullmatch(cell)
+    result = INTERVAL_PATTERN.fullmatch(cell)
     return (result[1], result[2]) if result else (cell, "")
 
 
 def display_widths(picture: Picture) -> str:
     """Return the displayed widths as CSS variables: integer multiples of the picture's width, so pixels stay square."""
     side = max(picture.width, picture.height)
-    wide, narrow = (picture.width * max(1, round(width / side)) for width in (WIDE, NARROW))
-    return f"--wide:{wide}px;--narrow:{narrow}px"
+    desktop, phone = (picture.width * max(1, round(width / side)) for width in (DESKTOP_WIDTH, PHONE_WIDTH))
+    return f"--wide:{desktop}px;--narrow:{phone}px"
 
 
 def describe_matrix(matrix: Matrix) -> str:
     """Describe the accuracy and the most common mistake in words."""
-    size, total = range(len(matrix.labels)), sum(map(sum, matrix.counts))
+    indices, total = range(len(matrix.labels)), sum(map(sum, matrix.counts))
     if not total:
         return "No predictions."
-    right = sum(matrix.counts[index][index] for index in size)
-    accuracy = f"{right / total:.2%} correct: {right:,} of {count(total, 'prediction')}."
-    mistakes = [(matrix.counts[truth][answer], truth, answer) for truth in size for answer in size if truth != answer]
-    most, truth, answer = max(mistakes, default=(0, 0, 0))
-    mistake = f"{matrix.labels[truth]} predicted as {matrix.labels[answer]}, {count(most, 'time')}"
-    return f"{accuracy} Most common mistake: {mistake}." if most else accuracy
+    num_correct = sum(matrix.counts[index][index] for index in indices)
+    accuracy = f"{num_correct / total:.2%} correct: {num_correct:,} of {count(total, 'prediction')}."
+    mistakes = [
+        (matrix.counts[truth][prediction], truth, prediction)
+        for truth in indices
+        for prediction in indices
+        if truth != prediction
+    ]
+    num_mistakes, truth, prediction = max(mistakes, default=(0, 0, 0))
+    description = f"{matrix.labels[truth]} predicted as {matrix.labels[prediction]}, {count(num_mistakes, 'time')}"
+    return f"{accuracy} Most common mistake: {description}." if num_mistakes else accuracy

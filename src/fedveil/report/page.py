@@ -15,7 +15,7 @@ from fedveil.report.charts import draw_curves, draw_intervals
 from fedveil.report.markup import fill, read_asset
 
 SCRIPTS = ("page.js", "png.js")
-POINTS_PER_LINE = 500  # about as many as a screen can show
+POINTS_PER_LINE = 500  # about the number that a screen can show
 POINTS_PER_PAGE = 20_000  # keeps a page with many charts below 1 MB
 
 

@@ -28,7 +28,7 @@ from fedveil.lookup import import_object
 from fedveil.records.shards import count_batches
 from fedveil.runs.choices import check_network, parse_settings, trains_locally
 from fedveil.runs.settings import (
-    SCALED,
+    SCALED_DATA,
     Config,
     DataSettings,
     LimitSettings,
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 LOSSES: dict[Task, LossName] = {"classification": "cross_entropy", "regression": "squared_error"}  # default losses
 TASKS: dict[str, Task] = {"bank": "regression", "diabetes": "regression"}  # default tasks
-FIX = "scale with public constants in --data package.module:factory, or use --scaling records to accept this"
-NOTES: dict[Scaling, str] = {
+SCALING_FIX = "scale with public constants in --data package.module:factory, or use --scaling records to accept this"
+SCALING_NOTES: dict[Scaling, str] = {
     "public": "standardised with constants that do not depend on the records",
     "records": "standardised with statistics of the training records, which epsilon does not cover",
 }
@@ -56,22 +56,14 @@ TASKS |= dict.fromkeys(("digits", "cifar10", "cifar100", "images", "lesion"), "c
 def load_data(config: Config) -> Data:
     """Load the data set of a configuration."""
     settings = config.data
-    sharing = {
-        "data",
-        "labels",
-        "clients",
-        "split",
-        "alpha",
-        "column",
-        "scaling",
-        "validation",
-    }  # the other keys are options of the data set
-    options = settings.model_dump(exclude=sharing, exclude_defaults=True)
+    # all other keys are options of the data set
+    common_keys = {"data", "labels", "clients", "split", "alpha", "column", "scaling", "validation"}
+    options = settings.model_dump(exclude=common_keys, exclude_defaults=True)
     if ":" in settings.name:
         if options:
-            what = f"--{next(iter(options)).replace('_', '-')} applies only to the library's data sets"
-            raise BadArgument(settings.name, what, "leave it out, and apply it in the factory")
-        result = load_own_data(settings.name)
+            message = f"--{next(iter(options)).replace('_', '-')} applies only to the library's data sets"
+            raise BadArgument(settings.name, message, "leave it out, and apply it in the factory")
+        result = load_user_data(settings.name)
     else:
         if settings.name == "digits" and not config.model.name.startswith("mlp"):
             options["flat"] = False
@@ -79,39 +71,39 @@ def load_data(config: Config) -> Data:
         if scaling == "public":
             options["scaling"] = scaling
         result = datasets.load(settings.name, **options)
-        if has_privacy(config) and settings.name in SCALED.split():
-            result = replace(result, notes=(*result.notes, NOTES[scaling]))
+        if has_privacy(config) and settings.name in SCALED_DATA.split():
+            result = replace(result, notes=(*result.notes, SCALING_NOTES[scaling]))
     if settings.labels is not None:
         result = datasets.keep_labels(result, datasets.parse_labels(settings.labels, len(result.classes)))
     return _set_validation(config, result)
 
 
 def _set_validation(config: Config, data: Data) -> Data:
-    """Return the data with the validation records that a configuration asks for."""
-    share = config.data.validation
-    if share == "own" and data.validation is None:
-        what = f"{data.name!r} has no validation records"
-        raise BadArgument("--validation own", what, "pass a fraction of the training records: --validation 0.1")
-    result = hold_out(data, share) if isinstance(share, float) else data
-    if share is None or not has_privacy(config):
+    """Return the data with the validation records that a configuration specifies."""
+    validation = config.data.validation
+    if validation == "own" and data.validation is None:
+        message = f"{data.name!r} has no validation records"
+        raise BadArgument("--validation own", message, "pass a fraction of the training records: --validation 0.1")
+    result = hold_out(data, validation) if isinstance(validation, float) else data
+    if validation is None or not has_privacy(config):
         return result
     return replace(result, notes=(*result.notes, "epsilon does not cover the validation records"))
 
 
 def choose_scaling(config: Config) -> Scaling:
-    """Return how to standardise inputs; with privacy, refuse a CSV file unless the user accepts its statistics."""
+    """Choose how to standardise inputs; with privacy, refuse a CSV file unless the user accepts its statistics."""
     name, scaling = config.data.name, config.data.scaling
     if name == "csv" and scaling is None and has_privacy(config):
-        what = "its columns are standardised with statistics of the training records, which no guarantee covers"
-        raise BadArgument("--data csv with privacy", what, FIX)
-    private = has_privacy(config) and name in SCALED.split()
-    return scaling or ("public" if private else "records")
+        message = "columns are standardised with statistics of the training records, which epsilon does not cover"
+        raise BadArgument("--data csv with privacy", message, SCALING_FIX)
+    is_private = has_privacy(config) and name in SCALED_DATA.split()
+    return scaling or ("public" if is_private else "records")
 
 
 def client_parts(settings: DataSettings, seed: int, data: Data) -> list[DataPart]:
-    """Return the records of each client."""
+    """Divide the training records of a data set among clients."""
     rows = split(data, settings.clients, how=settings.split, seed=seed, alpha=settings.alpha, column=settings.column)
-    return [data.train.take(r) for r in rows]
+    return [data.train.take(indices) for indices in rows]
 
 
 def build_model(config: Config, data: Data) -> nn.Module:
@@ -128,8 +120,8 @@ def build_model(config: Config, data: Data) -> nn.Module:
 def record_shape(name: str, data: Data) -> torch.Size:
     """Return the shape of one record; refuse data that the library's networks do not accept."""
     if not isinstance(data.train.inputs, Tensor) or not data.train.inputs.is_floating_point():
-        what = f"{name} takes one floating-point tensor, but {data!r} has other inputs"
-        raise BadArgument("model", what, "use --model package.module:factory for your own model")
+        message = f"{name} takes one floating-point tensor, but {data!r} has other inputs"
+        raise BadArgument("model", message, "use --model package.module:factory for your own model")
     return data.train.inputs.shape[1:]
 
 
@@ -140,8 +132,8 @@ def named_model(settings: ModelSettings, shape: torch.Size, outputs: int) -> nn.
     name, width = settings.name, settings.width
     check_network(name)
     if name == "mlp":
-        net = models.mlp(shape.numel(), outputs, layers=settings.layers, hidden=settings.hidden, bias=settings.bias)
-        return net if len(shape) == 1 else nn.Sequential(nn.Flatten(), net)
+        mlp = models.mlp(shape.numel(), outputs, layers=settings.layers, hidden=settings.hidden, bias=settings.bias)
+        return mlp if len(shape) == 1 else nn.Sequential(nn.Flatten(), mlp)
     if len(shape) == 1:
         raise BadArgument("model", f"{name} takes images, but a record is a vector of {shape[0]} numbers", "use mlp")
     channels = shape[0] if len(shape) == 3 else 1
@@ -150,21 +142,21 @@ def named_model(settings: ModelSettings, shape: torch.Size, outputs: int) -> nn.
     if name == "lenet":
         return models.lenet(channels, outputs, size=shape[-1], activation=settings.activation)
     depth, norm = int(name.removeprefix("resnet")), settings.norm
-    plain = models.resnet(
+    resnet = models.resnet(
         depth, channels, outputs, width=width, norm="batch" if norm == "group" else norm, shortcut=settings.shortcut
     )
-    return models.with_group_norm(plain) if norm == "group" else plain
+    return models.with_group_norm(resnet) if norm == "group" else resnet
 
 
 def load_factory(spec: str) -> nn.Module:
     """Return the model at `package.module:name`, or the model that the factory at this path builds."""
     model = _call_factory(spec, "a model", "fedveil inspect my_package.models:net", nn.Module)
     if not isinstance(model, nn.Module):
-        raise BadArgument(spec, f"returned {type(model).__name__}, not a torch.nn.Module")
+        raise BadArgument(spec, f"expected a torch.nn.Module, got {type(model).__name__}")
     return model
 
 
-def load_own_data(spec: str) -> Data:
+def load_user_data(spec: str) -> Data:
     """Return the data that `package.module:factory` loads: a `fedveil.data.Data`, or training and test records.
 
     Validation records may follow. Each part is (inputs, targets) as tensors, arrays or data frames, a Dataset, or a
@@ -179,7 +171,7 @@ def load_own_data(spec: str) -> Data:
         return datasets.from_records(spec, *result[:2], validation=result[2] if len(result) == 3 else None)
     fix = "return (train, test) or (train, test, validation), each (inputs, targets), a Dataset or a DataLoader; "
     fix += "or return fedveil.data.Data"
-    raise BadArgument(spec, f"returned {type(result).__name__}, not data", fix)
+    raise BadArgument(spec, f"expected data, got {type(result).__name__}", fix)
 
 
 def _call_factory(spec: str, kind: str, example: str, expected: type) -> object:
@@ -193,8 +185,8 @@ def _call_factory(spec: str, kind: str, example: str, expected: type) -> object:
         with contextlib.suppress(ValueError):  # built-in classes have no signature
             inspect.signature(result).bind()
     except TypeError as error:
-        what, fix = f"cannot be called without arguments: {error}", "use a factory without required arguments"
-        raise BadArgument(spec, what, fix) from error
+        message, fix = f"cannot be called without arguments: {error}", "use a factory without required arguments"
+        raise BadArgument(spec, message, fix) from error
     return result()
 
 
@@ -204,57 +196,56 @@ def build_defence(config: Config) -> AnyDefence:
     return defence.for_records() if has_privacy(config) and config.privacy.unit == "record" else defence
 
 
-def build_privacy(config: Config, largest: int) -> "Privacy | None":
-    """Return the settings for differential privacy; the largest client has `largest` records."""
+def build_privacy(config: Config, client_size: int) -> "Privacy | None":
+    """Return the settings for differential privacy; `client_size` is the number of records of the largest client."""
     if not has_privacy(config):
         return None
     from fedveil.privacy import Privacy
 
-    values = config.privacy.model_dump(exclude={"secure_aggregation"}) | {"rate": sampling_rate(config, largest)}
-    return Privacy(rounds=config.training.epochs * rounds_per_epoch(config, largest), **values)
+    values = config.privacy.model_dump(exclude={"secure_aggregation"}) | {"rate": sampling_rate(config, client_size)}
+    return Privacy(rounds=config.training.epochs * rounds_per_epoch(config, client_size), **values)
 
 
-def sampling_rate(config: Config, largest: int) -> float | None:
-    """Return the rate at which clients sample records for differential privacy for records; otherwise None."""
+def sampling_rate(config: Config, client_size: int) -> float | None:
+    """Return the rate at which clients sample records, or None without differential privacy for records."""
     privacy_settings, training = config.privacy, config.training
     if not has_privacy(config) or privacy_settings.unit == "client":
         return None
-    return privacy_settings.rate or (1.0 if training.whole_shard else min(1.0, training.batch_size / largest))
+    return privacy_settings.rate or (1.0 if training.whole_shard else min(1.0, training.batch_size / client_size))
 
 
-def rounds_per_epoch(config: Config, largest: int) -> int:
+def rounds_per_epoch(config: Config, client_size: int) -> int:
     """Return the number of rounds that the largest client needs to see each of its records once."""
-    rate, training = sampling_rate(config, largest), config.training
+    rate, training = sampling_rate(config, client_size), config.training
     if rate is not None:
         return math.ceil(1 / rate)
-    return 1 if training.whole_shard or trains_locally(config) else count_batches(largest, training.batch_size)
+    return 1 if training.whole_shard or trains_locally(config) else count_batches(client_size, training.batch_size)
 
 
 def choose_settings(config: Config, records: int) -> Config:
-    """Return the configuration with settings that suit differential privacy or local training, where none were given.
+    """Return the configuration with defaults that suit differential privacy or local training.
 
-    They depend only on the number of training records, which is public. A configuration that already has them is
-    unchanged.
+    These defaults depend only on the number of training records, which is public. Explicit values stay unchanged.
     """
-    given, training = config.given(), config.training
+    explicit_values, training = config.explicit_values(), config.training
     result: dict[str, Value] = {}
-    if trains_locally(config) and given.get("optimizer") in (None, "sgd"):
-        result |= {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}  # the mean of the clients' models
+    if trains_locally(config) and explicit_values.get("optimizer") in (None, "sgd"):
+        result |= {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}  # the new model is the mean of the clients' models
     if has_privacy(config):
         result |= {"norm": "group"}
     if has_privacy(config) and config.privacy.unit == "record":
         from fedveil.privacy.defaults import CLIP, default_lr, default_rate, default_rounds
 
-        largest = math.ceil(records / config.data.clients)
-        by_size = training.whole_shard or "batch_size" in given
-        rate = (sampling_rate(config, largest) if by_size else config.privacy.rate) or default_rate(records)
-        per_epoch = math.ceil(1 / rate)
-        epochs = training.epochs if "epochs" in given else max(1, round(default_rounds(rate) / per_epoch))
+        client_size = math.ceil(records / config.data.clients)
+        has_batch_size = training.whole_shard or "batch_size" in explicit_values
+        rate = (sampling_rate(config, client_size) if has_batch_size else config.privacy.rate) or default_rate(records)
+        epoch_rounds = math.ceil(1 / rate)
+        epochs = training.epochs if "epochs" in explicit_values else max(1, round(default_rounds(rate) / epoch_rounds))
         result |= {"rate": rate, "epochs": epochs, "clip": CLIP, "schedule": "cosine", "schedule_every": "round"}
         result |= {"layers": 1, "multiplicative": 1.0}
         if training.optimizer != "sgd":
-            result["lr"] = default_lr(epochs * per_epoch)
-    result = {key: value for key, value in result.items() if given.get(key) is None}
+            result["lr"] = default_lr(epochs * epoch_rounds)
+    result = {key: value for key, value in result.items() if explicit_values.get(key) is None}
     return config.changed(**result) if result else config
 
 
@@ -275,9 +266,9 @@ def build_optimizer(settings: TrainingSettings) -> Callable[[Iterable[Tensor]], 
     """Return a function that constructs the configured optimizer."""
     lr, decay = settings.lr, settings.weight_decay
     if settings.optimizer == "sgd":
-        return lambda p: torch.optim.SGD(p, lr, momentum=settings.momentum, weight_decay=decay)
-    kind = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
-    return lambda p: kind(p, lr, weight_decay=decay)
+        return lambda params: torch.optim.SGD(params, lr, momentum=settings.momentum, weight_decay=decay)
+    optimizer_class = torch.optim.AdamW if settings.optimizer == "adamw" else torch.optim.Adam
+    return lambda params: optimizer_class(params, lr, weight_decay=decay)
 
 
 def build_schedule(
@@ -287,8 +278,8 @@ def build_schedule(
     if settings.schedule == "constant":
         return None
     if settings.schedule == "plateau":
-        rises = (settings.mode or MODES.get(settings.monitor or "", "min")) == "max"
-        return partial(ReduceLROnPlateau, mode="max" if rises else "min")
+        maximise = (settings.mode or MODES.get(settings.monitor or "", "min")) == "max"
+        return partial(ReduceLROnPlateau, mode="max" if maximise else "min")
     steps = settings.epochs * (rounds_per_epoch if settings.schedule_every == "round" else 1)
     return partial(CosineAnnealingLR, T_max=steps)
 
@@ -298,8 +289,8 @@ def move_to_device(model: nn.Module, device: str) -> nn.Module:
     try:
         return model.to(torch.device(device))
     except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if it was built without CUDA
-        what = f"cannot use {device!r}: {str(error).splitlines()[0]}"
-        raise BadArgument("device", what, "use --device cpu") from error
+        message = f"cannot use {device!r}: {str(error).splitlines()[0]}"
+        raise BadArgument("device", message, "use --device cpu") from error
 
 
 def build_federation(config: Config, data: Data, defence: AnyDefence | None = None) -> Federation:
@@ -307,20 +298,20 @@ def build_federation(config: Config, data: Data, defence: AnyDefence | None = No
 
     Args:
         config: the configuration.
-        data: its loaded data set.
+        data: the data set that the configuration specifies.
         defence: defence to use instead of the configured one.
     """
     config = choose_settings(choose_loss(config, data), len(data.train.targets))
     model, training = move_to_device(build_model(config, data), config.training.device), config.training
     parts = client_parts(config.data, training.seed, data)
-    largest = max(len(part.targets) for part in parts)
-    per_epoch = rounds_per_epoch(config, largest)
+    client_size = max(len(part.targets) for part in parts)
+    epoch_rounds = rounds_per_epoch(config, client_size)
     return Federation(
         model,
         parts,
         defence or build_defence(config),
         build_optimizer(training),
-        schedule=build_schedule(training, per_epoch),
+        schedule=build_schedule(training, epoch_rounds),
         schedule_every=training.schedule_every,
         clip_norm=training.clip_norm,
         batch_size=training.batch_size,
@@ -328,7 +319,7 @@ def build_federation(config: Config, data: Data, defence: AnyDefence | None = No
         whole_shard=training.whole_shard,
         participation=training.participation,
         limits=build_limits(config.limits),
-        privacy=build_privacy(config, largest),
+        privacy=build_privacy(config, client_size),
         secure_aggregation=config.privacy.secure_aggregation,
         fuse=training.fuse,
         seed=training.seed,
@@ -336,16 +327,16 @@ def build_federation(config: Config, data: Data, defence: AnyDefence | None = No
 
 
 def choose_loss(config: Config, data: Data | None = None) -> Config:
-    """Return the configuration with its loss set, by default to the usual loss for its task.
+    """Return the configuration with a loss, by default the usual one for the task.
 
     Without data, the loss stays unset if the task has to be inferred from the records. The federation
     refuses a loss that does not fit the targets.
     """
     loss = config.training.loss
     if data is not None and data.classes and loss == "binary_cross_entropy" and ":" not in config.model.name:
-        what = f"it needs a binary target for each output, but each record of {data.name!r} has one class"
+        message = f"this loss needs a binary target for each output, but each record of {data.name!r} has one class"
         fix = "use --loss cross_entropy, or --model package.module:factory for a network with one output"
-        raise BadArgument("--loss binary_cross_entropy", what, fix)
+        raise BadArgument("--loss binary_cross_entropy", message, fix)
     if loss:
         return config
     task = config.data.task or TASKS.get(config.data.name)
@@ -360,5 +351,5 @@ def _refuse_ambiguous(data: Data) -> None:
     """Refuse targets that could be either classes or quantities."""
     targets = data.train.targets
     if is_binary(targets) and bool(targets.any()) and not bool(targets.all()):
-        what = "all targets are floating-point 0 or 1, so they could be classes or quantities"
-        raise BadArgument(data.name, what, "return them as int64 if they are classes, or pass --loss squared_error")
+        message = "all targets are floating-point 0 or 1, so they could be classes or quantities"
+        raise BadArgument(data.name, message, "return them as int64 if they are classes, or pass --loss squared_error")

@@ -11,7 +11,7 @@ from fedveil.defences import registry
 from fedveil.errors import BadArgument
 from fedveil.lookup import import_object
 from fedveil.plain_json import parse_json
-from fedveil.runs.settings import CHOSEN, SECTION_OF, SECTIONS, Config, Value, format_flags, has_privacy
+from fedveil.runs.settings import PRIVACY_KEYS, SECTION_OF, SECTIONS, Config, Value, format_flags, has_privacy
 
 Scalar = bool | int | float | str
 FAMILIES = ("mlp", "cnn", "lenet", "resnet")
@@ -21,13 +21,13 @@ _EXTRAS = {
     for kind in SECTIONS.values()
     for key, field in kind.model_fields.items()
 }
-ONLY = {key: str(extra.get("only", "")).split() for key, extra in _EXTRAS.items()}
-"""The data sets or models that each key applies to; empty if it applies to all, and for keys of defences."""
-RARE = frozenset(key for key, extra in _EXTRAS.items() if extra.get("rare"))
+APPLIES_TO = {key: str(extra.get("only", "")).split() for key, extra in _EXTRAS.items()}
+"""The data sets or models that each key applies to; empty for keys of defences and keys that apply to all."""
+RARE_KEYS = frozenset(key for key, extra in _EXTRAS.items() if extra.get("rare"))
 """Keys that only `--help-all` shows."""
 
-GRADIENTS = ", whose updates are gradients: it cannot recover the result of several steps"
-CHOSEN_LOCALLY = ("optimizer", "lr", "momentum")
+GRADIENTS_REASON = ", whose clients send gradients of a single step"
+LOCAL_TRAINING_KEYS = ("optimizer", "lr", "momentum")
 """Keys whose defaults are different with local training (`fedveil.runs.build.choose_settings`)."""
 
 
@@ -45,32 +45,32 @@ class Choices:
         if section == "defence" and key not in (section, "settings"):
             return any(key in defence_keys(name) for name in self.defences)
         family = "resnet" if self.model.startswith("resnet") else self.model
-        name, known = (self.data, tuple(CATALOGUE)) if section == "data" else (family, FAMILIES)
-        return not ONLY[key] or name in ONLY[key] or (name not in known and ":" not in name)
+        name, known_names = (self.data, tuple(CATALOGUE)) if section == "data" else (family, FAMILIES)
+        return not APPLIES_TO[key] or name in APPLIES_TO[key] or (name not in known_names and ":" not in name)
 
     def refuse_others(self, keys: Iterable[str], where: str) -> None:
         """Refuse keys that do not apply to these choices."""
         for key in keys:
             if key in SECTION_OF and not self.accepts(key):
                 flag = f"--{key.replace('_', '-')}"
-                chosen = getattr(self, SECTION_OF[key], None) or ",".join(self.defences)
-                what = f"{flag} does not apply to --{SECTION_OF[key]} {shlex.quote(chosen)}"
-                what += GRADIENTS if key.startswith("local_") else ""
-                raise BadArgument(where, what, f"leave it out; it applies only to {', '.join(owners(key))}")
+                choice = getattr(self, SECTION_OF[key], None) or ",".join(self.defences)
+                message = f"{flag} does not apply to --{SECTION_OF[key]} {shlex.quote(choice)}"
+                message += GRADIENTS_REASON if key.startswith("local_") else ""
+                raise BadArgument(where, message, f"leave it out; it applies only to {', '.join(list_choices(key))}")
 
 
 def check_flags(flags: Sequence[str], where: str) -> None:
-    """Refuse a list flag that is given twice, because only the last one would count."""
+    """Refuse a list flag that is repeated, because only the last one would count."""
     for flag in flags:
         name = f"--{flag.replace('_', '-')}"
         if isinstance(Config().flat().get(flag), tuple) and flags.count(flag) > 1:
             raise BadArgument(where, f"{name} is given twice", f"use {name} FIRST SECOND")
 
 
-def owners(key: str) -> list[str]:
+def list_choices(key: str) -> list[str]:
     """Return the data sets, models or defences that a key applies to; empty if it applies to all."""
     defences = registry.INCLUDED.values() if SECTION_OF[key] == "defence" else ()
-    return [*ONLY[key], *(record.name for record in defences if key in record.settings)]
+    return [*APPLIES_TO[key], *(record.name for record in defences if key in record.settings)]
 
 
 def defence_keys(name: str) -> frozenset[str]:
@@ -89,20 +89,22 @@ def settings_class(name: str) -> type | None:
         return None
     for field in dataclasses.fields(result):
         if field.name in SECTION_OF:
-            what = f"its setting {field.name!r} has the same name as a key in [{SECTION_OF[field.name]}]"
-            raise BadArgument(name, what, "rename the setting")
+            message = f"its setting {field.name!r} has the same name as a key in [{SECTION_OF[field.name]}]"
+            raise BadArgument(name, message, "rename the setting")
     return result
 
 
-def parse_settings(words: Iterable[str]) -> dict[str, Scalar]:
-    """Parse NAME=VALUE words into keyword arguments; convert numbers, true and false."""
+def parse_settings(assignments: Iterable[str]) -> dict[str, Scalar]:
+    """Parse NAME=VALUE into keyword arguments; convert numbers, true and false."""
     result: dict[str, Scalar] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise BadArgument("--settings", f"{word!r} is not NAME=VALUE", "use --settings strength=0.1 mode=fast")
+    for assignment in assignments:
+        name, separator, text = assignment.partition("=")
+        if not separator or not name.isidentifier():
+            raise BadArgument(
+                "--settings", f"{assignment!r} is not NAME=VALUE", "use --settings strength=0.1 mode=fast"
+            )
         try:
-            value = parse_json(word, text)
+            value = parse_json(assignment, text)
         except ValueError:
             value = text
         result[name] = value if isinstance(value, bool | int | float) else text
@@ -116,22 +118,22 @@ def applicable_values(config: Config) -> dict[str, Value]:
 
 
 def trains_locally(config: Config) -> bool:
-    """Return whether clients train for local epochs; a defence without them ignores the keys."""
+    """Return whether clients train for local epochs; False if the defence does not support them."""
     return config.defence.local_epochs is not None and "local_epochs" in defence_keys(config.defence.name)
 
 
-def chosen_keys(config: Config) -> tuple[str, ...]:
+def dependent_keys(config: Config) -> tuple[str, ...]:
     """Return the keys whose defaults depend on other settings (`fedveil.runs.build.choose_settings`)."""
-    return (*(CHOSEN if has_privacy(config) else ()), *(CHOSEN_LOCALLY if trains_locally(config) else ()))
+    return (*(PRIVACY_KEYS if has_privacy(config) else ()), *(LOCAL_TRAINING_KEYS if trains_locally(config) else ()))
 
 
 def format_command(config: Config) -> str:
-    """Return a configuration as flags for `fedveil train`."""
-    changes = config.changes()
+    """Format a configuration as flags for `fedveil train`."""
+    changes = config.changed_values()
     if has_privacy(config) and config.privacy.unit == "record":
-        changes |= {key: value for key, value in config.flat().items() if key in CHOSEN}
+        changes |= {key: value for key, value in config.flat().items() if key in PRIVACY_KEYS}
     if trains_locally(config):
-        changes |= {key: value for key, value in config.flat().items() if key in CHOSEN_LOCALLY}
+        changes |= {key: value for key, value in config.flat().items() if key in LOCAL_TRAINING_KEYS}
     return format_flags({key: changes[key] for key in applicable_values(config) if key in changes})
 
 

@@ -1,4 +1,4 @@
-"""Export the model of a run to a file that runs without Fedveil, with its encoding beside it."""
+"""Export the model of a run, and its encoding, for use without Fedveil."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ Format = Literal["torch", "onnx"]
 SUFFIXES: dict[Format, str] = {"torch": ".pt2", "onnx": ".onnx"}
 PACKAGES = ("onnx", "onnxscript")
 WHERE = "fedveil export"
-EXAMPLES = 3  # records in the batch with which a model is traced; any number may be passed to the exported model
+TRACE_SIZE = 3  # number of records in the batch for tracing; the exported model accepts any number
 
 
 class ServedModel(nn.Module):
@@ -45,62 +45,64 @@ class ServedModel(nn.Module):
         if form.kind == "scores":
             return outputs.movedim(form.class_axis, 1)
         if form.kind == "sigmoid":
-            flat = outputs.reshape(-1)
-            return outputs.sigmoid() if count_outputs(form) > 1 else torch.stack([-flat, flat], 1).sigmoid()
+            logits = outputs.reshape(-1)
+            return outputs.sigmoid() if count_outputs(form) > 1 else torch.stack([-logits, logits], 1).sigmoid()
         return outputs.exp() if form.kind == "exponential" else outputs * deviation + mean
 
 
 def export_model(predictor: Predictor, path: Path, format: Format = "torch") -> None:
-    """Write the model of a run to a file that runs without Fedveil, and its encoding to `encoding.json` beside it.
+    """Export the model of a run for use without Fedveil, and write its encoding to `encoding.json` in the same folder.
 
-    The model takes a batch of encoded records of any size, "inputs", and returns "outputs": the probabilities of the
-    classes, or numbers in the units of the target (scores, if the loss has no probabilities).
+    The exported model maps "inputs", a batch of encoded records of any size, to "outputs": class probabilities (or
+    scores, if the loss does not define probabilities), or numbers in the units of the target.
 
     Args:
         predictor: the model and its encoding, from `fedveil.load_predictor`.
-        path: the file.
-        format: "torch" writes a file for `torch.export.load`, and "onnx" one for ONNX runtimes.
+        path: file for the model.
+        format: "torch" for `torch.export.load`, or "onnx" for ONNX runtimes.
     """
     check_choice(WHERE, "format", format, SUFFIXES)
     missing = [name for name in PACKAGES if find_spec(name) is None] if format == "onnx" else []
     if missing:
         raise BadArgument(f"{WHERE} --format onnx", f"{missing[0]} is not installed", "pip install 'fedveil[onnx]'")
-    text, beside = format_encoding(predictor.encoding), path.parent / FILE
-    if beside.is_file() and beside.read_text() != text:
-        what = "it is the encoding of another run, which belongs to other files in this folder"
-        raise BadArgument(str(beside), what, "choose another folder with --out")
+    text, encoding_path = format_encoding(predictor.encoding), path.parent / FILE
+    if encoding_path.is_file() and encoding_path.read_text() != text:
+        message = "the file already contains the encoding of another model"
+        raise BadArgument(str(encoding_path), message, "choose another folder with --out")
     content = _export(predictor, format)
     write_atomically(path, content)
-    write_atomically(beside, text)
+    write_atomically(encoding_path, text)
 
 
 def _export(predictor: Predictor, format: Format) -> bytes:
     """Return the bytes of the exported model."""
     forms = predictor.encoding.tensors or {}
     if list(forms) != ["inputs"]:
-        what = f"the model takes several tensors: {', '.join(forms)}"
-        raise BadArgument(WHERE, what, "export it in Python: torch.export.export(fedveil.load_model(folder), ...)")
+        message = f"the model takes several tensors: {', '.join(forms)}"
+        raise BadArgument(WHERE, message, "export it in Python: torch.export.export(fedveil.load_model(folder), ...)")
     form, file = forms["inputs"], io.BytesIO()
-    first = next(predictor.model.parameters())
-    dtype = first.dtype if form.dtype.startswith(("float", "bfloat")) else getattr(torch, form.dtype)
-    example = torch.zeros((EXAMPLES, *form.shape), dtype=dtype, device=first.device)
-    served = copy.deepcopy(ServedModel(predictor.model, predictor.encoding)).eval().requires_grad_(False)
-    what, fix = f"{type(predictor.model).__name__} cannot be exported", "export it in Python with torch.export"
-    with refuse_failure(WHERE, what, fix), torch.no_grad(), _quiet():
+    parameter = next(predictor.model.parameters())
+    dtype = parameter.dtype if form.dtype.startswith(("float", "bfloat")) else getattr(torch, form.dtype)
+    example = torch.zeros((TRACE_SIZE, *form.shape), dtype=dtype, device=parameter.device)
+    served_model = copy.deepcopy(ServedModel(predictor.model, predictor.encoding)).eval().requires_grad_(False)
+    message, fix = f"{type(predictor.model).__name__} cannot be exported", "export it in Python with torch.export"
+    with refuse_failure(WHERE, message, fix), torch.no_grad(), _hide_warnings():
         shapes = {"inputs": {0: torch.export.Dim("batch")}}
-        program = torch.export.export(served, (example,), dynamic_shapes=shapes)
+        program = torch.export.export(served_model, (example,), dynamic_shapes=shapes)
         if format == "torch":
             torch.export.save(program, file)
             return file.getvalue()
-        given, taken = ["inputs"], ["outputs"]
-        found = torch.onnx.export(program, dynamo=True, verbose=False, input_names=given, output_names=taken)
-        assert found is not None
-        content: bytes = found.model_proto.SerializeToString()
+        input_names, output_names = ["inputs"], ["outputs"]
+        onnx_program = torch.onnx.export(
+            program, dynamo=True, verbose=False, input_names=input_names, output_names=output_names
+        )
+        assert onnx_program is not None
+        content: bytes = onnx_program.model_proto.SerializeToString()
         return content
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _hide_warnings() -> Iterator[None]:
     """Hide the exporter's warnings about packages that are not installed, and about torch's own code."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level

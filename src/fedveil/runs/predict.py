@@ -1,4 +1,4 @@
-"""Predict new records with the model of a run, encoded as its training records were."""
+"""Make predictions for new records with the model of a run, encoding them like its training records."""
 
 import math
 import zipfile
@@ -36,25 +36,25 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.generic]
 Decimal = Literal[".", ","]
-ARRAYS, WHERE = (".npy", ".npz"), "new records"
-INPUTS = "inputs"  # the array of records in an .npz file that has several
-UNKNOWN = ("refuse", "ignore")
+ARRAY_SUFFIXES, WHERE = (".npy", ".npz"), "new records"
+INPUTS = "inputs"  # name of the array of records in an .npz file with several arrays
+UNKNOWN_OPTIONS = ("refuse", "ignore")
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Predictions for records, in their order.
+    """Predictions for records, in the order of the records.
 
     Attributes:
         labels: the class of each record; None for quantities.
         probabilities: one column per class; None for quantities, and for losses whose outputs are not probabilities.
         values: predicted quantities, in the units of the target; None for classes.
         classes: the classes of the columns of `probabilities`.
-        rows: the index of each record in what was passed. Records with missing cells are left out if training left
-            them out.
-        names: the file of each image; otherwise ().
+        rows: the index of each record among those passed. Records with missing cells are left out if training left
+            such records out.
+        names: the file of each image; () for other records.
         notes: messages about ignored columns, missing cells and unknown categories.
-        index: the index of these records in the DataFrame that was passed; otherwise None.
+        index: the index of these records in the DataFrame that was passed; None for other inputs.
     """
 
     labels: Array | None
@@ -71,17 +71,19 @@ class Predictions:
 
     def columns(self) -> dict[str, Array]:
         """Return the predictions by column: `prediction`, and `probability_CLASS` for each class."""
-        main = self.labels if self.labels is not None else self.values
-        assert main is not None
-        found = _name_columns("prediction", main.reshape(len(self), -1), range(math.prod(main.shape[1:])))
+        predictions = self.labels if self.labels is not None else self.values
+        assert predictions is not None
+        result = _name_columns(
+            "prediction", predictions.reshape(len(self), -1), range(math.prod(predictions.shape[1:]))
+        )
         if self.probabilities is not None:
             if self.probabilities.ndim > 2:
-                what, fix = "each record has several positions with a class", "use .labels and .probabilities"
-                raise BadArgument("predictions", what, f"{fix}, or --out predictions.npz")
-            parts = self.probabilities.shape[1]
-            names = self.classes if len(self.classes) == parts else range(parts)
-            found |= {f"probability_{name}": self.probabilities[:, index] for index, name in enumerate(names)}
-        return found
+                message, fix = "each record has a class at several positions", "use .labels and .probabilities"
+                raise BadArgument("predictions", message, f"{fix}, or --out predictions.npz")
+            num_classes = self.probabilities.shape[1]
+            names = self.classes if len(self.classes) == num_classes else range(num_classes)
+            result |= {f"probability_{name}": self.probabilities[:, index] for index, name in enumerate(names)}
+        return result
 
     def to_frame(self) -> "DataFrame":
         """Return the predictions as a pandas DataFrame with the index of the DataFrame that was passed, or `rows`."""
@@ -90,16 +92,16 @@ class Predictions:
         return DataFrame(self.columns(), index=self.rows if self.index is None else self.index)
 
 
-def _name_columns(name: str, values: Array, numbers: Sequence[int]) -> dict[str, Array]:
-    """Return the columns of an array by name; they are numbered if there are several."""
-    if len(numbers) == 1:
+def _name_columns(name: str, values: Array, indices: Sequence[int]) -> dict[str, Array]:
+    """Return the columns of an array by name, with their indices if there are several."""
+    if len(indices) == 1:
         return {name: values[:, 0]}
-    return {f"{name}_{number}": values[:, number] for number in numbers}
+    return {f"{name}_{index}": values[:, index] for index in indices}
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedRecords:
-    """Records as inputs of a model; see `Predictions` for the other attributes."""
+    """Records encoded as inputs of a model; see `Predictions` for the other attributes."""
 
     inputs: Inputs
     rows: NDArray[np.int64]
@@ -112,15 +114,15 @@ class Predictor:
     """The model of a run with the encoding of its records, from `load_predictor`.
 
     Call it with new records: a pandas DataFrame, whose columns are found by name and encoded; the path of a CSV file,
-    of a folder or zip file of images, or of an .npy or .npz file; or a tensor or an array (or a tuple or dict of
-    tensors) of what the model takes. Such numbers are not encoded, except that images of bytes are scaled.
+    of a folder or zip file of images, or of an .npy or .npz file; or the model's inputs: a tensor, an array, or a
+    tuple or dict of tensors. These inputs are not encoded, except that images of bytes are scaled.
 
     Attributes:
         model: the model, in evaluation mode.
         encoding: the encoding in the run's folder.
-        unknown: whether categories that training did not have are refused, or ignored: all their inputs are then 0.
-        delimiter: the delimiter of CSV files; None for the training file's if the header contains it, else detected.
-        decimal: the decimal mark of CSV files; None for the training file's.
+        unknown: "refuse" categories that did not occur in training, or "ignore" them, which sets their inputs to 0.
+        delimiter: the delimiter of CSV files; by default the training file's if the header contains it, else detected.
+        decimal: the decimal mark of CSV files; by default the training file's.
     """
 
     model: nn.Module
@@ -130,118 +132,128 @@ class Predictor:
     decimal: Decimal | None = None
 
     def __post_init__(self) -> None:
-        check_choice("load_predictor", "unknown", self.unknown, UNKNOWN)
+        check_choice("load_predictor", "unknown", self.unknown, UNKNOWN_OPTIONS)
         check_choice("load_predictor", "decimal", self.decimal or ".", (".", ","))
 
     def __call__(self, records: object) -> Predictions:
         """Return the predictions for records; refuse records that cannot be encoded."""
         encoded = self.encode(records)
-        forms = ", ".join(f"{tuple(own.shape[1:])} {own.dtype}" for own in tensors_by_path(encoded.inputs).values())
-        what = f"{type(self.model).__name__} does not accept them (each record: {forms.replace('torch.', '')})"
-        with refuse_failure(WHERE, what, f"pass records of the form {self._expected()}"):
+        forms = ", ".join(
+            f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors_by_path(encoded.inputs).values()
+        )
+        message = f"{type(self.model).__name__} does not accept them (each record: {forms.replace('torch.', '')})"
+        with refuse_failure(WHERE, message, f"pass records of the form {self._expected()}"):
             outputs = predict(self.model, encoded.inputs)
         form = self.encoding.outputs or OutputForm("values", tuple(outputs.shape[1:]))
         labels, probabilities, values = convert_outputs(outputs.double().cpu(), form, self.encoding)
         index = records.index[encoded.rows] if is_frame(records) else None
-        found = encoded.rows, encoded.names, tuple(encoded.notes), index
-        return Predictions(labels, probabilities, values, self.encoding.classes, *found)
+        details = encoded.rows, encoded.names, tuple(encoded.notes), index
+        return Predictions(labels, probabilities, values, self.encoding.classes, *details)
 
     def encode(self, records: object) -> EncodedRecords:
-        """Return records as the model's inputs; refuse NaN and infinity."""
+        """Encode records as the model's inputs; refuse NaN and infinity."""
         if isinstance(records, str | Path):
-            found = self._encode_file(Path(records))
+            encoded = self._encode_file(Path(records))
         else:
             self._refuse_single(records)
-            found = self._encode_frame(records) if is_frame(records) else self._encode_arrays(records)
-        check_finite(WHERE, (found.inputs, torch.zeros(len(found.rows))), found.rows.tolist())
-        first = next(self.model.parameters())
-        return replace(found, inputs=move_inputs(found.inputs, first.device, first.dtype))
+            encoded = self._encode_frame(records) if is_frame(records) else self._encode_arrays(records)
+        check_finite(WHERE, (encoded.inputs, torch.zeros(len(encoded.rows))), encoded.rows.tolist())
+        parameter = next(self.model.parameters())
+        return replace(encoded, inputs=move_inputs(encoded.inputs, parameter.device, parameter.dtype))
 
     def _refuse_single(self, records: object) -> None:
         """Refuse a Series or a dict, such as a single row, if the model was trained on columns."""
-        own = self.encoding.inputs
-        if not isinstance(own, ImageEncoding) and own.columns and (is_series(records) or isinstance(records, Mapping)):
+        encoding = self.encoding.inputs
+        if (
+            not isinstance(encoding, ImageEncoding)
+            and encoding.columns
+            and (is_series(records) or isinstance(records, Mapping))
+        ):
             fix = "pass a DataFrame: frame.iloc[[0]] for one row, or pandas.DataFrame([record]) for a dict"
             raise BadArgument(WHERE, f"they are a {type(records).__name__}, not a table with columns", fix)
 
     def _encode_file(self, path: Path) -> EncodedRecords:
-        own = self.encoding.inputs
+        encoding = self.encoding.inputs
         if not path.exists():
             raise BadArgument(str(path), "there is no such file", "pass an existing file or folder")
         with convert_os_errors(path, "read", "use readable files and folders"):
-            if path.suffix in ARRAYS:
+            if path.suffix in ARRAY_SUFFIXES:
                 return self._encode_arrays(read_array(path))
-            if isinstance(own, ImageEncoding):
-                return _encode_images(path, own)
+            if isinstance(encoding, ImageEncoding):
+                return _encode_images(path, encoding)
             if path.is_dir():
                 raise BadArgument(str(path), "it is a folder, but the model was not trained on images", "pass a file")
             return self._encode_table(self._read_table(path))
 
     def _read_table(self, path: Path) -> CsvTable:
-        """Read a CSV file; by default, with the training file's delimiter, or another if the header lacks that one."""
-        content, own = path.read_bytes(), self.encoding.inputs
-        decimal = self.decimal or (own.decimal if isinstance(own, TableEncoding) else ".")
+        """Read a CSV file, by default with the training file's delimiter if the header contains it."""
+        content, encoding = path.read_bytes(), self.encoding.inputs
+        decimal = self.decimal or (encoding.decimal if isinstance(encoding, TableEncoding) else ".")
         delimiter = read_delimiter(str(path), self.delimiter, decimal)
-        if isinstance(own, TableEncoding) and own.delimiter.encode() in content.split(b"\n", 1)[0]:
-            delimiter = delimiter or own.delimiter
+        if isinstance(encoding, TableEncoding) and encoding.delimiter.encode() in content.split(b"\n", 1)[0]:
+            delimiter = delimiter or encoding.delimiter
         return parse_table(str(path), content, delimiter, decimal)
 
     def _encode_frame(self, frame: "DataFrame") -> EncodedRecords:
-        own = self.encoding.inputs
-        if isinstance(own, TableEncoding):
-            return self._encode_table(read_frame(frame, own))
-        if isinstance(own, ImageEncoding):
+        encoding = self.encoding.inputs
+        if isinstance(encoding, TableEncoding):
+            return self._encode_table(read_frame(frame, encoding))
+        if isinstance(encoding, ImageEncoding):
             raise BadArgument(WHERE, "the model takes images, not a DataFrame", "pass a folder of images, or an array")
-        named = frame.set_axis([str(name) for name in frame.columns], axis=1)
-        columns = list(own.columns or named.columns)
-        read_frame(named.head(1)).require_columns(columns)
-        return self._cast(as_tensor(WHERE, "they", named[columns]).double())
+        renamed_frame = frame.set_axis([str(name) for name in frame.columns], axis=1)
+        columns = list(encoding.columns or renamed_frame.columns)
+        read_frame(renamed_frame.head(1)).require_columns(columns)
+        return self._cast(as_tensor(WHERE, "they", renamed_frame[columns]).double())
 
     def _encode_table(self, table: CsvTable) -> EncodedRecords:
-        own, notes = self.encoding.inputs, list[str]()
-        if isinstance(own, TableEncoding):
-            inputs, rows = encode_new_rows(table, own, self.unknown, notes)
+        encoding, notes = self.encoding.inputs, list[str]()
+        if isinstance(encoding, TableEncoding):
+            inputs, rows = encode_new_rows(table, encoding, self.unknown, notes)
             return EncodedRecords(inputs, rows, notes=notes)
-        if not isinstance(own, NumbersEncoding) or not own.columns:
-            what = "the names of the model's inputs are not known: it was not trained on a table with columns"
-            raise BadArgument(table.path, what, "pass an .npy or .npz file with an array of its inputs")
-        table.require_columns(own.columns)
-        return self._cast(torch.from_numpy(np.stack([table.numbers(name) for name in own.columns], 1)))
+        if not isinstance(encoding, NumbersEncoding) or not encoding.columns:
+            message = "the model's inputs have no names, because it was not trained on a table with columns"
+            raise BadArgument(table.path, message, "pass an .npy or .npz file with an array of its inputs")
+        table.require_columns(encoding.columns)
+        return self._cast(torch.from_numpy(np.stack([table.numbers(name) for name in encoding.columns], 1)))
 
     def _encode_arrays(self, records: object) -> EncodedRecords:
-        """Return tensors or arrays, which are already encoded unless they are images of bytes."""
+        """Convert arrays to tensors; they are already encoded unless they are images of bytes."""
         inputs: Inputs
         if isinstance(records, tuple | Mapping):
             convert = lambda leaf: as_tensor(WHERE, "they", leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
             inputs = cast(Inputs, pytree.tree_map(convert, as_dicts(records)))
         else:
             inputs = as_tensor(WHERE, "they", records)
-        own = self.encoding.inputs
-        if isinstance(own, ImageEncoding) and isinstance(inputs, Tensor) and inputs.dtype == torch.uint8:
-            self._check_shape(inputs, (3, own.size, own.size))
-            return _number_rows(encode_images(inputs.numpy(), own))
+        encoding = self.encoding.inputs
+        if isinstance(encoding, ImageEncoding) and isinstance(inputs, Tensor) and inputs.dtype == torch.uint8:
+            self._check_shape(inputs, (3, encoding.size, encoding.size))
+            return _number_rows(encode_images(inputs.numpy(), encoding))
         return self._cast(inputs)
 
     def _cast(self, inputs: Inputs) -> EncodedRecords:
         """Convert integers to floats if the model takes floats."""
         expected = (self.encoding.tensors or {}).get("inputs")
         if isinstance(inputs, Tensor) and expected is not None:
-            if not isinstance(self.encoding.inputs, NumbersEncoding):  # others may differ in length
+            if not isinstance(self.encoding.inputs, NumbersEncoding):  # records of numbers may differ in length
                 self._check_shape(inputs, expected.shape)
-            real = inputs.is_floating_point() or not expected.dtype.startswith(("float", "bfloat"))
-            inputs = inputs if real else inputs.double()
+            keep_dtype = inputs.is_floating_point() or not expected.dtype.startswith(("float", "bfloat"))
+            inputs = inputs if keep_dtype else inputs.double()
         return _number_rows(inputs)
 
     def _check_shape(self, inputs: Tensor, shape: Sequence[int]) -> None:
         if tuple(inputs.shape[1:]) != tuple(shape) or not inputs.dim():
-            what = f"the shape is {tuple(inputs.shape)}, but the model takes (records, {', '.join(map(str, shape))})"
-            table = isinstance(self.encoding.inputs, TableEncoding)
-            fix = "pass a DataFrame or a CSV file, whose rows are encoded" if table else "pass an array of this shape"
-            raise BadArgument(WHERE, what, fix)
+            message = f"expected shape (records, {', '.join(map(str, shape))}), got {tuple(inputs.shape)}"
+            is_table = isinstance(self.encoding.inputs, TableEncoding)
+            fix = (
+                "pass a DataFrame or a CSV file, whose rows are encoded" if is_table else "pass an array of this shape"
+            )
+            raise BadArgument(WHERE, message, fix)
 
     def _expected(self) -> str:
         forms = self.encoding.tensors or {}
-        return ", ".join(f"{name}: {own.shape} {own.dtype}" for name, own in forms.items()) or "of the training records"
+        return (
+            ", ".join(f"{name}: {form.shape} {form.dtype}" for name, form in forms.items()) or "of the training records"
+        )
 
 
 def load_predictor(
@@ -255,33 +267,33 @@ def load_predictor(
     decimal: Decimal | None = None,
     trust_code: bool = False,
 ) -> Predictor:
-    """Return the model of a run with the encoding of its records, to predict new records.
+    """Load the model of a run with the encoding of its records, to make predictions for new records.
 
     Args:
         folder: folder of the run.
-        best: as for `load_model`.
-        model: as for `load_model`.
-        output: the function that was passed to the server as `output`; the name of an entry is known.
-        unknown: "refuse" categories that training did not have, or "ignore" them: all their inputs are then 0.
-        delimiter: the delimiter of CSV files; by default, that of the training file, or detected.
-        decimal: the decimal mark in CSV files; by default, that of the training file.
-        trust_code: as for `load_model`.
+        best: see `load_model`.
+        model: see `load_model`.
+        output: the function that was passed to the server as `output`; None if it was the name of an entry.
+        unknown: "refuse" categories that did not occur in training, or "ignore" them, which sets their inputs to 0.
+        delimiter: the delimiter of CSV files; by default the training file's if the header contains it, else detected.
+        decimal: the decimal mark of CSV files; by default the training file's.
+        trust_code: see `load_model`.
 
     Example:
         predictor = fedveil.load_predictor("runs/churn")
-        found = predictor(pandas.read_csv("new.csv"))
-        found.labels, found.probabilities  # or found.to_frame()
+        predictions = predictor(pandas.read_csv("new.csv"))
+        predictions.labels, predictions.probabilities  # or predictions.to_frame()
     """
     encoding = read_encoding(Path(folder))
-    chosen = read_choice("load_predictor", encoding.outputs.entry if encoding.outputs else "", output)
+    choice = read_choice("load_predictor", encoding.outputs.entry if encoding.outputs else "", output)
     network = load_model(folder, best=best, model=model, trust_code=trust_code)
-    return Predictor(choose_output(network, chosen), encoding, unknown, delimiter, decimal)
+    return Predictor(choose_output(network, choice), encoding, unknown, delimiter, decimal)
 
 
 def convert_outputs(
     outputs: Tensor, form: OutputForm, encoding: Encoding
 ) -> tuple[Array | None, NDArray[np.float64] | None, NDArray[np.float64] | None]:
-    """Return the labels, probabilities and values that a model's outputs stand for; those that do not apply are None.
+    """Convert a model's outputs to labels, probabilities and values; those that do not apply are None.
 
     Classes are on axis 1 of the probabilities, as in torch.
     """
@@ -291,11 +303,11 @@ def convert_outputs(
         values = (outputs.exp() if form.kind == "exponential" else outputs * deviation + mean).numpy()
         return None, None, values.reshape(-1) if count_outputs(form) == 1 else values
     if form.kind == "sigmoid":
-        ones = outputs.sigmoid()
+        probabilities = outputs.sigmoid()
         if count_outputs(form) > 1:
-            return (outputs > 0).long().numpy(), ones.numpy(), None
-        both = torch.stack([(-outputs.flatten()).sigmoid(), ones.flatten()], 1)
-        return names[(outputs.flatten() > 0).long().numpy()], both.numpy(), None
+            return (outputs > 0).long().numpy(), probabilities.numpy(), None
+        class_probabilities = torch.stack([(-outputs.flatten()).sigmoid(), probabilities.flatten()], 1)
+        return names[(outputs.flatten() > 0).long().numpy()], class_probabilities.numpy(), None
     scores = outputs.movedim(form.class_axis, 1)
     labels = names[scores.argmax(1).numpy()]
     return labels, scores.softmax(1).numpy() if form.kind == "softmax" else None, None
@@ -307,16 +319,16 @@ def count_outputs(form: OutputForm) -> int:
 
 
 def read_array(path: Path) -> Array:
-    """Return the array in an .npy file, or the only one or the one named inputs in an .npz file."""
+    """Read the array in an .npy file, or in an .npz file the only array or the one named "inputs"."""
     try:
-        found = np.load(path, allow_pickle=False)
-        if isinstance(found, np.ndarray):
-            return found
-        with found as file:
+        loaded_file = np.load(path, allow_pickle=False)
+        if isinstance(loaded_file, np.ndarray):
+            return loaded_file
+        with loaded_file as file:
             name = INPUTS if INPUTS in file.files else file.files[0] if len(file.files) == 1 else None
             if name is None:
-                what = f"it has the arrays {shorten(file.files, 8)}"
-                raise BadArgument(str(path), what, f"name the array of records {INPUTS!r}")
+                message = f"it contains several arrays: {shorten(file.files, 8)}"
+                raise BadArgument(str(path), message, f"name the array of records {INPUTS!r}")
             array: Array = file[name]
             return array
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -333,11 +345,15 @@ def _number_rows(inputs: Inputs) -> EncodedRecords:
 
 
 def _encode_images(path: Path, encoding: ImageEncoding) -> EncodedRecords:
-    """Return all images of a folder or zip file, in the order of their names."""
+    """Encode all images of a folder or zip file, in the order of their names."""
     archive = open_archive(path)
     names = tuple(name for name in archive.names if Path(name).suffix.lower() in SUFFIXES)
     if not names:
         raise BadArgument(str(path), f"there are no images in it ({', '.join(SUFFIXES)})", "pass a folder of images")
     pixels = decode_images(archive, names, encoding.size)
-    notes = [f"ignored {len(archive.names) - len(names):,} other files"] if len(names) < len(archive.names) else []
+    notes = (
+        [f"ignored {len(archive.names) - len(names):,} files that are not images"]
+        if len(names) < len(archive.names)
+        else []
+    )
     return EncodedRecords(encode_images(pixels, encoding), np.arange(len(names)), names, notes)

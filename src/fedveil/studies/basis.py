@@ -23,7 +23,7 @@ from fedveil.defences import registry
 from fedveil.errors import BadArgument
 from fedveil.federation import checkpoint
 from fedveil.lookup import import_object, list_installed
-from fedveil.runs.build import load_own_data
+from fedveil.runs.build import load_user_data
 from fedveil.runs.settings import Config, DataSettings
 
 COMPUTED_AGAIN = "computed again"  # prefix of a progress message that explains why a stored result is not reused
@@ -82,7 +82,7 @@ class Digests:
 
     def __init__(self) -> None:
         self._files = cache(digest_files)
-        self._records = cache(lambda name: digest_records(load_own_data(name)))
+        self._records = cache(lambda name: digest_records(load_user_data(name)))
 
     def job_basis(self, task: V, attacked_run: Path | None = None) -> Basis:
         """Return the basis of a job, given its task and the run that the job attacks, if any."""

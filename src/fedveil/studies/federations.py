@@ -25,7 +25,7 @@ from fedveil.files import write_atomically
 from fedveil.plain_json import read_json, to_json
 from fedveil.progress import Progress
 from fedveil.runs.build import load_data
-from fedveil.runs.folder import RUN, contains_run, is_finished, resume_federation, train
+from fedveil.runs.folder import RUN_FILES, contains_run, is_finished, resume_federation, train
 from fedveil.runs.settings import Config
 from fedveil.studies.basis import COMPUTED_AGAIN, Basis, explain_change
 from fedveil.studies.jobs import JobResults, Result
@@ -140,7 +140,7 @@ def remove_stale_run(folder: Path, basis: Basis, progress: Progress) -> None:
         reason = change
     if contains_run(folder):
         progress(0.0, f"{COMPUTED_AGAIN}: {reason}")
-        for name in (*RUN, BEST):
+        for name in (*RUN_FILES, BEST):
             (folder / name).unlink(missing_ok=True)
     write_atomically(path, to_json(basis.to_plain(), indent=2) + "\n")
 

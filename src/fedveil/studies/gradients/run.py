@@ -56,7 +56,7 @@ class SearchOptions:
     method: str | None = option(None, "dlg, idlg or cosine; by default cosine if the network has a ReLU, else idlg")
     steps: int | None = option(None, "number of search steps; by default 800 for cosine, 150 for the others")
     restarts: int | None = option(None, "number of restarts of the search; by default 2 for cosine, 4 for the others")
-    smooth: float = option(1e-2, "weight of the total variation term (for cosine)")
+    smooth: float = option(1e-2, "for cosine: weight of the total variation")
 
     def search(self, model: nn.Module) -> Search:
         """Return the settings from the flags; the defaults depend on the network."""

@@ -198,7 +198,7 @@ class ServerOptions(reconstruction.SearchOptions):
     sums: str = option("2,4,10,100", "numbers of clients in the sums, as a comma-separated list")
     difference: int = option(10, "number of clients in the larger of two sums that differ by one client")
     records: int = option(1, "number of records in a client's batch")
-    batches: str = option("4,10,100", "sizes of the batches whose recovered records are counted; '' for none")
+    batches: str = option("4,10,100", "batch sizes for which to count recovered records; '' for none")
 
     def counts(self) -> list[int]:
         """Return the number of clients in each sum."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedveil.attacks.inversion import CODE, Gan, accept_pixels, search, search_pixels, train_gan
+from fedveil.attacks.inversion import CODE_SIZE, Gan, accept_pixels, search, search_pixels, train_gan
 from fedveil.data import Data, keep_labels, other_labels, parse_labels
 from fedveil.errors import BadArgument
 from fedveil.progress import Progress, ignore_progress
@@ -149,7 +149,7 @@ class Invert(NetworkTraining):
                 f"{name}, by {method}": first_images(images, labels, classes)
                 for method, images in reconstructions.items()
             }
-        codes = torch.randn(len(labels), CODE, generator=generator("floor", config.training.seed)).clamp(-1, 1)
+        codes = torch.randn(len(labels), CODE_SIZE, generator=generator("floor", config.training.seed)).clamp(-1, 1)
         with torch.no_grad():
             model_free = gan.generator(codes.to(labels.device))  # images that do not depend on a model
         held_out_images, held_out_labels = select_held_out(evaluator, labels)
