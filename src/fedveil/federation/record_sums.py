@@ -189,7 +189,7 @@ def read_slots(
     or have another form, and of padding, a batch contains zeros. Records of a Dataset are read one by one, because
     collating them could make the form or dtype of a record depend on others.
     """
-    if isinstance(source, Stream) and not source.collates_alike:
+    if isinstance(source, Stream) and not source.uses_default_collate:
         for row, used in zip(rows.tolist(), included.tolist(), strict=True):
             if (batch := read_record(task, model, source, row)) is not None:
                 yield batch, torch.tensor([used]) & are_finite(batch)
