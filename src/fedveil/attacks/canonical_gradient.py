@@ -152,7 +152,7 @@ def canonical_pairs(observed: Observation) -> list[RoundPair]:
 
 def known_elements(plan: Plan, head: PublicHead | None) -> Tensor:
     """Return whether each trainable element's noise is known, that is, absent or one of a few public candidates."""
-    names = () if head is None or head.decoys else (head.weight, head.bias if head.noisy_bias else None)
+    names = () if head is None or head.has_candidates else (head.weight, head.bias if head.noisy_bias else None)
     return torch.cat([torch.full((e.shape.numel(),), e.name not in names) for e in plan.layout.trainable])
 
 

@@ -23,7 +23,7 @@ from fedveil.attacks.veil import base_model, candidate_models, group_rows, lever
 from fedveil.federation.evaluate import predict
 from fedveil.scheme.broadcast import Broadcast, PublicHead
 from fedveil.scheme.losses import SquaredError, one_hot
-from fedveil.scheme.outputs import values
+from fedveil.scheme.outputs import loss_values
 
 FAKES = 1000  # number of generated inputs
 DECAY = 2.5  # chosen among 0.5, 1, 1.5, 2, 2.5 and 3 on CIFAR-10, seeds 10 to 14; photographs have about 1.2
@@ -107,7 +107,7 @@ Fit = Callable[[Tensor, Tensor, Tensor], Tensor]
 def fit_outputs(observed: Observation, inputs: Tensor, fit: Fit) -> Observation:
     """Remove the noise, given the offset that `fit` estimates from the outputs for `inputs`."""
     broadcast, head = veiled_head(observed)
-    if head.decoys or not isinstance(observed.loss, SquaredError):
+    if head.has_candidates or not isinstance(observed.loss, SquaredError):
         raise DoesNotApply("likely outputs", "only with squared error are most outputs close to 0")
     base, rows = base_model(observed.architecture, broadcast), group_rows(head)
     outputs = predict(base, inputs).double().flatten(1)
@@ -128,12 +128,12 @@ def fit_own_inputs(observed: Observation) -> Observation:
     With decoys, the function picks the candidate with the smallest loss on the model's own predictions as labels.
     """
     broadcast, head = veiled_head(observed)
-    if not head.decoys:
+    if not head.has_candidates:
         return fit_outputs(observed, observed.inputs, fit_sparse_outputs)
     models, losses = candidate_models(observed, broadcast), []
     for model in models:
         outputs = predict(model, observed.inputs)
         if outputs.dim() != 2 or outputs.shape[1] < 2:
             raise DoesNotApply("likely outputs", "the model does not have one output per class")
-        losses.append(values(observed.loss, outputs, one_hot(outputs.argmax(1), outputs)).mean())
+        losses.append(loss_values(observed.loss, outputs, one_hot(outputs.argmax(1), outputs)).mean())
     return dataclasses.replace(observed, model=models[losses.index(min(losses))])

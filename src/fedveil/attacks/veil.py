@@ -28,7 +28,7 @@ from fedveil.graph import analyse
 from fedveil.graph.plan import Plan, flatten
 from fedveil.scheme.broadcast import Broadcast, PublicHead, move_head
 from fedveil.scheme.losses import Loss, SquaredError
-from fedveil.scheme.outputs import values
+from fedveil.scheme.outputs import loss_values
 
 LBFGS_STEPS = 200
 TURNS = 20  # alternations between weights and noise
@@ -83,7 +83,7 @@ def remove_noise(observed: Observation, broadcasts: int = 2) -> Observation:
     if len(rounds) < 2:
         raise DoesNotApply("broadcasts", "the attack needs two broadcasts from different rounds")
     forms, (last, head) = canonical_heads(observed, list(rounds.values())), list(rounds.values())[-1]
-    if head.decoys:
+    if head.has_candidates:
         candidates = [head.candidates.double() for _, head in rounds.values()]
         offset = candidates[-1][pick_candidates(forms, candidates)[-1]]
     else:
@@ -140,9 +140,11 @@ def calibrate(observed: Observation, broadcast: Broadcast) -> nn.Module:
     base, head = base_model(observed.architecture, broadcast), broadcast.head
     if head is None:
         return base
-    if head.decoys:  # return the candidate that fits the labels best
+    if head.has_candidates:  # return the candidate that fits the labels best
         models = candidate_models(observed, broadcast)
-        losses = [values(observed.loss, predict(model, observed.inputs), observed.targets).mean() for model in models]
+        losses = [
+            loss_values(observed.loss, predict(model, observed.inputs), observed.targets).mean() for model in models
+        ]
         return models[losses.index(min(losses))]
     outputs, rows = predict(base, observed.inputs).double(), group_rows(head)
     flat = outputs.reshape(len(outputs), -1)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedveil.errors import ModelMismatch
 from fedveil.graph.plan import ModelState
-from fedveil.scheme.broadcast import SAME_CODE, check_trainable, match_model
+from fedveil.scheme.broadcast import FIX_CODE, check_trainable, match_model
 from fedveil.scheme.recover import check_finite, check_tensors
 from fedveil.wire import Packed, Tensors, Values, add_prefix, check_fields, strip_prefix
 
@@ -61,7 +61,7 @@ def unpack_model(model: nn.Module, values: Values, tensors: Tensors) -> nn.Modul
     unknown = sorted(training - {path for path, _ in inside.modes})
     if unknown or len(training) < len(result["training"]):
         what = f"there is no module {unknown[0][:80]!a}" if unknown else "training lists a module twice"
-        raise ModelMismatch("broadcast", what, SAME_CODE)
+        raise ModelMismatch("broadcast", what, FIX_CODE)
     filled = copy.deepcopy(model)
     for name, parameter in filled.named_parameters():
         parameter.data = parameters[name].to(parameter.device)

@@ -307,7 +307,7 @@ class ClientSession:
 
 def take_step(step: Step, extra: bytes, party: "Party | None", count_records: Callable[[], int]) -> bytes:
     """Return the body of the reply to a step of secure aggregation other than the upload."""
-    from fedveil.secagg.identity import KEY
+    from fedveil.secagg.identity import KEY_SIZE
 
     if party is None:
         what = "this client does not take part in secure aggregation"
@@ -316,7 +316,7 @@ def take_step(step: Step, extra: bytes, party: "Party | None", count_records: Ca
     if step.step == "hello":
         _check_records(count_records, party.policy)  # before any model arrives
         challenge, server = body[: protocol.CHALLENGE], body[protocol.CHALLENGE :]
-        if len(challenge) != protocol.CHALLENGE or len(server) != KEY:
+        if len(challenge) != protocol.CHALLENGE or len(server) != KEY_SIZE:
             raise BadArgument("step", "a greeting must consist of a challenge and the server's key")
         hello = party.hello(step.session, server)
         return json.dumps(hello.values() | {"proof": party.prove(hello, challenge).hex()}).encode()

@@ -23,8 +23,8 @@ from fedveil.graph.inputs import Inputs, count, each
 from fedveil.privacy.mechanism import clip_vector
 from fedveil.scheme.result import Aggregate
 from fedveil.secagg import Aborted, Opening
-from fedveil.secagg.fixed import HIGHEST, LARGEST, LOWEST, decode_rows, encode_rows, wrapped_rows
-from fedveil.secagg.messages import HEAD
+from fedveil.secagg.fixed import MAX_EXPONENT, MAX_MAGNITUDE, MIN_EXPONENT, decode_rows, encode_rows, wrapped_rows
+from fedveil.secagg.messages import HEAD_WORDS
 from fedveil.wire import Tensors, add_prefix, strip_prefix
 
 FIRST_EXPONENT = 24  # exponent of rows whose magnitudes are not known yet
@@ -86,7 +86,7 @@ class Packing:
             raise ModelMismatch("opening", what, "build the client's model with the same code as the server's")
         flat = [tensors[part.name].detach().cpu().double().reshape(-1) for part in self.parts]
         values = torch.cat(flat).numpy() if flat else np.zeros(0)
-        if not np.abs(values).max(initial=0.0) < LARGEST:  # also true if there is a NaN
+        if not np.abs(values).max(initial=0.0) < MAX_MAGNITUDE:  # also true if there is a NaN
             return no_words(opening)
         weighted = values * records if weigh else values
         result = encode_rows(weighted, opening.rows, row_bits(opening), len(opening.roster), opening.checks)
@@ -105,7 +105,7 @@ class Packing:
         if not 1 <= records < 2**53:
             raise Aborted("sum", "the sum", f"its clients have {records} records in total", "look for a hostile client")
         if not weigh:
-            return records, self._split(total[HEAD : HEAD + sum(opening.rows)].view(np.int64))
+            return records, self._split(total[HEAD_WORDS : HEAD_WORDS + sum(opening.rows)].view(np.int64))
         result = self.sums(total, opening)
         for part in self.parts:
             mean = result[part.name] / records
@@ -114,7 +114,7 @@ class Packing:
 
     def sums(self, total: Words, opening: Opening) -> Tensors:
         """Return the sums of all tensors in float64."""
-        return self._split(decode_rows(total[HEAD:], opening.rows, row_bits(opening)))
+        return self._split(decode_rows(total[HEAD_WORDS:], opening.rows, row_bits(opening)))
 
     def _split(self, values: NDArray[np.float64] | NDArray[np.int64]) -> Tensors:
         """Return the values of each tensor."""
@@ -145,7 +145,7 @@ class Packing:
             largest[kind, row] = max(largest.get((kind, row), 0.0), size)
         least = [max(size, SMALLEST * largest[kind, row]) for kind, row, size in rows]
         result = [secagg.exponent(size) if 0 < size < math.inf else FIRST_EXPONENT for size in least]
-        return tuple([min(max(value + headroom, LOWEST), HIGHEST) for value in result])
+        return tuple([min(max(value + headroom, MIN_EXPONENT), MAX_EXPONENT) for value in result])
 
 
 def row_bits(opening: Opening) -> list[int]:
@@ -241,11 +241,11 @@ class Sums:
         if self.integers:
             return (secagg.bits(clients, 0),) * len(packing.rows), packing.rows, False  # no fractional bits
         if self.clip is not None:  # clipped gradients always fit
-            exponent = min(max(math.frexp(self.clip)[1] + 1, LOWEST), HIGHEST)
+            exponent = min(max(math.frexp(self.clip)[1] + 1, MIN_EXPONENT), MAX_EXPONENT)
             return (exponent,) * len(packing.rows), packing.rows, False
         if self._expected is None:
             self._expect_first(defence_round)
-        exponents = (min(FIRST_EXPONENT + self.headroom, HIGHEST),) * len(packing.rows)
+        exponents = (min(FIRST_EXPONENT + self.headroom, MAX_EXPONENT),) * len(packing.rows)
         if self._expected is not None:
             sizes = _find_ranges(defence_round).bound(self._expected)
             exponents = packing.choose_exponents(sizes, self._records, self.headroom)
@@ -281,7 +281,7 @@ class Sums:
         """Compute the round's result from the sum of its words; abort if the sum wrapped around or is empty."""
         assert self.packing is not None
         clients = len(opening.roster)
-        wrapped = wrapped_rows(total[HEAD:], opening.rows) if opening.checks else []
+        wrapped = wrapped_rows(total[HEAD_WORDS:], opening.rows) if opening.checks else []
         if wrapped:
             self.headroom += EXTRA_HEADROOM
             what = f"{len(wrapped)} of its {len(opening.rows)} rows wrapped around"

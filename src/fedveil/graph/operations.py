@@ -29,21 +29,22 @@ ODD = {
     "erfinv",
 }  # fmt: skip
 EVEN = {"square", "cos", "cosh"}
-OTHER = {
+OTHER_FUNCTIONS = {
     "gelu", "silu", "sigmoid", "log_sigmoid", "softplus", "elu", "selu", "celu", "mish", "relu6", "hardswish",
     "hardsigmoid", "exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "clamp", "clamp_min", "clamp_max",
     "threshold", "alpha_dropout", "feature_alpha_dropout", "erfc", "exp2", "logit", "round", "floor", "ceil",
     "trunc", "nan_to_num", "sinc",
 }  # fmt: skip
 
-# Operations that may follow a head: linear ones that treat every output in the same way. SAME_ELEMENTS only reshape.
+# Operations that may follow a head: linear operations that treat every output in the same way.
+# Those in SAME_ELEMENTS only reshape.
 SAME_ELEMENTS = RESHAPES | {"squeeze", "unsqueeze", "contiguous", "clone", "alias"}
 UNIFORM_LINEAR = SAME_ELEMENTS | UPSAMPLINGS | AVERAGE_POOLS | {
     "permute", "transpose", "movedim", "t", "mean", "sum", "slice", "narrow",
 }  # fmt: skip
 
 # Operations that do not couple samples: always, only in evaluation mode, or along dims other than the first.
-ELEMENTWISE = POSITIVE | ODD | EVEN | OTHER | {
+ELEMENTWISE = POSITIVE | ODD | EVEN | OTHER_FUNCTIONS | {
     "hardtanh", "neg", "pow", "add", "sub", "mul", "div", "clone", "contiguous", "alias", "_to_copy", "to", "type_as",
 }  # fmt: skip
 SAMPLE_BY_SAMPLE = LAYERS | UPSAMPLINGS | AVERAGE_POOLS | MAX_POOLS | {
@@ -59,7 +60,7 @@ ALONG_DIMS = {
 
 # Element-wise in-place operations, after which views of the same memory still carry the same noise. A graph with other
 # in-place operations is rewritten without them.
-IN_PLACE = {"add", "sub", "neg", "hardtanh", "detach", "dropout", "feature_dropout"} | POSITIVE | ODD | OTHER
+IN_PLACE = {"add", "sub", "neg", "hardtanh", "detach", "dropout", "feature_dropout"} | POSITIVE | ODD | OTHER_FUNCTIONS
 
 
 def count_spatial_dims(name: str) -> int:
@@ -101,5 +102,5 @@ def innermost_module(node: fx.Node) -> tuple[str, str]:
 def describe_location(node: fx.Node) -> str:
     """Return an operation's location for messages: its module's path, and the PyTorch class or the operation's name."""
     path, kind = innermost_module(node)
-    what = kind.rpartition(".")[2] if kind.startswith("torch.nn.modules") else operation_name(node).rstrip("_")
-    return f"{path} ({what})" if path else what
+    label = kind.rpartition(".")[2] if kind.startswith("torch.nn.modules") else operation_name(node).rstrip("_")
+    return f"{path} ({label})" if path else label
