@@ -46,7 +46,7 @@ WIDE = records(width=5)
         (None, (INPUTS, TARGETS.float()), ["test data: targets", "targets.long()"]),
         (own, (INPUTS, TARGETS.float()), ["test data: targets", "own does not accept them (torch.float32 of shape ()"]),
         (None, (INPUTS[:0], TARGETS[:0]), ["there are no records"]),
-        (None, (INPUTS, TARGETS[:9]), ["12 records in inputs and 9 targets"]),
+        (None, (INPUTS, TARGETS[:9]), ["inputs has 12 records, but there are 9 targets"]),
         (None, (INPUTS / 0, TARGETS), ["test data, record 0: found NaN or infinity in inputs"]),
         (None, Records(INPUTS / 0, TARGETS), ["test data, record 0: found NaN or infinity in inputs"]),
         ("squared_error", (INPUTS, INPUTS[:, :3] / 0), ["test data, record 0: found NaN or infinity in targets"]),
