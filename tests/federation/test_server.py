@@ -248,10 +248,13 @@ def federation(clients=CLIENTS, defence="plain", model=None, **options):
 
 
 REFUSED = {
-    "a loader for all clients": (lambda: federation(DataLoader(PAIRS, 8, shuffle=True)), "is a DataLoader, not a list"),
-    "a dataset for all clients": (lambda: federation(PAIRS), r"is a TensorDataset(?s:.*)\[client\] for one client"),
+    "a loader for all clients": (
+        lambda: federation(DataLoader(PAIRS, 8, shuffle=True)),
+        "must be a list of clients, got DataLoader",
+    ),
+    "a dataset for all clients": (lambda: federation(PAIRS), r"got TensorDataset(?s:.*)\[client\] for one client"),
     "an array for all clients": (lambda: federation(X.numpy()), "clients must be a list of clients, got ndarray"),
-    "clients by name": (lambda: federation(dict(enumerate(CLIENTS))), r"is a dict(?s:.*)list\(clients.values\(\)\)"),
+    "clients by name": (lambda: federation(dict(enumerate(CLIENTS))), r"got dict(?s:.*)list\(clients.values\(\)\)"),
     "a list of clients to test": (lambda: federation().fit(1, test=CLIENTS), "^test data: .*(?s:.*)torch.cat"),
     "two clients in one": (lambda: federation([CLIENTS]), "^client 0: .*records of several clients"),
     "a class for a defence": (lambda: federation(defence=Veil), r"(?s)defence is <class.*fedveil.defences.Veil\(\)"),

@@ -179,7 +179,7 @@ def test_a_missing_column_and_files_of_other_kinds_are_refused(bank, tmp_path, c
         ([run, str(tmp_path / "new.csv")], "there is no column duration, euribor3m, marital, poutcome, region"),
         ([run, str(tmp_path)], "it is a folder, but the model was not trained on images"),
         ([run, str(tmp_path / "gone.csv")], "there is no such file"),
-        ([str(tmp_path / "gone"), str(tmp_path / "new.csv")], "there is no such folder"),
+        ([str(tmp_path / "gone"), str(tmp_path / "new.csv")], "this folder does not exist"),
         ([run, str(tmp_path / "new.csv"), "--out", "x.txt"], "x.txt is neither .csv nor .npz"),
         ([run, str(tmp_path / "new.csv"), "--out", str(tmp_path / "new.csv")], "new.csv is the file of the records"),
     ]:
